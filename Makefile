@@ -1,0 +1,46 @@
+# `make` lists the targets. Everything runs in .venv, which is made from nothing where missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint types test fault bench soak fuzz clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## make .venv with everything that the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast]'
+	touch $@
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy, strict, over src
+	$(BIN)/mypy
+
+test: lint types ## all checks and suites that fit into a few minutes
+	$(BIN)/python -m pytest -m "not fault"
+
+fault: $(STAMP) ## real kill -9, real power cuts (root), 1,000,000 mutated frames, long simulations
+	ISTER_HEAVY=1 ISTER_FUZZ_COUNT=1000000 $(BIN)/python -m pytest --timeout=3000 \
+	    tests/fault tests/fuzz tests/sim
+
+bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
+	@for name in append replay tail recover readers; do \
+	    $(BIN)/ister bench $$name --json || exit 1; done
+
+soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and threads stay flat
+	$(BIN)/python -m tests.soak --seconds 600
+
+fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python tests/fuzz/fuzz_formats.py -max_total_time=300
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info

@@ -1,0 +1,215 @@
+"""Every error that Ister raises, chosen by what the caller has to do about it.
+
+    IsterError
+    ├ InvalidRequestError        fix the call                  INVALID_ARGUMENT
+    │ ├ ConfigError              fix the setting
+    │ ├ TopicNameError           fix the name
+    │ └ MessageTooLargeError     send less
+    ├ NotFoundError              create it first               NOT_FOUND
+    ├ OffsetOutOfRangeError      seek into earliest..next      OUT_OF_RANGE
+    ├ ConflictError              re-read, then decide          ABORTED
+    │ └ DirectoryLockedError     stop the other process
+    ├ UnavailableError           retry later                   UNAVAILABLE          retriable
+    │ ├ DiskError                look at the disk, then reopen
+    │ └ WaitTimeoutError         wait longer
+    ├ CapacityError              slow down, or make room       RESOURCE_EXHAUSTED   retriable
+    ├ CorruptDataError           stop, repair or restore       DATA_LOSS
+    ├ UnsupportedVersionError    upgrade                       UNIMPLEMENTED
+    ├ ClosedError                reopen                        UNAVAILABLE
+    └ InvariantError             our bug                       INTERNAL
+
+A torn tail is a result of decoding, never an exception. Errors of the operating system are turned
+into this tree once, in `ister.fs`, with the original as `__cause__`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "ConflictError",
+    "CorruptDataError",
+    "DirectoryLockedError",
+    "DiskError",
+    "InvalidRequestError",
+    "InvariantError",
+    "IsterError",
+    "MessageTooLargeError",
+    "NotFoundError",
+    "OffsetOutOfRangeError",
+    "TopicNameError",
+    "UnavailableError",
+    "UnsupportedVersionError",
+    "WaitTimeoutError",
+    "check",
+]
+
+
+class IsterError(Exception):
+    """The base of all errors raised by Ister.
+
+    Attributes:
+        code: A machine-readable status, named as gRPC names its own.
+        retriable: Whether the same call may succeed later without a change by the caller.
+        topic: The topic concerned, where there is one.
+        offset: The message offset concerned, where there is one.
+        path: The file or directory concerned, where there is one.
+        position: The byte in `path`, where there is one.
+        hint: What to do next, in one sentence.
+    """
+
+    code: ClassVar[str] = "UNKNOWN"
+    retriable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        topic: str | None = None,
+        offset: int | None = None,
+        path: str | None = None,
+        position: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.topic = topic
+        self.offset = offset
+        self.path = path
+        self.position = position
+        self.hint = hint
+
+    def __str__(self) -> str:
+        context = [
+            f"{name}={value}"
+            for name in ("topic", "offset", "path", "position")
+            if (value := getattr(self, name)) is not None
+        ]
+        text = self.message
+        if context:
+            text += f" ({', '.join(context)})"
+        if self.hint:
+            text += f"; {self.hint}"
+        return text
+
+
+class InvalidRequestError(IsterError, ValueError):
+    """The call itself is wrong; nothing was changed."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class ConfigError(InvalidRequestError):
+    """A setting is unknown, of the wrong kind, or contradicts another one."""
+
+
+class TopicNameError(InvalidRequestError):
+    """A topic name that is not of the form `/namespace/topic`."""
+
+
+class MessageTooLargeError(InvalidRequestError):
+    """A message over `max_message_size`, or with too many bytes of attributes and names."""
+
+
+class NotFoundError(IsterError, LookupError):
+    """The topic, file or directory does not exist."""
+
+    code = "NOT_FOUND"
+
+
+class OffsetOutOfRangeError(IsterError, LookupError):
+    """An offset outside of what the topic holds.
+
+    Attributes:
+        earliest: The first offset that can be read.
+        next: The offset that the next append gets.
+    """
+
+    code = "OUT_OF_RANGE"
+
+    def __init__(
+        self, message: str, *, earliest: int, next: int, topic: str | None, offset: int
+    ) -> None:
+        super().__init__(
+            message,
+            topic=topic,
+            offset=offset,
+            hint=f"readable offsets are {earliest} up to, not including, {next}",
+        )
+        self.earliest = earliest
+        self.next = next
+
+
+class ConflictError(IsterError):
+    """The state is not the one that the call assumed."""
+
+    code = "ABORTED"
+
+
+class DirectoryLockedError(ConflictError):
+    """Another process (or another handle in this one) owns the WAL directory."""
+
+
+class UnavailableError(IsterError):
+    """Something outside of Ister does not answer at the moment."""
+
+    code = "UNAVAILABLE"
+    retriable = True
+
+
+class DiskError(UnavailableError):
+    """The operating system refused or failed a file operation.
+
+    Attributes:
+        errno: The operating system's number for it.
+    """
+
+    retriable = False
+
+    def __init__(self, message: str, *, errno: int | None, path: str | None = None) -> None:
+        super().__init__(message, path=path)
+        self.errno = errno
+
+
+class WaitTimeoutError(UnavailableError, TimeoutError):
+    """The awaited level was not reached in the time given; the message stays accepted."""
+
+
+class CapacityError(IsterError):
+    """A buffer or the disk is full. Nothing acknowledged is lost; it goes on when room is back."""
+
+    code = "RESOURCE_EXHAUSTED"
+    retriable = True
+
+
+class CorruptDataError(IsterError):
+    """Stored bytes are not what was written, below the point where a crash could explain it."""
+
+    code = "DATA_LOSS"
+
+
+class UnsupportedVersionError(IsterError):
+    """The bytes are intact and were written by a newer Ister."""
+
+    code = "UNIMPLEMENTED"
+
+
+class ClosedError(IsterError):
+    """The topic, reader or log was closed, or its writer stopped after an error."""
+
+    code = "UNAVAILABLE"
+
+
+class InvariantError(IsterError):
+    """Ister broke a promise that it makes to itself. The topic's writer stops."""
+
+    code = "INTERNAL"
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises InvariantError unless `condition` holds; unlike `assert`, also under `python -O`."""
+    if not condition:
+        raise InvariantError(message)

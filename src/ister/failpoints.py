@@ -1,0 +1,91 @@
+"""Named points at which a test may stop a process or raise an error; free unless armed.
+
+`reach("wal.after_write")` costs one look at an empty dict. A point is armed in-process with `arm`,
+or for a whole process by `ISTER_FAILPOINTS="wal.after_write=kill@3,wal.before_sync=pause@5"`: the
+action happens at the given visit. `kill` ends the process as SIGKILL does, `pause` stops it as
+SIGSTOP does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Final
+
+from ister.errors import InvalidRequestError
+
+__all__ = ["FAILPOINTS", "arm", "arm_from_environment", "disarm", "reach"]
+
+FAILPOINTS: Final[frozenset[str]] = frozenset(
+    {
+        "wal.before_write",  # frames are in memory only
+        "wal.after_write",  # frames are in the page cache
+        "wal.before_sync",
+        "wal.after_sync",  # frames are durable, nobody has been told
+        "wal.after_create_file",  # the new file exists, its directory is not synced
+        "wal.after_sync_directory",
+        "wal.before_checkpoint_rename",
+        "wal.after_checkpoint",
+        "wal.after_rotate",
+        "wal.after_remove_file",  # trim: the directory is not synced
+        "wal.recovery_before_cut",
+        "wal.recovery_after_cut",  # the torn tail is gone, the cut is not synced
+        "wal.recovery_before_checkpoint",
+    }
+)
+
+_armed: dict[str, Callable[[], None]] = {}
+
+
+def reach(name: str) -> None:
+    """Runs the action armed at this point, if there is one."""
+    if _armed and (action := _armed.get(name)) is not None:
+        action()
+
+
+def arm(name: str, action: Callable[[], None]) -> None:
+    """Has `action` run at every visit of the point `name`.
+
+    Raises:
+        InvalidRequestError: There is no such point.
+    """
+    if name not in FAILPOINTS:
+        raise InvalidRequestError(
+            f"there is no failpoint {name!r}", hint=f"known: {', '.join(sorted(FAILPOINTS))}"
+        )
+    _armed[name] = action
+
+
+def disarm() -> None:
+    """Disarms every point."""
+    _armed.clear()
+
+
+def arm_from_environment(specification: str) -> None:
+    """Arms the points of `ISTER_FAILPOINTS`; see the module header for the form.
+
+    Raises:
+        InvalidRequestError: The specification does not have that form.
+    """
+    for item in filter(None, specification.split(",")):
+        name, _, rest = item.partition("=")
+        action, _, visit = rest.partition("@")
+        signals = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP}
+        if action not in signals or not visit.isdigit():
+            raise InvalidRequestError(
+                f"failpoint {item!r}", hint="write name=kill@N or name=pause@N"
+            )
+        arm(name, _signal_at_visit(signals[action], int(visit)))
+
+
+def _signal_at_visit(number: signal.Signals, visit: int) -> Callable[[], None]:
+    visits = 0
+
+    def act() -> None:
+        nonlocal visits
+        visits += 1
+        if visits == visit:
+            os.kill(os.getpid(), number)
+
+    return act

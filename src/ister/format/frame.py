@@ -1,0 +1,278 @@
+"""Frames: how one message body lies in a WAL file or in an object.
+
+     0        8      12      16              16 + len
+     ┌────────┬───────┬───────┬───────────────┐
+     │ offset │  len  │  crc  │     body      │   little endian
+     │  u64   │  u32  │  u32  │   len bytes   │   crc = crc32(body), zlib's polynomial
+     └────────┴───────┴───────┴───────────────┘
+
+Frames follow each other without anything in between, so a file has no header and no footer. The
+header has no checksum of its own. What protects it instead:
+
+- `len` is never 0 (a message has at least its fixed fields) and never above
+  `FRAME_BODY_BYTES_MAX`, so zero-filled space is not a frame and a length bomb allocates nothing;
+- a reader that knows where it is passes `expected_offset`, and any other offset is damage.
+
+Decoding gives one of three results: a frame, "need more bytes", or "corrupt" with a reason.
+Whether a bad frame is a torn tail or damage is not decided here: only the durable watermark can.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple, TypeAlias
+
+from ister.errors import MessageTooLargeError, check
+from ister.format.crc import Buffer, crc32
+from ister.limits import FRAME_BODY_BYTES_MAX
+
+__all__ = [
+    "FRAME_HEADER_SIZE",
+    "Corrupt",
+    "CorruptReason",
+    "Frame",
+    "FrameParser",
+    "NeedMore",
+    "Scan",
+    "decode_frame",
+    "encode_frame",
+    "find_frame",
+    "pack_header",
+    "scan_frames",
+]
+
+_HEADER = struct.Struct("<QII")
+_unpack_header = _HEADER.unpack_from
+pack_header = _HEADER.pack
+FRAME_HEADER_SIZE: Final = _HEADER.size
+
+
+class CorruptReason(StrEnum):
+    """Why bytes cannot be a frame."""
+
+    ZERO_LENGTH = "zero length"
+    LENGTH_OVER_LIMIT = "length over limit"
+    OFFSET_MISMATCH = "offset mismatch"
+    CRC_MISMATCH = "crc mismatch"
+
+
+class Frame(NamedTuple):
+    """A whole frame whose crc holds."""
+
+    offset: int
+    body: bytes
+    end: int
+    """The position after the frame's last byte."""
+
+
+class NeedMore(NamedTuple):
+    """The bytes so far are the beginning of a frame."""
+
+    size_bytes: int
+    """How many bytes, counted from the frame's first, decoding needs to get further."""
+
+
+class Corrupt(NamedTuple):
+    """The bytes cannot be the expected frame, whatever follows them."""
+
+    reason: CorruptReason
+    detail: str
+
+
+Decoded: TypeAlias = Frame | NeedMore | Corrupt
+
+
+def encode_frame(offset: int, body: bytes) -> bytes:
+    """One frame.
+
+    Raises:
+        MessageTooLargeError: The body is empty or above `FRAME_BODY_BYTES_MAX`.
+    """
+    if not 0 < len(body) <= FRAME_BODY_BYTES_MAX:
+        raise MessageTooLargeError(
+            f"a frame's body has 1 to {FRAME_BODY_BYTES_MAX} bytes, not {len(body)}"
+        )
+    return pack_header(offset, len(body), crc32(body)) + body
+
+
+def decode_frame(
+    buffer: Buffer, position: int = 0, *, expected_offset: int | None = None
+) -> Decoded:
+    """Decodes the frame that begins at `position`. Never raises on bad bytes, whatever they are."""
+    available = len(buffer) - position
+    if available < FRAME_HEADER_SIZE:
+        return NeedMore(FRAME_HEADER_SIZE)
+    offset, length, crc = _unpack_header(buffer, position)
+    # The header is judged before more bytes are asked for: a length that cannot be, or an offset
+    # that is not the next one, must not make a reader wait for megabytes that never come.
+    if corrupt := _judge_header(offset, length, expected_offset):
+        return corrupt
+    if available < FRAME_HEADER_SIZE + length:
+        return NeedMore(FRAME_HEADER_SIZE + length)
+    end = position + FRAME_HEADER_SIZE + length
+    body = bytes(buffer[position + FRAME_HEADER_SIZE : end])
+    if (actual := crc32(body)) != crc:
+        return Corrupt(CorruptReason.CRC_MISMATCH, f"stored {crc:#010x}, computed {actual:#010x}")
+    return Frame(offset, body, end)
+
+
+def _judge_header(offset: int, length: int, expected_offset: int | None) -> Corrupt | None:
+    if length == 0:
+        return Corrupt(CorruptReason.ZERO_LENGTH, f"offset field {offset}")
+    if length > FRAME_BODY_BYTES_MAX:
+        return Corrupt(
+            CorruptReason.LENGTH_OVER_LIMIT, f"{length} bytes, limit {FRAME_BODY_BYTES_MAX}"
+        )
+    if expected_offset is not None and offset != expected_offset:
+        return Corrupt(CorruptReason.OFFSET_MISMATCH, f"found {offset}, expected {expected_offset}")
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """What `scan_frames` found: the whole frames up to the first byte that is not one."""
+
+    starts: list[int]
+    """The position of each whole frame, in order."""
+    end: int
+    """The position after the last whole frame: the safe boundary."""
+    next_offset: int | None
+    """The offset after the last whole frame; None without a frame or an expectation."""
+    stop: NeedMore | Corrupt
+    """Why the scan ended. `NeedMore(FRAME_HEADER_SIZE)` at `len(buffer)` is a clean end."""
+
+
+def scan_frames(
+    buffer: Buffer,
+    position: int = 0,
+    *,
+    expected_offset: int | None = None,
+    end_offset: int | None = None,
+) -> Scan:
+    """Finds the frames in `buffer`, each checked by crc and continuity.
+
+    Args:
+        buffer: Bytes that hold frames from `position` on.
+        position: Where the first frame begins.
+        expected_offset: The first frame's offset; None takes it from the first frame.
+        end_offset: Stop before this offset; goes with `expected_offset`.
+    """
+    check(end_offset is None or expected_offset is not None, "an end needs a beginning")
+    starts: list[int] = []
+    view = memoryview(buffer)
+    size = len(view)
+    offset_next = expected_offset
+    stop: NeedMore | Corrupt
+    while True:
+        if end_offset is not None and offset_next is not None and offset_next >= end_offset:
+            stop = NeedMore(FRAME_HEADER_SIZE)
+            break
+        if position + FRAME_HEADER_SIZE > size:
+            stop = NeedMore(FRAME_HEADER_SIZE)
+            break
+        offset, length, crc = _unpack_header(view, position)
+        if (
+            length == 0
+            or length > FRAME_BODY_BYTES_MAX
+            or (offset != offset_next and offset_next is not None)
+        ):
+            judged = _judge_header(offset, length, offset_next)
+            check(judged is not None, "a refused header has a reason")
+            stop = judged or NeedMore(FRAME_HEADER_SIZE)
+            break
+        body_start = position + FRAME_HEADER_SIZE
+        body_end = body_start + length
+        if body_end > size:
+            stop = NeedMore(FRAME_HEADER_SIZE + length)
+            break
+        if crc32(view[body_start:body_end]) != crc:
+            stop = Corrupt(CorruptReason.CRC_MISMATCH, f"stored {crc:#010x}")
+            break
+        starts.append(position)
+        offset_next = offset + 1
+        position = body_end
+    return Scan(starts=starts, end=position, next_offset=offset_next, stop=stop)
+
+
+def find_frame(
+    buffer: Buffer, position: int, *, offset_min: int, offset_max: int
+) -> tuple[int, int] | None:
+    """Looks for the next whole frame at any position, after damage.
+
+    Every byte is tried, so this is for small buffers and rare occasions. Only a frame whose offset
+    lies in `offset_min..offset_max` (exclusive) and whose crc holds counts.
+
+    Returns:
+        The frame's position and offset, or None.
+    """
+    view = memoryview(buffer)
+    last = len(view) - FRAME_HEADER_SIZE
+    while position <= last:
+        offset, length, crc = _unpack_header(view, position)
+        if (
+            offset_min <= offset < offset_max
+            and 0 < length <= len(view) - position - FRAME_HEADER_SIZE
+            and crc32(view[position + FRAME_HEADER_SIZE : position + FRAME_HEADER_SIZE + length])
+            == crc
+        ):
+            return position, offset
+        position += 1
+    return None
+
+
+class FrameParser:
+    """Turns a stream of chunks of any size into frames, carrying the unfinished one over.
+
+    Holds at most one partial frame, so at most `FRAME_BODY_BYTES_MAX` bytes and one chunk. After
+    `corrupt` is set nothing more comes out: what follows damage cannot be trusted to be aligned.
+    """
+
+    def __init__(self, *, expected_offset: int | None = None) -> None:
+        self._carry = bytearray()
+        self._needed = FRAME_HEADER_SIZE
+        self.expected_offset = expected_offset
+        """The next frame's offset, once known."""
+        self.position = 0
+        """Bytes of whole frames so far: the safe boundary in the stream."""
+        self.corrupt: Corrupt | None = None
+        """Why parsing ended, if it did."""
+
+    @property
+    def carried_bytes(self) -> int:
+        """The size of the partial frame held."""
+        return len(self._carry)
+
+    def feed(self, chunk: Buffer) -> Iterator[Frame]:
+        """Takes the next bytes and yields the frames that they complete.
+
+        The iterator has to be exhausted before the next call.
+        """
+        if self.corrupt is not None:
+            return
+        carry = self._carry
+        carry += chunk
+        # Nothing can come of it yet: without this, a frame fed byte by byte would be judged anew
+        # at every byte.
+        if len(carry) < self._needed:
+            return
+        base = 0
+        while True:
+            decoded = decode_frame(carry, base, expected_offset=self.expected_offset)
+            if isinstance(decoded, Frame):
+                size = decoded.end - base
+                base = decoded.end
+                self.position += size
+                self.expected_offset = decoded.offset + 1
+                yield Frame(decoded.offset, decoded.body, self.position)
+                continue
+            if isinstance(decoded, NeedMore):
+                self._needed = decoded.size_bytes
+            else:
+                self.corrupt = decoded
+            break
+        del carry[:base]
+        if self.corrupt is not None:
+            carry.clear()

@@ -1,0 +1,336 @@
+"""Message bodies: Danube's `StreamMessage` in bincode, byte for byte.
+
+    request_id · producer_id · topic_name · broker_addr · topic_offset · payload · publish_time ·
+    producer_name · subscription_name? · attributes{} · [schema_id? · schema_version? ·
+    routing_key?]
+
+`bincode2` (Danube ≥ 0.12) has all of it, `bincode1` (Danube 0.5.0) ends before the bracket. The
+body does not say which one it is: topics and objects record their codec, and `recognise` tells for
+bodies without such a record.
+
+The order of attributes is the mapping's own; Danube's is random per process, so equal messages may
+have unequal bytes and only decoded values are compared.
+
+Owns: the encodings, and `BodyEncoder`, the hot path's way to build a body around a payload from
+parts that are encoded once. Does not own: frames, offsets, size limits of messages.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ister.errors import CorruptDataError, InvalidRequestError
+from ister.format.bincode import (
+    BincodeError,
+    FixintReader,
+    FixintWriter,
+    Reader,
+    VarintReader,
+    VarintWriter,
+    Writer,
+    encode_varint,
+)
+from ister.format.crc import Buffer
+from ister.model import Codec, MessageId, StreamMessage
+
+__all__ = [
+    "BodyEncoder",
+    "Codec",
+    "decode_message",
+    "decode_publish_time",
+    "encode_message",
+    "recognise",
+]
+
+_U64: Final = struct.Struct("<Q")
+
+# What encoding raises for a value out of range, or of another type than its field's.
+_MISFITS: Final = (BincodeError, AttributeError, TypeError, struct.error)
+
+
+_READERS: Final[dict[Codec, Callable[[Buffer], Reader]]] = {
+    Codec.BINCODE1: FixintReader,
+    Codec.BINCODE2: VarintReader,
+}
+
+
+def _writer(codec: Codec) -> Writer:
+    return VarintWriter() if codec is Codec.BINCODE2 else FixintWriter()
+
+
+def encode_message(message: StreamMessage, codec: Codec) -> bytes:
+    """The body of `message`.
+
+    Raises:
+        InvalidRequestError: A field does not fit its type, or the codec has no such field.
+    """
+    identity = message.msg_id
+    try:
+        return (
+            _writer(codec)
+            .u64(message.request_id)
+            .u64(identity.producer_id)
+            .text(identity.topic_name)
+            .text(identity.broker_addr)
+            .u64(identity.topic_offset)
+            .blob(message.payload)
+            .u64(message.publish_time)
+            .finish()
+        ) + _encode_suffix(
+            codec,
+            producer_name=message.producer_name,
+            subscription_name=message.subscription_name,
+            attributes=message.attributes,
+            schema_id=message.schema_id,
+            schema_version=message.schema_version,
+            routing_key=message.routing_key,
+        )
+    except _MISFITS as error:
+        raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
+
+
+def _encode_suffix(
+    codec: Codec,
+    *,
+    producer_name: str,
+    subscription_name: str | None,
+    attributes: Mapping[str, str],
+    schema_id: int | None,
+    schema_version: int | None,
+    routing_key: str | None,
+) -> bytes:
+    """Everything after `publish_time`: the part that is the same for many messages."""
+    writer = _writer(codec).text(producer_name).some(subscription_name is not None)
+    if subscription_name is not None:
+        writer.text(subscription_name)
+    writer.u64(len(attributes))
+    for key, value in attributes.items():
+        writer.text(key).text(value)
+    if codec is Codec.BINCODE1:
+        for name, value_ in (
+            ("schema_id", schema_id),
+            ("schema_version", schema_version),
+            ("routing_key", routing_key),
+        ):
+            if value_ is not None:
+                raise InvalidRequestError(
+                    f"{codec} has no field {name}", hint="use a topic with codec bincode2"
+                )
+        return writer.finish()
+    writer.some(schema_id is not None)
+    if schema_id is not None:
+        writer.u64(schema_id)
+    writer.some(schema_version is not None)
+    if schema_version is not None:
+        writer.u32(schema_version)
+    writer.some(routing_key is not None)
+    if routing_key is not None:
+        writer.text(routing_key)
+    return writer.finish()
+
+
+def decode_message(body: Buffer, codec: Codec) -> StreamMessage:
+    """The message in `body`, all of it and nothing behind it.
+
+    Raises:
+        CorruptDataError: The bytes are not a message in this codec.
+    """
+    try:
+        return _decode(body, codec)
+    except BincodeError as error:
+        raise CorruptDataError(f"not a {codec} message: {error}") from error
+
+
+def _decode(body: Buffer, codec: Codec) -> StreamMessage:
+    reader = _READERS[codec](body)
+    request_id = reader.u64()
+    msg_id = MessageId(
+        producer_id=reader.u64(),
+        topic_name=reader.text(),
+        broker_addr=reader.text(),
+        topic_offset=reader.u64(),
+    )
+    payload = reader.blob()
+    publish_time = reader.u64()
+    producer_name = reader.text()
+    subscription_name = reader.text() if reader.some() else None
+    attributes = _decode_attributes(reader)
+    schema_id: int | None = None
+    schema_version: int | None = None
+    routing_key: str | None = None
+    if codec is Codec.BINCODE2:
+        schema_id = reader.u64() if reader.some() else None
+        schema_version = reader.u32() if reader.some() else None
+        routing_key = reader.text() if reader.some() else None
+    if not reader.at_end():
+        raise BincodeError(f"bytes left over from {reader.position} on")
+    return StreamMessage(
+        request_id=request_id,
+        msg_id=msg_id,
+        payload=payload,
+        publish_time=publish_time,
+        producer_name=producer_name,
+        subscription_name=subscription_name,
+        attributes=attributes,
+        schema_id=schema_id,
+        schema_version=schema_version,
+        routing_key=routing_key,
+    )
+
+
+def _decode_attributes(reader: Reader) -> dict[str, str]:
+    count = reader.u64()
+    attributes: dict[str, str] = {}
+    # A count bomb ends at the first missing key: nothing is allocated ahead.
+    for _ in range(count):
+        key = reader.text()
+        if key in attributes:
+            raise BincodeError(f"attribute {key!r} twice")
+        attributes[key] = reader.text()
+    return attributes
+
+
+def decode_publish_time(body: Buffer, codec: Codec) -> int:
+    """The publish time alone, in milliseconds, without building a message.
+
+    Looks no further than it has to: what follows the time may still turn out to be no message.
+
+    Raises:
+        CorruptDataError: The bytes up to the time are not those of a message in this codec.
+    """
+    reader = _READERS[codec](body)
+    try:
+        reader.u64()
+        reader.u64()
+        reader.skip()
+        reader.skip()
+        reader.u64()
+        reader.skip()
+        return reader.u64()
+    except BincodeError as error:
+        raise CorruptDataError(f"not a {codec} message: {error}") from error
+
+
+def recognise(body: Buffer, *, offset: int | None = None) -> Codec | None:
+    """The codec of a body that carries no record of it, or None if it is neither.
+
+    A body counts as one in a codec if it decodes without a byte left over; where both would do,
+    the one whose `topic_offset` is the frame's `offset` wins, then the newer one.
+    """
+    candidates: list[Codec] = []
+    for codec in (Codec.BINCODE2, Codec.BINCODE1):
+        try:
+            message = _decode(body, codec)
+        except BincodeError:
+            continue
+        if offset is not None and message.msg_id.topic_offset == offset:
+            return codec
+        candidates.append(codec)
+    return candidates[0] if candidates else None
+
+
+class BodyEncoder:
+    """Builds bodies for one topic: what does not change from message to message is encoded once.
+
+    `encode` is the hot path. It packs the head (ids, offset, payload length) with one precompiled
+    struct and joins head, payload, publish time and suffix.
+    """
+
+    __slots__ = ("_codec", "encode")
+
+    def __init__(self, *, topic_name: str, codec: Codec) -> None:
+        self._codec = codec
+        # request_id and producer_id name a producer's connection and broker_addr the broker;
+        # a log opened in-process has none of them.
+        prefix = _writer(codec).u64(0).u64(0).text(topic_name).text("").finish()
+        self.encode: Callable[[int, bytes, int, bytes], bytes]
+        """(offset, payload, publish_time_ms, suffix) -> body. Not thread-safe."""
+        if codec is Codec.BINCODE1:
+            self.encode = _fixint_encoder(prefix)
+        else:
+            self.encode = _varint_encoder(prefix)
+
+    def suffix(
+        self,
+        *,
+        producer_name: str = "",
+        attributes: Mapping[str, str] | None = None,
+        schema_id: int | None = None,
+        schema_version: int | None = None,
+        routing_key: str | None = None,
+    ) -> bytes:
+        """The part after the publish time, for `encode`; worth keeping where it recurs.
+
+        Raises:
+            InvalidRequestError: A field does not fit its type, or the codec has no such field.
+        """
+        try:
+            return _encode_suffix(
+                self._codec,
+                producer_name=producer_name,
+                subscription_name="",
+                attributes=attributes or {},
+                schema_id=schema_id,
+                schema_version=schema_version,
+                routing_key=routing_key,
+            )
+        except _MISFITS as error:
+            raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
+
+
+def _fixint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
+    pack_head = struct.Struct(f"<{len(prefix)}sQQ").pack
+    join = b"".join
+
+    def encode(offset: int, payload: bytes, publish_time_ms: int, suffix: bytes) -> bytes:
+        head = pack_head(prefix, offset, len(payload))
+        return join((head, payload, _U64.pack(publish_time_ms), suffix))
+
+    return encode
+
+
+def _varint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
+    """The encoder for bincode 2, as a closure: its variables are cheaper to reach than attributes.
+
+    A varint's width changes only at a few values, so one struct serves millions of messages; its
+    tag bytes become part of the constant fields around it.
+    """
+    pack_head = struct.Struct("").pack
+    head_constant = size_tag = b""
+    offset_start = offset_end = size_start = size_end = 0
+    join, pack_time = b"".join, struct.Struct("<BQ").pack
+
+    def compile_head(offset: int, size: int) -> None:
+        nonlocal pack_head, head_constant, size_tag
+        nonlocal offset_start, offset_end, size_start, size_end
+        offset_start, offset_end, offset_tag, offset_letter = _varint_form(offset)
+        size_start, size_end, size_tag, size_letter = _varint_form(size)
+        head_constant = prefix + offset_tag
+        pack_head = struct.Struct(
+            f"<{len(head_constant)}s{offset_letter}{len(size_tag)}s{size_letter}"
+        ).pack
+
+    def encode(offset: int, payload: bytes, publish_time_ms: int, suffix: bytes) -> bytes:
+        size = len(payload)
+        if not (size_start <= size < size_end and offset_start <= offset < offset_end):
+            compile_head(offset, size)
+        if publish_time_ms >= 4_294_967_296:
+            time = pack_time(0xFD, publish_time_ms)
+        else:
+            time = encode_varint(publish_time_ms)
+        return join((pack_head(head_constant, offset, size_tag, size), payload, time, suffix))
+
+    return encode
+
+
+def _varint_form(value: int) -> tuple[int, int, bytes, str]:
+    """For a value: the range of values in its varint form, that form's tag and struct letter."""
+    if value < 0xFB:
+        return 0, 0xFB, b"", "B"
+    if value < 1 << 16:
+        return 0xFB, 1 << 16, b"\xfb", "H"
+    if value < 1 << 32:
+        return 1 << 16, 1 << 32, b"\xfc", "I"
+    return 1 << 32, 1 << 64, b"\xfd", "Q"

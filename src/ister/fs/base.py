@@ -1,0 +1,139 @@
+"""What Ister asks of a file system, and what each operation promises.
+
+Paths are strings with `/`. Every error of the operating system is raised as one of:
+
+- `NotFoundError`: the path does not exist;
+- `CapacityError`: no room (ENOSPC, EDQUOT, EFBIG) or no handles or memory (EMFILE, ENFILE, ENOMEM);
+  the same call may succeed later;
+- `DiskError`: anything else; carries `errno`.
+
+Nothing is durable before a sync. Specifically, after a power cut:
+
+- bytes written since the last successful `sync` of a file may be there, may be missing, may be
+  torn at any sector, may read as zeros, in any combination and whatever their order;
+- an entry made, renamed or removed since the last `sync_directory` of its directory may be in
+  either state;
+- after a `sync` that raised, the bytes it covered may read back correctly and still be lost: they
+  are never to be trusted, and the same sync is never to be repeated.
+
+Implementations are thread-safe across files; one `File` is used by one thread at a time, except
+that `sync` may run beside `write_at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ister.format.crc import Buffer
+
+__all__ = ["File", "FileLock", "FileSystem"]
+
+
+class File(Protocol):
+    """An open file."""
+
+    path: str
+
+    def read_at(self, position: int, size: int) -> bytes:
+        """Reads `size` bytes from `position`; fewer only at the end of the file."""
+        ...
+
+    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
+        """Writes all of `buffers`, one after the other, from `position` on.
+
+        When it raises, any prefix may have been written. Writing the same bytes at the same
+        position again is safe.
+        """
+        ...
+
+    def size(self) -> int:
+        """The file's size in bytes."""
+        ...
+
+    def truncate(self, size: int) -> None:
+        """Cuts the file to `size` bytes. Durable only after `sync`."""
+        ...
+
+    def sync(self) -> None:
+        """Returns once every byte written and the size are on stable storage. Never retried."""
+        ...
+
+    def close(self) -> None:
+        """Releases the handle, without a sync. May be called twice."""
+        ...
+
+
+class FileLock(Protocol):
+    """The exclusive right to a directory, held until `release` or the end of the process."""
+
+    def release(self) -> None:
+        """Gives the right back. May be called twice."""
+        ...
+
+
+class FileSystem(Protocol):
+    """Where files live."""
+
+    def open(self, path: str) -> File:
+        """Opens an existing file for reading and writing.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        ...
+
+    def open_read(self, path: str) -> File:
+        """Opens an existing file for reading.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        ...
+
+    def create(self, path: str) -> File:
+        """Makes an empty file; one of that name that exists already is emptied.
+
+        The entry is durable only after `sync_directory` of its directory.
+        """
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or directory of that name."""
+        ...
+
+    def list_directory(self, path: str) -> list[str]:
+        """The names in a directory, sorted.
+
+        Raises:
+            NotFoundError: There is no such directory.
+        """
+        ...
+
+    def make_directories(self, path: str) -> None:
+        """Makes a directory and its parents where missing, and syncs each parent it added to."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives a file a new name in the same directory, replacing what had it. Atomic."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Removes a file. Open handles keep reading it.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        ...
+
+    def sync_directory(self, path: str) -> None:
+        """Returns once the entries of a directory are on stable storage."""
+        ...
+
+    def lock(self, path: str) -> FileLock:
+        """Takes the lock file at `path`, which is made where missing.
+
+        Raises:
+            DirectoryLockedError: Someone else holds it; the message names them.
+        """
+        ...

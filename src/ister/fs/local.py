@@ -1,0 +1,194 @@
+"""The real file system, through plain system calls.
+
+Owns: mapping OSError to Ister's errors, once; loops over short writes. Does not own: what is
+written where, or when it is synced.
+
+`sync` is fdatasync: it persists the data and the size. Opening never follows a symbolic link in
+the last part of a path, so a link planted in a topic's directory is refused, not written through.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ister.errors import CapacityError, DirectoryLockedError, DiskError, NotFoundError
+from ister.format.crc import Buffer
+from ister.fs.base import File, FileLock
+
+__all__ = ["LocalFileSystem"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_FILE_MODE = 0o640
+# The kernel takes at most so many buffers in one call (IOV_MAX).
+_BUFFERS_MAX = 1024
+_DIRECTORY_MODE = 0o750
+
+
+@contextmanager
+def _mapped(action: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise map_os_error(error, action, path) from error
+
+
+def map_os_error(
+    error: OSError, action: str, path: str
+) -> CapacityError | DiskError | NotFoundError:
+    """Turns an error of the operating system into one of ours; see `ister.fs.base`."""
+    text = f"{action} failed: {error.strerror}"
+    if error.errno in _FULL:
+        return CapacityError(text, path=path, hint="make room on the disk; writing goes on then")
+    if error.errno in _EXHAUSTED:
+        return CapacityError(text, path=path, hint="raise the process's limits")
+    if error.errno == errno.ENOENT:
+        return NotFoundError(text, path=path)
+    return DiskError(text, errno=error.errno, path=path)
+
+
+class _LocalFile:
+    def __init__(self, path: str, flags: int) -> None:
+        self.path = path
+        with _mapped("open", path):
+            self._fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
+
+    def read_at(self, position: int, size: int) -> bytes:
+        with _mapped("read", self.path):
+            data = os.pread(self._fd, size, position)
+            if len(data) == size or not data:
+                return data
+            parts = [data]
+            missing = size - len(data)
+            while missing:
+                data = os.pread(self._fd, missing, position + size - missing)
+                if not data:
+                    break
+                parts.append(data)
+                missing -= len(data)
+            return b"".join(parts)
+
+    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
+        with _mapped("write", self.path):
+            for start in range(0, len(buffers), _BUFFERS_MAX):
+                group = buffers[start : start + _BUFFERS_MAX]
+                size = sum(map(len, group))
+                written = os.pwritev(self._fd, group, position)
+                if written < size:
+                    # Rare: a signal, a disk that is almost full, a limit.
+                    rest = memoryview(b"".join(group))
+                    while written < size:
+                        written += os.pwrite(self._fd, rest[written:], position + written)
+                position += size
+
+    def size(self) -> int:
+        with _mapped("stat", self.path):
+            return os.fstat(self._fd).st_size
+
+    def truncate(self, size: int) -> None:
+        with _mapped("truncate", self.path):
+            os.ftruncate(self._fd, size)
+
+    def sync(self) -> None:
+        with _mapped("sync", self.path):
+            os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with _mapped("close", self.path):
+                os.close(fd)
+
+    def __del__(self) -> None:
+        # A reader that was dropped half way gives its handle back without a word.
+        if getattr(self, "_fd", -1) >= 0:
+            with suppress(OSError):
+                os.close(self._fd)
+
+
+class _LocalLock:
+    """flock on a file that names its holder.
+
+    The kernel releases it when the process ends, however that happens.
+    """
+
+    def __init__(self, path: str) -> None:
+        with _mapped("open", path):
+            self._fd = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE
+            )
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._fd, 64, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            self._fd = -1
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise map_os_error(error, "lock", path) from error
+            raise DirectoryLockedError(
+                f"the directory is in use by process {holder or 'unknown'}",
+                path=path,
+                hint="close the log there, or open another directory",
+            ) from error
+        with _mapped("write", path):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+class LocalFileSystem:
+    """The machine's own file system."""
+
+    def open(self, path: str) -> File:
+        return _LocalFile(path, os.O_RDWR)
+
+    def open_read(self, path: str) -> File:
+        return _LocalFile(path, os.O_RDONLY)
+
+    def create(self, path: str) -> File:
+        return _LocalFile(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def list_directory(self, path: str) -> list[str]:
+        with _mapped("list", path):
+            return sorted(os.listdir(path))
+
+    def make_directories(self, path: str) -> None:
+        missing: list[str] = []
+        current = path.rstrip("/") or "/"
+        while current and not os.path.isdir(current):
+            missing.append(current)
+            current = os.path.dirname(current)
+        for directory in reversed(missing):
+            with _mapped("make directory", directory), suppress(FileExistsError):
+                os.mkdir(directory, _DIRECTORY_MODE)
+            self.sync_directory(os.path.dirname(directory) or ".")
+
+    def rename(self, old: str, new: str) -> None:
+        with _mapped("rename", old):
+            os.rename(old, new)
+
+    def remove(self, path: str) -> None:
+        with _mapped("remove", path):
+            os.unlink(path)
+
+    def sync_directory(self, path: str) -> None:
+        with _mapped("sync directory", path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def lock(self, path: str) -> FileLock:
+        return _LocalLock(path)

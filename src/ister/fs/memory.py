@@ -1,0 +1,400 @@
+"""A file system in memory that loses, tears, reorders and fails, as real ones may.
+
+Built for tests of crash safety: it keeps, beside what a process sees (the page cache), what a
+disk would still have, and `crash()` produces one of the states that a power cut may leave. Every
+operation first asks `before` (a hook), which may raise: that is how an operation is made to fail,
+once or for good, or how a crash is placed between any two operations.
+
+The model, as `ister.fs.base` describes it:
+
+- data written since a file's last sync is a list of pending changes; a crash applies any subset
+  of them in any order, tears each at sector boundaries, and may grow the file with zeros instead
+  of its data;
+- entries of a directory since its last sync are pending too; a crash keeps any subset;
+- a sync that fails marks the pending changes as clean without having stored them: they read back
+  from the cache, and neither a later sync nor luck brings them to the disk.
+
+Not modelled: bit rot (tests flip bits themselves) and hard links.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ister.errors import DirectoryLockedError, DiskError, NotFoundError
+from ister.format.crc import Buffer
+from ister.fs.base import File, FileLock
+from ister.fs.local import map_os_error
+
+__all__ = ["FaultPlan", "MemoryFileSystem", "SimulatedCrash"]
+
+SECTOR_BYTES: Final = 512
+
+
+class SimulatedCrash(BaseException):
+    """The machine stopped. Not an Exception, so that no handler takes it for an error."""
+
+
+@dataclass
+class _Change:
+    """A write (`data` at `position`) or, without data, a truncation to `position`."""
+
+    position: int
+    data: bytes | None
+
+
+@dataclass
+class _Inode:
+    cache: bytearray = field(default_factory=bytearray)
+    """What a process reads."""
+    disk: bytearray = field(default_factory=bytearray)
+    """What has been synced."""
+    pending: list[_Change] = field(default_factory=list)
+    """What may or may not survive."""
+
+
+@dataclass
+class _Directory:
+    entries: dict[str, _Inode | _Directory] = field(default_factory=dict)
+    durable: dict[str, _Inode | _Directory] = field(default_factory=dict)
+
+
+@dataclass
+class FaultPlan:
+    """Fails the operation number `at` (from 1), and with `is_sticky` every later one of its kind.
+
+    `kinds` limits which operations are counted and failed; empty means all of them.
+    """
+
+    at: int
+    errno: int = errno.EIO
+    is_sticky: bool = False
+    kinds: frozenset[str] = frozenset()
+    seen: int = 0
+    fired: int = 0
+
+    def __call__(self, kind: str, path: str) -> None:
+        """Raises the planned error when its time has come."""
+        if self.kinds and kind not in self.kinds:
+            return
+        self.seen += 1
+        if self.seen == self.at or (self.is_sticky and self.seen > self.at):
+            self.fired += 1
+            raise OSError(self.errno, f"injected into {kind}")
+
+
+def _no_fault(kind: str, path: str) -> None:
+    """Lets every operation pass."""
+
+
+class MemoryFileSystem:
+    """Files in memory; see the module header. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._root = _Directory()
+        self._lock = threading.RLock()
+        self._held_locks: set[str] = set()
+        self.before: Callable[[str, str], None] = _no_fault
+        """Called with (kind, path) before each operation; may raise OSError or SimulatedCrash."""
+        self.write_limit_bytes: int | None = None
+        """A full disk: the total of all files cannot grow beyond this."""
+        self.open_files = 0
+        """Handles that are open now."""
+
+    # -- the seam ---------------------------------------------------------------------------
+
+    def open(self, path: str) -> File:
+        return self._open("open", path)
+
+    def open_read(self, path: str) -> File:
+        return self._open("open_read", path)
+
+    def create(self, path: str) -> File:
+        with self._lock:
+            self._enter("create", path)
+            directory, name = self._parent(path)
+            inode = directory.entries.get(name)
+            if isinstance(inode, _Directory):
+                raise DiskError("create failed: is a directory", errno=errno.EISDIR, path=path)
+            if inode is None:
+                inode = _Inode()
+                directory.entries[name] = inode
+            elif inode.cache:
+                inode.cache.clear()
+                inode.pending.append(_Change(0, None))
+            return _MemoryFile(self, path, inode)
+
+    def exists(self, path: str) -> bool:
+        with self._lock:
+            return self._find(path) is not None
+
+    def list_directory(self, path: str) -> list[str]:
+        with self._lock:
+            self._enter("list_directory", path)
+            return sorted(self._directory(path).entries)
+
+    def make_directories(self, path: str) -> None:
+        with self._lock:
+            directory = self._root
+            walked = ""
+            for part in _parts(path):
+                found = directory.entries.get(part)
+                if found is None:
+                    self._enter("make_directory", f"{walked}/{part}")
+                    found = _Directory()
+                    directory.entries[part] = found
+                    self.sync_directory(walked or "/")
+                if not isinstance(found, _Directory):
+                    raise DiskError("make directory failed", errno=errno.ENOTDIR, path=path)
+                directory = found
+                walked = f"{walked}/{part}"
+
+    def rename(self, old: str, new: str) -> None:
+        with self._lock:
+            self._enter("rename", old)
+            source, old_name = self._parent(old)
+            target, new_name = self._parent(new)
+            if old_name not in source.entries:
+                raise NotFoundError("rename failed: no such file", path=old)
+            target.entries[new_name] = source.entries.pop(old_name)
+
+    def remove(self, path: str) -> None:
+        with self._lock:
+            self._enter("remove", path)
+            directory, name = self._parent(path)
+            if directory.entries.pop(name, None) is None:
+                raise NotFoundError("remove failed: no such file", path=path)
+
+    def sync_directory(self, path: str) -> None:
+        with self._lock:
+            self._enter("sync_directory", path)
+            directory = self._directory(path)
+            directory.durable = dict(directory.entries)
+
+    def lock(self, path: str) -> FileLock:
+        with self._lock:
+            self._enter("lock", path)
+            if path in self._held_locks:
+                raise DirectoryLockedError("the directory is in use by this process", path=path)
+            self._held_locks.add(path)
+            return _MemoryLock(self, path)
+
+    # -- crashes ----------------------------------------------------------------------------
+
+    def crash(self, rng: random.Random) -> None:
+        """Becomes one of the states in which a power cut may leave the disk."""
+        with self._lock:
+            self.before = _no_fault
+            self._held_locks.clear()
+            self.open_files = 0
+            self._crash_directory(self._root, rng)
+
+    def kill(self) -> None:
+        """The process ends and the machine stays up: the page cache survives whole."""
+        with self._lock:
+            self.before = _no_fault
+            self._held_locks.clear()
+            self.open_files = 0
+
+    def _crash_directory(self, directory: _Directory, rng: random.Random) -> None:
+        entries = dict(directory.durable)
+        for name in sorted(set(directory.entries) | set(directory.durable)):
+            now, before = directory.entries.get(name), directory.durable.get(name)
+            if now is not before and rng.random() < 0.5:
+                if now is None:
+                    del entries[name]
+                else:
+                    entries[name] = now
+        directory.entries = entries
+        directory.durable = dict(entries)
+        for node in entries.values():
+            if isinstance(node, _Directory):
+                self._crash_directory(node, rng)
+            else:
+                _crash_inode(node, rng)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _enter(self, kind: str, path: str) -> None:
+        try:
+            self.before(kind, path)
+        except OSError as error:
+            raise map_os_error(error, kind, path) from error
+
+    def _open(self, kind: str, path: str) -> File:
+        with self._lock:
+            self._enter(kind, path)
+            node = self._find(path)
+            if not isinstance(node, _Inode):
+                raise NotFoundError(f"{kind} failed: no such file", path=path)
+            return _MemoryFile(self, path, node)
+
+    def _find(self, path: str) -> _Inode | _Directory | None:
+        node: _Inode | _Directory | None = self._root
+        for part in _parts(path):
+            if not isinstance(node, _Directory):
+                return None
+            node = node.entries.get(part)
+        return node
+
+    def _directory(self, path: str) -> _Directory:
+        node = self._find(path)
+        if not isinstance(node, _Directory):
+            raise NotFoundError("no such directory", path=path)
+        return node
+
+    def _parent(self, path: str) -> tuple[_Directory, str]:
+        head, _, name = path.rstrip("/").rpartition("/")
+        return self._directory(head or "/"), name
+
+    def _used_bytes(self, directory: _Directory) -> int:
+        return sum(
+            self._used_bytes(node) if isinstance(node, _Directory) else len(node.cache)
+            for node in directory.entries.values()
+        )
+
+    def room_for(self, growth: int) -> int:
+        """How much of a growth by `growth` bytes still fits."""
+        if self.write_limit_bytes is None:
+            return growth
+        return max(0, min(growth, self.write_limit_bytes - self._used_bytes(self._root)))
+
+
+class _MemoryFile:
+    def __init__(self, owner: MemoryFileSystem, path: str, inode: _Inode) -> None:
+        self.path = path
+        self._owner = owner
+        self._inode = inode
+        self._is_open = True
+        owner.open_files += 1
+
+    def read_at(self, position: int, size: int) -> bytes:
+        with self._owner._lock:  # noqa: SLF001 - one module, two halves of one thing
+            self._enter("read")
+            return bytes(self._inode.cache[position : position + size])
+
+    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
+        with self._owner._lock:  # noqa: SLF001
+            data = b"".join(buffers)
+            cut: BaseException | None = None
+            try:
+                self._enter("write")
+            except (DiskError, SimulatedCrash) as error:
+                # A failed or interrupted write may have stored any prefix.
+                cut = error
+                data = data[: len(data) // 2]
+            growth = max(0, position + len(data) - len(self._inode.cache))
+            room = self._owner.room_for(growth)
+            is_full = room < growth
+            if is_full:
+                data = data[: len(data) - growth + room]
+            self._store(position, data)
+            if cut is not None:
+                raise cut
+            if is_full:
+                full = OSError(errno.ENOSPC, "No space left on device")
+                raise map_os_error(full, "write", self.path) from full
+
+    def _store(self, position: int, data: bytes) -> None:
+        cache = self._inode.cache
+        if position > len(cache):
+            cache.extend(bytes(position - len(cache)))
+        cache[position : position + len(data)] = data
+        if data:
+            self._inode.pending.append(_Change(position, data))
+
+    def size(self) -> int:
+        with self._owner._lock:  # noqa: SLF001
+            self._enter("size")
+            return len(self._inode.cache)
+
+    def truncate(self, size: int) -> None:
+        with self._owner._lock:  # noqa: SLF001
+            self._enter("truncate")
+            del self._inode.cache[size:]
+            self._inode.pending.append(_Change(size, None))
+
+    def sync(self) -> None:
+        with self._owner._lock:  # noqa: SLF001
+            inode = self._inode
+            try:
+                self._enter("sync")
+            except (DiskError, SimulatedCrash) as error:
+                if isinstance(error, DiskError):
+                    # The kernel marks the pages clean: a later sync succeeds and stores nothing.
+                    inode.pending.clear()
+                raise
+            for change in inode.pending:
+                _apply(inode.disk, change)
+            inode.pending.clear()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._owner.open_files -= 1
+
+    def _enter(self, kind: str) -> None:
+        if not self._is_open:
+            raise DiskError(f"{kind} failed: closed file", errno=errno.EBADF, path=self.path)
+        self._owner._enter(kind, self.path)  # noqa: SLF001
+
+
+class _MemoryLock:
+    def __init__(self, owner: MemoryFileSystem, path: str) -> None:
+        self._owner = owner
+        self._path = path
+
+    def release(self) -> None:
+        self._owner._held_locks.discard(self._path)  # noqa: SLF001
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def _apply(disk: bytearray, change: _Change) -> None:
+    if change.data is None:
+        del disk[change.position :]
+        return
+    if change.position > len(disk):
+        disk.extend(bytes(change.position - len(disk)))
+    disk[change.position : change.position + len(change.data)] = change.data
+
+
+def _crash_inode(inode: _Inode, rng: random.Random) -> None:
+    """Applies some of the pending changes, in some order, each possibly torn or zeroed."""
+    if inode.pending:
+        survivors = [change for change in inode.pending if rng.random() < 0.6]
+        if rng.random() < 0.3:
+            rng.shuffle(survivors)
+        for change in survivors:
+            _apply(inode.disk, _damaged(change, rng))
+    inode.cache = bytearray(inode.disk)
+    inode.pending.clear()
+
+
+def _damaged(change: _Change, rng: random.Random) -> _Change:
+    data = change.data
+    if data is None:
+        return change
+    fate = rng.random()
+    if fate < 0.5:
+        return change
+    if fate < 0.65:  # the size grew, the data did not arrive
+        return _Change(change.position, bytes(len(data)))
+    if fate < 0.85:  # torn at a sector boundary, or anywhere
+        cut = rng.randrange(len(data) + 1)
+        if rng.random() < 0.5:
+            cut -= (change.position + cut) % SECTOR_BYTES
+        return _Change(change.position, data[: max(cut, 0)])
+    torn = bytearray(data)  # some sectors arrived, others read as zeros
+    for start in range(0, len(torn), SECTOR_BYTES):
+        if rng.random() < 0.4:
+            end = min(start + SECTOR_BYTES, len(torn))
+            torn[start:end] = bytes(end - start)
+    return _Change(change.position, bytes(torn))

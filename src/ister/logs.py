@@ -1,0 +1,50 @@
+"""Structured logs: every record is an event with fields, one JSON object a line.
+
+Modules log through `logging.getLogger("ister.…")` with fields in `extra`, so a program that uses
+Ister sees ordinary log records and decides itself. `configure` is for our own commands.
+
+Levels: DEBUG for what is only of interest while a fault is looked for; INFO for what happens in
+normal work (rotated); WARNING for what was put right or is tried again (a torn tail was cut, a
+checkpoint was not saved); ERROR for what somebody has to see to (a writer stopped, damage).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Final, TextIO
+
+__all__ = ["JsonFormatter", "configure"]
+
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a record. Newlines in values are escaped, so a line is a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        event: dict[str, object] = {
+            "time": f"{record.created:.6f}",
+            "level": record.levelname,
+            "target": record.name,
+            "event": record.getMessage(),
+        }
+        for name, value in vars(record).items():
+            if name not in _STANDARD and value is not None:
+                event[name] = value if isinstance(value, int | float | bool | str) else str(value)
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, ensure_ascii=False)
+
+
+def configure(*, level: str = "WARNING", stream: TextIO | None = None) -> logging.Handler:
+    """Sends the logs of `ister` to a stream, standard error by default."""
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("ister")
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False
+    return handler

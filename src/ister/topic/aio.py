@@ -1,0 +1,196 @@
+"""The asyncio edge of a topic: the same log and the same reader, awaited instead of blocked on.
+
+No logic of its own. Whatever may touch a disk runs in a worker thread; what is in the cache is
+read on the loop itself. All tasks of a loop that wait for a topic share one waiter in the log, so
+an append wakes the loop once however many of them there are; each task has a future of its own,
+so cancelling one never disturbs another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING
+
+from ister.errors import IsterError, WaitTimeoutError
+from ister.model import AckLevel, Start
+from ister.topic.message import Message
+from ister.wal.waiters import Waiter
+
+if TYPE_CHECKING:
+    from ister.topic.topic import Topic
+    from ister.wal.log import Wal
+
+__all__ = ["AsyncReader", "AsyncTopic"]
+
+
+class AsyncTopic:
+    """A topic's `wait`, `flush` and `read` for asyncio. `append` is quick enough as it is."""
+
+    def __init__(self, topic: Topic) -> None:
+        self._topic = topic
+        self._hubs: dict[tuple[int, AckLevel], _Hub] = {}
+
+    async def wait(
+        self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None
+    ) -> None:
+        """As `Topic.wait`. A cancelled wait leaves the message as it is."""
+        topic = self._topic
+        level = topic.resolve_level(level)
+        if not 0 <= offset < topic.wal.next:
+            topic.wait(offset, level)  # raises, and says why
+        if level is AckLevel.MEMORY:
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                await self._hub(level).passed(offset)
+        except TimeoutError as error:
+            raise WaitTimeoutError(
+                f"offset not {level} after {timeout} s", topic=topic.name, offset=offset
+            ) from error
+
+    async def flush(self) -> int:
+        """As `Topic.flush`."""
+        return await asyncio.to_thread(self._topic.flush)
+
+    def reader(self, start: Start = "earliest", *, end: int | None = None) -> AsyncReader:
+        """As `Topic.reader`; a start by time may read files, on the loop."""
+        return AsyncReader(self, self._topic, start, end)
+
+    async def read(
+        self,
+        start: Start = "earliest",
+        *,
+        end: int | None = None,
+        follow: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncIterator[Message]:
+        """As `Topic.read`."""
+        reader = self.reader(start, end=end)
+        if not follow:
+            upto = self._topic.wal.next
+            reader.core.limit(upto if end is None else min(end, upto))
+        try:
+            while batch := await reader.next_batch(timeout=timeout):
+                for message in batch:
+                    yield message
+        finally:
+            reader.close()
+
+    def _hub(self, level: AckLevel) -> _Hub:
+        loop = asyncio.get_running_loop()
+        key = (id(loop), level)
+        hub = self._hubs.get(key)
+        if hub is None or hub.loop is not loop:
+            hub = self._hubs[key] = _Hub(self._topic.wal, level, loop)
+        return hub
+
+
+class AsyncReader:
+    """A reader whose `next_batch` is awaited. Used by one task at a time."""
+
+    def __init__(self, edge: AsyncTopic, topic: Topic, start: Start, end: int | None) -> None:
+        self._edge = edge
+        self._wal = topic.wal
+        self._cache = topic.cache
+        self.core = topic.reader(start, end=end)
+        """The reader underneath."""
+
+    async def next_batch(
+        self, max_messages: int = 4096, max_bytes: int = 1 << 22, timeout: float | None = None
+    ) -> list[Message]:
+        """As `Reader.next_batch`."""
+        core = self.core
+        deadline: asyncio.Timeout
+        try:
+            async with asyncio.timeout(timeout) as deadline:
+                while True:
+                    if core.next_offset >= self._cache.start:
+                        messages = core.poll(max_messages, max_bytes)
+                    else:
+                        messages = await asyncio.to_thread(core.poll, max_messages, max_bytes)
+                    if messages or core.is_at_end:
+                        return messages
+                    await self._edge._hub(self._wal.visible_level).passed(core.next_offset)  # noqa: SLF001
+        except TimeoutError:
+            if deadline.expired():
+                return []
+            raise
+
+    def close(self) -> None:
+        """Ends the reader."""
+        self.core.close()
+
+
+class _Hub:
+    """The tasks of one loop that wait for one watermark of one log."""
+
+    def __init__(self, wal: Wal, level: AckLevel, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._wal = wal
+        self._level = level
+        self._thread = threading.get_ident()
+        self._order = count()
+        self._heap: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._enlisted: Waiter | None = None
+
+    async def passed(self, offset: int) -> None:
+        """Returns once the watermark has passed `offset`."""
+        if self._watermark() > offset:
+            return
+        future: asyncio.Future[None] = self.loop.create_future()
+        heappush(self._heap, (offset, next(self._order), future))
+        enlisted = self._enlisted
+        if enlisted is None or enlisted.is_done or offset < enlisted.offset:
+            self._enlist()
+        await future
+
+    def _watermark(self) -> int:
+        return self._wal.watermark(self._level)
+
+    def _enlist(self) -> None:
+        """Has the log call back for the lowest offset that someone waits for."""
+        while self._heap:
+            waiter = Waiter(self._heap[0][0], self._on_passed)
+            previous, self._enlisted = self._enlisted, waiter
+            if previous is not None:
+                previous.is_done = True
+            try:
+                if self._wal.enlist(waiter, self._level):
+                    return
+            except IsterError as error:
+                self._drain(error)
+                return
+            self._release_passed()
+        self._enlisted = None
+
+    def _on_passed(self, error: IsterError | None) -> None:
+        """Called by the log, in any thread and with its lock held."""
+        is_on_loop = threading.get_ident() == self._thread
+        call = self.loop.call_soon if is_on_loop else self.loop.call_soon_threadsafe
+        with suppress(RuntimeError):  # the loop has been closed, and its tasks with it
+            call(self._drain, error)
+
+    def _drain(self, error: IsterError | None) -> None:
+        self._enlisted = None
+        if error is not None:
+            waiting, self._heap = self._heap, []
+            for _, _, future in waiting:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        self._release_passed()
+        if self._heap:
+            self._enlist()
+
+    def _release_passed(self) -> None:
+        watermark = self._watermark()
+        heap = self._heap
+        while heap and (heap[0][0] < watermark or heap[0][2].done()):
+            _, _, future = heappop(heap)
+            if not future.done():
+                future.set_result(None)

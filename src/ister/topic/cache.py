@@ -1,0 +1,108 @@
+"""The newest messages of a topic, in memory, for readers near the tail.
+
+A ring of message bodies by offset, bounded by count and by bytes. Bodies are decoded at most once
+however many readers there are, because the decoded message is kept beside its body.
+
+Owns: the ring. Does not own: visibility; a cached message may be above what readers may see.
+`append` is called with the log's lock held, `read` with it too: both are short.
+"""
+
+from __future__ import annotations
+
+from ister.model import Codec
+from ister.topic.message import Message
+
+__all__ = ["Cache"]
+
+
+class Cache:
+    """The messages `start` up to, not including, `end`."""
+
+    __slots__ = (
+        "_bytes_max",
+        "_capacity",
+        "_codec",
+        "_messages",
+        "_ring",
+        "_start_initial",
+        "end",
+        "size_bytes",
+        "start",
+    )
+
+    def __init__(self, *, capacity: int, bytes_max: int, next_offset: int, codec: Codec) -> None:
+        self._capacity = capacity
+        # Offset n lies in slot n % capacity. An idle topic has no ring: thousands cost nothing.
+        self._ring: list[bytes | None] = []
+        self._messages: list[Message | None] = []
+        self._bytes_max = bytes_max
+        self._codec = codec
+        self._start_initial = next_offset
+        self.size_bytes = 0
+        self.start = next_offset
+        self.end = next_offset
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def evictions(self) -> int:
+        """How many messages have left the cache."""
+        return self.start - self._start_initial
+
+    def append(self, offset: int, body: bytes) -> None:
+        """Takes the next message; the oldest ones go where a bound is passed. The hot path."""
+        ring = self._ring
+        slot = offset % self._capacity
+        try:
+            oldest = ring[slot]
+        except IndexError:
+            self._ring = ring = [None] * self._capacity
+            self._messages = [None] * self._capacity
+            oldest = None
+        ring[slot] = body
+        self.end = offset + 1
+        if oldest is None:
+            size = self.size_bytes + len(body)
+        else:
+            # The ring has come round: this slot held the oldest message.
+            size = self.size_bytes + len(body) - len(oldest)
+            self.start += 1
+        self.size_bytes = size
+        if size > self._bytes_max:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Drops the oldest until the bound on bytes holds; the newest always stays."""
+        ring, capacity, start = self._ring, self._capacity, self.start
+        size = self.size_bytes
+        while start < self.end - 1 and size > self._bytes_max:
+            body = ring[start % capacity]
+            if body is not None:
+                size -= len(body)
+            ring[start % capacity] = None
+            self._messages[start % capacity] = None
+            start += 1
+        self.start = start
+        self.size_bytes = size
+
+    def read(self, start: int, end: int, *, bytes_max: int) -> list[Message]:
+        """The messages from `start` on, before `end`; empty if `start` is not here."""
+        if not self.start <= start < self.end:
+            return []
+        ring, messages, capacity = self._ring, self._messages, self._capacity
+        found: list[Message] = []
+        size = 0
+        for offset in range(start, min(end, self.end)):
+            slot = offset % capacity
+            body = ring[slot]
+            if body is None:
+                break
+            size += len(body)
+            if found and size > bytes_max:
+                break
+            message = messages[slot]
+            if message is None or message.offset != offset:
+                message = messages[slot] = Message(offset, body, self._codec)
+            found.append(message)
+        return found

@@ -1,0 +1,273 @@
+"""A reader: one place in one topic, from any offset to the live tail.
+
+    files ─► cache ─► live        pulled by offset; where to is decided anew at every fetch
+
+Owns: its position. Does not own: anything that others share; a slow reader holds one chunk and
+one file, and costs nobody else anything. It falls back from live to cache to files by itself,
+because each fetch asks only "who has the next offset".
+
+Invariants: every message that comes out is the one after the last; nothing comes out that is not
+visible (has not reached the topic's level); an end of data and an error are different answers.
+
+Used by one thread at a time, except `close`, which any thread may call and which wakes a reader
+that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ister.clock import Clock
+from ister.errors import ClosedError, InvariantError, OffsetOutOfRangeError, check
+from ister.format.frame import FRAME_HEADER_SIZE
+from ister.metrics import Metrics
+from ister.model import AckLevel
+from ister.topic.message import Message
+from ister.wal.log import Wal
+from ister.wal.reader import FrameBatch, WalReader
+from ister.wal.waiters import ThreadWaiter
+
+if TYPE_CHECKING:
+    from ister.topic.cache import Cache
+
+__all__ = ["Reader"]
+
+_BATCH_MESSAGES = 4096
+
+
+class Reader:
+    """Reads a topic in order. Made by `Topic.reader` and `Topic.read`."""
+
+    def __init__(
+        self,
+        *,
+        wal: Wal,
+        cache: Cache,
+        start: int,
+        end: int | None,
+        chunk_bytes: int,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._wal = wal
+        self._cache = cache
+        self._codec = wal.settings.codec
+        self._end = end
+        self._chunk_bytes = chunk_bytes
+        self._clock = clock
+        self._metrics = metrics
+        self._files: WalReader | None = None
+        self._batch: FrameBatch | None = None
+        self._batch_at = 0
+        self._waiter: ThreadWaiter | None = None
+        self._is_closed = False
+        self.next_offset = start
+        """The offset of the message that comes next."""
+
+    # -- pulling ----------------------------------------------------------------------------
+
+    def next_batch(
+        self,
+        max_messages: int = _BATCH_MESSAGES,
+        max_bytes: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Message]:
+        """The next messages, in order: as many as are at hand, at least one.
+
+        Args:
+            max_messages: At most so many.
+            max_bytes: At most about so many bytes of them; a larger message comes alone.
+            timeout: How long to wait for the first one, in seconds; None waits without an end.
+
+        Returns:
+            An empty list when the time ran out, or when the reader's `end` is reached.
+
+        Raises:
+            ClosedError: The reader or its topic was closed.
+            CorruptDataError: The next frame is damaged; `next_offset` stays where it is.
+            OffsetOutOfRangeError: The next message is no longer kept.
+        """
+        deadline = None if timeout is None else self._clock.monotonic() + timeout
+        bytes_max = self._chunk_bytes if max_bytes is None else max(1, max_bytes)
+        while True:
+            messages = self.poll(max_messages, bytes_max)
+            if messages or self.is_at_end:
+                return messages
+            remaining = None if deadline is None else deadline - self._clock.monotonic()
+            if remaining is not None and remaining <= 0:
+                return []
+            self._wait_visible(remaining)
+
+    def poll(self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22) -> list[Message]:
+        """What can be read now, without waiting for appends; empty if that is nothing."""
+        if self._is_closed:
+            raise ClosedError("the reader is closed", topic=self._wal.settings.topic)
+        start = self.next_offset
+        end = min(self._wal.visible, start + max_messages)
+        if self._end is not None:
+            end = min(end, self._end)
+        if start >= end:
+            return []
+        messages = self._from_batch(start, end, max_bytes)
+        if not messages:
+            messages = self._from_cache(start, end, max_bytes)
+        if not messages:
+            messages = self._from_files(start, end, max_bytes)
+        check(bool(messages), "what is visible can be read")
+        if messages[0].offset != start:
+            raise InvariantError(
+                f"a reader at {start} was given {messages[0].offset}",
+                topic=self._wal.settings.topic,
+                offset=start,
+            )
+        self.next_offset = start + len(messages)
+        return messages
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether everything before the reader's `end` has been read."""
+        return self._end is not None and self.next_offset >= self._end
+
+    @property
+    def held_bytes(self) -> int:
+        """The size of the chunk that the reader holds on to."""
+        batch = self._batch
+        return len(batch.chunk) if batch is not None else 0
+
+    def limit(self, end: int) -> None:
+        """Stops before `end` instead of where it would have."""
+        self._end = end
+
+    def seek(self, offset: int) -> None:
+        """Continues from another offset.
+
+        Raises:
+            OffsetOutOfRangeError: The topic has no such offset.
+        """
+        check_start(self._wal, self._cache, offset)
+        self._batch = None
+        self.next_offset = offset
+
+    def _from_batch(self, start: int, end: int, max_bytes: int) -> list[Message]:
+        """What the last chunk from a file still holds."""
+        batch = self._batch
+        if batch is None:
+            return []
+        at = start - batch.first_offset
+        count = len(batch.starts)
+        if not 0 <= at < count:
+            self._batch = None
+            return []
+        upto = min(count, end - batch.first_offset)
+        starts = batch.starts
+        limit = starts[at] + max_bytes
+        if upto == count and batch.end <= limit:
+            bounds = [*starts[at:upto], batch.end]
+        else:
+            while upto - 1 > at and starts[upto - 1] > limit:
+                upto = at + max(1, (upto - at) // 2)
+            bounds = [*starts[at:upto], starts[upto] if upto < count else batch.end]
+        chunk, codec, head = batch.chunk, self._codec, FRAME_HEADER_SIZE
+        messages = [
+            Message(start + number, chunk[bounds[number] + head : bounds[number + 1]], codec)
+            for number in range(upto - at)
+        ]
+        if upto == count:
+            self._batch = None
+        return messages
+
+    def _from_cache(self, start: int, end: int, max_bytes: int) -> list[Message]:
+        cache = self._cache
+        if start < cache.start:
+            return []
+        with self._wal.lock:
+            messages = cache.read(start, end, bytes_max=max_bytes)
+        if messages:
+            self._metrics.count("wal.reader.stitch_cache_items", len(messages))
+            if self._files is not None:
+                # Near the tail: files are needed again only if this reader falls behind.
+                self._files.close()
+        return messages
+
+    def _from_files(self, start: int, end: int, max_bytes: int) -> list[Message]:
+        wal = self._wal
+        if wal.directory is None:
+            raise OffsetOutOfRangeError(
+                "the message has left the memory of this log",
+                topic=wal.settings.topic,
+                offset=start,
+                earliest=self._cache.start,
+                next=wal.next,
+            )
+        if self._files is None:
+            self._files = WalReader(
+                wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
+            )
+        if start >= wal.written:
+            # Visible at the level `memory`, gone from the cache, and not in a file yet.
+            wal.wait(start, AckLevel.WRITTEN)
+        readable = min(wal.visible, wal.written)
+        if self._end is not None:
+            readable = min(readable, self._end)
+        self._batch = self._files.fetch(start, readable, bytes_max=max_bytes)
+        return self._from_batch(start, end, max_bytes)
+
+    def _wait_visible(self, timeout: float | None) -> None:
+        """Waits for the next message to become visible, for `timeout`, or for `close`."""
+        waiter = ThreadWaiter(self.next_offset)
+        self._waiter = waiter
+        if self._is_closed or not self._wal.enlist(waiter, self._wal.visible_level):
+            return
+        if not waiter.block(timeout):
+            waiter.is_done = True
+        elif waiter.error is not None:
+            raise waiter.error
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the reader; one that waits in another thread is woken. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        waiter = self._waiter
+        if waiter is not None:
+            waiter.finish(ClosedError("the reader is closed", topic=self._wal.settings.topic))
+        files, self._files, self._batch = self._files, None, None
+        if files is not None:
+            files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Message]:
+        """Every message up to the reader's end; without an end, on and on."""
+        while batch := self.next_batch():
+            yield from batch
+
+
+def check_start(wal: Wal, cache: Cache, offset: int) -> None:
+    """Refuses an offset that the topic does not have (`next` itself is fine: the tail).
+
+    Raises:
+        OffsetOutOfRangeError: With the valid range.
+    """
+    earliest = wal.trimmed if wal.directory is not None else cache.start
+    if not earliest <= offset <= wal.next:
+        raise OffsetOutOfRangeError(
+            "the offset is beyond the end" if offset > wal.next else "the offset is not kept",
+            topic=wal.settings.topic,
+            offset=offset,
+            earliest=earliest,
+            next=wal.next,
+        )

@@ -1,0 +1,503 @@
+"""A topic: what programs append to and read from.
+
+Owns: the hot path of `append`, start positions, what its callers may do. Does not own: durability
+(`ister.wal`), the ring of recent messages (`cache`), reading (`reader`).
+
+`append` does, under one short lock: take the next offset, build the body, queue the frame, put the
+body into the cache. Nothing there waits for a disk. What an acknowledgement means is asked with
+`wait`, and readers see a message only when it has reached the topic's ack level.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import cached_property
+from types import TracebackType
+from typing import Self
+
+from ister.clock import Clock
+from ister.errors import (
+    InvalidRequestError,
+    MessageTooLargeError,
+    OffsetOutOfRangeError,
+)
+from ister.format.message import BodyEncoder
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX, SUFFIX_CACHE_ENTRIES_MAX
+from ister.metrics import Metrics
+from ister.model import AckLevel, Codec, Start, TopicState, Watermarks
+from ister.topic.aio import AsyncTopic
+from ister.topic.cache import Cache
+from ister.topic.message import Message
+from ister.topic.reader import Reader, check_start
+from ister.wal.log import Wal
+from ister.wal.reader import WalReader
+from ister.wal.recovery import Damage
+
+__all__ = ["Topic"]
+
+# One append in so many is timed for the latency histogram.
+_SAMPLE_MASK = 0xFF
+_PUBLISH_TIME_MS_MAX = (1 << 63) - 1
+
+
+class Topic:
+    """A durable, ordered sequence of messages. Thread-safe. Made by `Log.topic`."""
+
+    def __init__(
+        self,
+        *,
+        wal: Wal,
+        cache: Cache,
+        max_message_size: int,
+        stream_chunk_size: int,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self.name = wal.settings.topic
+        self.wal = wal
+        self.cache = cache
+        self._size_max = max_message_size
+        self._chunk_bytes = stream_chunk_size
+        self._clock = clock
+        self._now_ns = clock.now_ns
+        self._metrics = metrics
+        self._lock = wal.lock
+        # The hot path's own references: each saves a look-up per append.
+        self._buffer = wal.buffer
+        self._acquire = wal.lock.acquire
+        self._release = wal.lock.release
+        self._remember = cache.append
+        self._encoder = BodyEncoder(topic_name=self.name, codec=wal.settings.codec)
+        self._encode = self._encoder.encode
+        self._suffixes: dict[str, bytes] = {}
+        self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def ack(self) -> AckLevel:
+        """What an acknowledged message survives, and when readers see it."""
+        return self.wal.settings.ack
+
+    @property
+    def codec(self) -> Codec:
+        """How message bodies are encoded."""
+        return self.wal.settings.codec
+
+    @property
+    def state(self) -> TopicState:
+        """Whether the topic takes appends, and why not."""
+        return self.wal.state
+
+    @property
+    def damage(self) -> tuple[Damage, ...]:
+        """What was found damaged when the topic was opened; empty for a healthy one."""
+        return self.wal.damage
+
+    @property
+    def watermarks(self) -> Watermarks:
+        """How far the topic has come, all of one moment."""
+        wal = self.wal
+        with self._lock:
+            trimmed = wal.trimmed
+            # Only what is tiered may be trimmed, so what is no longer here is there.
+            return Watermarks(
+                trimmed=trimmed,
+                tiered=trimmed,
+                synced=wal.synced,
+                written=wal.written,
+                next=wal.next,
+            )
+
+    @property
+    def earliest(self) -> int:
+        """The first offset that can be read."""
+        return self.wal.trimmed if self.wal.directory is not None else self.cache.start
+
+    @property
+    def readers(self) -> list[Reader]:
+        """The readers that are open."""
+        return [reader for reader in self._readers if not reader._is_closed]  # noqa: SLF001
+
+    # -- appending --------------------------------------------------------------------------
+
+    def append(
+        self,
+        payload: bytes | bytearray | memoryview,
+        *,
+        attributes: Mapping[str, str] | None = None,
+        routing_key: str | None = None,
+        producer_name: str = "",
+        publish_time: datetime | int | None = None,
+        schema_id: int | None = None,
+        schema_version: int | None = None,
+    ) -> int:
+        """Accepts a message and returns its offset, in microseconds.
+
+        What it survives from then on is the level `memory`; `wait` for more.
+
+        Args:
+            payload: The message itself.
+            attributes: Text by text, kept with the message.
+            routing_key: What key-shared subscriptions go by.
+            producer_name: Who says so.
+            publish_time: A point in time, or milliseconds since the Unix epoch; now by default.
+            schema_id: The schema of the payload.
+            schema_version: The version of that schema.
+
+        Raises:
+            InvalidRequestError: A field is not of its kind.
+            MessageTooLargeError: The message is over a limit.
+            CapacityError: The buffer or the disk is full.
+            ClosedError: The topic is closed, or its writer stopped.
+            CorruptDataError: The topic is quarantined.
+        """
+        buffer = self._buffer
+        started = self._now_ns()
+        if type(payload) is not bytes:
+            payload = _as_bytes(payload)
+        size = len(payload)
+        if size > self._size_max:
+            raise self._too_large(size)
+        if attributes is None and routing_key is None and schema_id is None:
+            suffix = self._suffixes.get(producer_name) if schema_version is None else None
+        else:
+            suffix = None
+        if suffix is None:
+            suffix = self._suffix(producer_name, attributes, routing_key, schema_id, schema_version)
+        time_ms = started // 1_000_000 if publish_time is None else _as_milliseconds(publish_time)
+        self._acquire()  # `with` costs twice as much
+        try:
+            if buffer.is_refusing or buffer.appended_bytes + size > buffer.admit_limit:
+                self.wal.admit(size)
+            offset = buffer.next
+            body = self._encode(offset, payload, time_ms, suffix)
+            buffer.push(offset, body, time_ms)
+            self._remember(offset, body)
+        finally:
+            self._release()
+        if not offset & _SAMPLE_MASK:
+            elapsed_us = (self._now_ns() - started) / 1000
+            self._metrics.observe("wal.append_enq_latency_us", max(0.0, elapsed_us))
+        return offset
+
+    def append_many(
+        self,
+        payloads: Iterable[bytes | bytearray | memoryview],
+        *,
+        attributes: Mapping[str, str] | None = None,
+        routing_key: str | None = None,
+        producer_name: str = "",
+        publish_time: datetime | int | None = None,
+        schema_id: int | None = None,
+        schema_version: int | None = None,
+    ) -> range:
+        """Accepts messages that follow each other without another one in between.
+
+        All of them are checked before the first one is accepted. The arguments are `append`'s and
+        apply to each message.
+
+        Returns:
+            The offsets.
+
+        Raises:
+            As `append`, and then nothing was accepted.
+        """
+        messages = [p if type(p) is bytes else _as_bytes(p) for p in payloads]
+        total = 0
+        for message in messages:
+            if len(message) > self._size_max:
+                raise self._too_large(len(message))
+            total += len(message)
+        suffix = self._suffix(producer_name, attributes, routing_key, schema_id, schema_version)
+        time_ms = (
+            self._now_ns() // 1_000_000 if publish_time is None else _as_milliseconds(publish_time)
+        )
+        wal = self.wal
+        with self._lock:
+            wal.admit(total)
+            first = wal.next
+            encode, push, remember = self._encode, self._buffer.push, self._remember
+            for offset, message in enumerate(messages, first):
+                body = encode(offset, message, time_ms, suffix)
+                push(offset, body, time_ms)
+                remember(offset, body)
+            return range(first, wal.next)
+
+    def _suffix(
+        self,
+        producer_name: str,
+        attributes: Mapping[str, str] | None,
+        routing_key: str | None,
+        schema_id: int | None,
+        schema_version: int | None,
+    ) -> bytes:
+        """The encoded fields behind the payload; kept for messages that have a producer alone."""
+        is_plain = (
+            not attributes and routing_key is None and schema_id is None and schema_version is None
+        )
+        if is_plain and isinstance(producer_name, str):
+            found = self._suffixes.get(producer_name)
+            if found is not None:
+                return found
+        suffix = self._encoder.suffix(
+            producer_name=producer_name,
+            attributes=attributes,
+            routing_key=routing_key,
+            schema_id=schema_id,
+            schema_version=schema_version,
+        )
+        if len(suffix) > ENVELOPE_SIZE_BYTES_MAX:
+            raise MessageTooLargeError(
+                f"names, keys and attributes of {len(suffix)} bytes",
+                topic=self.name,
+                hint=f"at most {ENVELOPE_SIZE_BYTES_MAX}; large data belongs into the payload",
+            )
+        if is_plain:
+            if len(self._suffixes) >= SUFFIX_CACHE_ENTRIES_MAX:
+                self._suffixes = {}
+            self._suffixes[producer_name] = suffix
+        return suffix
+
+    def _too_large(self, size: int) -> MessageTooLargeError:
+        return MessageTooLargeError(
+            f"a message of {size} bytes",
+            topic=self.name,
+            hint=f"at most {self._size_max}; storage.max_message_size sets the limit",
+        )
+
+    # -- durability -------------------------------------------------------------------------
+
+    def wait(
+        self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None
+    ) -> None:
+        """Returns once the message has reached a level, and every message before it too.
+
+        Args:
+            offset: As `append` returned it.
+            level: `memory`, `written` or `synced`; the topic's own by default.
+            timeout: In seconds; None waits without an end.
+
+        Raises:
+            OffsetOutOfRangeError: No message has this offset yet.
+            InvalidRequestError: The level does not exist, or this log cannot reach it.
+            WaitTimeoutError: The time ran out; the message stays accepted.
+            CapacityError: The disk is full; the message is kept in memory and written later.
+            DiskError: The write or the sync failed; whether the message is stored is unknown.
+            ClosedError: The topic was closed before.
+        """
+        level = self.resolve_level(level)
+        if not 0 <= offset < self.wal.next:
+            raise OffsetOutOfRangeError(
+                "no message has this offset yet",
+                topic=self.name,
+                offset=offset,
+                earliest=self.earliest,
+                next=self.wal.next,
+            )
+        if level is not AckLevel.MEMORY:
+            self.wal.wait(offset, level, timeout)
+
+    def resolve_level(self, level: AckLevel | str | None) -> AckLevel:
+        """The level meant, if this log can reach it.
+
+        Raises:
+            InvalidRequestError: It cannot, or there is no such level.
+        """
+        if level is None:
+            return self.ack
+        try:
+            level = AckLevel(level)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"there is no ack level {level!r}", hint=f"one of: {', '.join(AckLevel)}"
+            ) from error
+        if level is AckLevel.TIERED:
+            raise InvalidRequestError("this log has no object store, so nothing becomes tiered")
+        if level is not AckLevel.MEMORY and self.wal.directory is None:
+            raise InvalidRequestError(f"this log is in memory, so nothing becomes {level}")
+        return level
+
+    def flush(self, timeout: float | None = None) -> int:
+        """Makes everything appended so far durable.
+
+        Returns:
+            The `synced` watermark.
+
+        Raises:
+            As `wait`.
+        """
+        last = self.wal.next - 1
+        if self.wal.directory is not None and last >= self.wal.synced:
+            self.wal.wait(last, AckLevel.SYNCED, timeout)
+        return self.wal.synced
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def reader(self, start: Start = "earliest", *, end: int | None = None) -> Reader:
+        """A reader from `start` on, before `end` or without an end.
+
+        Args:
+            start: `earliest`; `latest`, which is only what is appended after this call; an
+                offset; or a point in time, which is the first message published then or later.
+            end: The offset before which to stop.
+
+        Raises:
+            OffsetOutOfRangeError: The topic has no such offset; carries the valid range.
+            InvalidRequestError: `start` or `end` makes no sense.
+        """
+        offset = self._resolve_start(start)
+        if end is not None:
+            end = _as_offset("end", end)
+            if end < offset:
+                raise InvalidRequestError(
+                    f"end {end} is before start {offset}", topic=self.name, offset=offset
+                )
+        reader = Reader(
+            wal=self.wal,
+            cache=self.cache,
+            start=offset,
+            end=end,
+            chunk_bytes=self._chunk_bytes,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
+        self._readers.add(reader)
+        return reader
+
+    def read(
+        self,
+        start: Start = "earliest",
+        *,
+        end: int | None = None,
+        follow: bool = False,
+        timeout: float | None = None,
+    ) -> Iterator[Message]:
+        """Iterates over messages in order.
+
+        Args:
+            start: As for `reader`.
+            end: The offset before which to stop. Without one, and without `follow`, everything
+                appended before this call.
+            follow: Wait for messages that are appended later.
+            timeout: With `follow`, stop when no message came for so many seconds.
+
+        Raises:
+            As `reader` and `Reader.next_batch`.
+        """
+        reader = self.reader(start, end=end)
+        if not follow:
+            upto = self.wal.next
+            reader.limit(upto if end is None else min(end, upto))
+        return _iterate(reader, timeout)
+
+    def _resolve_start(self, start: Start) -> int:
+        if start == "earliest":
+            return self.earliest
+        if start == "latest":
+            return self.wal.next
+        if isinstance(start, datetime):
+            return self._find_time(_as_milliseconds(start))
+        offset = _as_offset("start", start)
+        check_start(self.wal, self.cache, offset)
+        return offset
+
+    def _find_time(self, time_ms: int) -> int:
+        """The first message published at `time_ms` or later; the tail if there is none."""
+        wal = self.wal
+        if wal.directory is None:
+            with self._lock:
+                recent = self.cache.read(self.cache.start, wal.next, bytes_max=1 << 62)
+            return next((m.offset for m in recent if m.publish_time_ms >= time_ms), wal.next)
+        # Everything appended so far has to be in the files to be found there.
+        last = wal.next - 1
+        if last >= 0:
+            wal.wait(
+                last, AckLevel.SYNCED if wal.visible_level is AckLevel.SYNCED else AckLevel.WRITTEN
+            )
+        files = WalReader(
+            wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
+        )
+        try:
+            found = files.find_time(time_ms, self.codec, end=last + 1)
+        finally:
+            files.close()
+        return last + 1 if found is None else found
+
+    @cached_property
+    def aio(self) -> AsyncTopic:
+        """The same topic for asyncio programs."""
+        return AsyncTopic(self)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Makes everything durable and ends the topic and its readers. May be called twice.
+
+        Raises:
+            IsterError: The last messages could not be stored; the topic is closed all the same.
+        """
+        try:
+            self.wal.close()
+        finally:
+            for reader in list(self._readers):
+                reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Topic {self.name} {self.state.value} next={self.wal.next} ack={self.ack}>"
+
+
+def _iterate(reader: Reader, timeout: float | None) -> Iterator[Message]:
+    with reader:
+        while batch := reader.next_batch(timeout=timeout):
+            yield from batch
+
+
+def _as_bytes(payload: object) -> bytes:
+    if isinstance(payload, bytes | bytearray | memoryview):
+        return bytes(payload)
+    raise InvalidRequestError(
+        f"a payload is bytes, not {type(payload).__name__}",
+        hint="encode text first: text.encode()" if isinstance(payload, str) else None,
+    )
+
+
+def _as_offset(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(
+            f"{name} cannot be {value!r}",
+            hint="an offset is a whole number; a start may also be 'earliest', 'latest' or a "
+            "datetime",
+        )
+    if value < 0:
+        raise InvalidRequestError(f"{name} is {value}; offsets begin at 0")
+    return value
+
+
+def _as_milliseconds(moment: datetime | int) -> int:
+    if isinstance(moment, datetime):
+        if moment.tzinfo is None:
+            raise InvalidRequestError(
+                "a point in time needs a time zone", hint="datetime.now(UTC), for example"
+            )
+        milliseconds = int((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1000)
+    elif isinstance(moment, int) and not isinstance(moment, bool):
+        milliseconds = moment
+    else:
+        raise InvalidRequestError(f"{moment!r} is neither a datetime nor milliseconds")
+    if not 0 <= milliseconds <= _PUBLISH_TIME_MS_MAX:
+        raise InvalidRequestError(f"the time {moment!r} is before 1970 or too far ahead")
+    return milliseconds

@@ -1,0 +1,154 @@
+"""A topic's directory: the names in it, and how its checkpoint is replaced.
+
+    wal.log  wal.1.log  wal.2.log …     frames; the highest number is the active file
+    wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each
+    wal.ckpt                            the checkpoint, a hint
+    wal.ckpt.tmp                        one that was being written when a crash came; ignored
+    wal.3.log.cut-4096                  bytes cut off a tail without a checkpoint to judge them by
+
+Owns: file names, both directions, and the atomic replacement of small files. Does not own: what
+is in them.
+
+Replacing the checkpoint: write the new one beside it, sync that, rename it over the old one, sync
+the directory. The rename is the commit point; a crash leaves the old one or the new one, and
+possibly a `.tmp` that the next replacement overwrites.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ister import failpoints
+from ister.errors import NotFoundError
+from ister.format.checkpoint import WalState, decode_wal_checkpoint, encode_wal_checkpoint
+from ister.format.sparse_index import INDEX_ENTRY_SIZE, IndexEntry, decode_index, encode_index
+from ister.fs.base import File, FileSystem
+from ister.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
+
+__all__ = ["CHECKPOINT_NAME", "WalDirectory", "format_log_name", "parse_log_name"]
+
+CHECKPOINT_NAME: Final = "wal.ckpt"
+_LOG_NAME: Final = re.compile(r"wal(?:\.([1-9][0-9]{0,17}))?\.log")
+
+
+def format_log_name(seq: int) -> str:
+    """The name of the file number `seq`."""
+    return f"wal.{seq}.log" if seq else "wal.log"
+
+
+def parse_log_name(name: str) -> int | None:
+    """The number of a file by its name, or None if it is not a log file."""
+    match = _LOG_NAME.fullmatch(name)
+    if match is None:
+        return None
+    return int(match.group(1)) if match.group(1) else 0
+
+
+class WalDirectory:
+    """One topic's directory on a file system."""
+
+    def __init__(self, fs: FileSystem, path: str) -> None:
+        self.fs = fs
+        self.path = path
+
+    def log_path(self, seq: int) -> str:
+        """Where the file number `seq` lies."""
+        return f"{self.path}/{format_log_name(seq)}"
+
+    def index_path(self, seq: int) -> str:
+        """Where the index of the file number `seq` lies."""
+        return f"{self.path}/wal.{seq}.idx" if seq else f"{self.path}/wal.idx"
+
+    @property
+    def checkpoint_path(self) -> str:
+        """Where the checkpoint lies."""
+        return f"{self.path}/{CHECKPOINT_NAME}"
+
+    def make(self) -> None:
+        """Makes the directory where missing."""
+        self.fs.make_directories(self.path)
+
+    def sync(self) -> None:
+        """Returns once the names in the directory, and its own name, are durable."""
+        self.fs.sync_directory(self.path)
+        namespace = self.path.rpartition("/")[0]
+        self.fs.sync_directory(namespace)
+        self.fs.sync_directory(namespace.rpartition("/")[0])
+
+    def log_seqs(self) -> list[int]:
+        """The numbers of the log files here, ascending."""
+        seqs = (parse_log_name(name) for name in self.fs.list_directory(self.path))
+        return sorted(seq for seq in seqs if seq is not None)
+
+    def create_log(self, seq: int) -> File:
+        """Makes the file number `seq`; its name is durable on return."""
+        file = self.fs.create(self.log_path(seq))
+        failpoints.reach("wal.after_create_file")
+        try:
+            self.fs.sync_directory(self.path)
+        except BaseException:
+            file.close()
+            raise
+        failpoints.reach("wal.after_sync_directory")
+        return file
+
+    def remove_log(self, seq: int) -> None:
+        """Removes a file and its index; durable on return, so that files go in their order."""
+        self.fs.remove(self.log_path(seq))
+        if self.fs.exists(self.index_path(seq)):
+            self.fs.remove(self.index_path(seq))
+        self.fs.sync_directory(self.path)
+
+    def load_state(self) -> WalState | None:
+        """The checkpoint, or None if there is none or it is damaged.
+
+        Raises:
+            UnsupportedVersionError: A newer Ister wrote it.
+        """
+        try:
+            file = self.fs.open_read(self.checkpoint_path)
+        except NotFoundError:
+            return None
+        try:
+            data = file.read_at(0, CHECKPOINT_BYTES_MAX + 1)
+        finally:
+            file.close()
+        return decode_wal_checkpoint(data) if len(data) <= CHECKPOINT_BYTES_MAX else None
+
+    def save_state(self, state: WalState) -> None:
+        """Replaces the checkpoint; durable on return."""
+        temporary = f"{self.checkpoint_path}.tmp"
+        file = self.fs.create(temporary)
+        try:
+            file.write_at(0, [encode_wal_checkpoint(state)])
+            file.sync()
+        finally:
+            file.close()
+        failpoints.reach("wal.before_checkpoint_rename")
+        self.fs.rename(temporary, self.checkpoint_path)
+        self.fs.sync_directory(self.path)
+        failpoints.reach("wal.after_checkpoint")
+
+    def load_index(self, seq: int) -> list[IndexEntry]:
+        """The index of the file number `seq`, as far as it is whole; empty if there is none."""
+        try:
+            file = self.fs.open_read(self.index_path(seq))
+        except NotFoundError:
+            return []
+        try:
+            return decode_index(file.read_at(0, INDEX_ENTRIES_MAX * INDEX_ENTRY_SIZE))
+        finally:
+            file.close()
+
+    def save_index(self, seq: int, entries: list[IndexEntry], *, start: int) -> None:
+        """Writes the entries from number `start` on; the earlier ones are there already.
+
+        Not synced: an index that a crash took is built again.
+        """
+        path = self.index_path(seq)
+        file = self.fs.create(path) if start == 0 else self.fs.open(path)
+        try:
+            file.write_at(start * INDEX_ENTRY_SIZE, [encode_index(entries[start:])])
+        finally:
+            file.close()

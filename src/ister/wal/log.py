@@ -1,0 +1,961 @@
+"""A topic's write-ahead log: the append buffer, the watermarks, group commit.
+
+    append ─► buffer (chunks of frames) ─► write ─► written ─► sync ─► synced
+              `lock`, microseconds         `commit lock`, one thread at a time
+
+Owns: offsets, the bounded buffer, who commits and when, waiters, the state of the writer. Does
+not own: files (`writer`), threads (`scheduler`), the cache and message bodies (`ister.topic`).
+
+Invariants:
+
+- offsets are given out under `lock`, one after the other, in the order of the frames;
+- `trimmed ≤ synced ≤ written ≤ next`, each only ever rises;
+- one thread at a time writes: whoever holds the commit lock;
+- nobody is told before the watermark is true, and an error reaches every waiter.
+
+Who commits. A thread that waits commits by itself if nobody else is at it: no hop to another
+thread, so a lone waiter pays a write and a sync. Those who come while a commit runs enlist, and
+what they appended becomes the next batch: the sync under way is the batching window, without a
+timer. When a commit ends and someone still waits, the scheduler's threads go on with it. Without
+anybody waiting, bytes are written after `LAZY_WRITE_SECONDS` or at `fsync_max_batch_bytes`, and
+synced after `fsync_interval_ms` or `fsync_max_batch_bytes`.
+
+What a crash leaves: every frame below `synced`; frames above it perhaps, never with a hole that a
+reader would not notice; see `ister.wal.recovery`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ister import failpoints
+from ister.clock import Clock
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptDataError,
+    IsterError,
+    WaitTimeoutError,
+    check,
+)
+from ister.format.checkpoint import RotatedFile, WalCheckpoint, WalState
+from ister.limits import (
+    APPEND_CHUNK_BYTES,
+    CHECKPOINT_INTERVAL_SECONDS,
+    IDLE_FILE_SECONDS,
+    LAZY_WRITE_SECONDS,
+    MIB,
+    STALL_RETRY_SECONDS,
+    WRITE_BYTES_MAX,
+)
+from ister.metrics import Metrics
+from ister.model import AckLevel, Codec, TopicState
+from ister.wal.buffer import AppendBuffer, Chunk, VolatileBuffer
+from ister.wal.directory import WalDirectory, format_log_name
+from ister.wal.recovery import Damage, Recovered, WalFile
+from ister.wal.waiters import ThreadWaiter, Waiter, Waiters
+from ister.wal.writer import SyncFailedError, WalWriter
+
+__all__ = ["Schedule", "Wal", "WalSettings"]
+
+_log = logging.getLogger("ister.wal.log")
+
+# With nobody waiting, this much in the buffer is worth a write before its time.
+_KICK_BYTES = MIB
+# Waking a thread costs microseconds; an appender wakes a few itself and leaves a crowd to others.
+_INLINE_WAKES_MAX = 2
+
+
+class Schedule(Protocol):
+    """Runs logs on threads of its own. Both calls return at once and may be made under a lock."""
+
+    def submit(self, log: Wal) -> None:
+        """Has `log.run()` called soon."""
+        ...
+
+    def submit_at(self, log: Wal, when: float) -> None:
+        """Has `log.run()` called at `when`, in `Clock.monotonic` seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalSettings:
+    """What a log is told about itself."""
+
+    topic: str
+    ack: AckLevel
+    codec: Codec
+    fsync_interval_seconds: float
+    fsync_max_batch_bytes: int
+    rotate_max_bytes: int
+    rotate_max_seconds: float
+    buffer_max_bytes: int
+    blocks_when_full: bool
+
+
+class Wal:
+    """One topic's log; see the module header. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        directory: WalDirectory | None,
+        recovered: Recovered,
+        settings: WalSettings,
+        schedule: Schedule,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        """Takes over what recovery found; without a directory the log keeps order and no bytes."""
+        self.settings = settings
+        buffer = VolatileBuffer if directory is None else AppendBuffer
+        self.buffer = buffer(
+            next_offset=recovered.next_offset,
+            bytes_max=settings.buffer_max_bytes,
+            on_attention=self._attend,
+        )
+        """Where appends go. Its lock guards the waiters too."""
+        self.lock = self.buffer.lock
+        self.written = recovered.next_offset
+        self.synced = recovered.next_offset
+        self.damage: tuple[Damage, ...] = recovered.damage
+        self.failure: IsterError | None = None
+        """Why the writer stopped."""
+        self._state = TopicState.QUARANTINED if recovered.damage else TopicState.OPEN
+        self._schedule = schedule
+        self._clock = clock
+        self._metrics = metrics
+        self._writer: WalWriter | None = None
+        if directory is not None:
+            self._writer = WalWriter(
+                directory,
+                recovered,
+                rotate_max_bytes=settings.rotate_max_bytes,
+                rotate_max_seconds=settings.rotate_max_seconds,
+                clock=clock,
+                metrics=metrics,
+            )
+        else:
+            self.written = self.synced = 0
+        # What appends are answered with; None takes them.
+        self._refusal: Callable[[], IsterError] | None = None
+        if recovered.damage:
+            self._refuse(self._quarantine_error)
+        self._inflight: list[Chunk] = []
+        # Group commit.
+        self._commit_lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._checkpoint_lock = threading.Lock()
+        self._room = threading.Condition(self.lock)
+        self._room_waiters = 0
+        self._is_scheduled = False
+        self._timer_at = math.inf
+        self._is_lazy_armed = False
+        self._waiters = {
+            AckLevel.MEMORY: Waiters(),
+            AckLevel.WRITTEN: Waiters(),
+            AckLevel.SYNCED: Waiters(),
+        }
+        self._late_wakes: list[Waiter] = []
+        self._unsynced_since = 0.0
+        self._unwritten_since = 0.0
+        self._stalled_until = 0.0
+        self._active_at = clock.monotonic()
+        self._checkpoint_at = clock.monotonic()
+        # Commits end with these, so they are safe to write to a checkpoint at any time.
+        self._durable = self._durable_state()
+        self._saved_synced = recovered.state.synced if recovered.state is not None else -1
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TopicState:
+        """Whether it takes appends, and why not."""
+        return self._state
+
+    @property
+    def files(self) -> tuple[WalFile, ...]:
+        """The local files, ascending."""
+        return self._writer.files if self._writer is not None else ()
+
+    @property
+    def trimmed(self) -> int:
+        """The first offset still in local files."""
+        files = self.files
+        return files[0].first_offset if files else self.synced
+
+    @property
+    def directory(self) -> WalDirectory | None:
+        """Where the files are; None for a log in memory."""
+        return self._writer.directory if self._writer is not None else None
+
+    @property
+    def writer(self) -> WalWriter | None:
+        """For readers: the active file's index. Changed only under the commit lock."""
+        return self._writer
+
+    @property
+    def visible(self) -> int:
+        """What readers may see: the watermark of the topic's level, `synced` at the most."""
+        ack = self.settings.ack
+        if ack is AckLevel.MEMORY:
+            return self.next
+        return self.written if ack is AckLevel.WRITTEN else self.synced
+
+    @property
+    def visible_level(self) -> AckLevel:
+        """The level whose watermark `visible` is."""
+        ack = self.settings.ack
+        return AckLevel.SYNCED if ack is AckLevel.TIERED else ack
+
+    @property
+    def next(self) -> int:
+        """The offset that the next append gets."""
+        return self.buffer.next
+
+    @property
+    def has_open_file(self) -> bool:
+        """Whether the writer holds a handle."""
+        return self._writer is not None and self._writer.is_open
+
+    def watermark(self, level: AckLevel) -> int:
+        """The first offset that has not reached `level`."""
+        if level is AckLevel.MEMORY:
+            return self.next
+        return self.written if level is AckLevel.WRITTEN else self.synced
+
+    # -- append -----------------------------------------------------------------------------
+
+    def admit(self, size_bytes: int) -> None:
+        """Makes sure that an append may go on. Called with `lock` held, before an offset is taken.
+
+        Raises:
+            CapacityError: The buffer is full (and the policy is to refuse), or the disk is.
+            ClosedError: The log was closed, or its writer stopped.
+            CorruptDataError: The log is quarantined.
+        """
+        while True:
+            if self._refusal is not None:
+                self._metrics.count("wal.append_refused")
+                raise self._refusal()
+            if self.buffer.has_room(size_bytes):
+                return
+            if not self.settings.blocks_when_full:
+                self._metrics.count("wal.append_refused")
+                raise CapacityError(
+                    f"the append buffer is full ({self.buffer.pending_bytes} bytes)",
+                    topic=self.settings.topic,
+                    hint="wait and try again, or raise storage.wal.buffer_max_bytes",
+                )
+            self._make_room()
+
+    def _refuse(self, refusal: Callable[[], IsterError]) -> None:
+        self._refusal = refusal
+        self.buffer.is_refusing = True
+
+    def _attend(self) -> None:
+        """What `push` does not do every time: seal a chunk, wake readers, have someone commit.
+
+        `lock` is held.
+        """
+        self.buffer.seal_if_full()
+        tail = self._waiters[AckLevel.MEMORY]
+        if tail:
+            self._wake_tail(tail.take_passed(self.next))
+        if self._writer is None:
+            self._set_attention()
+            return
+        if not self._is_scheduled and (
+            self.buffer.pending_bytes >= _KICK_BYTES
+            or self._is_wanted(AckLevel.WRITTEN)
+            or self._is_wanted(AckLevel.SYNCED)
+        ):
+            # While a commit runs its own end looks for what came meanwhile; a second thread
+            # would only wait for it.
+            if not self._commit_lock.locked():
+                self._submit()
+        else:
+            self._arm_lazy_write()
+        self._set_attention()
+
+    def _arm_lazy_write(self) -> None:
+        """Has the buffer written after a while even if nobody asks for it."""
+        if self.buffer.pending_bytes and not self._is_lazy_armed:
+            self._is_lazy_armed = True
+            self._unwritten_since = self._clock.monotonic()
+            self._arm_timer(self._unwritten_since + LAZY_WRITE_SECONDS)
+
+    def _set_attention(self) -> None:
+        """Decides when `push` calls `_attend` next."""
+        waiters, buffer = self._waiters, self.buffer
+        if waiters[AckLevel.MEMORY]:
+            buffer.attention_at = 0
+        elif self._writer is None:
+            buffer.attention_at = 1
+        elif self._is_scheduled or self._commit_lock.locked():
+            # A commit is on its way, and its end looks for what came meanwhile.
+            buffer.attention_at = buffer.chunk_base + APPEND_CHUNK_BYTES
+        elif waiters[AckLevel.WRITTEN] or waiters[AckLevel.SYNCED] or not self._is_lazy_armed:
+            buffer.attention_at = 0
+        else:
+            buffer.attention_at = buffer.chunk_base + APPEND_CHUNK_BYTES
+
+    def _make_room(self) -> None:
+        """Waits until the buffer has shrunk; writes it itself if nobody else is at it.
+
+        Called with `lock` held, and lets go of it meanwhile.
+        """
+        if self._commit_lock.acquire(blocking=False):
+            self.lock.release()
+            try:
+                self._commit(sync=False)
+            except IsterError:
+                # Appends are answered by `_refusal` from here on, which says what happened.
+                _log.debug("commit by an appender failed", exc_info=True)
+            finally:
+                self._release_commit()
+                self.lock.acquire()
+            return
+        self._room_waiters += 1
+        try:
+            self._room.wait(timeout=STALL_RETRY_SECONDS)
+        finally:
+            self._room_waiters -= 1
+
+    # -- waiting ----------------------------------------------------------------------------
+
+    def wait(self, offset: int, level: AckLevel, timeout: float | None = None) -> None:
+        """Returns once the watermark of `level` has passed `offset`.
+
+        Raises:
+            WaitTimeoutError: It has not in `timeout` seconds; the message stays accepted.
+            CapacityError: The disk is full. The message stays in the buffer, is not durable, and
+                is written when there is room again.
+            DiskError: The write or the sync failed; whether the message is stored is unknown.
+            ClosedError: The log was closed before.
+        """
+        if self.watermark(level) > offset:
+            return
+        deadline = None if timeout is None else self._clock.monotonic() + timeout
+        while True:
+            # Beyond `next` there is nothing to commit for: only an append can end the wait.
+            if offset < self.next and self._try_commit_for(offset, level):
+                return
+            waiter = ThreadWaiter(offset)
+            if not self.enlist(waiter, level):
+                return
+            # The commit that was under way may have ended before the waiter was enlisted, and
+            # then nobody has seen it. Its lock is free in that case: look once more.
+            if offset < self.next and self._commit_lock.acquire(blocking=False):
+                waiter.is_done = True
+                self._release_commit()
+                continue
+            remaining = None if deadline is None else deadline - self._clock.monotonic()
+            if not waiter.block(remaining):
+                with self.lock:
+                    if not waiter.is_done:
+                        waiter.is_done = True
+                        raise WaitTimeoutError(
+                            f"offset not {level} after {timeout} s",
+                            topic=self.settings.topic,
+                            offset=offset,
+                        )
+            if waiter.error is not None:
+                raise waiter.error
+            return
+
+    def enlist(self, waiter: Waiter, level: AckLevel) -> bool:
+        """Has `waiter` told when the watermark of `level` passes its offset.
+
+        Returns:
+            False, and the waiter is not enlisted, if it has passed already.
+
+        Raises:
+            IsterError: The log is closed, failed, or stalled, and will not get there.
+        """
+        with self.lock:
+            if self.watermark(level) > waiter.offset:
+                return False
+            if self._refusal is not None and self._state is not TopicState.STALLED:
+                if self._state is not TopicState.QUARANTINED:
+                    raise self.failure or self._refusal()
+                if waiter.offset < self.next:
+                    raise self._refusal()
+            self._waiters[level].add(waiter)
+            self._set_attention()
+            if (
+                waiter.offset < self.next
+                and not self._is_scheduled
+                and not self._commit_lock.locked()
+            ):
+                self._submit()
+            return True
+
+    def _try_commit_for(self, offset: int, level: AckLevel) -> bool:
+        """Commits on behalf of this thread; False if someone else is at it."""
+        if level is AckLevel.MEMORY or not self._commit_lock.acquire(blocking=False):
+            return False
+        try:
+            if self.watermark(level) > offset:
+                return True
+            self._commit(sync=level is AckLevel.SYNCED)
+        finally:
+            self._release_commit()
+        return self.watermark(level) > offset
+
+    def _is_wanted(self, level: AckLevel) -> bool:
+        return self._waiters[level].wants(self.next)
+
+    def _wake_tail(self, passed: list[Waiter]) -> None:
+        """Tells those who wait for `next` itself; called with `lock` held, on the hot path."""
+        if len(passed) <= _INLINE_WAKES_MAX:
+            for waiter in passed:
+                waiter.finish(None)
+            return
+        self._late_wakes += passed
+        if not self._is_scheduled:
+            self._submit()
+
+    # -- commit -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Does whatever is due. Called by the scheduler's threads."""
+        with self.lock:
+            self._is_scheduled = False
+            late, self._late_wakes = self._late_wakes, []
+        for waiter in late:
+            waiter.finish(None)
+        if self._writer is None or self._state in (TopicState.CLOSED, TopicState.FAILED):
+            return
+        if not self._commit_lock.acquire(blocking=False):
+            return  # whoever holds it looks for more when done
+        lazy_sync: tuple[int, int] | None = None
+        try:
+            self._commit_what_is_due()
+            lazy_sync = self._begin_lazy_sync(self._writer)
+        except IsterError:
+            # Every waiter has been told, and appends are refused from here on.
+            _log.debug("commit failed", exc_info=True)
+        finally:
+            self._release_commit()
+        if lazy_sync is not None:
+            self._finish_lazy_sync(self._writer, *lazy_sync)
+        self._maintain()
+
+    def _commit_what_is_due(self) -> None:
+        """Commits until nobody waits and little is left, or until a sync is due.
+
+        The commit lock is held.
+        """
+        now = self._clock.monotonic()
+        while self._state in (TopicState.OPEN, TopicState.STALLED):
+            if self._state is TopicState.STALLED and now < self._stalled_until:
+                return
+            with self.lock:
+                sync = self._is_wanted(AckLevel.SYNCED)
+                is_lazy_write_due = (
+                    self.buffer.pending_bytes > 0
+                    and now - self._unwritten_since >= LAZY_WRITE_SECONDS
+                )
+                write = (
+                    is_lazy_write_due
+                    or self._is_wanted(AckLevel.WRITTEN)
+                    or self.buffer.pending_bytes >= _KICK_BYTES
+                    or self._room_waiters > 0
+                    or self._state is TopicState.STALLED
+                )
+            if not (write or sync):
+                return
+            self._commit(sync=sync)
+            if self._sync_is_due() and not self._sync_lock.locked():
+                return  # to sync beside the next commit, which another thread takes on
+
+    def _sync_is_due(self) -> bool:
+        """Whether bytes have stayed unsynced for as long, or are as many, as the settings allow."""
+        writer = self._writer
+        if writer is None or writer.unsynced_bytes == 0:
+            return False
+        return (
+            writer.unsynced_bytes >= self.settings.fsync_max_batch_bytes
+            or self._clock.monotonic() - self._unsynced_since
+            >= self.settings.fsync_interval_seconds
+        )
+
+    def _commit(self, *, sync: bool) -> None:
+        """Writes what is in the buffer and, if asked to, syncs. The commit lock is held.
+
+        Raises:
+            CapacityError: The disk is full; the frames stay in memory for the next try.
+            DiskError: The writer has stopped.
+        """
+        writer = self._writer
+        check(writer is not None, "only a log with files commits")
+        if writer is None or self._state in (TopicState.CLOSED, TopicState.FAILED):
+            raise self.failure or self._closed_error()
+        try:
+            self._write_buffer(writer)
+            if sync:
+                self._sync(writer)
+        except SyncFailedError as error:
+            self._fail(error)
+            raise
+        except CapacityError as error:
+            self._stall(error)
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+        if self._state is TopicState.STALLED:
+            self._resume()
+
+    def _write_buffer(self, writer: WalWriter) -> None:
+        with self.lock:
+            taken = self.buffer.take()
+            self._is_lazy_armed = False
+            self._set_attention()
+        self._inflight += taken
+        while self._inflight:
+            group = self._next_group()
+            size = sum(chunk.size_bytes for chunk in group)
+            if writer.rotation_is_due():
+                self._sync(writer)
+                self._rotate(writer, group[0].first_offset)
+            started = self._clock.monotonic()
+            if writer.unsynced_bytes == 0:
+                self._unsynced_since = started
+            writer.write(group)
+            elapsed = self._clock.monotonic() - started
+            del self._inflight[: len(group)]
+            check(group[-1].end_offset > self.written, "written only ever rises")
+            # Set without the lock: only the holder of the commit lock changes these, and waiting
+            # for a lock that a hot producer keeps taking costs a turn at the interpreter lock.
+            # Whoever enlists checks the watermark under the lock after these have been set, or is
+            # seen by the look at the waiters below.
+            self.written = group[-1].end_offset
+            self.buffer.note_written(size)
+            if self._waiters[AckLevel.WRITTEN] or self._room_waiters:
+                with self.lock:
+                    passed = self._waiters[AckLevel.WRITTEN].take_passed(self.written)
+                    self._room.notify_all()
+                for waiter in passed:
+                    waiter.finish(None)
+            self._metrics.observe("wal.writer_flush_latency_ms", elapsed * 1000)
+            self._metrics.count("wal.writer_flush_bytes", size)
+        self._active_at = self._clock.monotonic()
+
+    def _rotate(self, writer: WalWriter, next_offset: int) -> None:
+        """Begins a new file; everything in the old one is synced."""
+        with self._sync_lock:
+            if not writer.rotate(next_offset):
+                return
+        with self.lock:
+            self._durable = self._durable_state()
+        self._save_checkpoint_quietly()
+
+    def _next_group(self) -> list[Chunk]:
+        """The chunks for one write: at least one, at most about `WRITE_BYTES_MAX`."""
+        group = [self._inflight[0]]
+        size = group[0].size_bytes
+        for chunk in self._inflight[1:]:
+            size += chunk.size_bytes
+            if size > WRITE_BYTES_MAX:
+                break
+            group.append(chunk)
+        return group
+
+    def _sync(self, writer: WalWriter) -> None:
+        """Syncs for those who wait. The commit lock is held."""
+        with self._sync_lock:
+            self._sync_and_publish(writer, self.written, writer.position)
+
+    def _begin_lazy_sync(self, writer: WalWriter) -> tuple[int, int] | None:
+        """Takes the sync lock if a sync is due that nobody waits for. The commit lock is held.
+
+        Such a sync runs after the commit lock has been let go, so that it does not hold up the
+        writer: at full speed a disk syncs slower than the page cache takes bytes. Locks are always
+        taken in this order, commit before sync.
+
+        Returns:
+            The offset and the position to sync up to.
+        """
+        if not self._sync_is_due() or self._state is not TopicState.OPEN:
+            return None
+        if not self._sync_lock.acquire(blocking=False):
+            return None
+        return self.written, writer.position
+
+    def _finish_lazy_sync(self, writer: WalWriter, target: int, position: int) -> None:
+        failure: SyncFailedError | None = None
+        try:
+            self._sync_and_publish(writer, target, position)
+        except SyncFailedError as error:
+            failure = error
+        finally:
+            self._sync_lock.release()
+        if failure is not None:
+            # The writer refuses every sync from here on, so nobody is told a lie meanwhile.
+            with self._commit_lock:
+                self._fail(failure)
+
+    def _sync_and_publish(self, writer: WalWriter, target: int, position: int) -> None:
+        """Makes what lies before `position`, which is the offset `target`, durable; says so."""
+        started = self._clock.monotonic()
+        writer.sync(position)
+        elapsed = self._clock.monotonic() - started
+        self._unsynced_since = started
+        with self.lock:
+            check(self.synced <= target, "synced only ever rises")
+            self.synced = target
+            self._durable = self._durable_state()
+            passed = self._waiters[AckLevel.SYNCED].take_passed(target)
+        for waiter in passed:
+            waiter.finish(None)
+        self._metrics.observe("wal.writer_sync_latency_ms", elapsed * 1000)
+
+    def _release_commit(self) -> None:
+        """Ends this thread's turn, and sees to it that what came meanwhile is committed too."""
+        self._commit_lock.release()
+        with self.lock:
+            if self._state not in (TopicState.OPEN, TopicState.STALLED):
+                return
+            if (
+                not self._is_scheduled
+                and self._state is TopicState.OPEN
+                and (
+                    self._is_wanted(AckLevel.SYNCED)
+                    or self._is_wanted(AckLevel.WRITTEN)
+                    or self.buffer.pending_bytes >= _KICK_BYTES
+                    or self._room_waiters > 0
+                )
+            ):
+                self._submit()
+            else:
+                self._arm_lazy_write()
+                self._arm_timer(self._next_due())
+            self._set_attention()
+
+    def _submit(self) -> None:
+        self._is_scheduled = True
+        self._schedule.submit(self)
+
+    # -- time -------------------------------------------------------------------------------
+
+    def _arm_timer(self, when: float) -> None:
+        if when < self._timer_at:
+            self._timer_at = when
+            if not math.isinf(when):
+                self._schedule.submit_at(self, when)
+
+    def on_timer(self) -> None:
+        """The scheduler's clock has reached the time of the last `submit_at`."""
+        with self.lock:
+            self._timer_at = math.inf
+            if not self._is_scheduled:
+                self._is_scheduled = True
+                self._schedule.submit(self)
+
+    def _next_due(self) -> float:
+        """When there is something to do without anybody asking; infinity if never."""
+        writer = self._writer
+        if writer is None:
+            return math.inf
+        if self._state is TopicState.STALLED:
+            return self._stalled_until
+        if self.buffer.pending_bytes:
+            return self._unwritten_since + LAZY_WRITE_SECONDS
+        due = math.inf
+        if writer.unsynced_bytes:
+            due = self._unsynced_since + self.settings.fsync_interval_seconds
+        if self._durable.synced != self._saved_synced:
+            due = min(due, self._checkpoint_at + CHECKPOINT_INTERVAL_SECONDS)
+        if math.isinf(due) and writer.is_open:
+            due = self._active_at + IDLE_FILE_SECONDS
+        return due
+
+    def _maintain(self) -> None:
+        """Saves the checkpoint when it is due, closes an idle file, and sets the next alarm."""
+        now = self._clock.monotonic()
+        if (
+            self._durable.synced != self._saved_synced
+            and now - self._checkpoint_at >= CHECKPOINT_INTERVAL_SECONDS
+        ):
+            self._save_checkpoint_quietly()
+        if now - self._active_at >= IDLE_FILE_SECONDS:
+            self.release_file()
+        with self.lock:
+            if self._state in (TopicState.OPEN, TopicState.STALLED):
+                self._arm_timer(self._next_due())
+            self._set_attention()
+
+    def release_file(self) -> bool:
+        """Closes the writer's handle if everything is synced and nobody is writing."""
+        writer = self._writer
+        if writer is None or not writer.is_open or not self._commit_lock.acquire(blocking=False):
+            return False
+        try:
+            if writer.unsynced_bytes or self._inflight:
+                return False
+            with self._sync_lock:
+                writer.close_file()
+            return True
+        finally:
+            self._release_commit()
+
+    # -- checkpoint and trim ----------------------------------------------------------------
+
+    def _durable_state(self) -> WalState:
+        """What a checkpoint says now. Called when a sync has just ended, or at the beginning."""
+        writer = self._writer
+        settings = self.settings
+        if writer is None:
+            return WalState(synced=0, synced_position=0)
+        files = writer.files
+        active = next((file for file in files if file.seq == writer.seq), None)
+        return WalState(
+            synced=self.synced,
+            synced_position=writer.synced_position,
+            codec=settings.codec,
+            ack=settings.ack,
+            checkpoint=WalCheckpoint(
+                start_offset=files[0].first_offset if files else self.synced,
+                last_offset=max(self.synced - 1, 0),
+                file_seq=writer.seq,
+                file_path=format_log_name(writer.seq),
+                rotated_files=tuple(
+                    RotatedFile(
+                        seq=file.seq,
+                        path=format_log_name(file.seq),
+                        first_offset=file.first_offset,
+                    )
+                    for file in files
+                    if file.seq != writer.seq
+                ),
+                active_file_name=format_log_name(writer.seq),
+                last_rotation_at=writer.last_rotation_at,
+                active_file_first_offset=None if active is None else active.first_offset,
+            ),
+        )
+
+    def save_checkpoint(self) -> None:
+        """Replaces the checkpoint by the durable state of this moment.
+
+        Raises:
+            IsterError: It could not be replaced; the old one stands.
+        """
+        writer = self._writer
+        if writer is None:
+            return
+        with self._checkpoint_lock:
+            state = self._durable
+            self._checkpoint_at = self._clock.monotonic()
+            writer.save_index(below=state.synced)
+            writer.directory.save_state(state)
+            self._saved_synced = state.synced
+        self._metrics.count("wal.checkpoint_saves")
+
+    def _save_checkpoint_quietly(self) -> None:
+        """Saves the checkpoint; an error is counted, and the next second tries again.
+
+        The checkpoint is a hint that grows old meanwhile. The data itself is durable, and an error
+        of the disk that concerns it shows at the next sync.
+        """
+        try:
+            self.save_checkpoint()
+        except IsterError as error:
+            self._metrics.count("wal.checkpoint_errors")
+            _log.warning(
+                "checkpoint not saved",
+                extra={"topic": self.settings.topic, "error": str(error)},
+            )
+
+    def trim(self, before: int) -> int:
+        """Removes files whose frames are all below `before`, oldest first.
+
+        The active file stays, and so does every file until its successor has a synced frame:
+        otherwise nothing local would prove what the next offset is. The checkpoint is replaced
+        first (the commit point), so a crash in the middle leaves files that the next trim takes.
+
+        Returns:
+            How many files were removed.
+
+        Raises:
+            IsterError: The checkpoint or a file could not be changed; nothing below is lost.
+        """
+        writer = self._writer
+        if writer is None:
+            return 0
+        with self._commit_lock:
+            files = writer.files
+            count = 0
+            while (
+                count + 1 < len(files)
+                and files[count + 1].first_offset <= before
+                and files[count + 1].first_offset < self.synced
+            ):
+                count += 1
+            if count == 0:
+                return 0
+            writer.files = files[count:]
+            with self.lock:
+                self._durable = self._durable_state()
+        self.save_checkpoint()
+        for file in files[:count]:
+            writer.directory.remove_log(file.seq)
+            failpoints.reach("wal.after_remove_file")
+        self._metrics.count("wal.trimmed_files", count)
+        return count
+
+    # -- trouble and the end ----------------------------------------------------------------
+
+    def _stall(self, error: CapacityError) -> None:
+        """The disk is full: refuse appends, tell the waiters, and try again from time to time."""
+        with self.lock:
+            is_new = self._state is not TopicState.STALLED
+            self._state = TopicState.STALLED
+            self._refuse(lambda: self._stalled_error(error))
+            self._stalled_until = self._clock.monotonic() + STALL_RETRY_SECONDS
+            everyone = [
+                *self._waiters[AckLevel.WRITTEN].take_passed(self.next),
+                *self._waiters[AckLevel.SYNCED].take_passed(self.next),
+            ]
+            self._room.notify_all()
+            self._timer_at = math.inf
+            self._arm_timer(self._stalled_until)
+        if is_new:
+            self._metrics.count("wal.writer_stalls")
+            _log.error("writing stalled", extra={"topic": self.settings.topic, "error": str(error)})
+        for waiter in everyone:
+            waiter.finish(self._stalled_error(error))
+
+    def _resume(self) -> None:
+        with self.lock:
+            self._state = TopicState.OPEN
+            self._refusal = None
+            self.buffer.is_refusing = False
+        _log.info("writing goes on", extra={"topic": self.settings.topic})
+
+    def _fail(self, error: BaseException) -> None:
+        """Stops the writer for good and tells everyone."""
+        if isinstance(error, IsterError):
+            failure = error
+        else:
+            failure = ClosedError(f"the writer stopped: {error!r}", topic=self.settings.topic)
+        failure.topic = self.settings.topic
+        with self.lock:
+            if self._state is TopicState.FAILED:
+                return
+            self._state = TopicState.FAILED
+            self.failure = failure
+            self._refuse(self._closed_error)
+            everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
+            self.buffer.discard()
+            self._room.notify_all()
+        self._inflight.clear()
+        writer = self._writer
+        if writer is not None and isinstance(error, Exception):
+            self._metrics.count("wal.writer_failures")
+            _log.error(
+                "writer stopped",
+                extra={
+                    "topic": self.settings.topic,
+                    "error": str(error),
+                    "offset": self.synced,
+                },
+            )
+            if isinstance(error, SyncFailedError):
+                self._record_poison(writer)
+            try:
+                writer.close_file()
+            except IsterError:
+                _log.warning("close failed", extra={"topic": self.settings.topic})
+        for waiter in everyone:
+            waiter.finish(failure)
+
+    def _record_poison(self, writer: WalWriter) -> None:
+        """Notes on disk that bytes above `synced` are not to be trusted, if the disk takes it."""
+        state = self._durable
+        poisoned = WalState(
+            synced=state.synced,
+            synced_position=state.synced_position,
+            is_poisoned=True,
+            codec=state.codec,
+            ack=state.ack,
+            checkpoint=state.checkpoint,
+        )
+        try:
+            writer.directory.save_state(poisoned)
+        except IsterError as error:
+            _log.warning(
+                "the failed sync could not be recorded; reopen in this process to be safe",
+                extra={"topic": self.settings.topic, "error": str(error)},
+            )
+
+    def close(self) -> None:
+        """Commits what is left, saves the checkpoint and releases the file. May be called twice.
+
+        Raises:
+            IsterError: The last commit failed; the log is closed all the same.
+        """
+        with self.lock:
+            if self._state in (TopicState.CLOSED, TopicState.FAILED):
+                self._state = TopicState.CLOSED
+                return
+            was_quarantined = self._state is TopicState.QUARANTINED
+            self._refuse(self._closed_error)
+        failure: IsterError | None = None
+        with self._commit_lock:
+            if self._writer is not None and not was_quarantined:
+                try:
+                    self._commit(sync=True)
+                except IsterError as error:
+                    failure = error
+            with self.lock:
+                if self.state is not TopicState.FAILED:
+                    self._state = TopicState.CLOSED
+                self._refuse(self._closed_error)
+                everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
+                everyone += self._late_wakes
+                self._room.notify_all()
+            if self._writer is not None:
+                self._writer.close_file()
+        for waiter in everyone:
+            waiter.finish(self._closed_error())
+        if failure is not None:
+            raise failure
+        if (
+            self._writer is not None
+            and not was_quarantined
+            and self._durable.synced != self._saved_synced
+        ):
+            self.save_checkpoint()
+
+    def _closed_error(self) -> IsterError:
+        if self.failure is not None:
+            error = ClosedError(
+                f"the topic's writer stopped: {self.failure.message}",
+                topic=self.settings.topic,
+                offset=self.synced,
+                path=self.failure.path,
+                hint="open the topic again; what was acknowledged is recovered",
+            )
+            error.__cause__ = self.failure
+            return error
+        return ClosedError("the topic is closed", topic=self.settings.topic)
+
+    def _stalled_error(self, cause: CapacityError) -> CapacityError:
+        error = CapacityError(
+            f"the topic cannot be written to: {cause.message}",
+            topic=self.settings.topic,
+            path=cause.path,
+            hint="nothing acknowledged is lost; writing goes on when there is room",
+        )
+        error.__cause__ = cause
+        return error
+
+    def _quarantine_error(self) -> CorruptDataError:
+        return self.damage[0].as_error(self.settings.topic)

@@ -1,0 +1,247 @@
+"""Reads frames back from a topic's local files, a chunk at a time.
+
+Owns: one open file, one position in it, and nothing between two calls but those. Does not own:
+which offsets may be seen (the caller passes `end`), the cache, message bodies.
+
+Every call resolves anew which file holds the wanted offset, so rotation and trim under a reader
+are invisible: a file that was removed while it is open is read to its end, and the next one is
+looked up by offset. Continuity and crc are checked for every frame; a frame that should be there
+and is not raises `CorruptDataError` with file, position and offset.
+
+Memory: one chunk, or one frame where that is larger. A frame that a chunk cuts in two is read
+again from its first byte with the next chunk, so nothing is carried over.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
+from operator import attrgetter
+
+from ister.clock import Clock
+from ister.errors import CorruptDataError, NotFoundError, OffsetOutOfRangeError, check
+from ister.format.frame import FRAME_HEADER_SIZE, Corrupt, NeedMore, Scan, scan_frames
+from ister.format.message import decode_publish_time
+from ister.fs.base import File
+from ister.limits import FRAME_BODY_BYTES_MAX, KIB
+from ister.metrics import Metrics
+from ister.model import Codec
+from ister.wal.index import SparseIndex
+from ister.wal.log import Wal
+from ister.wal.recovery import WalFile, build_index
+
+__all__ = ["FrameBatch", "WalReader"]
+
+# Indexes of rotated files that a reader keeps: a reader walks forward, so few are enough.
+_INDEXES_MAX = 2
+_CHUNK_BYTES_MIN = 64 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class FrameBatch:
+    """Whole frames that follow each other, inside of one chunk."""
+
+    chunk: bytes
+    starts: list[int]
+    """Where each frame begins in `chunk`."""
+    end: int
+    """Where the last one ends."""
+    first_offset: int
+
+
+class WalReader:
+    """One reader of one log's files. Used by one thread at a time."""
+
+    def __init__(self, wal: Wal, *, chunk_bytes: int, metrics: Metrics, clock: Clock) -> None:
+        self._wal = wal
+        self._chunk_bytes = chunk_bytes
+        self._metrics = metrics
+        self._clock = clock
+        self._file: File | None = None
+        self._seq = -1
+        self._position = 0
+        self._next = -1
+        self._indexes: OrderedDict[int, SparseIndex] = OrderedDict()
+
+    def close(self) -> None:
+        """Releases the file. May be called twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
+        """Frames from `start` on, at least one, none at or after `end`, about `bytes_max` of them.
+
+        Raises:
+            OffsetOutOfRangeError: `start` has been trimmed.
+            CorruptDataError: The frame is damaged or missing.
+        """
+        check(start < end, "a fetch asks for something")
+        file, limit = self._seek(start, end)
+        size = min(self._chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN))
+        while True:
+            started = self._clock.monotonic()
+            chunk = file.read_at(self._position, size)
+            self._metrics.observe(
+                "wal_reader.chunk_read_latency_ms", (self._clock.monotonic() - started) * 1000
+            )
+            scan = scan_frames(chunk, expected_offset=self._next, end_offset=limit)
+            self._metrics.count("wal.reader.stitch_file_bytes", len(chunk))
+            batch = self._take(chunk, scan, start)
+            if batch is not None:
+                return batch
+            if isinstance(scan.stop, NeedMore) and scan.stop.size_bytes > len(chunk) == size:
+                # One frame larger than a chunk.
+                size = min(scan.stop.size_bytes, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX)
+                continue
+            if not scan.starts:
+                raise self._damage(file, scan)
+            # Only frames before `start` so far: on from where they end.
+
+    def _take(self, chunk: bytes, scan: Scan, start: int) -> FrameBatch | None:
+        """Moves over the frames of `scan` and returns those from `start` on."""
+        count = len(scan.starts)
+        if count == 0:
+            return None
+        first = self._next
+        self._next = first + count
+        self._position += scan.end
+        self._metrics.count("wal_reader.frames_parsed_total", count)
+        skip = start - first
+        if skip >= count:
+            return None
+        return FrameBatch(chunk, scan.starts[skip:] if skip else scan.starts, scan.end, start)
+
+    def _damage(self, file: File, scan: Scan) -> CorruptDataError:
+        self._metrics.count("wal_reader.crc_errors_total")
+        if isinstance(scan.stop, Corrupt):
+            reason = f"{scan.stop.reason} ({scan.stop.detail})"
+        else:
+            reason = "the file ends before its frames do"
+        return CorruptDataError(
+            f"damaged frame: {reason}",
+            topic=self._wal.settings.topic,
+            offset=self._next,
+            path=file.path,
+            position=self._position,
+            hint="reading may go on behind the damage; `ister inspect wal` shows where",
+        )
+
+    # -- where ------------------------------------------------------------------------------
+
+    def _seek(self, start: int, end: int) -> tuple[File, int]:
+        """Opens the file that holds `start`, at the best position known for it.
+
+        Returns:
+            The file, and the offset before which its frames end.
+        """
+        while True:
+            file, limit = self._resolve(start)
+            if self._file is not None and self._seq == file.seq:
+                if self._next == start:
+                    return self._file, min(limit, end)
+            elif not self._open(file):
+                continue  # trimmed between looking and opening: look again
+            self._place(file, start)
+            check(self._file is not None, "a file is open after it was opened")
+            if self._file is not None:
+                return self._file, min(limit, end)
+
+    def _resolve(self, offset: int) -> tuple[WalFile, int]:
+        files = self._wal.files
+        at = bisect_right(files, offset, key=attrgetter("first_offset"))
+        if at == 0:
+            raise OffsetOutOfRangeError(
+                "the offset is no longer in local files",
+                topic=self._wal.settings.topic,
+                offset=offset,
+                earliest=self._wal.trimmed,
+                next=self._wal.next,
+            )
+        limit = files[at].first_offset if at < len(files) else 1 << 64
+        return files[at - 1], limit
+
+    def _open(self, file: WalFile) -> bool:
+        directory = self._wal.directory
+        check(directory is not None, "a log in memory has no files to read")
+        if directory is None:
+            return False
+        self.close()
+        try:
+            self._file = directory.fs.open_read(directory.log_path(file.seq))
+        except NotFoundError:
+            if file in self._wal.files:
+                raise
+            return False
+        self._seq = file.seq
+        if file.seq != self._wal.files[-1].seq:
+            self._metrics.count("wal_reader.rotated_files_accessed")
+        return True
+
+    def _place(self, file: WalFile, start: int) -> None:
+        """Sets the position to the last known frame at or before `start`."""
+        entry = self._index(file).find_offset(start)
+        if entry is None or not self._agrees(entry.offset, entry.position):
+            self._position, self._next = 0, file.first_offset
+        else:
+            self._position, self._next = entry.position, entry.offset
+
+    def _agrees(self, offset: int, position: int) -> bool:
+        """Whether the frame at `position` says that it is `offset`; an index is only a hint."""
+        if self._file is None:
+            return False
+        return self._file.read_at(position, 8) == offset.to_bytes(8, "little")
+
+    def _index(self, file: WalFile) -> SparseIndex:
+        writer = self._wal.writer
+        if writer is not None and writer.seq == file.seq:
+            return writer.index
+        index = self._indexes.get(file.seq)
+        if index is None:
+            directory = self._wal.directory
+            check(directory is not None, "a log in memory has no files to read")
+            if directory is None:
+                return SparseIndex()
+            index = SparseIndex(directory.load_index(file.seq))
+            if not index.entries:
+                index = build_index(directory, file, self._wal.settings.codec)
+            self._indexes[file.seq] = index
+            while len(self._indexes) > _INDEXES_MAX:
+                self._indexes.popitem(last=False)
+        return index
+
+    def find_time(self, publish_time_ms: int, codec: Codec, *, end: int) -> int | None:
+        """The first offset before `end` whose message was published at or after the time.
+
+        Whole files and index blocks are passed over by their highest publish time; only one block
+        is read. None if every message in the files is older.
+        """
+        files = self._wal.files
+        for at, file in enumerate(files):
+            is_last = at == len(files) - 1
+            entries = self._index(file).entries
+            limit = end if is_last else min(end, files[at + 1].first_offset)
+            # A rotated file's last entry stands at its end and knows the whole file.
+            knows_all = not is_last and bool(entries) and entries[-1].offset >= limit
+            if knows_all and entries[-1].publish_time_max < publish_time_ms:
+                continue
+            found = self._find_time_in(file, publish_time_ms, limit, codec)
+            if found is not None:
+                return found
+        return None
+
+    def _find_time_in(
+        self, file: WalFile, publish_time_ms: int, limit: int, codec: Codec
+    ) -> int | None:
+        entry = self._index(file).find_time(publish_time_ms)
+        offset = file.first_offset if entry is None else entry.offset
+        while offset < limit:
+            batch = self.fetch(offset, limit, bytes_max=_CHUNK_BYTES_MIN)
+            ends = [*batch.starts[1:], batch.end]
+            for begin, finish in zip(batch.starts, ends, strict=True):
+                body = batch.chunk[begin + FRAME_HEADER_SIZE : finish]
+                if decode_publish_time(body, codec) >= publish_time_ms:
+                    return offset
+                offset += 1
+        return None

@@ -1,0 +1,575 @@
+"""Opening a topic's files after anything: what they hold, where they end, what is damaged.
+
+The files are the truth and the checkpoint is a hint: it makes opening quick and says how far the
+log was durable, which is the only thing that tells a torn tail from damage.
+
+    durable = the checkpoint's `synced`, or the first offset of the last file if that is higher
+              (a file is synced whole before its successor exists)
+
+Steps, each repeatable after a crash inside of it:
+
+1. Sync the directories: names that a killed process left unsynced become durable.
+2. Take each file's first offset from its first frame; a missing number in the sequence, or a first
+   frame that is bad in a file that is not the last, is damage.
+3. Scan the last file from its last index entry below the durable watermark to its end.
+4. Bad bytes at an offset below `durable`, or a log that ends below it: damage. Nothing is cut or
+   written, and the topic opens read-only (quarantined). Other topics are not concerned.
+5. Bad bytes at or above `durable`: a torn tail. It is cut, and the cut is synced before anything
+   is appended, or old bytes could come to life again behind new ones.
+6. Sync the last file: after kill -9 its tail may be in the page cache alone, and from here on it
+   counts as durable.
+7. After a failed sync (the log is poisoned above `synced`): frames above `synced` are copied into
+   a new file, which is synced, and the old file ends where the new one begins, whatever it holds.
+
+What a crash leaves: the state before, or one on the way that the next recovery takes up; next
+offset and acknowledged frames are the same in all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from ister import failpoints
+from ister.errors import CorruptDataError, DiskError, IsterError, NotFoundError
+from ister.format.checkpoint import WalState
+from ister.format.frame import (
+    FRAME_HEADER_SIZE,
+    Frame,
+    Scan,
+    decode_frame,
+)
+from ister.format.message import decode_publish_time, recognise
+from ister.fs.base import File
+from ister.limits import FRAME_BODY_BYTES_MAX, RECOVERY_CHUNK_BYTES
+from ister.model import Codec
+from ister.wal.directory import WalDirectory, format_log_name
+from ister.wal.index import SparseIndex
+from ister.wal.scan import FileScan, describe_stop, scan_file
+
+__all__ = ["Damage", "Recovered", "UntrustedTailError", "WalFile", "build_index", "recover"]
+
+_log = logging.getLogger("ister.wal.recovery")
+
+
+@dataclass(frozen=True, slots=True)
+class WalFile:
+    """A file of the log; it ends where the next one begins."""
+
+    seq: int
+    first_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Bytes that are not what was written, below the durable watermark."""
+
+    path: str
+    position: int
+    offset: int | None
+    """The offset that should stand there, where that is known."""
+    reason: str
+
+    def as_error(self, topic: str) -> CorruptDataError:
+        """The error for an operation that meets this damage."""
+        return CorruptDataError(
+            f"the log is damaged below its durable watermark: {self.reason}",
+            topic=topic,
+            offset=self.offset,
+            path=self.path,
+            position=self.position,
+            hint="the topic is quarantined (read-only); `ister inspect wal` shows what is whole",
+        )
+
+
+class UntrustedTailError(DiskError):
+    """A sync failed during recovery: nothing above `synced` may be taken as stored."""
+
+    def __init__(self, cause: IsterError, *, synced: int) -> None:
+        super().__init__(cause.message, errno=getattr(cause, "errno", None), path=cause.path)
+        self.synced = synced
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovered:
+    """What the files hold, ready to be appended to (unless there is damage)."""
+
+    files: tuple[WalFile, ...] = ()
+    next_offset: int = 0
+    active_seq: int = 0
+    """The number of the file that appends go to; it may not exist yet."""
+    end_position: int = 0
+    """Where in the active file the next frame goes."""
+    index: SparseIndex = field(default_factory=SparseIndex)
+    """The active file's."""
+    publish_time_max: int = 0
+    """The highest publish time in the active file."""
+    state: WalState | None = None
+    damage: tuple[Damage, ...] = ()
+    cut_bytes: int = 0
+    """How much torn tail was cut."""
+    codec: Codec | None = None
+    """As recorded, or recognised from the first frame; None for an empty log."""
+
+
+def recover(directory: WalDirectory, *, untrusted_from: int | None = None) -> Recovered:
+    """Opens the log in `directory`; see the module header.
+
+    Args:
+        directory: The topic's; made where missing.
+        untrusted_from: The `synced` watermark of a writer in this process whose sync failed.
+
+    Raises:
+        UnsupportedVersionError: A newer Ister wrote the checkpoint.
+        UntrustedTailError: A sync failed; pass its `synced` as `untrusted_from` the next time.
+        CapacityError: No room for the cut's bookkeeping.
+        DiskError: The disk failed in another way.
+    """
+    directory.make()
+    directory.sync()
+    state = directory.load_state()
+    if state is not None and state.is_poisoned:
+        untrusted_from = min(state.synced, untrusted_from or state.synced)
+    recovery = _Recovery(directory, state, untrusted_from)
+    try:
+        return recovery.run()
+    finally:
+        recovery.close()
+
+
+class _Recovery:
+    """One recovery under way."""
+
+    def __init__(
+        self, directory: WalDirectory, state: WalState | None, untrusted_from: int | None
+    ) -> None:
+        self._directory = directory
+        self._state = state
+        self._untrusted_from = untrusted_from
+        self._damage: list[Damage] = []
+        self._file: File | None = None
+        self._codec: Codec | None = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def run(self) -> Recovered:
+        state = self._state
+        seqs = self._directory.log_seqs()
+        if not seqs:
+            return self._without_files()
+        self._check_sequence(seqs)
+        files = self._first_offsets(seqs)
+        last_seq = seqs[-1]
+        last_first = files[-1].first_offset if files and files[-1].seq == last_seq else None
+        if last_first is None:
+            last_first = self._begin_of_last(files, last_seq)
+            files.append(WalFile(last_seq, last_first))
+        durable = max(last_first, state.synced if state is not None else 0)
+        self._codec = state.codec if state is not None else self._recognise(files)
+        recovered = self._scan_last(files, durable)
+        recovered.state = state
+        recovered.codec = self._codec
+        recovered.damage = tuple(self._damage)
+        return recovered
+
+    # -- what there is ----------------------------------------------------------------------
+
+    def _without_files(self) -> Recovered:
+        state = self._state
+        if state is None:
+            return Recovered()
+        if state.synced > 0:
+            # The checkpoint proves that there were frames. The next offset stays beyond them.
+            self._note_damage(
+                state.checkpoint.file_seq,
+                f"no log file is left, the log was durable up to {state.synced}",
+                offset=state.checkpoint.start_offset,
+            )
+        return Recovered(
+            next_offset=state.synced,
+            active_seq=state.checkpoint.file_seq + (1 if state.synced else 0),
+            state=state,
+            damage=tuple(self._damage),
+            codec=state.codec,
+        )
+
+    def _check_sequence(self, seqs: list[int]) -> None:
+        for before, after in pairwise(seqs):
+            if after != before + 1:
+                self._note_damage(
+                    before + 1,
+                    f"file missing between {format_log_name(before)} and {format_log_name(after)}",
+                )
+
+    def _note_damage(
+        self, seq: int, reason: str, *, position: int = 0, offset: int | None = None
+    ) -> None:
+        path = self._directory.log_path(seq)
+        self._damage.append(Damage(path=path, position=position, offset=offset, reason=reason))
+
+    def _first_offsets(self, seqs: list[int]) -> list[WalFile]:
+        """Each file with the offset of its first frame, where that frame is whole.
+
+        A file that is not the last was synced whole before its successor was made: a bad first
+        frame there is damage, unless the file's range is empty. (It is when a failed sync made
+        its successor begin where it did itself.)
+        """
+        hints = self._hinted_first_offsets()
+        found: dict[int, int] = {}
+        for seq in seqs:
+            frame, _ = self._first_frame(seq)
+            if frame is not None and hints.get(seq, frame.offset) == frame.offset:
+                found[seq] = frame.offset
+        files: list[WalFile] = []
+        for seq, successor in pairwise([*seqs, seqs[-1] + 1]):
+            if seq in found:
+                files.append(WalFile(seq, found[seq]))
+            elif seq != seqs[-1]:
+                begin = hints.get(seq)
+                if begin is None:
+                    begin = self._end_of(files[-1]) if files and files[-1].seq == seq - 1 else None
+                if begin is None or begin != found.get(successor):
+                    self._note_damage(seq, "bad first frame", offset=begin)
+                if begin is not None:
+                    files.append(WalFile(seq, begin))
+        state = self._state
+        if state is not None and files and files[0].first_offset > state.checkpoint.start_offset:
+            self._note_damage(
+                max(0, files[0].seq - 1), "file missing", offset=state.checkpoint.start_offset
+            )
+        return files
+
+    def _end_of(self, file: WalFile) -> int:
+        scan, _ = self._scan(file, trusted_position=None)
+        return scan.next_offset if scan.next_offset is not None else file.first_offset
+
+    def _hinted_first_offsets(self) -> dict[int, int]:
+        if self._state is None:
+            return {}
+        checkpoint = self._state.checkpoint
+        hints = {rotated.seq: rotated.first_offset for rotated in checkpoint.rotated_files}
+        if checkpoint.active_file_first_offset is not None:
+            hints[checkpoint.file_seq] = checkpoint.active_file_first_offset
+        return hints
+
+    def _first_frame(self, seq: int) -> tuple[Frame | None, int]:
+        with _closing(self._directory.fs.open_read(self._directory.log_path(seq))) as file:
+            size = file.size()
+            head = file.read_at(0, 4096)
+            decoded = decode_frame(head)
+            if not isinstance(decoded, Frame) and len(head) == 4096:
+                decoded = decode_frame(file.read_at(0, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX))
+            return (decoded if isinstance(decoded, Frame) else None), size
+
+    def _begin_of_last(self, files: list[WalFile], last_seq: int) -> int:
+        """The offset at which the last file, which has no whole first frame, begins.
+
+        A predecessor was synced whole before this file was made, so its frames have to reach its
+        end; without one, the checkpoint or the beginning of all logs has to do.
+        """
+        hint = self._hinted_first_offsets().get(last_seq)
+        if hint is not None:
+            return hint
+        if not files:
+            known = self._state.synced if self._state is not None else 0
+            if last_seq != 0:
+                self._note_damage(
+                    last_seq,
+                    "the only file has no whole frame, and nothing says where it began",
+                    offset=known,
+                )
+            return known
+        before = files[-1]
+        scan, _ = self._scan(before, trusted_position=None)
+        begin = scan.next_offset if scan.next_offset is not None else before.first_offset
+        if self._untrusted_from is not None:
+            return min(begin, self._untrusted_from)
+        if not scan.is_clean:
+            self._note_damage(before.seq, describe_stop(scan), position=scan.end, offset=begin)
+        return begin
+
+    def _recognise(self, files: list[WalFile]) -> Codec | None:
+        for file in files:
+            frame, _ = self._first_frame(file.seq)
+            if frame is not None:
+                return recognise(frame.body, offset=frame.offset)
+        return None
+
+    # -- the tail ---------------------------------------------------------------------------
+
+    def _scan(self, file: WalFile, *, trusted_position: int | None) -> tuple[FileScan, SparseIndex]:
+        """Scans a file from its last index entry (not behind `trusted_position`) to its end."""
+        index = SparseIndex(self._directory.load_index(file.seq))
+        index.saved_count = len(index.entries)
+        with _closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
+            size = handle.size()
+            limit = size if trusted_position is None else min(trusted_position, size)
+            index.cut(limit + 1)
+            if index.entries and not _points_at_frame(handle, index, file):
+                index = SparseIndex()
+            if index.entries:
+                offset, position, time_max = index.entries[-1]
+            else:
+                position, offset, time_max = 0, file.first_offset, 0
+            builder = _IndexBuilder(index, self._codec, time_max)
+            scan = scan_file(handle, position=position, expected_offset=offset, visit=builder.visit)
+        self._time_max = builder.publish_time_max
+        return scan, index
+
+    def _scan_last(self, files: list[WalFile], durable: int) -> Recovered:
+        state = self._state
+        last = files[-1]
+        is_checkpointed = state is not None and state.checkpoint.file_seq == last.seq
+        trusted = state.synced_position if state is not None and is_checkpointed else 0
+        scan, index = self._scan(last, trusted_position=trusted)
+        next_offset = scan.next_offset if scan.next_offset is not None else last.first_offset
+        path = self._directory.log_path(last.seq)
+        if next_offset < durable or scan.end < trusted:
+            self._note_damage(
+                last.seq,
+                f"{describe_stop(scan)}, durable up to {durable}",
+                position=scan.end,
+                offset=next_offset,
+            )
+        if self._damage:
+            # Whatever follows the damage stays where it is. Offsets up to `durable` were given
+            # out, so the next one is beyond them even though nothing will be appended.
+            return Recovered(
+                files=tuple(files),
+                next_offset=max(next_offset, durable),
+                active_seq=last.seq,
+                end_position=scan.end,
+                index=index,
+                publish_time_max=self._time_max,
+            )
+        if self._untrusted_from is not None:
+            # Files before the last were synced whole, whatever happened to the last one.
+            untrusted_from = max(self._untrusted_from, last.first_offset)
+            if next_offset > untrusted_from:
+                return self._rehome(files, untrusted_from)
+        self._finish_last(path, scan, durable, trusted)
+        return Recovered(
+            files=tuple(files),
+            next_offset=next_offset,
+            active_seq=last.seq,
+            end_position=scan.end,
+            index=index,
+            publish_time_max=self._time_max,
+            cut_bytes=scan.size - scan.end,
+        )
+
+    def _finish_last(self, path: str, scan: FileScan, durable: int, trusted: int) -> None:
+        """Cuts the torn tail, if there is one, and makes what remains durable."""
+        if scan.is_clean and scan.end == trusted and self._state is not None:
+            return
+        with _closing(self._directory.fs.open(path)) as file:
+            if not scan.is_clean:
+                if self._state is None:
+                    self._set_aside(file, scan)
+                failpoints.reach("wal.recovery_before_cut")
+                file.truncate(scan.end)
+                failpoints.reach("wal.recovery_after_cut")
+                _log.warning(
+                    "torn tail cut",
+                    extra={
+                        "path": path,
+                        "position": scan.end,
+                        "offset": scan.next_offset,
+                        "cut_bytes": scan.size - scan.end,
+                        "reason": describe_stop(scan),
+                    },
+                )
+            self._sync_or_poison(file, durable)
+
+    def _sync_or_poison(self, file: File, durable: int) -> None:
+        try:
+            file.sync()
+        except IsterError as error:
+            state = self._state
+            if state is not None:
+                _save_poisoned(self._directory, state)
+            raise UntrustedTailError(error, synced=durable) from error
+
+    def _set_aside(self, file: File, scan: FileScan) -> None:
+        """Keeps a copy of the tail that is about to be cut, when no checkpoint can judge it.
+
+        Without a durable watermark a torn tail and damage look the same. The log goes on as after
+        a crash, which is by far the likelier cause, and what it leaves out stays on disk.
+        """
+        copy_path = f"{file.path}.cut-{scan.end}"
+        copy = self._directory.fs.create(copy_path)
+        try:
+            position = 0
+            while tail := file.read_at(scan.end + position, RECOVERY_CHUNK_BYTES):
+                copy.write_at(position, [tail])
+                position += len(tail)
+            copy.sync()
+        finally:
+            copy.close()
+        self._directory.fs.sync_directory(self._directory.path)
+        _log.error(
+            "no checkpoint to judge the tail by; it was set aside",
+            extra={"path": copy_path, "position": scan.end, "offset": scan.next_offset},
+        )
+
+    def _rehome(self, files: list[WalFile], untrusted_from: int) -> Recovered:
+        """Copies the frames from `untrusted_from` on into a new file, which is synced.
+
+        They read back whole, but the sync that should have stored them failed, so the disk may
+        not have them and syncing the old file again would prove nothing.
+        """
+        last = files[-1]
+        seq = last.seq + 1
+        target = self._directory.create_log(seq)
+        try:
+            copier = _Copier(target, untrusted_from, self._codec)
+            with _closing(
+                self._directory.fs.open_read(self._directory.log_path(last.seq))
+            ) as source:
+                scan_file(
+                    source,
+                    position=0,
+                    expected_offset=last.first_offset,
+                    visit=copier.visit,
+                )
+            self._sync_or_poison(target, untrusted_from)
+        finally:
+            target.close()
+        self._truncate_quietly(last.seq, copier.source_position)
+        _log.error(
+            "frames after a failed sync were copied into a new file",
+            extra={"path": target.path, "offset": untrusted_from, "frames": copier.frames},
+        )
+        return Recovered(
+            files=(*files, WalFile(seq, untrusted_from)),
+            next_offset=untrusted_from + copier.frames,
+            active_seq=seq,
+            end_position=copier.position,
+            index=copier.builder.index,
+            publish_time_max=copier.builder.publish_time_max,
+        )
+
+    def _truncate_quietly(self, seq: int, position: int | None) -> None:
+        """Drops from the old file what the new one holds, if its disk still takes that.
+
+        For tidiness alone: a file ends where its successor begins, whatever it holds.
+        """
+        if position is None:
+            return
+        try:
+            with _closing(self._directory.fs.open(self._directory.log_path(seq))) as file:
+                file.truncate(position)
+                file.sync()
+        except IsterError:
+            _log.warning("old tail left in place", extra={"path": self._directory.log_path(seq)})
+
+
+class _IndexBuilder:
+    """Adds index entries and keeps the highest publish time while a file is scanned."""
+
+    def __init__(self, index: SparseIndex, codec: Codec | None, publish_time_max: int) -> None:
+        self.index = index
+        self.publish_time_max = publish_time_max
+        self._codec = codec
+
+    def visit(self, chunk: bytes, position: int, scan: Scan) -> None:
+        offset = (scan.next_offset or 0) - len(scan.starts)
+        ends = [*scan.starts[1:], scan.end]
+        for start, end in zip(scan.starts, ends, strict=True):
+            if self.index.wants(position + start):
+                self.index.add(offset, position + start, self.publish_time_max)
+            self._note_time(chunk[start + FRAME_HEADER_SIZE : end], offset)
+            offset += 1
+
+    def _note_time(self, body: bytes, offset: int) -> None:
+        if self._codec is None:
+            self._codec = recognise(body, offset=offset)
+            if self._codec is None:
+                return
+        try:
+            time = decode_publish_time(body, self._codec)
+        except CorruptDataError:
+            # A frame with a good crc and a foreign body: its reader will say so by name.
+            return
+        self.publish_time_max = max(self.publish_time_max, time)
+
+
+class _Copier:
+    """Writes the frames from an offset on into another file."""
+
+    def __init__(self, target: File, start_offset: int, codec: Codec | None) -> None:
+        self._target = target
+        self._start_offset = start_offset
+        self.builder = _IndexBuilder(SparseIndex(), codec, 0)
+        self.position = 0
+        self.frames = 0
+        self.source_position: int | None = None
+        """Where, in the file copied from, the first frame copied begins."""
+
+    def visit(self, chunk: bytes, position: int, scan: Scan) -> None:
+        first = (scan.next_offset or 0) - len(scan.starts)
+        skip = max(0, self._start_offset - first)
+        if skip >= len(scan.starts):
+            return
+        begin = scan.starts[skip]
+        if self.source_position is None:
+            self.source_position = position + begin
+        data = chunk[begin : scan.end]
+        self._target.write_at(self.position, [data])
+        moved = Scan(
+            starts=[start - begin for start in scan.starts[skip:]],
+            end=scan.end - begin,
+            next_offset=scan.next_offset,
+            stop=scan.stop,
+        )
+        self.builder.visit(data, self.position, moved)
+        self.position += len(data)
+        self.frames += len(moved.starts)
+
+
+def build_index(directory: WalDirectory, file: WalFile, codec: Codec | None) -> SparseIndex:
+    """Builds the index of a rotated file that lost its own, by scanning it once, and saves it."""
+    builder = _IndexBuilder(SparseIndex(), codec, 0)
+    with _closing(directory.fs.open_read(directory.log_path(file.seq))) as handle:
+        scan = scan_file(handle, position=0, expected_offset=file.first_offset, visit=builder.visit)
+    index = builder.index
+    if scan.next_offset is not None and scan.is_clean and scan.frames:
+        index.add(scan.next_offset, scan.end, builder.publish_time_max)
+    if index.entries:
+        try:
+            directory.save_index(file.seq, index.entries, start=0)
+        except IsterError as error:
+            _log.warning("index not saved", extra={"path": error.path, "error": str(error)})
+    return index
+
+
+def _points_at_frame(handle: File, index: SparseIndex, file: WalFile) -> bool:
+    """Whether the first and the last entry agree with the file."""
+    first, last = index.entries[0], index.entries[-1]
+    if first.offset != file.first_offset or first.position != 0:
+        return False
+    head = handle.read_at(last.position, FRAME_HEADER_SIZE)
+    # At the end of the file there is no frame yet to compare with.
+    return not head or int.from_bytes(head[:8], "little") == last.offset
+
+
+def _save_poisoned(directory: WalDirectory, state: WalState) -> None:
+    """Records that the tail is not to be trusted, if the disk still takes it."""
+    try:
+        directory.save_state(replace(state, is_poisoned=True))
+    except (IsterError, NotFoundError):
+        _log.exception("the poisoned state could not be recorded", extra={"path": directory.path})
+
+
+class _closing:  # noqa: N801
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def __enter__(self) -> File:
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

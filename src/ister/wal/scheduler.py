@@ -1,0 +1,101 @@
+"""The threads that commit for logs when nobody does it for themselves.
+
+A few threads serve every topic of a process; one more keeps the time. Neither knows what a log
+does: they call `run` and `on_timer`.
+
+Owns: the queue, the timer heap, the limit on open files. Does not own: any log's state. A log is
+in the queue at most once (it keeps a flag), so the queue is bounded by the number of topics.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from heapq import heappop, heappush
+from itertools import count
+from queue import Empty, SimpleQueue
+
+from ister.clock import Clock
+from ister.wal.log import Wal
+
+__all__ = ["Scheduler"]
+
+_log = logging.getLogger("ister.wal.scheduler")
+
+
+class Scheduler:
+    """Runs logs on `threads` threads; see `ister.wal.log.Schedule`."""
+
+    def __init__(self, *, threads: int, clock: Clock, open_files_max: int) -> None:
+        self._clock = clock
+        self._open_files_max = open_files_max
+        self._queue: SimpleQueue[Wal | None] = SimpleQueue()
+        self._alarms: SimpleQueue[tuple[float, Wal] | None] = SimpleQueue()
+        # Logs that may hold a file, in the order in which they were last run.
+        self._holders: dict[Wal, None] = {}
+        self._holders_lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"ister-commit-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        self._threads.append(threading.Thread(target=self._tick, name="ister-timer", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, log: Wal) -> None:
+        """Has `log.run()` called soon."""
+        self._queue.put(log)
+
+    def submit_at(self, log: Wal, when: float) -> None:
+        """Has `log.on_timer()` called at `when`."""
+        self._alarms.put((when, log))
+
+    def forget(self, log: Wal) -> None:
+        """The log was closed."""
+        with self._holders_lock:
+            self._holders.pop(log, None)
+
+    def stop(self) -> None:
+        """Ends the threads; what is queued is dropped. Every log has been closed before."""
+        self._alarms.put(None)
+        for _ in range(len(self._threads) - 1):
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (log := self._queue.get()) is not None:
+            try:
+                log.run()
+            except Exception:  # noqa: BLE001
+                # `run` handles its own errors; this is a fault in it, and the thread has other
+                # topics to serve.
+                _log.exception("commit thread", extra={"topic": log.settings.topic})
+            self._limit_open_files(log)
+
+    def _limit_open_files(self, log: Wal) -> None:
+        """Closes the files of those that have been idle longest, beyond the limit."""
+        with self._holders_lock:
+            self._holders.pop(log, None)
+            if log.has_open_file:
+                self._holders[log] = None
+            excess = len(self._holders) - self._open_files_max
+            oldest = list(self._holders)[:excess] if excess > 0 else []
+        for holder in oldest:
+            if holder.release_file() or not holder.has_open_file:
+                with self._holders_lock:
+                    self._holders.pop(holder, None)
+
+    def _tick(self) -> None:
+        heap: list[tuple[float, int, Wal]] = []
+        order = count()
+        while True:
+            try:
+                timeout = max(0.0, heap[0][0] - self._clock.monotonic()) if heap else None
+                alarm = self._alarms.get(timeout=timeout)
+                if alarm is None:
+                    return
+                heappush(heap, (alarm[0], next(order), alarm[1]))
+            except Empty:
+                while heap and heap[0][0] <= self._clock.monotonic():
+                    heappop(heap)[2].on_timer()

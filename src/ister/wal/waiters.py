@@ -1,0 +1,95 @@
+"""Who waits for which watermark to pass which offset.
+
+A waiter is called once, with None when its offset was passed or with the error that ended the
+wait. Thread waiters block on a plain lock, the cheapest thing that Python can wake; asyncio edges
+register a function of their own.
+
+Owns: the order of waiters. Does not own: when a watermark moves. All methods except `Waiter.wait`
+are called with the log's lock held; callbacks are run by the caller after it has let go of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from ister.errors import IsterError
+
+__all__ = ["ThreadWaiter", "Waiter", "Waiters"]
+
+
+class Waiter:
+    """Calls `on_done` once; `offset` is what the watermark has to pass."""
+
+    __slots__ = ("is_done", "offset", "on_done")
+
+    def __init__(self, offset: int, on_done: Callable[[IsterError | None], None]) -> None:
+        self.offset = offset
+        self.on_done = on_done
+        self.is_done = False
+
+    def __lt__(self, other: Waiter) -> bool:
+        return self.offset < other.offset
+
+    def finish(self, error: IsterError | None) -> None:
+        """Tells the waiter, unless it has been told or has given up."""
+        if not self.is_done:
+            self.is_done = True
+            self.on_done(error)
+
+
+class ThreadWaiter(Waiter):
+    """A thread that blocks until it is told."""
+
+    __slots__ = ("_blocked", "error")
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(offset, self._wake)
+        self.error: IsterError | None = None
+        self._blocked = threading.Lock()
+        self._blocked.acquire()
+
+    def _wake(self, error: IsterError | None) -> None:
+        self.error = error
+        self._blocked.release()
+
+    def block(self, timeout: float | None) -> bool:
+        """Waits to be told; False if the time ran out first."""
+        return self._blocked.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+
+
+class Waiters:
+    """The waiters for one watermark, lowest offset first."""
+
+    __slots__ = ("_heap",)
+
+    def __init__(self) -> None:
+        self._heap: list[Waiter] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def add(self, waiter: Waiter) -> None:
+        """Enlists a waiter."""
+        heappush(self._heap, waiter)
+
+    def wants(self, next_offset: int) -> bool:
+        """Whether someone waits for an offset that has been given out."""
+        heap = self._heap
+        while heap and heap[0].is_done:
+            heappop(heap)
+        return bool(heap) and heap[0].offset < next_offset
+
+    def take_passed(self, watermark: int) -> list[Waiter]:
+        """Removes and returns those whose offset is below `watermark`."""
+        heap = self._heap
+        passed: list[Waiter] = []
+        while heap and heap[0].offset < watermark:
+            passed.append(heappop(heap))
+        return passed
+
+    def take_all(self) -> list[Waiter]:
+        """Removes and returns everyone."""
+        everyone, self._heap = self._heap, []
+        return everyone

@@ -1,0 +1,336 @@
+"""Frames: the three results of decoding, safe boundaries, and parsing in chunks of any size."""
+
+import random
+import struct
+import zlib
+
+import pytest
+
+from builders import frames, measured_allocation, with_bit_flipped, with_bytes_at
+from ister.errors import MessageTooLargeError
+from ister.format.frame import (
+    FRAME_HEADER_SIZE,
+    Corrupt,
+    CorruptReason,
+    Frame,
+    FrameParser,
+    NeedMore,
+    decode_frame,
+    encode_frame,
+    find_frame,
+    scan_frames,
+)
+from ister.limits import FRAME_BODY_BYTES_MAX
+
+KIB = 1024
+MIB = 1024 * KIB
+
+BODIES = [b"first", b"\0" * 20, b"x", bytes(range(256)), b"the last one"]
+BUFFER = frames(10, BODIES)
+STARTS = [sum(16 + len(body) for body in BODIES[:count]) for count in range(len(BODIES))]
+
+LENGTH_AT, CRC_AT = 8, 12
+
+
+def u32(value):
+    return value.to_bytes(4, "little")
+
+
+def u64(value):
+    return value.to_bytes(8, "little")
+
+
+def parse(chunks, **settings):
+    parser = FrameParser(**settings)
+    return [frame for chunk in chunks for frame in parser.feed(chunk)], parser
+
+
+def cut_into(data, size):
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2**32, 2**64 - 1])
+@pytest.mark.parametrize("body", [b"x", b"\0", bytes(300), b"\xff" * 70000], ids=len)
+def test_frame_survives_both_ways(offset, body):
+    data = encode_frame(offset, body)
+    assert data == struct.pack("<QII", offset, len(body), zlib.crc32(body)) + body
+    assert decode_frame(data, expected_offset=offset) == Frame(offset, body, len(data))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", bytes(FRAME_BODY_BYTES_MAX + 1)], ids=["empty", "over-limit"]
+)
+def test_body_of_impossible_size_is_refused(body):
+    with pytest.raises(MessageTooLargeError):
+        encode_frame(0, body)
+
+
+def test_body_of_the_largest_size_survives():
+    body = bytes(FRAME_BODY_BYTES_MAX)
+    assert decode_frame(encode_frame(0, body)) == Frame(0, body, 16 + FRAME_BODY_BYTES_MAX)
+
+
+@pytest.mark.parametrize("view", [bytes, bytearray, memoryview])
+def test_frame_in_any_kind_of_buffer_decodes_to_bytes(view):
+    decoded = decode_frame(view(BUFFER), STARTS[3], expected_offset=13)
+    assert decoded == Frame(13, BODIES[3], STARTS[4])
+    assert type(decoded.body) is bytes
+
+
+def test_frame_cut_anywhere_needs_more():
+    data = encode_frame(3, b"body")
+    for size in range(16):
+        assert decode_frame(data[:size], expected_offset=3) == NeedMore(16)
+    for size in range(16, 20):
+        assert decode_frame(data[:size], expected_offset=3) == NeedMore(20)
+
+
+ONE = encode_frame(3, b"body")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        pytest.param(with_bytes_at(ONE, LENGTH_AT, u32(0)), "zero length", id="no-length"),
+        pytest.param(bytes(100), "zero length", id="zeros"),
+        pytest.param(
+            with_bytes_at(ONE, LENGTH_AT, u32(FRAME_BODY_BYTES_MAX + 1)),
+            "length over limit",
+            id="one-over-limit",
+        ),
+        pytest.param(b"\xff" * 100, "length over limit", id="ones"),
+        pytest.param(encode_frame(2, b"body"), "offset mismatch", id="offset-before"),
+        pytest.param(encode_frame(4, b"body"), "offset mismatch", id="offset-behind"),
+        pytest.param(encode_frame(4, b"body")[:16], "offset mismatch", id="judged-by-header-alone"),
+        pytest.param(with_bytes_at(ONE, LENGTH_AT, u32(3)), "crc mismatch", id="shorter"),
+        pytest.param(with_bytes_at(ONE, CRC_AT, u32(0)), "crc mismatch", id="other-crc"),
+        pytest.param(ONE[:-1] + b"Y", "crc mismatch", id="other-body"),
+    ],
+)
+def test_bad_frame_is_corrupt_with_its_reason(data, reason):
+    decoded = decode_frame(data, expected_offset=3)
+    assert isinstance(decoded, Corrupt)
+    assert decoded.reason is CorruptReason(reason)
+    assert scan_frames(data, expected_offset=3).stop.reason is decoded.reason
+    found, parser = parse([data], expected_offset=3)
+    assert (found, parser.corrupt) == ([], decoded)
+
+
+def test_offset_is_not_judged_without_expectation():
+    assert decode_frame(encode_frame(2**64 - 1, b"x")) == Frame(2**64 - 1, b"x", 17)
+
+
+@pytest.mark.parametrize("length", [FRAME_BODY_BYTES_MAX, FRAME_BODY_BYTES_MAX + 1, 0xFFFFFFFF])
+def test_length_bomb_allocates_nothing(length):
+    data = with_bytes_at(ONE, LENGTH_AT, u32(length)) * 8
+    with measured_allocation() as allocation:
+        decoded = decode_frame(data)
+        scan = scan_frames(data)
+        _, parser = parse([data])
+        found = find_frame(data, 0, offset_min=0, offset_max=2**64)
+    if length == FRAME_BODY_BYTES_MAX:
+        assert decoded == scan.stop == NeedMore(16 + length)
+    else:
+        assert decoded.reason is scan.stop.reason is CorruptReason.LENGTH_OVER_LIMIT
+        assert parser.corrupt == decoded
+    assert found is None
+    assert allocation.peak_bytes < 64 * KIB
+
+
+def assert_parsed_like_one_chunk(chunks):
+    found, parser = parse(chunks, expected_offset=10)
+    ends = [*STARTS[1:], len(BUFFER)]
+    assert found == [
+        Frame(10 + index, body, end)
+        for index, (body, end) in enumerate(zip(BODIES, ends, strict=True))
+    ]
+    assert (parser.position, parser.carried_bytes) == (len(BUFFER), 0)
+    assert (parser.expected_offset, parser.corrupt) == (15, None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 15, 16, 17, 64, 4096])
+def test_chunks_of_any_size_give_the_same_frames(size):
+    assert_parsed_like_one_chunk(cut_into(BUFFER, size))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_of_random_sizes_give_the_same_frames(seed):
+    rng = random.Random(seed)
+    cuts = sorted(rng.choices(range(len(BUFFER) + 1), k=rng.randrange(1, 30)))
+    assert_parsed_like_one_chunk(
+        [BUFFER[start:end] for start, end in zip([0, *cuts], [*cuts, len(BUFFER)], strict=True)]
+    )
+
+
+def test_partial_frame_is_carried_over_to_the_next_chunk():
+    """Every cut of the buffer: what comes out before it, what is held, what comes out behind."""
+    ends = [*STARTS[1:], len(BUFFER)]
+    for cut in range(len(BUFFER) + 1):
+        parser = FrameParser()
+        before = list(parser.feed(BUFFER[:cut]))
+        whole = sum(end <= cut for end in ends)
+        boundary = [0, *ends][whole]
+        assert [frame.body for frame in before] == BODIES[:whole]
+        assert (parser.position, parser.carried_bytes) == (boundary, cut - boundary)
+        behind = list(parser.feed(BUFFER[cut:]))
+        assert [frame.body for frame in behind] == BODIES[whole:]
+
+
+@pytest.mark.parametrize("size", [1, 16, 100, 4096])
+def test_parser_stops_at_damage_for_good(size):
+    damaged = with_bit_flipped(BUFFER, (STARTS[2] + 16) * 8)
+    found, parser = parse(cut_into(damaged, size), expected_offset=10)
+    assert [frame.body for frame in found] == BODIES[:2]
+    assert parser.position == STARTS[2]
+    assert parser.corrupt.reason is CorruptReason.CRC_MISMATCH
+    assert list(parser.feed(encode_frame(12, b"good again"))) == []
+    assert (parser.position, parser.expected_offset) == (STARTS[2], 12)
+
+
+def test_parser_holds_nothing_after_damage():
+    """A large frame with a bad crc, and more bytes behind it, leave no memory in use."""
+    body = bytes(4 * MIB)
+    data = encode_frame(0, body)[:12] + u32(1) + body
+    chunks = cut_into(data, 64 * KIB)
+    parser = FrameParser()
+    with measured_allocation() as allocation:
+        for chunk in chunks + chunks:
+            assert list(parser.feed(chunk)) == []
+    assert parser.corrupt.reason is CorruptReason.CRC_MISMATCH
+    assert parser.carried_bytes == 0
+    assert allocation.peak_bytes > 4 * MIB
+    assert allocation.kept_bytes < 16 * KIB
+
+
+@pytest.mark.timeout(20)
+def test_large_frame_in_small_chunks_takes_linear_time():
+    body = random.Random(3).randbytes(2 * MIB)
+    found, _ = parse(cut_into(encode_frame(0, body), 3))
+    assert [frame.body for frame in found] == [body]
+
+
+def test_scan_finds_every_frame_up_to_a_clean_end():
+    scan = scan_frames(BUFFER)
+    assert (scan.starts, scan.end, scan.next_offset) == (STARTS, len(BUFFER), 15)
+    assert scan.stop == NeedMore(FRAME_HEADER_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("expected_offset", "end_offset", "count", "next_offset"),
+    [
+        pytest.param(10, None, 5, 15, id="right-expectation"),
+        pytest.param(9, None, 0, 9, id="expects-earlier"),
+        pytest.param(11, None, 0, 11, id="expects-later"),
+        pytest.param(10, 10, 0, 10, id="ends-at-once"),
+        pytest.param(10, 12, 2, 12, id="ends-within"),
+        pytest.param(10, 15, 5, 15, id="ends-at-the-end"),
+        pytest.param(10, 99, 5, 15, id="ends-beyond"),
+    ],
+)
+def test_scan_is_bounded_by_offsets(expected_offset, end_offset, count, next_offset):
+    scan = scan_frames(BUFFER, expected_offset=expected_offset, end_offset=end_offset)
+    assert scan.starts == STARTS[:count]
+    assert scan.end == [*STARTS, len(BUFFER)][count]
+    assert scan.next_offset == next_offset
+
+
+def test_scan_from_the_middle_keeps_positions_of_the_buffer():
+    scan = scan_frames(memoryview(BUFFER), STARTS[2], expected_offset=12)
+    assert (scan.starts, scan.end) == (STARTS[2:], len(BUFFER))
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 15])
+def test_scan_without_a_header_knows_no_offset(data):
+    scan = scan_frames(data)
+    assert (scan.starts, scan.end, scan.next_offset) == ([], 0, None)
+    assert scan.stop == NeedMore(FRAME_HEADER_SIZE)
+
+
+def test_scan_of_a_cut_buffer_ends_at_the_last_whole_frame():
+    ends = [*STARTS[1:], len(BUFFER)]
+    for size in range(len(BUFFER) + 1):
+        whole = sum(end <= size for end in ends)
+        scan = scan_frames(BUFFER[:size], expected_offset=10)
+        assert scan.starts == STARTS[:whole]
+        assert scan.end == [0, *ends][whole]
+        assert isinstance(scan.stop, NeedMore)
+
+
+def test_scan_stops_at_a_gap_in_the_offsets():
+    scan = scan_frames(BUFFER[: STARTS[2]] + BUFFER[STARTS[3] :])
+    assert (scan.starts, scan.end, scan.next_offset) == (STARTS[:2], STARTS[2], 12)
+    assert scan.stop.reason is CorruptReason.OFFSET_MISMATCH
+
+
+@pytest.mark.parametrize("size", [16, 17, 31, 32, 4096, 70000])
+@pytest.mark.parametrize("expected_offset", [None, 0, 15])
+def test_zero_filled_space_is_never_a_frame(size, expected_offset):
+    zeros = bytes(size)
+    assert isinstance(decode_frame(zeros, expected_offset=expected_offset), Corrupt)
+    assert scan_frames(zeros, expected_offset=expected_offset).starts == []
+    assert find_frame(zeros, 0, offset_min=0, offset_max=2**64) is None
+    found, parser = parse([zeros], expected_offset=expected_offset)
+    assert (found, parser.corrupt.reason) == ([], CorruptReason.ZERO_LENGTH)
+
+
+def test_zero_filled_space_behind_frames_ends_the_scan():
+    scan = scan_frames(BUFFER + bytes(4096), expected_offset=10)
+    assert (scan.starts, scan.end) == (STARTS, len(BUFFER))
+    assert scan.stop.reason is CorruptReason.ZERO_LENGTH
+
+
+def test_any_flipped_bit_in_a_middle_frame_ends_the_scan_before_it():
+    """Flips each bit of the second of three frames, and names what may be reported for it.
+
+    The header has no crc: a flip in `len` may ask for bytes that are not there, and a flip in
+    `offset` is seen only through the expectation. No flip may let a changed frame through.
+    """
+    middle = b"the middle of three"
+    buffer = frames(100, [b"before", middle, b"behind"])
+    start, size = 16 + len(b"before"), 16 + len(middle)
+    reasons_by_field = {
+        range(8): {CorruptReason.OFFSET_MISMATCH},
+        range(8, 12): {CorruptReason.CRC_MISMATCH, CorruptReason.LENGTH_OVER_LIMIT, None},
+        range(12, size): {CorruptReason.CRC_MISMATCH},
+    }
+    for field, reasons in reasons_by_field.items():
+        seen = set()
+        for bit in range(field.start * 8, field.stop * 8):
+            damaged = with_bit_flipped(buffer, start * 8 + bit)
+            scan = scan_frames(damaged, expected_offset=100)
+            assert (scan.starts, scan.end, scan.next_offset) == ([0], start, 101), bit
+            found, parser = parse([damaged], expected_offset=100)
+            assert [frame.body for frame in found] == [b"before"], bit
+            assert parser.position == start, bit
+            seen.add(scan.stop.reason if isinstance(scan.stop, Corrupt) else None)
+        assert seen == reasons
+
+
+@pytest.mark.parametrize(
+    ("position", "offset_min", "offset_max", "found"),
+    [
+        pytest.param(0, 0, 2**64, (0, 10), id="at-once"),
+        pytest.param(1, 0, 2**64, (STARTS[1], 11), id="next"),
+        pytest.param(0, 12, 2**64, (STARTS[2], 12), id="offset-min-is-inclusive"),
+        pytest.param(STARTS[2], 11, 14, (STARTS[2], 12), id="from-the-position-on"),
+        pytest.param(1, 0, 11, None, id="offset-max-is-exclusive"),
+        pytest.param(STARTS[4] + 1, 0, 2**64, None, id="behind-the-last"),
+        pytest.param(len(BUFFER), 0, 2**64, None, id="at-the-end"),
+    ],
+)
+def test_frame_is_looked_for_at_any_position(position, offset_min, offset_max, found):
+    assert find_frame(BUFFER, position, offset_min=offset_min, offset_max=offset_max) == found
+
+
+def test_frame_behind_damage_is_found():
+    damaged = BUFFER[: STARTS[1]] + b"rubbish" + BUFFER[STARTS[2] :]
+    position = STARTS[1] + len(b"rubbish")
+    found = find_frame(damaged, STARTS[1], offset_min=11, offset_max=99)
+    assert found == (position, 12)
+    assert scan_frames(damaged, position, expected_offset=12).end == len(damaged)
+
+
+def test_damaged_and_cut_frames_are_not_found():
+    damaged = with_bit_flipped(ONE, len(ONE) * 8 - 1)
+    for data in (damaged, ONE[:-1], ONE[1:], b""):
+        assert find_frame(b"before" + data, 0, offset_min=3, offset_max=4) is None
