@@ -111,7 +111,11 @@ class FileSystem(Protocol):
         ...
 
     def make_directories(self, path: str) -> None:
-        """Makes a directory and its parents where missing, and syncs each parent it added to."""
+        """Makes a directory and its parents where missing; all their names are durable on return.
+
+        Those that exist already are synced too, as far as this process may: one that was killed
+        may have made them a moment ago.
+        """
         ...
 
     def rename(self, old: str, new: str) -> None:

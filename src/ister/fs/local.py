@@ -165,14 +165,22 @@ class LocalFileSystem:
 
     def make_directories(self, path: str) -> None:
         missing: list[str] = []
-        current = path.rstrip("/") or "/"
-        while current and not os.path.isdir(current):
+        current = os.path.abspath(path)
+        while not os.path.isdir(current):
             missing.append(current)
             current = os.path.dirname(current)
         for directory in reversed(missing):
             with _mapped("make directory", directory), suppress(FileExistsError):
                 os.mkdir(directory, _DIRECTORY_MODE)
-            self.sync_directory(os.path.dirname(directory) or ".")
+            self.sync_directory(os.path.dirname(directory))
+        while current != "/":
+            current = os.path.dirname(current)
+            try:
+                self.sync_directory(current)
+            except DiskError as error:
+                # Not ours to open, so not made by us either.
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL):
+                    raise
 
     def rename(self, old: str, new: str) -> None:
         with _mapped("rename", old):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ister.errors import DirectoryLockedError, DiskError, NotFoundError
+from ister.errors import DirectoryLockedError, DiskError, IsterError, NotFoundError
 from ister.format.crc import Buffer
 from ister.fs.base import File, FileLock
 from ister.fs.local import map_os_error
@@ -148,9 +148,9 @@ class MemoryFileSystem:
                     self._enter("make_directory", f"{walked}/{part}")
                     found = _Directory()
                     directory.entries[part] = found
-                    self.sync_directory(walked or "/")
                 if not isinstance(found, _Directory):
                     raise DiskError("make directory failed", errno=errno.ENOTDIR, path=path)
+                self.sync_directory(walked or "/")
                 directory = found
                 walked = f"{walked}/{part}"
 
@@ -284,7 +284,7 @@ class _MemoryFile:
             cut: BaseException | None = None
             try:
                 self._enter("write")
-            except (DiskError, SimulatedCrash) as error:
+            except (IsterError, SimulatedCrash) as error:
                 # A failed or interrupted write may have stored any prefix.
                 cut = error
                 data = data[: len(data) // 2]
@@ -324,8 +324,8 @@ class _MemoryFile:
             inode = self._inode
             try:
                 self._enter("sync")
-            except (DiskError, SimulatedCrash) as error:
-                if isinstance(error, DiskError):
+            except (IsterError, SimulatedCrash) as error:
+                if isinstance(error, IsterError):
                     # The kernel marks the pages clean: a later sync succeeds and stores nothing.
                     inode.pending.clear()
                 raise

@@ -35,7 +35,8 @@ from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
 from ister.wal.log import Wal, WalSettings
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
-from ister.wal.scheduler import Scheduler
+from ister.wal.scheduler import Scheduler, Threads
+from ister.wal.writer import SyncFailedError
 
 __all__ = ["Log"]
 
@@ -52,8 +53,15 @@ class Log:
         *,
         fs: FileSystem | None = None,
         clock: Clock | None = None,
+        scheduler: Threads | None = None,
     ) -> None:
         """Opens the directory of `config`, which is made where missing.
+
+        Args:
+            config: The settings.
+            fs: Where files live; the machine's own file system by default.
+            clock: Where time comes from; the machine's by default.
+            scheduler: Who commits in the background; threads of this log's own by default.
 
         Raises:
             DirectoryLockedError: Another process has it open.
@@ -69,7 +77,7 @@ class Log:
             self._fs.make_directories(self._root)
             self._directory_lock = self._fs.lock(f"{self._root}/{_LOCK_NAME}")
         wal = config.storage.wal
-        self._scheduler = Scheduler(
+        self._scheduler: Threads = scheduler or Scheduler(
             threads=wal.writer_threads, clock=self._clock, open_files_max=wal.max_open_files
         )
         self._lock = threading.Lock()
@@ -254,7 +262,7 @@ class Log:
 
     def _retire(self, topic: Topic) -> None:
         """Takes a topic that stopped out of the list, and notes from where not to trust it."""
-        if topic.state is TopicState.FAILED:
+        if isinstance(topic.wal.failure, SyncFailedError):
             self._untrusted_from[topic.name] = topic.wal.synced
         topic.close()
         self._scheduler.forget(topic.wal)

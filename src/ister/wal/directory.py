@@ -66,8 +66,11 @@ class WalDirectory:
         return f"{self.path}/{CHECKPOINT_NAME}"
 
     def make(self) -> None:
-        """Makes the directory where missing."""
-        self.fs.make_directories(self.path)
+        """Makes the directory where missing; its name is durable on return."""
+        if self.fs.exists(self.path):
+            self.sync()
+        else:
+            self.fs.make_directories(self.path)
 
     def sync(self) -> None:
         """Returns once the names in the directory, and its own name, are durable."""

@@ -9,8 +9,9 @@ log was durable, which is the only thing that tells a torn tail from damage.
 Steps, each repeatable after a crash inside of it:
 
 1. Sync the directories: names that a killed process left unsynced become durable.
-2. Take each file's first offset from its first frame; a missing number in the sequence, or a first
-   frame that is bad in a file that is not the last, is damage.
+2. Take each file's first offset from its first frame. Files at the end without a whole first frame
+   do not count: no frame in them was ever durable. A missing number in the sequence, or a bad
+   first frame in a file before one with frames, is damage.
 3. Scan the last file from its last index entry below the durable watermark to its end.
 4. Bad bytes at an offset below `durable`, or a log that ends below it: damage. Nothing is cut or
    written, and the topic opens read-only (quarantined). Other topics are not concerned.
@@ -127,7 +128,6 @@ def recover(directory: WalDirectory, *, untrusted_from: int | None = None) -> Re
         DiskError: The disk failed in another way.
     """
     directory.make()
-    directory.sync()
     state = directory.load_state()
     if state is not None and state.is_poisoned:
         untrusted_from = min(state.synced, untrusted_from or state.synced)
@@ -161,18 +161,22 @@ class _Recovery:
         if not seqs:
             return self._without_files()
         self._check_sequence(seqs)
-        files = self._first_offsets(seqs)
-        last_seq = seqs[-1]
-        last_first = files[-1].first_offset if files and files[-1].seq == last_seq else None
-        if last_first is None:
-            last_first = self._begin_of_last(files, last_seq)
-            files.append(WalFile(last_seq, last_first))
-        durable = max(last_first, state.synced if state is not None else 0)
+        first_offsets = self._read_first_offsets(seqs)
+        strays: list[int] = []
+        while len(seqs) > 1 and seqs[-1] not in first_offsets:
+            # No frame was ever durable here, so the file before it is the last one that counts.
+            strays.append(seqs.pop())
+        files = self._order_files(seqs, first_offsets)
+        last = files[-1]
+        durable = max(last.first_offset, state.synced if state is not None else 0)
         self._codec = state.codec if state is not None else self._recognise(files)
         recovered = self._scan_last(files, durable)
         recovered.state = state
         recovered.codec = self._codec
         recovered.damage = tuple(self._damage)
+        if not self._damage:
+            for seq in strays:
+                self._directory.remove_log(seq)
         return recovered
 
     # -- what there is ----------------------------------------------------------------------
@@ -210,37 +214,57 @@ class _Recovery:
         path = self._directory.log_path(seq)
         self._damage.append(Damage(path=path, position=position, offset=offset, reason=reason))
 
-    def _first_offsets(self, seqs: list[int]) -> list[WalFile]:
-        """Each file with the offset of its first frame, where that frame is whole.
-
-        A file that is not the last was synced whole before its successor was made: a bad first
-        frame there is damage, unless the file's range is empty. (It is when a failed sync made
-        its successor begin where it did itself.)
-        """
+    def _read_first_offsets(self, seqs: list[int]) -> dict[int, int]:
+        """The offset of each file's first frame, where that is whole and as the checkpoint says."""
         hints = self._hinted_first_offsets()
         found: dict[int, int] = {}
         for seq in seqs:
-            frame, _ = self._first_frame(seq)
+            frame = self._first_frame(seq)
             if frame is not None and hints.get(seq, frame.offset) == frame.offset:
                 found[seq] = frame.offset
+        return found
+
+    def _order_files(self, seqs: list[int], found: dict[int, int]) -> list[WalFile]:
+        """The files with the offsets at which they begin.
+
+        A file before one with a frame was synced whole before that one was made: a bad first frame
+        there is damage, unless the file's range is empty. (It is when a failed sync made its
+        successor begin where it did itself.)
+        """
+        hints = self._hinted_first_offsets()
         files: list[WalFile] = []
-        for seq, successor in pairwise([*seqs, seqs[-1] + 1]):
-            if seq in found:
-                files.append(WalFile(seq, found[seq]))
-            elif seq != seqs[-1]:
+        for at, seq in enumerate(seqs):
+            begin = found.get(seq)
+            if begin is None:
                 begin = hints.get(seq)
-                if begin is None:
-                    begin = self._end_of(files[-1]) if files and files[-1].seq == seq - 1 else None
-                if begin is None or begin != found.get(successor):
+                if begin is None and files and files[-1].seq == seq - 1:
+                    begin = self._end_of(files[-1])
+                is_last = seq == seqs[-1]  # then it is the only one
+                next_begin = next(
+                    (found[later] for later in seqs[at + 1 :] if later in found), None
+                )
+                if is_last and begin is None:
+                    begin = self._begin_of_only_file(seq)
+                elif not is_last and (begin is None or begin != next_begin):
                     self._note_damage(seq, "bad first frame", offset=begin)
-                if begin is not None:
-                    files.append(WalFile(seq, begin))
+            if begin is not None:
+                files.append(WalFile(seq, begin))
         state = self._state
-        if state is not None and files and files[0].first_offset > state.checkpoint.start_offset:
+        if state is not None and files[0].first_offset > state.checkpoint.start_offset:
             self._note_damage(
                 max(0, files[0].seq - 1), "file missing", offset=state.checkpoint.start_offset
             )
         return files
+
+    def _begin_of_only_file(self, seq: int) -> int:
+        """Where a log begins whose only file has no whole frame: at 0, if it is the first file."""
+        if seq == 0:
+            return 0
+        known = self._state.synced if self._state is not None else 0
+        self._note_damage(
+            seq, "the only file has no whole frame, and nothing says where it began", offset=known
+        )
+        return known
 
     def _end_of(self, file: WalFile) -> int:
         scan, _ = self._scan(file, trusted_position=None)
@@ -255,45 +279,17 @@ class _Recovery:
             hints[checkpoint.file_seq] = checkpoint.active_file_first_offset
         return hints
 
-    def _first_frame(self, seq: int) -> tuple[Frame | None, int]:
+    def _first_frame(self, seq: int) -> Frame | None:
         with _closing(self._directory.fs.open_read(self._directory.log_path(seq))) as file:
-            size = file.size()
             head = file.read_at(0, 4096)
             decoded = decode_frame(head)
             if not isinstance(decoded, Frame) and len(head) == 4096:
                 decoded = decode_frame(file.read_at(0, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX))
-            return (decoded if isinstance(decoded, Frame) else None), size
-
-    def _begin_of_last(self, files: list[WalFile], last_seq: int) -> int:
-        """The offset at which the last file, which has no whole first frame, begins.
-
-        A predecessor was synced whole before this file was made, so its frames have to reach its
-        end; without one, the checkpoint or the beginning of all logs has to do.
-        """
-        hint = self._hinted_first_offsets().get(last_seq)
-        if hint is not None:
-            return hint
-        if not files:
-            known = self._state.synced if self._state is not None else 0
-            if last_seq != 0:
-                self._note_damage(
-                    last_seq,
-                    "the only file has no whole frame, and nothing says where it began",
-                    offset=known,
-                )
-            return known
-        before = files[-1]
-        scan, _ = self._scan(before, trusted_position=None)
-        begin = scan.next_offset if scan.next_offset is not None else before.first_offset
-        if self._untrusted_from is not None:
-            return min(begin, self._untrusted_from)
-        if not scan.is_clean:
-            self._note_damage(before.seq, describe_stop(scan), position=scan.end, offset=begin)
-        return begin
+            return decoded if isinstance(decoded, Frame) else None
 
     def _recognise(self, files: list[WalFile]) -> Codec | None:
         for file in files:
-            frame, _ = self._first_frame(file.seq)
+            frame = self._first_frame(file.seq)
             if frame is not None:
                 return recognise(frame.body, offset=frame.offset)
         return None
@@ -322,9 +318,15 @@ class _Recovery:
     def _scan_last(self, files: list[WalFile], durable: int) -> Recovered:
         state = self._state
         last = files[-1]
-        is_checkpointed = state is not None and state.checkpoint.file_seq == last.seq
-        trusted = state.synced_position if state is not None and is_checkpointed else 0
-        scan, index = self._scan(last, trusted_position=trusted)
+        trusted = 0
+        is_behind = False
+        if state is not None:
+            # The checkpoint speaks of this file, of a later one that holds nothing (then this one
+            # was synced whole), or of an earlier one.
+            if state.checkpoint.file_seq == last.seq:
+                trusted = state.synced_position
+            is_behind = state.checkpoint.file_seq > last.seq
+        scan, index = self._scan(last, trusted_position=None if is_behind else trusted)
         next_offset = scan.next_offset if scan.next_offset is not None else last.first_offset
         path = self._directory.log_path(last.seq)
         if next_offset < durable or scan.end < trusted:

@@ -14,13 +14,26 @@ import threading
 from heapq import heappop, heappush
 from itertools import count
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from ister.clock import Clock
-from ister.wal.log import Wal
+from ister.wal.log import Schedule, Wal
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "Threads"]
 
 _log = logging.getLogger("ister.wal.scheduler")
+
+
+class Threads(Schedule, Protocol):
+    """What a log of topics needs of its background threads."""
+
+    def forget(self, log: Wal) -> None:
+        """The log was closed."""
+        ...
+
+    def stop(self) -> None:
+        """Every log has been closed: end the threads."""
+        ...
 
 
 class Scheduler:

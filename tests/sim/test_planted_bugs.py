@@ -1,0 +1,268 @@
+"""Bugs planted on purpose, each of which the simulation has to catch: proof that it can fail.
+
+Each entry breaks one rule of the log in the way real systems have broken it, and names the suite
+that has to notice: `crashes` (seeded crash points) or `faults` (failing operations).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import pytest
+
+import ister.fs.memory
+import ister.topic.log
+import ister.wal.directory
+import ister.wal.log
+import ister.wal.reader
+import ister.wal.recovery
+import ister.wal.scan
+import ister.wal.writer
+from ister.errors import IsterError
+from ister.format.frame import NeedMore, scan_frames
+from ister.fs.memory import FaultPlan
+from ister.wal.directory import WalDirectory
+from ister.wal.log import Wal
+from ister.wal.recovery import Recovered, _Recovery
+from ister.wal.scan import FileScan
+from ister.wal.writer import WalWriter
+from tests.sim.test_failing_operations import run_with_fault
+from tests.sim.world import find_break, run_seed
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+SEEDS_MAX = 400
+
+
+def ack_before_sync(patch: pytest.MonkeyPatch) -> None:
+    def sync(self: WalWriter, position: int) -> None:
+        self.synced_position = position
+
+    patch.setattr(WalWriter, "sync", sync)
+
+
+def no_directory_sync_for_new_files(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WalDirectory, "create_log", lambda self, seq: self.fs.create(self.log_path(seq)))
+
+
+def no_sync_of_new_directories(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WalDirectory, "make", lambda self: _make_unsynced(self.fs, self.path))
+
+
+def _make_unsynced(fs: ister.fs.memory.MemoryFileSystem, path: str) -> None:
+    if not fs.exists(path):
+        real = fs.sync_directory
+        fs.sync_directory = lambda _: None
+        fs.make_directories(path)
+        fs.sync_directory = real
+
+
+def retry_after_failed_sync(patch: pytest.MonkeyPatch) -> None:
+    def sync(self: WalWriter, position: int) -> None:
+        try:
+            self._open_active().sync()
+        except IsterError:
+            self._open_active().sync()
+        self.synced_position = position
+
+    patch.setattr(WalWriter, "sync", sync)
+
+
+def trust_the_tail_after_a_failed_sync(patch: pytest.MonkeyPatch) -> None:
+    real = ister.topic.log.recover
+    patch.setattr(ister.topic.log, "recover", lambda directory, untrusted_from: real(directory))
+    patch.setattr(Wal, "_record_poison", lambda self, writer: None)
+    patch.setattr(ister.wal.recovery, "_save_poisoned", lambda directory, state: None)
+
+
+def no_carry_over_chunks(patch: pytest.MonkeyPatch) -> None:
+    """A frame that a chunk cuts in two is dropped, and parsing goes on behind it."""
+
+    def scan_file(file, *, position, expected_offset, visit=None, chunk_bytes=4096):
+        frames = 0
+        while chunk := file.read_at(position, 4096):
+            scan = scan_frames(chunk, expected_offset=expected_offset)
+            frames += len(scan.starts)
+            expected_offset = scan.next_offset
+            if visit is not None and scan.starts:
+                visit(chunk, position, scan)
+            position += len(chunk)
+        return FileScan(
+            frames=frames,
+            end=position,
+            next_offset=expected_offset,
+            size=file.size(),
+            stop=NeedMore(16),
+        )
+
+    patch.setattr(ister.wal.recovery, "scan_file", scan_file)
+
+
+def offsets_reused_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    """The next offset comes from the checkpoint instead of from the files."""
+    real = _Recovery.run
+
+    def run(self: _Recovery) -> Recovered:
+        recovered = real(self)
+        if recovered.state is not None:
+            recovered.next_offset = recovered.state.synced
+            recovered.end_position = recovered.state.synced_position
+        return recovered
+
+    patch.setattr(_Recovery, "run", run)
+
+
+def offsets_begin_at_zero_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    real = _Recovery.run
+
+    def run(self: _Recovery) -> Recovered:
+        recovered = real(self)
+        recovered.next_offset = 0
+        return recovered
+
+    patch.setattr(_Recovery, "run", run)
+
+
+def recovery_does_not_sync_what_it_found(patch: pytest.MonkeyPatch) -> None:
+    """After a kill the tail is in the page cache alone, and is taken as durable."""
+    patch.setattr(_Recovery, "_sync_or_poison", lambda self, file, durable: None)
+
+
+def torn_tail_is_not_cut(patch: pytest.MonkeyPatch) -> None:
+    """New frames go behind the torn one."""
+    real = _Recovery._scan_last
+
+    def scan_last(self: _Recovery, files, durable) -> Recovered:
+        recovered = real(self, files, durable)
+        recovered.end_position += recovered.cut_bytes
+        return recovered
+
+    patch.setattr(_Recovery, "_scan_last", scan_last)
+
+
+def rotation_before_the_old_file_is_synced(patch: pytest.MonkeyPatch) -> None:
+    real = Wal._sync
+
+    def rotate_without(self: Wal, writer: WalWriter) -> None:
+        if writer.rotation_is_due():
+            writer.synced_position = writer.position
+            self.synced = self.written
+            return
+        real(self, writer)
+
+    patch.setattr(Wal, "_sync", rotate_without)
+
+
+def readers_see_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Wal, "visible", property(lambda self: self.written))
+
+
+def waiters_are_told_when_written(patch: pytest.MonkeyPatch) -> None:
+    """`synced` is answered after write(2)."""
+    real = Wal._write_buffer
+
+    def write_buffer(self: Wal, writer: WalWriter) -> None:
+        real(self, writer)
+        self.synced = self.written
+
+    patch.setattr(Wal, "_write_buffer", write_buffer)
+
+
+def trim_takes_the_last_proof_of_the_next_offset(patch: pytest.MonkeyPatch) -> None:
+    """The oldest files go although their successor has no synced frame yet."""
+
+    def trim(self: Wal, before: int) -> int:
+        writer = self._writer
+        files = writer.files
+        if len(files) < 2:
+            return 0
+        for file in files[:-1]:
+            self.directory.remove_log(file.seq)
+        writer.files = files[-1:]
+        return len(files) - 1
+
+    patch.setattr(Wal, "trim", trim)
+
+
+def damage_is_cut_like_a_torn_tail(patch: pytest.MonkeyPatch) -> None:
+    """Recovery believes the files alone and ignores how far the log was durable.
+
+    Shown with a lost name: without the watermark an empty directory looks like a new topic.
+    """
+    patch.setattr(WalDirectory, "load_state", lambda self: None)
+    no_directory_sync_for_new_files(patch)
+
+
+def a_write_error_is_only_logged(patch: pytest.MonkeyPatch) -> None:
+    """The frames of a failed write are dropped and the next ones follow."""
+    real = WalWriter.write
+
+    def write(self: WalWriter, chunks) -> None:
+        try:
+            real(self, chunks)
+        except IsterError:
+            return
+
+    patch.setattr(WalWriter, "write", write)
+
+
+def a_partial_write_is_followed_by_the_whole_again(patch: pytest.MonkeyPatch) -> None:
+    """After a full disk the batch is appended behind its own first half."""
+    real = WalWriter.write
+
+    def write(self: WalWriter, chunks) -> None:
+        try:
+            real(self, chunks)
+        except IsterError:
+            self.position = self._open_active().size()
+            raise
+
+    patch.setattr(WalWriter, "write", write)
+
+
+BY_CRASHES: list[Plant] = [
+    ack_before_sync,
+    no_directory_sync_for_new_files,
+    no_sync_of_new_directories,
+    no_carry_over_chunks,
+    offsets_reused_after_a_restart,
+    offsets_begin_at_zero_after_a_restart,
+    recovery_does_not_sync_what_it_found,
+    torn_tail_is_not_cut,
+    rotation_before_the_old_file_is_synced,
+    readers_see_what_is_not_synced,
+    waiters_are_told_when_written,
+    trim_takes_the_last_proof_of_the_next_offset,
+    damage_is_cut_like_a_torn_tail,
+]
+BY_FAULTS: list[Plant] = [
+    retry_after_failed_sync,
+    trust_the_tail_after_a_failed_sync,
+    a_write_error_is_only_logged,
+    a_partial_write_is_followed_by_the_whole_again,
+]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("plant", BY_CRASHES, ids=lambda plant: plant.__name__)
+def test_crashes_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    seed = find_break(range(SEEDS_MAX), run_seed)
+    print(f"{plant.__name__}: caught by seed {seed}")
+    assert seed is not None
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("plant", BY_FAULTS, ids=lambda plant: plant.__name__)
+def test_failing_operations_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+
+    def sweep(seed: int) -> None:
+        for kind in ("sync", "write"):
+            for at in range(1, 12):
+                for number in (errno.EIO, errno.ENOSPC):
+                    run_with_fault(seed, FaultPlan(at=at, errno=number, kinds=frozenset({kind})))
+
+    seed = find_break(range(40), sweep)
+    print(f"{plant.__name__}: caught by seed {seed}")
+    assert seed is not None
