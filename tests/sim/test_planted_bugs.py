@@ -22,6 +22,7 @@ import ister.wal.writer
 from ister.errors import IsterError
 from ister.format.frame import NeedMore, scan_frames
 from ister.fs.memory import FaultPlan
+from ister.wal.checkpointer import Checkpointer
 from ister.wal.directory import WalDirectory
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, _Recovery
@@ -71,7 +72,7 @@ def retry_after_failed_sync(patch: pytest.MonkeyPatch) -> None:
 def trust_the_tail_after_a_failed_sync(patch: pytest.MonkeyPatch) -> None:
     real = ister.topic.log.recover
     patch.setattr(ister.topic.log, "recover", lambda directory, untrusted_from: real(directory))
-    patch.setattr(Wal, "_record_poison", lambda self, writer: None)
+    patch.setattr(Checkpointer, "record_poison", lambda self: None)
     patch.setattr(ister.wal.recovery, "_save_poisoned", lambda directory, state: None)
 
 

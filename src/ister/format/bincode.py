@@ -151,18 +151,19 @@ class Reader(Protocol):
 
 
 class _ReaderBase:
-    __slots__ = ("_data", "position")
+    __slots__ = ("_data", "_size", "position")
 
     def __init__(self, data: Buffer, position: int = 0) -> None:
         self._data = data
+        self._size = len(data)
         self.position = position
 
     def _take(self, size: int) -> int:
         """Moves over `size` bytes and returns where they begin."""
         start = self.position
         end = start + size
-        if end > len(self._data):
-            raise BincodeError(f"{size} bytes at {start} run past the end at {len(self._data)}")
+        if end > self._size:
+            raise BincodeError(f"{size} bytes at {start} run past the end at {self._size}")
         self.position = end
         return start
 
@@ -173,7 +174,7 @@ class _ReaderBase:
         return tag == 1
 
     def at_end(self) -> bool:
-        return self.position == len(self._data)
+        return self.position == self._size
 
     def _unpack(self, layout: struct.Struct) -> int:
         value: int = layout.unpack_from(self._data, self._take(layout.size))[0]
@@ -184,6 +185,8 @@ class _ReaderBase:
         return bytes(self._data[start : start + size])
 
     def _text(self, size: int) -> str:
+        if size == 0:
+            return ""
         try:
             return self._bytes(size).decode()
         except UnicodeDecodeError as error:
@@ -218,7 +221,11 @@ class VarintReader(_ReaderBase):
     __slots__ = ()
 
     def u64(self) -> int:
-        first: int = self._data[self._take(1)]
+        position = self.position
+        if position >= self._size:
+            raise BincodeError(f"an integer at {position} runs past the end")
+        first: int = self._data[position]
+        self.position = position + 1
         if first < _TAG_U16:
             return first
         if first == _TAG_U16:
@@ -228,7 +235,7 @@ class VarintReader(_ReaderBase):
         elif first == _TAG_U64:
             value, least = self._unpack(_U64), 1 << 32
         else:
-            raise BincodeError(f"integer tag {first:#x} at {self.position - 1}")
+            raise BincodeError(f"integer tag {first:#x} at {position}")
         if value < least:
             raise BincodeError(f"{value} in a longer form than needed before {self.position}")
         return value

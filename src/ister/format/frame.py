@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
-from ister.errors import MessageTooLargeError, check
+from ister.errors import InvariantError, MessageTooLargeError, check
 from ister.format.crc import Buffer, crc32
 from ister.limits import FRAME_BODY_BYTES_MAX
 
@@ -48,6 +48,7 @@ _HEADER = struct.Struct("<QII")
 _unpack_header = _HEADER.unpack_from
 pack_header = _HEADER.pack
 FRAME_HEADER_SIZE: Final = _HEADER.size
+_OFFSET_END: Final = 1 << 64
 
 
 class CorruptReason(StrEnum):
@@ -164,36 +165,33 @@ def scan_frames(
     starts: list[int] = []
     view = memoryview(buffer)
     size = len(view)
+    if expected_offset is None:
+        first = decode_frame(view, position)
+        if not isinstance(first, Frame):
+            return Scan(starts=starts, end=position, next_offset=None, stop=first)
+        expected_offset = first.offset
     offset_next = expected_offset
-    stop: NeedMore | Corrupt
-    while True:
-        if end_offset is not None and offset_next is not None and offset_next >= end_offset:
-            stop = NeedMore(FRAME_HEADER_SIZE)
-            break
-        if position + FRAME_HEADER_SIZE > size:
-            stop = NeedMore(FRAME_HEADER_SIZE)
-            break
+    offset_end = _OFFSET_END if end_offset is None else end_offset
+    # One test for everything that can be wrong; what it was is found out once, behind the loop.
+    while offset_next < offset_end and position + FRAME_HEADER_SIZE <= size:
         offset, length, crc = _unpack_header(view, position)
-        if (
-            length == 0
-            or length > FRAME_BODY_BYTES_MAX
-            or (offset != offset_next and offset_next is not None)
-        ):
-            judged = _judge_header(offset, length, offset_next)
-            check(judged is not None, "a refused header has a reason")
-            stop = judged or NeedMore(FRAME_HEADER_SIZE)
-            break
         body_start = position + FRAME_HEADER_SIZE
         body_end = body_start + length
-        if body_end > size:
-            stop = NeedMore(FRAME_HEADER_SIZE + length)
-            break
-        if crc32(view[body_start:body_end]) != crc:
-            stop = Corrupt(CorruptReason.CRC_MISMATCH, f"stored {crc:#010x}")
+        if (
+            offset != offset_next
+            or body_end > size
+            or not 0 < length <= FRAME_BODY_BYTES_MAX
+            or crc32(view[body_start:body_end]) != crc
+        ):
             break
         starts.append(position)
-        offset_next = offset + 1
+        offset_next += 1
         position = body_end
+    stop: Decoded = NeedMore(FRAME_HEADER_SIZE)
+    if offset_next < offset_end:
+        stop = decode_frame(view, position, expected_offset=offset_next)
+    if isinstance(stop, Frame):
+        raise InvariantError(f"the scan stopped before a good frame at {position}")
     return Scan(starts=starts, end=position, next_offset=offset_next, stop=stop)
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "BodyEncoder",
     "Codec",
     "decode_message",
+    "decode_payload",
     "decode_publish_time",
     "encode_message",
     "recognise",
@@ -49,6 +50,10 @@ _U64: Final = struct.Struct("<Q")
 # What encoding raises for a value out of range, or of another type than its field's.
 _MISFITS: Final = (BincodeError, AttributeError, TypeError, struct.error)
 
+
+# request_id, producer_id, topic_name, broker_addr, topic_offset, and the payload's length.
+_FIELDS_BEFORE_PAYLOAD: Final = (False, False, True, True, False, False)
+_VARINT_WIDTHS: Final = {0xFB: 2, 0xFC: 4, 0xFD: 8}
 
 _READERS: Final[dict[Codec, Callable[[Buffer], Reader]]] = {
     Codec.BINCODE1: FixintReader,
@@ -190,6 +195,48 @@ def _decode_attributes(reader: Reader) -> dict[str, str]:
             raise BincodeError(f"attribute {key!r} twice")
         attributes[key] = reader.text()
     return attributes
+
+
+def decode_payload(body: Buffer, codec: Codec, *, start: int = 0, end: int | None = None) -> bytes:
+    """The payload alone: what most readers want, for a fraction of the cost of all fields.
+
+    Args:
+        body: A buffer that holds the body.
+        codec: How it is encoded.
+        start: Where in the buffer it begins.
+        end: Where it ends; at the end of the buffer by default.
+
+    Raises:
+        CorruptDataError: The bytes up to the payload are not those of a message in this codec.
+    """
+    limit = len(body) if end is None else end
+    try:
+        if codec is Codec.BINCODE2:
+            position = start
+            size = 0
+            for is_text in _FIELDS_BEFORE_PAYLOAD:
+                # Written out, because this is done for every message that is read.
+                size = body[position]
+                position += 1
+                if size >= 0xFB:
+                    width = _VARINT_WIDTHS[size]
+                    size = int.from_bytes(body[position : position + width], "little")
+                    position += width
+                if is_text:
+                    position += size
+        else:
+            fixed = FixintReader(body, start)
+            fixed.u64()
+            fixed.u64()
+            fixed.skip()
+            fixed.skip()
+            fixed.u64()
+            size, position = fixed.u64(), fixed.position
+    except (BincodeError, LookupError) as error:
+        raise CorruptDataError(f"not a {codec} message: {error!r}") from error
+    if position + size > limit:
+        raise CorruptDataError(f"not a {codec} message: its payload runs past its end")
+    return bytes(body[position : position + size])
 
 
 def decode_publish_time(body: Buffer, codec: Codec) -> int:

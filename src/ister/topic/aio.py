@@ -12,7 +12,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ister.wal.log import Wal
 
 __all__ = ["AsyncReader", "AsyncTopic"]
+
+_COMPACT_MIN = 64
 
 
 class AsyncTopic:
@@ -137,6 +139,7 @@ class _Hub:
         self._order = count()
         self._heap: list[tuple[int, int, asyncio.Future[None]]] = []
         self._enlisted: Waiter | None = None
+        self._compact_at = _COMPACT_MIN
 
     async def passed(self, offset: int) -> None:
         """Returns once the watermark has passed `offset`."""
@@ -144,6 +147,11 @@ class _Hub:
             return
         future: asyncio.Future[None] = self.loop.create_future()
         heappush(self._heap, (offset, next(self._order), future))
+        if len(self._heap) >= self._compact_at:
+            # As in the log's own list of waiters: cancelled ones do not pile up at a quiet tail.
+            self._heap = [entry for entry in self._heap if not entry[2].done()]
+            heapify(self._heap)
+            self._compact_at = 2 * len(self._heap) + _COMPACT_MIN
         enlisted = self._enlisted
         if enlisted is None or enlisted.is_done or offset < enlisted.offset:
             self._enlist()

@@ -103,6 +103,6 @@ class Cache:
                 break
             message = messages[slot]
             if message is None or message.offset != offset:
-                message = messages[slot] = Message(offset, body, self._codec)
+                message = messages[slot] = Message(offset, body, 0, len(body), self._codec)
             found.append(message)
         return found

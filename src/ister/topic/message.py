@@ -1,7 +1,11 @@
 """A message as its reader gets it.
 
 The body stays encoded until a field is looked at: a reader that only counts, filters by offset or
-forwards pays nothing for decoding, and messages shared by many readers are decoded once.
+forwards pays nothing for decoding, and messages shared by many readers are decoded once. The
+payload alone is found without decoding the rest.
+
+A message that came from a file refers to the chunk it was read with until it is decoded: keeping
+a few of many messages for long, look at a field of each (`record` decodes all of them).
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from ister.format.message import decode_message
+from ister.format.message import decode_message, decode_payload
 from ister.model import Codec, StreamMessage
 
 __all__ = ["Message"]
@@ -18,12 +22,15 @@ __all__ = ["Message"]
 class Message:
     """One message, read-only. Equal to another if all its fields are."""
 
-    __slots__ = ("_body", "_codec", "_decoded", "offset")
+    __slots__ = ("_buffer", "_codec", "_decoded", "_end", "_start", "offset")
 
-    def __init__(self, offset: int, body: bytes, codec: Codec) -> None:
+    def __init__(self, offset: int, buffer: bytes, start: int, end: int, codec: Codec) -> None:
+        """The message `offset`, whose body is `buffer[start:end]`."""
         self.offset = offset
         """Its number in the topic."""
-        self._body: bytes | None = body
+        self._buffer: bytes | None = buffer
+        self._start = start
+        self._end = end
         self._codec = codec
         self._decoded: StreamMessage | None = None
 
@@ -38,19 +45,27 @@ class Message:
         decoded = self._decoded
         if decoded is not None:
             return decoded
-        body = self._body
-        if body is None:
+        buffer = self._buffer
+        if buffer is None:
             # Another thread has decoded it meanwhile; it sets the one before it drops the other.
             return self.record
-        decoded = decode_message(body, self._codec)
+        decoded = decode_message(buffer[self._start : self._end], self._codec)
         self._decoded = decoded
-        self._body = None
+        self._buffer = None
         return decoded
 
     @property
     def payload(self) -> bytes:
         """What was appended."""
-        return self.record.payload
+        buffer = self._buffer
+        if buffer is None:
+            return self.record.payload
+        return decode_payload(buffer, self._codec, start=self._start, end=self._end)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of its encoded body."""
+        return self._end - self._start
 
     @property
     def publish_time(self) -> datetime:

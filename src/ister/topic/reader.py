@@ -15,7 +15,9 @@ that waits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -63,6 +65,7 @@ class Reader:
         self._batch_at = 0
         self._waiter: ThreadWaiter | None = None
         self._is_closed = False
+        self._reading = threading.Lock()
         self.next_offset = start
         """The offset of the message that comes next."""
 
@@ -102,8 +105,13 @@ class Reader:
 
     def poll(self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22) -> list[Message]:
         """What can be read now, without waiting for appends; empty if that is nothing."""
-        if self._is_closed:
-            raise ClosedError("the reader is closed", topic=self._wal.settings.topic)
+        with self._reading:
+            if not self._is_closed:
+                return self._poll(max_messages, max_bytes)
+            self._drop()
+        raise ClosedError("the reader is closed", topic=self._wal.settings.topic)
+
+    def _poll(self, max_messages: int, max_bytes: int) -> list[Message]:
         start = self.next_offset
         end = min(self._wal.visible, start + max_messages)
         if self._end is not None:
@@ -169,10 +177,10 @@ class Reader:
             while upto - 1 > at and starts[upto - 1] > limit:
                 upto = at + max(1, (upto - at) // 2)
             bounds = [*starts[at:upto], starts[upto] if upto < count else batch.end]
-        chunk, codec, head = batch.chunk, self._codec, FRAME_HEADER_SIZE
+        chunk, codec = batch.chunk, self._codec
         messages = [
-            Message(start + number, chunk[bounds[number] + head : bounds[number + 1]], codec)
-            for number in range(upto - at)
+            Message(offset, chunk, begin + FRAME_HEADER_SIZE, finish, codec)
+            for offset, (begin, finish) in enumerate(pairwise(bounds), start)
         ]
         if upto == count:
             self._batch = None
@@ -235,6 +243,13 @@ class Reader:
         waiter = self._waiter
         if waiter is not None:
             waiter.finish(ClosedError("the reader is closed", topic=self._wal.settings.topic))
+        # A file is never closed under a thread that reads it: that thread, or the last reference
+        # to the reader, does it then.
+        if self._reading.acquire(blocking=False):
+            self._drop()
+            self._reading.release()
+
+    def _drop(self) -> None:
         files, self._files, self._batch = self._files, None, None
         if files is not None:
             files.close()

@@ -29,7 +29,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,10 +44,8 @@ from ister.errors import (
     WaitTimeoutError,
     check,
 )
-from ister.format.checkpoint import RotatedFile, WalCheckpoint, WalState
 from ister.limits import (
     APPEND_CHUNK_BYTES,
-    CHECKPOINT_INTERVAL_SECONDS,
     IDLE_FILE_SECONDS,
     LAZY_WRITE_SECONDS,
     MIB,
@@ -56,7 +55,8 @@ from ister.limits import (
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicState
 from ister.wal.buffer import AppendBuffer, Chunk, VolatileBuffer
-from ister.wal.directory import WalDirectory, format_log_name
+from ister.wal.checkpointer import Checkpointer
+from ister.wal.directory import WalDirectory
 from ister.wal.recovery import Damage, Recovered, WalFile
 from ister.wal.waiters import ThreadWaiter, Waiter, Waiters
 from ister.wal.writer import SyncFailedError, WalWriter
@@ -131,12 +131,22 @@ class Wal:
         self._clock = clock
         self._metrics = metrics
         self._writer: WalWriter | None = None
+        self._checkpointer: Checkpointer | None = None
         if directory is not None:
             self._writer = WalWriter(
                 directory,
                 recovered,
                 rotate_max_bytes=settings.rotate_max_bytes,
                 rotate_max_seconds=settings.rotate_max_seconds,
+                clock=clock,
+                metrics=metrics,
+            )
+            self._checkpointer = Checkpointer(
+                self._writer,
+                topic=settings.topic,
+                codec=settings.codec,
+                ack=settings.ack,
+                synced=recovered.next_offset,
                 clock=clock,
                 metrics=metrics,
             )
@@ -150,7 +160,6 @@ class Wal:
         # Group commit.
         self._commit_lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._checkpoint_lock = threading.Lock()
         self._room = threading.Condition(self.lock)
         self._room_waiters = 0
         self._is_scheduled = False
@@ -166,10 +175,7 @@ class Wal:
         self._unwritten_since = 0.0
         self._stalled_until = 0.0
         self._active_at = clock.monotonic()
-        self._checkpoint_at = clock.monotonic()
-        # Commits end with these, so they are safe to write to a checkpoint at any time.
-        self._durable = self._durable_state()
-        self._saved_synced = recovered.state.synced if recovered.state is not None else -1
+        self._is_closing = False
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -553,9 +559,10 @@ class Wal:
         with self._sync_lock:
             if not writer.rotate(next_offset):
                 return
-        with self.lock:
-            self._durable = self._durable_state()
-        self._save_checkpoint_quietly()
+            if self._checkpointer is not None:
+                self._checkpointer.note(self.synced)
+        if self._checkpointer is not None:
+            self._checkpointer.save_quietly()
 
     def _next_group(self) -> list[Chunk]:
         """The chunks for one write: at least one, at most about `WRITE_BYTES_MAX`."""
@@ -608,10 +615,11 @@ class Wal:
         writer.sync(position)
         elapsed = self._clock.monotonic() - started
         self._unsynced_since = started
+        if self._checkpointer is not None:
+            self._checkpointer.note(target)
         with self.lock:
             check(self.synced <= target, "synced only ever rises")
             self.synced = target
-            self._durable = self._durable_state()
             passed = self._waiters[AckLevel.SYNCED].take_passed(target)
         for waiter in passed:
             waiter.finish(None)
@@ -638,6 +646,15 @@ class Wal:
                 self._arm_lazy_write()
                 self._arm_timer(self._next_due())
             self._set_attention()
+
+    @contextmanager
+    def _committing(self) -> Iterator[None]:
+        """Holds the commit lock for something that is not a commit."""
+        self._commit_lock.acquire()
+        try:
+            yield
+        finally:
+            self._release_commit()
 
     def _submit(self) -> None:
         self._is_scheduled = True
@@ -671,8 +688,8 @@ class Wal:
         due = math.inf
         if writer.unsynced_bytes:
             due = self._unsynced_since + self.settings.fsync_interval_seconds
-        if self._durable.synced != self._saved_synced:
-            due = min(due, self._checkpoint_at + CHECKPOINT_INTERVAL_SECONDS)
+        if self._checkpointer is not None:
+            due = min(due, self._checkpointer.due_at())
         if math.isinf(due) and writer.is_open:
             due = self._active_at + IDLE_FILE_SECONDS
         return due
@@ -680,11 +697,8 @@ class Wal:
     def _maintain(self) -> None:
         """Saves the checkpoint when it is due, closes an idle file, and sets the next alarm."""
         now = self._clock.monotonic()
-        if (
-            self._durable.synced != self._saved_synced
-            and now - self._checkpoint_at >= CHECKPOINT_INTERVAL_SECONDS
-        ):
-            self._save_checkpoint_quietly()
+        if self._checkpointer is not None and now >= self._checkpointer.due_at():
+            self._checkpointer.save_quietly()
         if now - self._active_at >= IDLE_FILE_SECONDS:
             self.release_file()
         with self.lock:
@@ -708,70 +722,14 @@ class Wal:
 
     # -- checkpoint and trim ----------------------------------------------------------------
 
-    def _durable_state(self) -> WalState:
-        """What a checkpoint says now. Called when a sync has just ended, or at the beginning."""
-        writer = self._writer
-        settings = self.settings
-        if writer is None:
-            return WalState(synced=0, synced_position=0)
-        files = writer.files
-        active = next((file for file in files if file.seq == writer.seq), None)
-        return WalState(
-            synced=self.synced,
-            synced_position=writer.synced_position,
-            codec=settings.codec,
-            ack=settings.ack,
-            checkpoint=WalCheckpoint(
-                start_offset=files[0].first_offset if files else self.synced,
-                last_offset=max(self.synced - 1, 0),
-                file_seq=writer.seq,
-                file_path=format_log_name(writer.seq),
-                rotated_files=tuple(
-                    RotatedFile(
-                        seq=file.seq,
-                        path=format_log_name(file.seq),
-                        first_offset=file.first_offset,
-                    )
-                    for file in files
-                    if file.seq != writer.seq
-                ),
-                active_file_name=format_log_name(writer.seq),
-                last_rotation_at=writer.last_rotation_at,
-                active_file_first_offset=None if active is None else active.first_offset,
-            ),
-        )
-
     def save_checkpoint(self) -> None:
-        """Replaces the checkpoint by the durable state of this moment.
+        """Replaces the checkpoint by one for this moment.
 
         Raises:
             IsterError: It could not be replaced; the old one stands.
         """
-        writer = self._writer
-        if writer is None:
-            return
-        with self._checkpoint_lock:
-            state = self._durable
-            self._checkpoint_at = self._clock.monotonic()
-            writer.save_index(below=state.synced)
-            writer.directory.save_state(state)
-            self._saved_synced = state.synced
-        self._metrics.count("wal.checkpoint_saves")
-
-    def _save_checkpoint_quietly(self) -> None:
-        """Saves the checkpoint; an error is counted, and the next second tries again.
-
-        The checkpoint is a hint that grows old meanwhile. The data itself is durable, and an error
-        of the disk that concerns it shows at the next sync.
-        """
-        try:
-            self.save_checkpoint()
-        except IsterError as error:
-            self._metrics.count("wal.checkpoint_errors")
-            _log.warning(
-                "checkpoint not saved",
-                extra={"topic": self.settings.topic, "error": str(error)},
-            )
+        if self._checkpointer is not None:
+            self._checkpointer.save()
 
     def trim(self, before: int) -> int:
         """Removes files whose frames are all below `before`, oldest first.
@@ -786,10 +744,10 @@ class Wal:
         Raises:
             IsterError: The checkpoint or a file could not be changed; nothing below is lost.
         """
-        writer = self._writer
-        if writer is None:
+        writer, checkpointer = self._writer, self._checkpointer
+        if writer is None or checkpointer is None:
             return 0
-        with self._commit_lock:
+        with self._committing():
             files = writer.files
             count = 0
             while (
@@ -800,10 +758,10 @@ class Wal:
                 count += 1
             if count == 0:
                 return 0
-            writer.files = files[count:]
-            with self.lock:
-                self._durable = self._durable_state()
-        self.save_checkpoint()
+            with self._sync_lock:
+                writer.files = files[count:]
+                checkpointer.note(self.synced)
+        checkpointer.save()
         for file in files[:count]:
             writer.directory.remove_log(file.seq)
             failpoints.reach("wal.after_remove_file")
@@ -835,6 +793,8 @@ class Wal:
     def _resume(self) -> None:
         with self.lock:
             self._state = TopicState.OPEN
+            if self._is_closing:
+                return
             self._refusal = None
             self.buffer.is_refusing = False
         _log.info("writing goes on", extra={"topic": self.settings.topic})
@@ -867,33 +827,15 @@ class Wal:
                     "offset": self.synced,
                 },
             )
-            if isinstance(error, SyncFailedError):
-                self._record_poison(writer)
+            if isinstance(error, SyncFailedError) and self._checkpointer is not None:
+                self._checkpointer.record_poison()
             try:
-                writer.close_file()
+                with self._sync_lock:
+                    writer.close_file()
             except IsterError:
                 _log.warning("close failed", extra={"topic": self.settings.topic})
         for waiter in everyone:
             waiter.finish(failure)
-
-    def _record_poison(self, writer: WalWriter) -> None:
-        """Notes on disk that bytes above `synced` are not to be trusted, if the disk takes it."""
-        state = self._durable
-        poisoned = WalState(
-            synced=state.synced,
-            synced_position=state.synced_position,
-            is_poisoned=True,
-            codec=state.codec,
-            ack=state.ack,
-            checkpoint=state.checkpoint,
-        )
-        try:
-            writer.directory.save_state(poisoned)
-        except IsterError as error:
-            _log.warning(
-                "the failed sync could not be recorded; reopen in this process to be safe",
-                extra={"topic": self.settings.topic, "error": str(error)},
-            )
 
     def close(self) -> None:
         """Commits what is left, saves the checkpoint and releases the file. May be called twice.
@@ -906,6 +848,7 @@ class Wal:
                 self._state = TopicState.CLOSED
                 return
             was_quarantined = self._state is TopicState.QUARANTINED
+            self._is_closing = True
             self._refuse(self._closed_error)
         failure: IsterError | None = None
         with self._commit_lock:
@@ -922,16 +865,13 @@ class Wal:
                 everyone += self._late_wakes
                 self._room.notify_all()
             if self._writer is not None:
-                self._writer.close_file()
+                with self._sync_lock:
+                    self._writer.close_file()
         for waiter in everyone:
             waiter.finish(self._closed_error())
         if failure is not None:
             raise failure
-        if (
-            self._writer is not None
-            and not was_quarantined
-            and self._durable.synced != self._saved_synced
-        ):
+        if not was_quarantined:
             self.save_checkpoint()
 
     def _closed_error(self) -> IsterError:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from ister.errors import IsterError
 
 __all__ = ["ThreadWaiter", "Waiter", "Waiters"]
+
+_COMPACT_MIN = 64
 
 
 class Waiter:
@@ -62,17 +64,27 @@ class ThreadWaiter(Waiter):
 class Waiters:
     """The waiters for one watermark, lowest offset first."""
 
-    __slots__ = ("_heap",)
+    __slots__ = ("_compact_at", "_heap")
 
     def __init__(self) -> None:
         self._heap: list[Waiter] = []
+        self._compact_at = _COMPACT_MIN
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     def add(self, waiter: Waiter) -> None:
         """Enlists a waiter."""
         heappush(self._heap, waiter)
+        if len(self._heap) >= self._compact_at:
+            # Those who gave up are dropped now and then, so that someone who asks again and again
+            # at a quiet tail, each time with a timeout, does not pile up.
+            self._heap = [waiting for waiting in self._heap if not waiting.is_done]
+            heapify(self._heap)
+            self._compact_at = 2 * len(self._heap) + _COMPACT_MIN
 
     def wants(self, next_offset: int) -> bool:
         """Whether someone waits for an offset that has been given out."""

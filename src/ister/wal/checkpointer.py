@@ -1,0 +1,150 @@
+"""Keeps a topic's checkpoint: what it says, when it is due, how it is saved.
+
+The checkpoint carries the durable watermark, which tells a torn tail from damage at the next
+opening. It is saved at most `CHECKPOINT_INTERVAL_SECONDS` after a sync, at rotation, before trim
+and at the end. It is a hint: a save that fails is counted and tried again, and costs time at the
+next opening, not data.
+
+Owns: `wal.ckpt` and the saved part of the active file's index. Does not own: the watermarks.
+
+A `DurablePoint` is a few references taken when a sync has just ended; the checkpoint itself is
+put together when it is saved, so that a sync pays next to nothing for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from typing import NamedTuple
+
+from ister.clock import Clock
+from ister.errors import IsterError
+from ister.format.checkpoint import RotatedFile, WalCheckpoint, WalState
+from ister.limits import CHECKPOINT_INTERVAL_SECONDS
+from ister.metrics import Metrics
+from ister.model import AckLevel, Codec
+from ister.wal.directory import format_log_name
+from ister.wal.recovery import WalFile
+from ister.wal.writer import WalWriter
+
+__all__ = ["Checkpointer", "DurablePoint"]
+
+_log = logging.getLogger("ister.wal.checkpointer")
+
+
+class DurablePoint(NamedTuple):
+    """How far the log is durable, and in which files."""
+
+    synced: int
+    position: int
+    """Where, in the file `seq`, the frame `synced` begins or will begin."""
+    seq: int
+    files: tuple[WalFile, ...]
+
+
+class Checkpointer:
+    """See the module header. Thread-safe."""
+
+    def __init__(
+        self,
+        writer: WalWriter,
+        *,
+        topic: str,
+        codec: Codec,
+        ack: AckLevel,
+        synced: int,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._writer = writer
+        self._topic = topic
+        self._codec = codec
+        self._ack = ack
+        self._clock = clock
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._saved_at = clock.monotonic()
+        self._saved: DurablePoint | None = None
+        self._point = self._take(synced)
+
+    def note(self, synced: int) -> None:
+        """A sync or a change of files has just ended. Nobody else changes the files meanwhile."""
+        self._point = self._take(synced)
+
+    def _take(self, synced: int) -> DurablePoint:
+        writer = self._writer
+        return DurablePoint(synced, writer.synced_position, writer.seq, writer.files)
+
+    def due_at(self) -> float:
+        """When the checkpoint has to be saved; infinity if it says what is true."""
+        if self._saved == self._point:
+            return math.inf
+        return self._saved_at + CHECKPOINT_INTERVAL_SECONDS
+
+    def save(self) -> None:
+        """Replaces the checkpoint by one for this moment.
+
+        Raises:
+            IsterError: It could not be replaced; the old one stands.
+        """
+        with self._lock:
+            point = self._point
+            if point == self._saved:
+                return
+            self._saved_at = self._clock.monotonic()
+            self._writer.save_index(below=point.synced)
+            self._writer.directory.save_state(self._state(point, is_poisoned=False))
+            self._saved = point
+        self._metrics.count("wal.checkpoint_saves")
+
+    def save_quietly(self) -> None:
+        """Saves the checkpoint; an error is counted, and the next second tries again.
+
+        The data itself is durable, and an error of the disk that concerns it shows at its sync.
+        """
+        try:
+            self.save()
+        except IsterError as error:
+            self._metrics.count("wal.checkpoint_errors")
+            _log.warning("checkpoint not saved", extra={"topic": self._topic, "error": str(error)})
+
+    def record_poison(self) -> None:
+        """Notes on disk that bytes above `synced` are not to be trusted, if the disk takes it."""
+        with self._lock:
+            try:
+                self._writer.directory.save_state(self._state(self._point, is_poisoned=True))
+            except IsterError as error:
+                _log.warning(
+                    "the failed sync could not be recorded; reopen in this process to be safe",
+                    extra={"topic": self._topic, "error": str(error)},
+                )
+
+    def _state(self, point: DurablePoint, *, is_poisoned: bool) -> WalState:
+        files = point.files
+        active = next((file for file in files if file.seq == point.seq), None)
+        return WalState(
+            synced=point.synced,
+            synced_position=point.position,
+            is_poisoned=is_poisoned,
+            codec=self._codec,
+            ack=self._ack,
+            checkpoint=WalCheckpoint(
+                start_offset=files[0].first_offset if files else point.synced,
+                last_offset=max(point.synced - 1, 0),
+                file_seq=point.seq,
+                file_path=format_log_name(point.seq),
+                rotated_files=tuple(
+                    RotatedFile(
+                        seq=file.seq,
+                        path=format_log_name(file.seq),
+                        first_offset=file.first_offset,
+                    )
+                    for file in files
+                    if file.seq != point.seq
+                ),
+                active_file_name=format_log_name(point.seq),
+                last_rotation_at=self._writer.last_rotation_at,
+                active_file_first_offset=None if active is None else active.first_offset,
+            ),
+        )
