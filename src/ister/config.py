@@ -53,6 +53,13 @@ ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | None"
 _REFERENCE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _ENVIRONMENT_PREFIX: Final = "ISTER_"
 _YAML_SUFFIXES: Final = (".yml", ".yaml")
+_WHOLE_NUMBER: Final = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+class _FromEnvironment(str):
+    """A text that came from the environment: what it means is up to the setting it is for."""
+
+    __slots__ = ()
 
 
 class StorageMode(StrEnum):
@@ -148,7 +155,7 @@ def load_config(source: ConfigSource, environment: Mapping[str, str] | None = No
     _apply_environment(tree, environment)
     tree = _expand(tree, environment, "")
     config: Config = _build(Config, tree, "")
-    return _check_together(config)
+    return _check_together(config, tree)
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
             tree = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(f"the config file cannot be read: {error.strerror}", path=path) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file is not valid YAML: {error}", path=path) from error
     if tree is None:
         return {}
@@ -177,14 +184,13 @@ def _apply_environment(tree: dict[str, Any], environment: Mapping[str, str]) -> 
         *parents, last = name.removeprefix(_ENVIRONMENT_PREFIX).lower().split("__")
         node = tree
         for parent in parents:
-            child = node.setdefault(parent, {})
+            child = node.get(parent)
+            if child is None:
+                child = node[parent] = {}
             if not isinstance(child, dict):
                 raise ConfigError(f"{name} goes below {parent!r}, which is a single value")
             node = child
-        try:
-            node[last] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name} is not a valid value: {error}") from error
+        node[last] = _FromEnvironment(value)
 
 
 def _expand(value: Any, environment: Mapping[str, str], key: str) -> Any:
@@ -202,8 +208,9 @@ def _expand(value: Any, environment: Mapping[str, str], key: str) -> Any:
             raise ConfigError(f"{key}: the environment has no variable {name}")
         return found
 
-    expanded = _REFERENCE.sub(look_up, value)
-    return yaml.safe_load(expanded) if expanded != value and expanded else expanded
+    if _REFERENCE.search(value) is None:
+        return value
+    return _FromEnvironment(_REFERENCE.sub(look_up, value))
 
 
 def _build(kind: Any, tree: Any, prefix: str) -> Any:
@@ -240,6 +247,8 @@ def _convert(value: Any, default: Any, bounds: Mapping[str, int | None], path: s
             choices = ", ".join(kind)
             raise ConfigError(f"{path} is {value!r}", hint=f"one of: {choices}") from error
     if isinstance(default, int):
+        if isinstance(value, _FromEnvironment) and _WHOLE_NUMBER.fullmatch(value):
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{path} has to be a whole number, not {value!r}")
         low, high = bounds["low"], bounds["high"]
@@ -253,11 +262,18 @@ def _convert(value: Any, default: Any, bounds: Mapping[str, int | None], path: s
         value = os.fspath(value)
     if not isinstance(value, str) or not value or "\0" in value:
         raise ConfigError(f"{path} has to be a non-empty text, not {value!r}")
-    return value
+    return str(value)
 
 
-def _check_together(config: Config) -> Config:
+def _check_together(config: Config, tree: Mapping[str, Any]) -> Config:
     storage = config.storage
+    named = tree.get("storage") or {}
+    is_in_memory = storage.mode is StorageMode.MEMORY or storage.wal.dir is None
+    if is_in_memory and named.get("ack") is not None and storage.ack is not AckLevel.MEMORY:
+        raise ConfigError(
+            f"storage.ack is {storage.ack.value!r}, and this log keeps everything in memory",
+            hint="set storage.wal.dir, or use ack 'memory'",
+        )
     if storage.ack is AckLevel.TIERED:
         raise ConfigError(
             "storage.ack is 'tiered', and this log has no object store",

@@ -24,7 +24,7 @@ into this tree once, in `ister.fs`, with the original as `__cause__`.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, Self, TypeVar
 
 __all__ = [
     "CapacityError",
@@ -82,6 +82,19 @@ class IsterError(Exception):
         self.position = position
         self.hint = hint
 
+    def again(self) -> Self:
+        """The same error as a new object, to be raised in another place or thread.
+
+        One object raised in many threads would collect the tracebacks of all of them.
+        """
+        twin = _rebuild(type(self), self.args, self.__dict__)
+        twin.__cause__ = self.__cause__
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: errors travel between processes with all they carry."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
     def __str__(self) -> str:
         context = [
             f"{name}={value}"
@@ -94,6 +107,16 @@ class IsterError(Exception):
         if self.hint:
             text += f"; {self.hint}"
         return text
+
+
+_Error = TypeVar("_Error", bound=IsterError)
+
+
+def _rebuild(kind: type[_Error], args: tuple[Any, ...], fields: dict[str, Any]) -> _Error:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class InvalidRequestError(IsterError, ValueError):

@@ -50,6 +50,9 @@ class InlineSchedule:
     def submit_at(self, log: Wal, when: float) -> None:
         self.alarms.append(log)
 
+    def note_open_file(self, log: Wal) -> None:
+        """No limit here."""
+
     def forget(self, log: Wal) -> None:
         """Nothing is kept."""
 

@@ -318,7 +318,7 @@ class BodyEncoder:
                 self._codec,
                 producer_name=producer_name,
                 subscription_name="",
-                attributes=attributes or {},
+                attributes={} if attributes is None else attributes,
                 schema_id=schema_id,
                 schema_version=schema_version,
                 routing_key=routing_key,

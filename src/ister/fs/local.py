@@ -99,6 +99,8 @@ class _LocalFile:
 
     def sync(self) -> None:
         with _mapped("sync", self.path):
+            if self._fd < 0:  # os.fdatasync has an error of its own for that
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             os.fdatasync(self._fd)
 
     def close(self) -> None:
@@ -176,6 +178,8 @@ class LocalFileSystem:
         for directory in reversed(missing):
             with _mapped("make directory", directory), suppress(FileExistsError):
                 os.mkdir(directory, _DIRECTORY_MODE)
+            if not os.path.isdir(directory):
+                raise DiskError("make directory failed", errno=errno.ENOTDIR, path=directory)
             self.sync_directory(os.path.dirname(directory))
         while current != "/":
             current = os.path.dirname(current)

@@ -127,7 +127,7 @@ class MemoryFileSystem:
             elif inode.cache:
                 inode.cache.clear()
                 inode.pending.append(_Change(0, None))
-            return _MemoryFile(self, path, inode)
+            return _MemoryFile(self, path, inode, is_writable=True)
 
     def exists(self, path: str) -> bool:
         with self._lock:
@@ -167,6 +167,8 @@ class MemoryFileSystem:
         with self._lock:
             self._enter("remove", path)
             directory, name = self._parent(path)
+            if isinstance(directory.entries.get(name), _Directory):
+                raise DiskError("remove failed: is a directory", errno=errno.EISDIR, path=path)
             if directory.entries.pop(name, None) is None:
                 raise NotFoundError("remove failed: no such file", path=path)
 
@@ -181,6 +183,8 @@ class MemoryFileSystem:
             self._enter("lock", path)
             if path in self._held_locks:
                 raise DirectoryLockedError("the directory is in use by this process", path=path)
+            directory, name = self._parent(path)
+            directory.entries.setdefault(name, _Inode())
             self._held_locks.add(path)
             return _MemoryLock(self, path)
 
@@ -230,9 +234,11 @@ class MemoryFileSystem:
         with self._lock:
             self._enter(kind, path)
             node = self._find(path)
-            if not isinstance(node, _Inode):
+            if isinstance(node, _Directory):
+                raise DiskError(f"{kind} failed: is a directory", errno=errno.EISDIR, path=path)
+            if node is None:
                 raise NotFoundError(f"{kind} failed: no such file", path=path)
-            return _MemoryFile(self, path, node)
+            return _MemoryFile(self, path, node, is_writable=kind == "open")
 
     def _find(self, path: str) -> _Inode | _Directory | None:
         node: _Inode | _Directory | None = self._root
@@ -266,8 +272,11 @@ class MemoryFileSystem:
 
 
 class _MemoryFile:
-    def __init__(self, owner: MemoryFileSystem, path: str, inode: _Inode) -> None:
+    def __init__(
+        self, owner: MemoryFileSystem, path: str, inode: _Inode, *, is_writable: bool
+    ) -> None:
         self.path = path
+        self._is_writable = is_writable
         self._owner = owner
         self._inode = inode
         self._is_open = True
@@ -284,6 +293,7 @@ class _MemoryFile:
     def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
         with self._owner._lock:  # noqa: SLF001
             data = b"".join(buffers)
+            self._check_use("write")
             cut: BaseException | None = None
             try:
                 self._enter("write")
@@ -342,9 +352,14 @@ class _MemoryFile:
             self._owner.open_files -= 1
 
     def _enter(self, kind: str) -> None:
+        self._check_use(kind)
+        self._owner._enter(kind, self.path)  # noqa: SLF001
+
+    def _check_use(self, kind: str) -> None:
         if not self._is_open:
             raise DiskError(f"{kind} failed: closed file", errno=errno.EBADF, path=self.path)
-        self._owner._enter(kind, self.path)  # noqa: SLF001
+        if kind in ("write", "truncate") and not self._is_writable:
+            raise DiskError(f"{kind} failed: opened to read", errno=errno.EBADF, path=self.path)
 
 
 class _MemoryLock:

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ister.errors import IsterError, WaitTimeoutError
+from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.model import AckLevel, Start
 from ister.topic.message import Message
 from ister.wal.waiters import Waiter
@@ -35,7 +35,7 @@ class AsyncTopic:
 
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
-        self._hubs: dict[tuple[int, AckLevel], _Hub] = {}
+        self._hubs: dict[tuple[int, AckLevel, bool], _Hub] = {}
 
     async def wait(
         self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None
@@ -49,7 +49,9 @@ class AsyncTopic:
             return
         try:
             async with asyncio.timeout(timeout):
-                await self._hub(level).passed(offset)
+                passed = self.hub(level, is_patient=False).passed(offset)
+                if passed is not None:
+                    await passed
         except TimeoutError as error:
             raise WaitTimeoutError(
                 f"offset not {level} after {timeout} s", topic=topic.name, offset=offset
@@ -83,12 +85,14 @@ class AsyncTopic:
         finally:
             reader.close()
 
-    def _hub(self, level: AckLevel) -> _Hub:
+    def hub(self, level: AckLevel, *, is_patient: bool) -> _Hub:
+        """What the tasks of the running loop wait in for one watermark."""
         loop = asyncio.get_running_loop()
-        key = (id(loop), level)
+        key = (id(loop), level, is_patient)
         hub = self._hubs.get(key)
         if hub is None or hub.loop is not loop:
-            hub = self._hubs[key] = _Hub(self._topic.wal, level, loop)
+            self._hubs = {k: h for k, h in self._hubs.items() if not h.loop.is_closed()}
+            hub = self._hubs[key] = _Hub(self._topic.wal, level, loop, is_patient=is_patient)
         return hub
 
 
@@ -99,40 +103,75 @@ class AsyncReader:
         self._edge = edge
         self._wal = topic.wal
         self._cache = topic.cache
+        # A read in a worker thread that its task gave up on. It moves the reader all the same, so
+        # its messages belong to whoever asks next.
+        self._left_behind: asyncio.Future[list[Message]] | None = None
+        self._waiting: asyncio.Future[None] | None = None
         self.core = topic.reader(start, end=end)
         """The reader underneath."""
 
     async def next_batch(
         self, max_messages: int = 4096, max_bytes: int = 1 << 22, timeout: float | None = None
     ) -> list[Message]:
-        """As `Reader.next_batch`."""
+        """As `Reader.next_batch`. A call that is cancelled or times out has taken no message."""
         core = self.core
         deadline: asyncio.Timeout
         try:
             async with asyncio.timeout(timeout) as deadline:
                 while True:
-                    if core.next_offset >= self._cache.start:
-                        messages = core.poll(max_messages, max_bytes)
+                    if self._left_behind is not None or core.next_offset < self._cache.start:
+                        messages = await self._poll_in_thread(max_messages, max_bytes)
                     else:
-                        messages = await asyncio.to_thread(core.poll, max_messages, max_bytes)
+                        messages = core.poll(max_messages, max_bytes)
                     if messages or core.is_at_end:
                         return messages
-                    await self._edge._hub(self._wal.visible_level).passed(core.next_offset)  # noqa: SLF001
+                    await self._wait_visible()
         except TimeoutError:
             if deadline.expired():
                 return []
             raise
 
+    async def _poll_in_thread(self, max_messages: int, max_bytes: int) -> list[Message]:
+        if self._left_behind is None:
+            loop = asyncio.get_running_loop()
+            self._left_behind = loop.run_in_executor(None, self.core.poll, max_messages, max_bytes)
+        reading = self._left_behind
+        try:
+            messages = await asyncio.shield(reading)
+        finally:
+            if reading.done():
+                self._left_behind = None
+        return messages
+
+    async def _wait_visible(self) -> None:
+        hub = self._edge.hub(self._wal.visible_level, is_patient=True)
+        waiting = hub.passed(self.core.next_offset)
+        if waiting is None:
+            return
+        self._waiting = waiting
+        try:
+            await waiting
+        finally:
+            self._waiting = None
+
     def close(self) -> None:
-        """Ends the reader."""
+        """Ends the reader; a task that waits in it is told. Called on the task's loop."""
         self.core.close()
+        waiting = self._waiting
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(
+                ClosedError("the reader is closed", topic=self._wal.settings.topic)
+            )
 
 
 class _Hub:
     """The tasks of one loop that wait for one watermark of one log."""
 
-    def __init__(self, wal: Wal, level: AckLevel, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, wal: Wal, level: AckLevel, loop: asyncio.AbstractEventLoop, *, is_patient: bool
+    ) -> None:
         self.loop = loop
+        self._is_patient = is_patient
         self._wal = wal
         self._level = level
         self._thread = threading.get_ident()
@@ -141,10 +180,10 @@ class _Hub:
         self._enlisted: Waiter | None = None
         self._compact_at = _COMPACT_MIN
 
-    async def passed(self, offset: int) -> None:
-        """Returns once the watermark has passed `offset`."""
+    def passed(self, offset: int) -> asyncio.Future[None] | None:
+        """A future that is done once the watermark has passed `offset`; None if it has."""
         if self._watermark() > offset:
-            return
+            return None
         future: asyncio.Future[None] = self.loop.create_future()
         heappush(self._heap, (offset, next(self._order), future))
         if len(self._heap) >= self._compact_at:
@@ -155,7 +194,7 @@ class _Hub:
         enlisted = self._enlisted
         if enlisted is None or enlisted.is_done or offset < enlisted.offset:
             self._enlist()
-        await future
+        return future
 
     def _watermark(self) -> int:
         return self._wal.watermark(self._level)
@@ -163,7 +202,7 @@ class _Hub:
     def _enlist(self) -> None:
         """Has the log call back for the lowest offset that someone waits for."""
         while self._heap:
-            waiter = Waiter(self._heap[0][0], self._on_passed)
+            waiter = Waiter(self._heap[0][0], self._on_passed, is_patient=self._is_patient)
             previous, self._enlisted = self._enlisted, waiter
             if previous is not None:
                 previous.is_done = True
@@ -189,7 +228,7 @@ class _Hub:
             waiting, self._heap = self._heap, []
             for _, _, future in waiting:
                 if not future.done():
-                    future.set_exception(error)
+                    future.set_exception(error.again())
             return
         self._release_passed()
         if self._heap:

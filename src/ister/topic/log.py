@@ -10,12 +10,14 @@ its ack level and codec; a crash before that leaves an empty topic with the conf
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
+from ister import failpoints
 from ister.clock import Clock, SystemClock
 from ister.config import BufferFull, Config, StorageMode
 from ister.errors import (
@@ -41,7 +43,8 @@ from ister.wal.writer import SyncFailedError
 __all__ = ["Log"]
 
 _log = logging.getLogger("ister.topic.log")
-_LOCK_NAME = "LOCK"
+# A dot, so that no namespace can have the name.
+_LOCK_NAME = ".lock"
 
 
 class Log:
@@ -92,7 +95,8 @@ class Log:
         storage = self.config.storage
         if storage.mode is StorageMode.MEMORY or storage.wal.dir is None:
             return None
-        return storage.wal.dir.rstrip("/") or "/"
+        # Absolute, so that a program may change its working directory.
+        return os.path.abspath(storage.wal.dir)
 
     # -- topics -----------------------------------------------------------------------------
 
@@ -196,12 +200,21 @@ class Log:
         )
         self._report(topic, recovered)
         if not recovered.damage:
-            try:
-                topic.wal.save_checkpoint()
-            except BaseException:
-                topic.close()
-                raise
+            self._save_first_checkpoint(topic, is_new=is_new)
         return topic
+
+    def _save_first_checkpoint(self, topic: Topic, *, is_new: bool) -> None:
+        """Records what recovery found; for a new topic, its ack level and codec."""
+        failpoints.reach("wal.recovery_before_checkpoint")
+        try:
+            topic.wal.save_checkpoint()
+        except IsterError as error:
+            if is_new:
+                topic.wal.close_quietly()
+                raise
+            # The next opening takes longer. A full disk must not keep anybody from reading.
+            self.metrics.count("wal.checkpoint_errors")
+            _log.warning("checkpoint not saved", extra={"topic": topic.name, "error": str(error)})
 
     def _make_topic(
         self,

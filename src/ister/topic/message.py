@@ -11,12 +11,14 @@ a few of many messages for long, look at a field of each (`record` decodes all o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from ister.format.message import decode_message, decode_payload
 from ister.model import Codec, StreamMessage
 
 __all__ = ["Message"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Message:
@@ -70,7 +72,10 @@ class Message:
     @property
     def publish_time(self) -> datetime:
         """When the producer published it, in UTC."""
-        return datetime.fromtimestamp(self.record.publish_time / 1000, tz=UTC)
+        try:
+            return _EPOCH + timedelta(milliseconds=self.record.publish_time)
+        except OverflowError:  # written by another program; no calendar goes that far
+            return datetime.max.replace(tzinfo=UTC)
 
     @property
     def publish_time_ms(self) -> int:

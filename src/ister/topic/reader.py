@@ -16,13 +16,20 @@ that waits.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ister.clock import Clock
-from ister.errors import ClosedError, InvariantError, OffsetOutOfRangeError, check
+from ister.errors import (
+    ClosedError,
+    InvalidRequestError,
+    InvariantError,
+    OffsetOutOfRangeError,
+    check,
+)
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.metrics import Metrics
 from ister.model import AckLevel
@@ -105,11 +112,16 @@ class Reader:
 
     def poll(self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22) -> list[Message]:
         """What can be read now, without waiting for appends; empty if that is nothing."""
-        with self._reading:
-            if not self._is_closed:
+        if max_messages < 1:
+            raise InvalidRequestError(f"a batch of {max_messages} messages")
+        try:
+            with self._reading:
+                if self._is_closed:
+                    raise ClosedError("the reader is closed", topic=self._wal.settings.topic)
                 return self._poll(max_messages, max_bytes)
-            self._drop()
-        raise ClosedError("the reader is closed", topic=self._wal.settings.topic)
+        finally:
+            if self._is_closed:
+                self._drop_if_idle()
 
     def _poll(self, max_messages: int, max_bytes: int) -> list[Message]:
         start = self.next_offset
@@ -132,6 +144,11 @@ class Reader:
             )
         self.next_offset = start + len(messages)
         return messages
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._is_closed
 
     @property
     def is_at_end(self) -> bool:
@@ -171,12 +188,11 @@ class Reader:
         upto = min(count, end - batch.first_offset)
         starts = batch.starts
         limit = starts[at] + max_bytes
-        if upto == count and batch.end <= limit:
-            bounds = [*starts[at:upto], batch.end]
-        else:
-            while upto - 1 > at and starts[upto - 1] > limit:
-                upto = at + max(1, (upto - at) // 2)
-            bounds = [*starts[at:upto], starts[upto] if upto < count else batch.end]
+        if batch.end > limit:
+            # A frame ends where the next one begins: at most those that end within the limit.
+            within = bisect_right(starts, limit, at + 1, min(upto + 1, count)) - 1
+            upto = max(at + 1, min(upto, within))
+        bounds = [*starts[at:upto], starts[upto] if upto < count else batch.end]
         chunk, codec = batch.chunk, self._codec
         messages = [
             Message(offset, chunk, begin + FRAME_HEADER_SIZE, finish, codec)
@@ -224,7 +240,7 @@ class Reader:
 
     def _wait_visible(self, timeout: float | None) -> None:
         """Waits for the next message to become visible, for `timeout`, or for `close`."""
-        waiter = ThreadWaiter(self.next_offset)
+        waiter = ThreadWaiter(self.next_offset, is_patient=True)
         self._waiter = waiter
         if self._is_closed or not self._wal.enlist(waiter, self._wal.visible_level):
             return
@@ -243,16 +259,17 @@ class Reader:
         waiter = self._waiter
         if waiter is not None:
             waiter.finish(ClosedError("the reader is closed", topic=self._wal.settings.topic))
-        # A file is never closed under a thread that reads it: that thread, or the last reference
-        # to the reader, does it then.
-        if self._reading.acquire(blocking=False):
-            self._drop()
-            self._reading.release()
+        self._drop_if_idle()
 
-    def _drop(self) -> None:
-        files, self._files, self._batch = self._files, None, None
-        if files is not None:
-            files.close()
+    def _drop_if_idle(self) -> None:
+        """Gives the file back, unless a thread is reading it: then that one does it at its end."""
+        if self._reading.acquire(blocking=False):
+            try:
+                files, self._files, self._batch = self._files, None, None
+                if files is not None:
+                    files.close()
+            finally:
+                self._reading.release()
 
     def __enter__(self) -> Self:
         return self

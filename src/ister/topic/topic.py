@@ -10,15 +10,19 @@ body into the cache. Nothing there waits for a disk. What an acknowledgement mea
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from types import TracebackType
 from typing import Self
 
 from ister.clock import Clock
 from ister.errors import (
+    CapacityError,
+    ClosedError,
     InvalidRequestError,
     MessageTooLargeError,
     OffsetOutOfRangeError,
@@ -39,7 +43,8 @@ __all__ = ["Topic"]
 
 # One append in so many is timed for the latency histogram.
 _SAMPLE_MASK = 0xFF
-_PUBLISH_TIME_MS_MAX = (1 << 63) - 1
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_PUBLISH_TIME_MS_MAX = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(milliseconds=1)
 
 
 class Topic:
@@ -73,6 +78,7 @@ class Topic:
         self._encode = self._encoder.encode
         self._suffixes: dict[str, bytes] = {}
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+        self._readers_lock = threading.Lock()
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -119,7 +125,8 @@ class Topic:
     @property
     def readers(self) -> list[Reader]:
         """The readers that are open."""
-        return [reader for reader in self._readers if not reader._is_closed]  # noqa: SLF001
+        with self._readers_lock:
+            return [reader for reader in self._readers if not reader.is_closed]
 
     # -- appending --------------------------------------------------------------------------
 
@@ -162,7 +169,10 @@ class Topic:
         if size > self._size_max:
             raise self._too_large(size)
         if attributes is None and routing_key is None and schema_id is None:
-            suffix = self._suffixes.get(producer_name) if schema_version is None else None
+            try:
+                suffix = self._suffixes.get(producer_name) if schema_version is None else None
+            except TypeError:  # not even hashable; `_suffix` says what it should be
+                suffix = None
         else:
             suffix = None
         if suffix is None:
@@ -236,7 +246,10 @@ class Topic:
     ) -> bytes:
         """The encoded fields behind the payload; kept for messages that have a producer alone."""
         is_plain = (
-            not attributes and routing_key is None and schema_id is None and schema_version is None
+            attributes is None
+            and routing_key is None
+            and schema_id is None
+            and schema_version is None
         )
         if is_plain and isinstance(producer_name, str):
             found = self._suffixes.get(producer_name)
@@ -289,6 +302,8 @@ class Topic:
             ClosedError: The topic was closed before.
         """
         level = self.resolve_level(level)
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            raise InvalidRequestError(f"an offset is a whole number, not {offset!r}")
         if not 0 <= offset < self.wal.next:
             raise OffsetOutOfRangeError(
                 "no message has this offset yet",
@@ -347,7 +362,10 @@ class Topic:
         Raises:
             OffsetOutOfRangeError: The topic has no such offset; carries the valid range.
             InvalidRequestError: `start` or `end` makes no sense.
+            ClosedError: The topic is closed.
         """
+        if self.state is TopicState.CLOSED:
+            raise ClosedError("the topic is closed", topic=self.name)
         offset = self._resolve_start(start)
         if end is not None:
             end = _as_offset("end", end)
@@ -364,7 +382,8 @@ class Topic:
             clock=self._clock,
             metrics=self._metrics,
         )
-        self._readers.add(reader)
+        with self._readers_lock:
+            self._readers.add(reader)
         return reader
 
     def read(
@@ -413,18 +432,21 @@ class Topic:
             return next((m.offset for m in recent if m.publish_time_ms >= time_ms), wal.next)
         # Everything appended so far has to be in the files to be found there.
         last = wal.next - 1
-        if last >= 0:
-            wal.wait(
-                last, AckLevel.SYNCED if wal.visible_level is AckLevel.SYNCED else AckLevel.WRITTEN
-            )
+        with suppress(CapacityError):  # on a full disk, what is there already has to do
+            if last >= 0:
+                wal.wait(
+                    last,
+                    AckLevel.SYNCED if wal.visible_level is AckLevel.SYNCED else AckLevel.WRITTEN,
+                )
         files = WalReader(
             wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
         )
         try:
-            found = files.find_time(time_ms, self.codec, end=last + 1)
+            end = min(last + 1, wal.visible, wal.written)
+            found = files.find_time(time_ms, self.codec, end=end)
         finally:
             files.close()
-        return last + 1 if found is None else found
+        return end if found is None else found
 
     @cached_property
     def aio(self) -> AsyncTopic:
@@ -442,7 +464,7 @@ class Topic:
         try:
             self.wal.close()
         finally:
-            for reader in list(self._readers):
+            for reader in self.readers:
                 reader.close()
 
     def __enter__(self) -> Self:
@@ -493,7 +515,7 @@ def _as_milliseconds(moment: datetime | int) -> int:
             raise InvalidRequestError(
                 "a point in time needs a time zone", hint="datetime.now(UTC), for example"
             )
-        milliseconds = int((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1000)
+        milliseconds = (moment - _EPOCH) // timedelta(milliseconds=1)
     elif isinstance(moment, int) and not isinstance(moment, bool):
         milliseconds = moment
     else:

@@ -79,7 +79,11 @@ class Schedule(Protocol):
         ...
 
     def submit_at(self, log: Wal, when: float) -> None:
-        """Has `log.run()` called at `when`, in `Clock.monotonic` seconds."""
+        """Has `log.on_timer()` called at `when`, in `Clock.monotonic` seconds."""
+        ...
+
+    def note_open_file(self, log: Wal) -> None:
+        """The log has opened its file outside of `run`; not called under a lock."""
         ...
 
 
@@ -349,18 +353,13 @@ class Wal:
             return
         deadline = None if timeout is None else self._clock.monotonic() + timeout
         while True:
-            # Beyond `next` there is nothing to commit for: only an append can end the wait.
-            if offset < self.next and self._try_commit_for(offset, level):
+            # Beyond `next` there is nothing to commit for: only an append can end the wait. With a
+            # deadline the commit is left to others: a thread inside of a sync cannot give up.
+            if deadline is None and offset < self.next and self._try_commit_for(offset, level):
                 return
             waiter = ThreadWaiter(offset)
             if not self.enlist(waiter, level):
                 return
-            # The commit that was under way may have ended before the waiter was enlisted, and
-            # then nobody has seen it. Its lock is free in that case: look once more.
-            if offset < self.next and self._commit_lock.acquire(blocking=False):
-                waiter.is_done = True
-                self._release_commit()
-                continue
             remaining = None if deadline is None else deadline - self._clock.monotonic()
             if not waiter.block(remaining):
                 with self.lock:
@@ -389,7 +388,7 @@ class Wal:
                 return False
             if self._refusal is not None and self._state is not TopicState.STALLED:
                 if self._state is not TopicState.QUARANTINED:
-                    raise self.failure or self._refusal()
+                    raise self.failure.again() if self.failure is not None else self._refusal()
                 if waiter.offset < self.next:
                     raise self._refusal()
             self._waiters[level].add(waiter)
@@ -409,9 +408,12 @@ class Wal:
         try:
             if self.watermark(level) > offset:
                 return True
+            had_open_file = self.has_open_file
             self._commit(sync=level is AckLevel.SYNCED)
         finally:
             self._release_commit()
+        if not had_open_file:
+            self._schedule.note_open_file(self)
         return self.watermark(level) > offset
 
     def _is_wanted(self, level: AckLevel) -> bool:
@@ -502,7 +504,7 @@ class Wal:
         writer = self._writer
         check(writer is not None, "only a log with files commits")
         if writer is None or self._state in (TopicState.CLOSED, TopicState.FAILED):
-            raise self.failure or self._closed_error()
+            raise self.failure.again() if self.failure is not None else self._closed_error()
         try:
             self._write_buffer(writer)
             if sync:
@@ -778,8 +780,9 @@ class Wal:
             self._refuse(lambda: self._stalled_error(error))
             self._stalled_until = self._clock.monotonic() + STALL_RETRY_SECONDS
             everyone = [
-                *self._waiters[AckLevel.WRITTEN].take_passed(self.next),
-                *self._waiters[AckLevel.SYNCED].take_passed(self.next),
+                waiter
+                for level in (AckLevel.WRITTEN, AckLevel.SYNCED)
+                for waiter in self._waiters[level].take_impatient(self.next)
             ]
             self._room.notify_all()
             self._timer_at = math.inf
@@ -835,7 +838,7 @@ class Wal:
             except IsterError:
                 _log.warning("close failed", extra={"topic": self.settings.topic})
         for waiter in everyone:
-            waiter.finish(failure)
+            waiter.finish(failure.again())
 
     def close(self) -> None:
         """Commits what is left, saves the checkpoint and releases the file. May be called twice.
@@ -873,6 +876,13 @@ class Wal:
             raise failure
         if not was_quarantined:
             self.save_checkpoint()
+
+    def close_quietly(self) -> None:
+        """Closes a log that could not be taken into use; its errors have been raised already."""
+        try:
+            self.close()
+        except IsterError:
+            _log.debug("close failed", exc_info=True)
 
     def _closed_error(self) -> IsterError:
         if self.failure is not None:

@@ -175,9 +175,27 @@ class _Recovery:
         recovered.codec = self._codec
         recovered.damage = tuple(self._damage)
         if not self._damage:
+            taken = {file.seq for file in recovered.files}
             for seq in strays:
-                self._directory.remove_log(seq)
+                if seq not in taken:
+                    self._drop_stray(seq)
         return recovered
+
+    def _drop_stray(self, seq: int) -> None:
+        """Takes a file without a whole first frame away; without a checkpoint, sets it aside."""
+        path = self._directory.log_path(seq)
+        fs = self._directory.fs
+        with _closing(fs.open_read(path)) as file:
+            is_empty = file.size() == 0
+        if is_empty or self._state is not None:
+            self._directory.remove_log(seq)
+            return
+        fs.rename(path, f"{path}.cut-0")
+        fs.sync_directory(self._directory.path)
+        _log.error(
+            "no checkpoint to judge a file without a whole first frame by; it was set aside",
+            extra={"path": f"{path}.cut-0"},
+        )
 
     # -- what there is ----------------------------------------------------------------------
 

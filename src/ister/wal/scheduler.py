@@ -84,9 +84,9 @@ class Scheduler:
                 # `run` handles its own errors; this is a fault in it, and the thread has other
                 # topics to serve.
                 _log.exception("commit thread", extra={"topic": log.settings.topic})
-            self._limit_open_files(log)
+            self.note_open_file(log)
 
-    def _limit_open_files(self, log: Wal) -> None:
+    def note_open_file(self, log: Wal) -> None:
         """Closes the files of those that have been idle longest, beyond the limit."""
         with self._holders_lock:
             self._holders.pop(log, None)

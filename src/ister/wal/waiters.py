@@ -22,13 +22,24 @@ _COMPACT_MIN = 64
 
 
 class Waiter:
-    """Calls `on_done` once; `offset` is what the watermark has to pass."""
+    """Calls `on_done` once; `offset` is what the watermark has to pass.
 
-    __slots__ = ("is_done", "offset", "on_done")
+    A patient waiter, such as a reader at the tail, waits through a full disk; a producer who wants
+    to know about its message does not.
+    """
 
-    def __init__(self, offset: int, on_done: Callable[[IsterError | None], None]) -> None:
+    __slots__ = ("is_done", "is_patient", "offset", "on_done")
+
+    def __init__(
+        self,
+        offset: int,
+        on_done: Callable[[IsterError | None], None],
+        *,
+        is_patient: bool = False,
+    ) -> None:
         self.offset = offset
         self.on_done = on_done
+        self.is_patient = is_patient
         self.is_done = False
 
     def __lt__(self, other: Waiter) -> bool:
@@ -46,8 +57,8 @@ class ThreadWaiter(Waiter):
 
     __slots__ = ("_blocked", "error")
 
-    def __init__(self, offset: int) -> None:
-        super().__init__(offset, self._wake)
+    def __init__(self, offset: int, *, is_patient: bool = False) -> None:
+        super().__init__(offset, self._wake, is_patient=is_patient)
         self.error: IsterError | None = None
         self._blocked = threading.Lock()
         self._blocked.acquire()
@@ -100,6 +111,14 @@ class Waiters:
         while heap and heap[0].offset < watermark:
             passed.append(heappop(heap))
         return passed
+
+    def take_impatient(self, watermark: int) -> list[Waiter]:
+        """Removes and returns those below `watermark` who do not wait through a full disk."""
+        passed = self.take_passed(watermark)
+        for waiter in passed:
+            if waiter.is_patient:
+                heappush(self._heap, waiter)
+        return [waiter for waiter in passed if not waiter.is_patient]
 
     def take_all(self) -> list[Waiter]:
         """Removes and returns everyone."""
