@@ -1,8 +1,31 @@
 """Puts `tests/` on the import path, so that tests find the shared builders from any folder."""
 
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 _TESTS = str(Path(__file__).resolve().parent)
 if _TESTS not in sys.path:
     sys.path.insert(0, _TESTS)
+
+from ister import failpoints  # noqa: E402
+from rig import Machine  # noqa: E402 - found through the path above
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """No test leaves a thread of ours running or a failpoint armed."""
+    yield
+    failpoints.disarm()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ister-")]
+    assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    """A machine whose logs are closed when the test ends."""
+    with Machine() as machine:
+        yield machine

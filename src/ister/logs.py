@@ -36,7 +36,7 @@ class JsonFormatter(logging.Formatter):
                 event[name] = value if isinstance(value, int | float | bool | str) else str(value)
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return json.dumps(event, ensure_ascii=False)
+        return json.dumps(event)
 
 
 def configure(*, level: str = "WARNING", stream: TextIO | None = None) -> logging.Handler:

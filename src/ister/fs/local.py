@@ -140,7 +140,8 @@ class _LocalLock:
                 path=path,
                 hint="close the log there, or open another directory",
             ) from error
-        with _mapped("write", path):
+        # Who holds it is a courtesy to others; a full disk is no reason not to open a log.
+        with suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ister.errors import ClosedError, IsterError, WaitTimeoutError
+from ister.errors import CapacityError, ClosedError, DiskError, IsterError, WaitTimeoutError
 from ister.model import AckLevel, Start
 from ister.topic.message import Message
 from ister.wal.waiters import Waiter
@@ -75,15 +75,26 @@ class AsyncTopic:
     ) -> AsyncIterator[Message]:
         """As `Topic.read`."""
         reader = self.reader(start, end=end)
-        if not follow:
-            upto = self._topic.wal.next
-            reader.core.limit(upto if end is None else min(end, upto))
         try:
+            if not follow:
+                await self._limit(reader, end, timeout)
+                timeout = None
             while batch := await reader.next_batch(timeout=timeout):
                 for message in batch:
                     yield message
         finally:
             reader.close()
+
+    async def _limit(self, reader: AsyncReader, end: int | None, timeout: float | None) -> None:
+        """Has a reader end with what was appended before now, as `Topic.read` does."""
+        wal = self._topic.wal
+        upto = wal.next if end is None else min(end, wal.next)
+        if upto > wal.visible:
+            try:
+                await self.wait(upto - 1, wal.visible_level, timeout)
+            except (CapacityError, ClosedError, DiskError):
+                upto = max(wal.visible, reader.core.next_offset)
+        reader.core.limit(upto)
 
     def hub(self, level: AckLevel, *, is_patient: bool) -> _Hub:
         """What the tasks of the running loop wait in for one watermark."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 
 from ister.format.message import decode_message, decode_payload
 from ister.model import Codec, StreamMessage
@@ -90,7 +91,7 @@ class Message:
     @property
     def attributes(self) -> Mapping[str, str]:
         """Its attributes."""
-        return self.record.attributes
+        return MappingProxyType(dict(self.record.attributes))
 
     @property
     def routing_key(self) -> str | None:

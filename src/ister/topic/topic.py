@@ -23,6 +23,7 @@ from ister.clock import Clock
 from ister.errors import (
     CapacityError,
     ClosedError,
+    DiskError,
     InvalidRequestError,
     MessageTooLargeError,
     OffsetOutOfRangeError,
@@ -401,16 +402,24 @@ class Topic:
             end: The offset before which to stop. Without one, and without `follow`, everything
                 appended before this call.
             follow: Wait for messages that are appended later.
-            timeout: With `follow`, stop when no message came for so many seconds.
+            timeout: With `follow`, stop when no message came for so many seconds. Without, how
+                long to wait for what was appended before this call to become visible.
 
         Raises:
-            As `reader` and `Reader.next_batch`.
+            As `reader` and `Reader.next_batch`, and WaitTimeoutError.
         """
         reader = self.reader(start, end=end)
-        if not follow:
-            upto = self.wal.next
-            reader.limit(upto if end is None else min(end, upto))
-        return _iterate(reader, timeout)
+        if follow:
+            return _iterate(reader, timeout)
+        upto = self.wal.next if end is None else min(end, self.wal.next)
+        if upto > self.wal.visible:
+            try:
+                self.wal.wait(upto - 1, self.wal.visible_level, timeout)
+            except (CapacityError, ClosedError, DiskError):
+                # They cannot become visible for now. What is visible can still be read.
+                upto = max(self.wal.visible, reader.next_offset)
+        reader.limit(upto)
+        return _iterate(reader, None)
 
     def _resolve_start(self, start: Start) -> int:
         if start == "earliest":

@@ -3,7 +3,7 @@
     wal.log  wal.1.log  wal.2.log …     frames; the highest number is the active file
     wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each
     wal.ckpt                            the checkpoint, a hint
-    wal.ckpt.tmp                        one that was being written when a crash came; ignored
+    wal.ckpt.tmp  wal.4.log.tmp         what was being written when a crash came; ignored
     wal.3.log.cut-4096                  bytes cut off a tail without a checkpoint to judge them by
 
 Owns: file names, both directions, and the atomic replacement of small files. Does not own: what

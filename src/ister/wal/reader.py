@@ -3,10 +3,10 @@
 Owns: one open file, one position in it, and nothing between two calls but those. Does not own:
 which offsets may be seen (the caller passes `end`), the cache, message bodies.
 
-Every call resolves anew which file holds the wanted offset, so rotation and trim under a reader
-are invisible: a file that was removed while it is open is read to its end, and the next one is
-looked up by offset. Continuity and crc are checked for every frame; a frame that should be there
-and is not raises `CorruptDataError` with file, position and offset.
+Every call resolves anew which file holds the wanted offset, so rotation under a reader is
+invisible, and trim is noticed only by a reader whose next message it took. Continuity and crc are
+checked for every frame; one that should be there and is not raises `CorruptDataError` with file,
+position and offset.
 
 Memory: one chunk, or one frame where that is larger. A frame that a chunk cuts in two is read
 again from its first byte with the next chunk, so nothing is carried over.
@@ -146,7 +146,12 @@ class WalReader:
                     return self._file, min(limit, end)
             elif not self._open(file):
                 continue  # trimmed between looking and opening: look again
-            self._place(file, start)
+            try:
+                self._place(file, start)
+            except NotFoundError:
+                if file in self._wal.files:
+                    raise
+                continue  # its index was trimmed, and it too
             check(self._file is not None, "a file is open after it was opened")
             if self._file is not None:
                 return self._file, min(limit, end)
@@ -220,7 +225,18 @@ class WalReader:
         Whole files and index blocks are passed over by their highest publish time; only one block
         is read. None if every message in the files is older.
         """
-        files = self._wal.files
+        while True:
+            files = self._wal.files
+            try:
+                return self._find_time(files, publish_time_ms, codec, end)
+            except (NotFoundError, OffsetOutOfRangeError):
+                if files[0] in self._wal.files:
+                    raise
+                # Trimmed meanwhile: the first such message is in what is left.
+
+    def _find_time(
+        self, files: tuple[WalFile, ...], publish_time_ms: int, codec: Codec, end: int
+    ) -> int | None:
         for at, file in enumerate(files):
             is_last = at == len(files) - 1
             entries = self._index(file).entries

@@ -20,7 +20,8 @@ Steps, each repeatable after a crash inside of it:
 6. Sync the last file: after kill -9 its tail may be in the page cache alone, and from here on it
    counts as durable.
 7. After a failed sync (the log is poisoned above `synced`): frames above `synced` are copied into
-   a new file, which is synced, and the old file ends where the new one begins, whatever it holds.
+   a new file, which is synced and only then given its name, and the old file ends where the new
+   one begins, whatever it holds.
 
 What a crash leaves: the state before, or one on the way that the next recovery takes up; next
 offset and acknowledged frames are the same in all of them.
@@ -443,7 +444,9 @@ class _Recovery:
         """
         last = files[-1]
         seq = last.seq + 1
-        target = self._directory.create_log(seq)
+        # Under a name that no recovery takes for a log until the copy is whole and durable.
+        temporary = f"{self._directory.log_path(seq)}.tmp"
+        target = self._directory.fs.create(temporary)
         try:
             copier = _Copier(target, untrusted_from, self._codec)
             with _closing(
@@ -458,6 +461,8 @@ class _Recovery:
             self._sync_or_poison(target, untrusted_from)
         finally:
             target.close()
+        self._directory.fs.rename(temporary, self._directory.log_path(seq))
+        self._directory.fs.sync_directory(self._directory.path)
         self._truncate_quietly(last.seq, copier.source_position)
         _log.error(
             "frames after a failed sync were copied into a new file",

@@ -1,0 +1,345 @@
+"""What `ister.fs.base` promises, on every file system there is."""
+
+import errno
+import threading
+
+import pytest
+
+from ister.errors import DirectoryLockedError, DiskError, NotFoundError
+from ister.fs.local import LocalFileSystem, map_os_error
+from ister.fs.memory import MemoryFileSystem
+
+
+class Place:
+    """A file system and a directory on it."""
+
+    def __init__(self, fs, root):
+        self.fs = fs
+        self.root = root
+
+    def path(self, name):
+        return f"{self.root}/{name}"
+
+    def file(self, name, data=b""):
+        """A file that was made, filled and closed."""
+        file = self.fs.create(self.path(name))
+        file.write_at(0, [data])
+        file.close()
+        return self.path(name)
+
+    def read(self, name):
+        file = self.fs.open_read(self.path(name))
+        try:
+            return file.read_at(0, file.size())
+        finally:
+            file.close()
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request, tmp_path):
+    """Each file system in turn."""
+    if request.param == "local":
+        return Place(LocalFileSystem(), str(tmp_path))
+    fs = MemoryFileSystem()
+    fs.make_directories("/root")
+    return Place(fs, "/root")
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def test_written_bytes_read_back_at_their_position(place):
+    file = place.fs.create(place.path("a"))
+    assert (file.path, file.size()) == (place.path("a"), 0)
+    file.write_at(0, [b"hello ", bytearray(b"wor"), memoryview(b"ld")])
+    file.write_at(4, [b"O"])
+    assert file.size() == 11
+    assert file.read_at(0, 11) == b"hellO world"
+    assert file.read_at(6, 3) == b"wor"
+    file.close()
+    assert place.read("a") == b"hellO world"
+
+
+def test_read_is_shorter_only_at_the_end(place):
+    place.file("a", b"0123456789")
+    file = place.fs.open_read(place.path("a"))
+    assert file.read_at(7, 100) == b"789"
+    assert file.read_at(10, 5) == b""
+    assert file.read_at(50, 5) == b""
+    assert file.read_at(3, 0) == b""
+    file.will_read(0, 5)
+    file.will_read(100, 5)
+    file.close()
+
+
+def test_write_beyond_the_end_leaves_zeros_between(place):
+    file = place.fs.create(place.path("a"))
+    file.write_at(5, [b"x"])
+    assert file.read_at(0, 10) == b"\0\0\0\0\0x"
+    file.close()
+
+
+@pytest.mark.parametrize("buffers", [[], [b""], [b"", b"a", b""]], ids=repr)
+def test_empty_buffers_are_nothing(place, buffers):
+    file = place.fs.create(place.path("a"))
+    file.write_at(0, buffers)
+    assert file.read_at(0, 10) == b"".join(buffers)
+    file.close()
+
+
+def test_more_buffers_than_one_call_takes_are_all_written(place):
+    file = place.fs.create(place.path("a"))
+    buffers = [b"%d," % number for number in range(5000)]
+    file.write_at(3, buffers)
+    assert file.read_at(3, 1 << 20) == b"".join(buffers)
+    file.close()
+
+
+def test_same_bytes_may_be_written_again(place):
+    file = place.fs.create(place.path("a"))
+    for _ in range(3):
+        file.write_at(2, [b"abc"])
+    assert file.read_at(0, 10) == b"\0\0abc"
+    file.close()
+
+
+def test_truncate_cuts(place):
+    file = place.fs.create(place.path("a"))
+    file.write_at(0, [b"0123456789"])
+    file.truncate(4)
+    assert (file.size(), file.read_at(0, 10)) == (4, b"0123")
+    file.write_at(4, [b"x"])
+    file.sync()
+    file.close()
+    assert place.read("a") == b"0123x"
+
+
+def test_two_handles_see_one_file(place):
+    place.file("a", b"old")
+    writer, reader = place.fs.open(place.path("a")), place.fs.open_read(place.path("a"))
+    writer.write_at(0, [b"new!"])
+    assert reader.read_at(0, 10) == b"new!"
+    writer.close()
+    reader.close()
+
+
+def test_sync_may_run_beside_writes(place):
+    file = place.fs.create(place.path("a"))
+    syncs = threading.Thread(target=lambda: [file.sync() for _ in range(30)])
+    syncs.start()
+    for position in range(300):
+        file.write_at(position, [b"x"])
+    syncs.join()
+    assert file.size() == 300
+    file.close()
+
+
+_USES = {
+    "read": lambda file: file.read_at(0, 1),
+    "write": lambda file: file.write_at(0, [b"x"]),
+    "size": lambda file: file.size(),
+    "sync": lambda file: file.sync(),
+    "truncate": lambda file: file.truncate(0),
+}
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_close_may_be_called_twice_and_ends_the_handle(place, use):
+    file = place.fs.create(place.path("a"))
+    file.close()
+    file.close()
+    with pytest.raises(DiskError) as refused:
+        _USES[use](file)
+    assert refused.value.errno == errno.EBADF
+
+
+def test_handle_for_reading_refuses_writes(place):
+    place.file("a", b"old")
+    file = place.fs.open_read(place.path("a"))
+    try:
+        with pytest.raises(DiskError):
+            file.write_at(0, [b"new"])
+    finally:
+        file.close()
+    assert place.read("a") == b"old"
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+def test_create_empties_what_is_there(place):
+    place.file("a", b"old content")
+    file = place.fs.create(place.path("a"))
+    assert file.size() == 0
+    file.close()
+    assert place.read("a") == b""
+
+
+@pytest.mark.parametrize("operation", ["open", "open_read", "remove", "list_directory"])
+def test_missing_path_is_not_found(place, operation):
+    with pytest.raises(NotFoundError) as missing:
+        getattr(place.fs, operation)(place.path("missing"))
+    assert missing.value.path == place.path("missing")
+
+
+@pytest.mark.parametrize("operation", ["create", "open", "sync_directory"])
+def test_missing_directory_is_not_found(place, operation):
+    name = "missing/a" if operation != "sync_directory" else "missing"
+    with pytest.raises(NotFoundError):
+        getattr(place.fs, operation)(place.path(name))
+
+
+def test_rename_of_what_is_missing_is_not_found(place):
+    place.file("target", b"kept")
+    with pytest.raises(NotFoundError):
+        place.fs.rename(place.path("missing"), place.path("target"))
+    assert place.read("target") == b"kept"
+
+
+def test_exists_tells_files_and_directories(place):
+    assert not place.fs.exists(place.path("a"))
+    place.file("a")
+    place.fs.make_directories(place.path("b/c"))
+    for name in ("a", "b", "b/c"):
+        assert place.fs.exists(place.path(name))
+    assert not place.fs.exists(place.path("b/d"))
+
+
+def test_list_is_sorted_and_has_names_only(place):
+    for name in ("b", "a", "c.log"):
+        place.file(name)
+    place.fs.make_directories(place.path("aa/inside"))
+    assert place.fs.list_directory(place.root) == ["a", "aa", "b", "c.log"]
+    assert place.fs.list_directory(place.path("aa")) == ["inside"]
+
+
+def test_rename_replaces_and_takes_the_old_name_away(place):
+    place.file("new", b"new")
+    place.file("old", b"old")
+    reader = place.fs.open_read(place.path("old"))
+    place.fs.rename(place.path("new"), place.path("old"))
+    place.fs.sync_directory(place.root)
+    assert place.read("old") == b"new"
+    assert place.fs.list_directory(place.root) == ["old"]
+    assert reader.read_at(0, 10) == b"old"
+    reader.close()
+
+
+def test_removed_file_stays_readable_through_its_handles(place):
+    place.file("a", b"content")
+    reader = place.fs.open_read(place.path("a"))
+    place.fs.remove(place.path("a"))
+    assert not place.fs.exists(place.path("a"))
+    assert reader.read_at(0, 10) == b"content"
+    reader.close()
+    with pytest.raises(NotFoundError):
+        place.fs.remove(place.path("a"))
+
+
+def test_directories_are_made_where_missing(place):
+    for _ in range(2):
+        place.fs.make_directories(place.path("a/b/c"))
+    place.fs.make_directories(place.path("a/b/d/"))
+    assert place.fs.list_directory(place.path("a/b")) == ["c", "d"]
+    place.file("a/b/c/file", b"x")
+    place.fs.make_directories(place.path("a/b/c"))
+    assert place.read("a/b/c/file") == b"x"
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["the file itself", "below it"])
+def test_directory_where_a_file_is_cannot_be_made(place, below):
+    path = place.file("a", b"content")
+    with pytest.raises(DiskError):
+        place.fs.make_directories(f"{path}/b" if below else path)
+    assert place.read("a") == b"content"
+
+
+def test_file_where_a_directory_is_cannot_be_made(place):
+    place.fs.make_directories(place.path("a"))
+    with pytest.raises(DiskError):
+        place.fs.create(place.path("a"))
+
+
+def test_directory_is_not_removed_as_a_file(place):
+    place.fs.make_directories(place.path("a/b"))
+    with pytest.raises(DiskError):
+        place.fs.remove(place.path("a"))
+    assert place.fs.exists(place.path("a/b"))
+
+
+def test_directory_is_not_opened_for_writing(place):
+    place.fs.make_directories(place.path("a"))
+    with pytest.raises(DiskError):
+        place.fs.open(place.path("a"))
+
+
+# -- lock ---------------------------------------------------------------------------------------
+
+
+def test_lock_has_one_holder_and_may_be_released_twice(place):
+    lock = place.fs.lock(place.path("LOCK"))
+    with pytest.raises(DirectoryLockedError) as held:
+        place.fs.lock(place.path("LOCK"))
+    assert held.value.path == place.path("LOCK")
+    assert "process" in held.value.message
+    place.fs.lock(place.path("OTHER")).release()
+    lock.release()
+    lock.release()
+    again = place.fs.lock(place.path("LOCK"))
+    again.release()
+
+
+def test_lock_file_is_made(place):
+    place.fs.lock(place.path("LOCK")).release()
+    assert place.fs.exists(place.path("LOCK"))
+
+
+# -- the real one alone -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["open", "open_read", "create", "lock"])
+def test_symbolic_link_is_refused(tmp_path, operation):
+    target = tmp_path / "target"
+    target.write_bytes(b"secret")
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(DiskError) as refused:
+        getattr(LocalFileSystem(), operation)(str(tmp_path / "link"))
+    assert refused.value.errno == errno.ELOOP
+    assert target.read_bytes() == b"secret"
+
+
+_ERRORS = {
+    errno.ENOSPC: "CapacityError",
+    errno.EDQUOT: "CapacityError",
+    errno.EFBIG: "CapacityError",
+    errno.EMFILE: "CapacityError",
+    errno.ENFILE: "CapacityError",
+    errno.ENOMEM: "CapacityError",
+    errno.ENOENT: "NotFoundError",
+    errno.EIO: "DiskError",
+    errno.EROFS: "DiskError",
+    errno.EACCES: "DiskError",
+}
+
+
+@pytest.mark.parametrize(("number", "name"), _ERRORS.items(), ids=map(errno.errorcode.get, _ERRORS))
+def test_errors_of_the_system_become_ours(number, name):
+    error = map_os_error(OSError(number, "what it said"), "write", "/a/b")
+    assert type(error).__name__ == name
+    assert "write failed: what it said" in str(error)
+    assert error.path == "/a/b"
+    assert getattr(error, "errno", number) == number
+
+
+def test_errors_of_the_system_are_the_cause(tmp_path):
+    with pytest.raises(NotFoundError) as missing:
+        LocalFileSystem().open(str(tmp_path / "missing"))
+    assert isinstance(missing.value.__cause__, FileNotFoundError)
+
+
+def test_new_files_are_not_for_everyone(tmp_path):
+    fs = LocalFileSystem()
+    fs.make_directories(str(tmp_path / "new"))
+    fs.create(str(tmp_path / "new" / "a")).close()
+    assert (tmp_path / "new").stat().st_mode & 0o007 == 0
+    assert (tmp_path / "new" / "a").stat().st_mode & 0o117 == 0

@@ -1,0 +1,309 @@
+"""The crash model itself: what it may lose, what it never loses, how it fails."""
+
+import errno
+import random
+
+import pytest
+
+from ister.errors import CapacityError, DirectoryLockedError, DiskError
+from ister.fs.memory import SECTOR_BYTES, FaultPlan, MemoryFileSystem, SimulatedCrash
+
+SEEDS = range(300)
+
+
+@pytest.fixture
+def fs():
+    """A file system with one durable directory."""
+    fs = MemoryFileSystem()
+    fs.make_directories("/d")
+    return fs
+
+
+def _file(fs, name="/d/a", *parts, durable=True):
+    """An open file with synced content and, if asked for, a durable name."""
+    file = fs.create(name)
+    for part in parts:
+        file.write_at(file.size(), [part])
+    file.sync()
+    if durable:
+        fs.sync_directory("/d")
+    return file
+
+
+def _read(fs, name="/d/a"):
+    file = fs.open_read(name)
+    data = file.read_at(0, file.size())
+    file.close()
+    return data
+
+
+def _outcomes(prepare):
+    """What is left of `/d/a` after a crash, over many seeds; None where there is no file."""
+    found = set()
+    for seed in SEEDS:
+        fs = MemoryFileSystem()
+        fs.make_directories("/d")
+        prepare(fs)
+        fs.crash(random.Random(seed))
+        found.add(_read(fs) if fs.exists("/d/a") else None)
+    return found
+
+
+def test_synced_bytes_survive_every_crash():
+    def prepare(fs):
+        file = _file(fs, "/d/a", b"kept" * 500)
+        file.write_at(2000, [b"pending" * 500])
+
+    outcomes = _outcomes(prepare)
+    assert all(data[:2000] == b"kept" * 500 for data in outcomes)
+
+
+def test_unsynced_bytes_may_be_lost_torn_or_zeroed():
+    """Goal: the model is as harsh as it says: each fate of a pending write occurs.
+
+    Method: one write of eight sectors over many seeds, sorted by what became of it.
+    """
+    data = bytes(range(1, 256)) * 17
+    data = data[: 8 * SECTOR_BYTES]
+
+    def prepare(fs):
+        _file(fs).write_at(0, [data])
+
+    outcomes = _outcomes(prepare)
+    assert b"" in outcomes, "lost"
+    assert data in outcomes, "arrived"
+    assert bytes(len(data)) in outcomes, "zeroed whole"
+    torn = {found for found in outcomes if 0 < len(found) < len(data)}
+    assert any(len(found) % SECTOR_BYTES == 0 for found in torn), "torn at a sector"
+    assert any(len(found) % SECTOR_BYTES for found in torn), "torn anywhere"
+    assert all(found == data[: len(found)] for found in torn)
+    holes = {found for found in outcomes if len(found) == len(data)} - {data, bytes(len(data))}
+    assert holes, "some sectors zeroed"
+    for found in holes:
+        for start in range(0, len(data), SECTOR_BYTES):
+            sector = found[start : start + SECTOR_BYTES]
+            assert sector in (data[start : start + SECTOR_BYTES], bytes(SECTOR_BYTES))
+
+
+def test_unsynced_writes_may_survive_in_any_combination():
+    def prepare(fs):
+        file = _file(fs)
+        file.write_at(0, [b"A"])
+        file.write_at(1, [b"B"])
+
+    outcomes = _outcomes(prepare)
+    assert {b"", b"A", b"\0B", b"AB"} <= outcomes
+
+
+def test_unsynced_writes_to_one_place_may_be_applied_in_any_order():
+    def prepare(fs):
+        file = _file(fs)
+        file.write_at(0, [b"first"])
+        file.write_at(0, [b"later"])
+
+    assert {b"", b"first", b"later"} <= _outcomes(prepare)
+
+
+def test_unsynced_truncation_may_be_undone():
+    def prepare(fs):
+        _file(fs, "/d/a", b"content").truncate(0)
+
+    assert _outcomes(prepare) == {b"", b"content"}
+
+
+def test_unsynced_name_may_be_missing_and_a_synced_one_not():
+    def without_sync(fs):
+        _file(fs, "/d/a", b"x", durable=False)
+
+    assert _outcomes(without_sync) == {None, b"x"}
+    assert _outcomes(lambda fs: _file(fs, "/d/a", b"x")) == {b"x"}
+
+
+def test_unsynced_removal_may_be_undone():
+    def prepare(fs):
+        _file(fs, "/d/a", b"x")
+        fs.remove("/d/a")
+
+    def synced(fs):
+        prepare(fs)
+        fs.sync_directory("/d")
+
+    assert _outcomes(prepare) == {None, b"x"}
+    assert _outcomes(synced) == {None}
+
+
+def test_unsynced_rename_leaves_the_old_or_the_new_and_never_a_mix():
+    def prepare(fs):
+        _file(fs, "/d/a", b"old")
+        _file(fs, "/d/tmp", b"new")
+        fs.rename("/d/tmp", "/d/a")
+
+    assert _outcomes(prepare) == {b"old", b"new"}
+
+
+def test_rename_of_an_unsynced_file_may_leave_it_empty():
+    def prepare(fs):
+        _file(fs, "/d/a", b"old")
+        fs.create("/d/tmp").write_at(0, [b"new"])
+        fs.rename("/d/tmp", "/d/a")
+
+    assert {b"old", b"new", b""} <= _outcomes(prepare)
+
+
+def test_new_directories_are_durable_at_once(fs):
+    fs.make_directories("/d/e/f")
+    fs.crash(random.Random(1))
+    assert fs.exists("/d/e/f")
+
+
+def test_failed_sync_reads_back_and_is_lost_for_good(fs):
+    """Goal: the fsyncgate: pages are clean after a failure, and a second sync stores nothing."""
+    file = _file(fs, "/d/a", b"kept")
+    file.write_at(4, [b"lost"])
+    fs.before = FaultPlan(1, kinds=frozenset({"sync"}))
+    with pytest.raises(DiskError):
+        file.sync()
+    assert _read(fs) == b"keptlost"
+    file.sync()
+    assert _read(fs) == b"keptlost"
+    for seed in range(20):
+        fs.crash(random.Random(seed))
+        assert _read(fs) == b"kept"
+
+
+def test_kill_keeps_the_page_cache_and_frees_the_locks(fs):
+    file = fs.create("/d/a")
+    file.write_at(0, [b"cached"])
+    fs.lock("/d/LOCK")
+    fs.kill()
+    assert _read(fs) == b"cached"
+    fs.lock("/d/LOCK").release()
+
+
+def test_crash_frees_the_locks_and_the_hook(fs):
+    fs.lock("/d/LOCK")
+    with pytest.raises(DirectoryLockedError):
+        fs.lock("/d/LOCK")
+    fs.before = FaultPlan(1, is_sticky=True)
+    fs.crash(random.Random(1))
+    fs.lock("/d/LOCK").release()
+
+
+@pytest.mark.parametrize("is_sticky", [False, True], ids=["once", "for good"])
+def test_fault_plan_fails_its_operation(fs, is_sticky):
+    file = _file(fs, "/d/a")
+    fs.before = plan = FaultPlan(
+        3, errno=errno.EROFS, is_sticky=is_sticky, kinds=frozenset({"write"})
+    )
+    failed = []
+    for number in range(1, 7):
+        file.sync()
+        try:
+            file.write_at(0, [b"xx"])
+        except DiskError as error:
+            assert error.errno == errno.EROFS
+            failed.append(number)
+    assert failed == ([3, 4, 5, 6] if is_sticky else [3])
+    assert (plan.seen, plan.fired) == (6, len(failed))
+
+
+def test_fault_plan_without_kinds_counts_everything(fs):
+    fs.before = FaultPlan(2)
+    fs.list_directory("/d")
+    with pytest.raises(DiskError):
+        fs.create("/d/a")
+    fs.create("/d/a")
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda fs: fs.open("/d/a"),
+        lambda fs: fs.open_read("/d/a"),
+        lambda fs: fs.create("/d/b"),
+        lambda fs: fs.list_directory("/d"),
+        lambda fs: fs.make_directories("/d/new"),
+        lambda fs: fs.rename("/d/a", "/d/c"),
+        lambda fs: fs.remove("/d/a"),
+        lambda fs: fs.sync_directory("/d"),
+        lambda fs: fs.lock("/d/LOCK"),
+    ],
+    ids=[
+        "open",
+        "open_read",
+        "create",
+        "list",
+        "make",
+        "rename",
+        "remove",
+        "sync_directory",
+        "lock",
+    ],
+)
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "no"), SimulatedCrash()], ids=["EIO", "crash"]
+)
+def test_operation_that_fails_has_changed_nothing(fs, operation, error):
+    _file(fs, "/d/a", b"x").close()
+    before = fs.list_directory("/d")
+
+    def fail(kind, path):
+        raise error
+
+    fs.before = fail
+    with pytest.raises((DiskError, SimulatedCrash)):
+        operation(fs)
+    fs.kill()
+    assert fs.list_directory("/d") == before
+    assert _read(fs) == b"x"
+
+
+def test_failed_write_may_have_stored_a_prefix(fs):
+    file = _file(fs)
+    fs.before = FaultPlan(1, kinds=frozenset({"write"}))
+    with pytest.raises(DiskError):
+        file.write_at(0, [b"0123456789"])
+    stored = _read(fs)
+    assert 0 < len(stored) < 10
+    assert b"0123456789".startswith(stored)
+    file.write_at(0, [b"0123456789"])
+    assert _read(fs) == b"0123456789"
+
+
+def test_full_disk_takes_what_fits_and_lets_overwrites_pass(fs):
+    file = _file(fs, "/d/a", b"12345")
+    other = _file(fs, "/d/b", b"12345")
+    fs.write_limit_bytes = 13
+    with pytest.raises(CapacityError, match="No space left"):
+        file.write_at(5, [b"abcdef"])
+    assert _read(fs) == b"12345abc"
+    file.write_at(0, [b"ABCDE"])
+    with pytest.raises(CapacityError):
+        other.write_at(5, [b"x"])
+    file.truncate(0)
+    other.write_at(5, [b"x"])
+    fs.write_limit_bytes = None
+    file.write_at(0, [bytes(100)])
+    assert (len(_read(fs)), _read(fs, "/d/b")) == (100, b"12345x")
+
+
+def test_open_files_are_counted(fs):
+    files = [fs.create("/d/a"), fs.open("/d/a"), fs.open_read("/d/a")]
+    assert fs.open_files == 3
+    for file in files:
+        file.close()
+        file.close()
+    assert fs.open_files == 0
+
+
+def test_same_seed_gives_the_same_crash():
+    def state(seed):
+        fs = MemoryFileSystem()
+        fs.make_directories("/d")
+        for name in "abc":
+            _file(fs, f"/d/{name}", durable=False).write_at(0, [bytes(range(256)) * 8])
+        fs.crash(random.Random(seed))
+        return {name: _read(fs, f"/d/{name}") for name in fs.list_directory("/d")}
+
+    assert all(state(seed) == state(seed) for seed in range(20))
+    assert len({str(state(seed)) for seed in range(20)}) > 5

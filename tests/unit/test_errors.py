@@ -1,0 +1,92 @@
+"""The error tree: codes, what may be tried again, and what an error says."""
+
+import inspect
+import re
+
+import pytest
+
+from ister import errors
+from ister.errors import (
+    DiskError,
+    InvariantError,
+    IsterError,
+    OffsetOutOfRangeError,
+    check,
+)
+
+# class: (parent, code, retriable, built-in)
+_TREE = {
+    "InvalidRequestError": ("IsterError", "INVALID_ARGUMENT", False, ValueError),
+    "ConfigError": ("InvalidRequestError", "INVALID_ARGUMENT", False, ValueError),
+    "TopicNameError": ("InvalidRequestError", "INVALID_ARGUMENT", False, ValueError),
+    "MessageTooLargeError": ("InvalidRequestError", "INVALID_ARGUMENT", False, ValueError),
+    "NotFoundError": ("IsterError", "NOT_FOUND", False, LookupError),
+    "OffsetOutOfRangeError": ("IsterError", "OUT_OF_RANGE", False, LookupError),
+    "ConflictError": ("IsterError", "ABORTED", False, Exception),
+    "DirectoryLockedError": ("ConflictError", "ABORTED", False, Exception),
+    "UnavailableError": ("IsterError", "UNAVAILABLE", True, Exception),
+    "DiskError": ("UnavailableError", "UNAVAILABLE", False, Exception),
+    "WaitTimeoutError": ("UnavailableError", "UNAVAILABLE", True, TimeoutError),
+    "CapacityError": ("IsterError", "RESOURCE_EXHAUSTED", True, Exception),
+    "CorruptDataError": ("IsterError", "DATA_LOSS", False, Exception),
+    "UnsupportedVersionError": ("IsterError", "UNIMPLEMENTED", False, Exception),
+    "ClosedError": ("IsterError", "UNAVAILABLE", False, Exception),
+    "InvariantError": ("IsterError", "INTERNAL", False, Exception),
+}
+
+
+@pytest.mark.parametrize("name", _TREE)
+def test_error_has_its_place_code_and_kind(name):
+    parent, code, retriable, built_in = _TREE[name]
+    kind = getattr(errors, name)
+    assert kind.__bases__[0] is getattr(errors, parent)
+    assert (kind.code, kind.retriable) == (code, retriable)
+    assert issubclass(kind, built_in)
+    assert inspect.getdoc(kind)
+
+
+def test_tree_has_nothing_else():
+    kinds = {n for n, o in vars(errors).items() if inspect.isclass(o) and issubclass(o, IsterError)}
+    assert kinds == {*_TREE, "IsterError"}
+    assert set(errors.__all__) == {*kinds, "check"}
+    drawn = re.findall(r"(\w+Error)\b", errors.__doc__)
+    assert {name for name in drawn if name != "OSError"} == kinds
+
+
+@pytest.mark.parametrize(
+    ("context", "text"),
+    [
+        ({}, "it broke"),
+        ({"topic": "/a/b"}, "it broke (topic=/a/b)"),
+        ({"offset": 0}, "it broke (offset=0)"),
+        (
+            {"topic": "/a/b", "offset": 5, "path": "/x/wal.log", "position": 0},
+            "it broke (topic=/a/b, offset=5, path=/x/wal.log, position=0)",
+        ),
+        ({"hint": "look there"}, "it broke; look there"),
+        ({"topic": "/a/b", "hint": "look there"}, "it broke (topic=/a/b); look there"),
+    ],
+)
+def test_error_says_where_and_what_to_do(context, text):
+    error = IsterError("it broke", **context)
+    assert str(error) == text
+    assert error.message == "it broke"
+    for name, value in context.items():
+        assert getattr(error, name) == value
+
+
+def test_offset_error_carries_the_range():
+    error = OffsetOutOfRangeError("gone", earliest=3, next=9, topic="/a/b", offset=1)
+    assert (error.earliest, error.next, error.offset) == (3, 9, 1)
+    assert "3 up to, not including, 9" in str(error)
+
+
+def test_disk_error_carries_the_number():
+    error = DiskError("write failed", errno=5, path="/x")
+    assert (error.errno, str(error)) == (5, "write failed (path=/x)")
+
+
+def test_check_raises_what_an_assertion_would():
+    check(True, "fine")
+    with pytest.raises(InvariantError, match="not fine"):
+        check(False, "not fine")

@@ -1,0 +1,93 @@
+"""Named points: each exists in the code, and an armed one acts at its visit."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ister
+from ister import failpoints
+from ister.errors import InvalidRequestError
+from ister.failpoints import FAILPOINTS, arm, arm_from_environment, disarm, reach
+
+_SOURCE = Path(ister.__file__).resolve().parent
+
+
+def test_points_in_the_list_are_those_in_the_code():
+    reached = {
+        name
+        for path in _SOURCE.rglob("*.py")
+        for name in re.findall(r'reach\("([^"]+)"\)', path.read_text())
+        if path.name != "failpoints.py"
+    }
+    assert reached == FAILPOINTS
+
+
+def test_armed_point_acts_at_every_visit_until_disarmed():
+    visits = []
+    arm("wal.after_write", lambda: visits.append(1))
+    reach("wal.before_write")
+    assert not visits
+    reach("wal.after_write")
+    reach("wal.after_write")
+    disarm()
+    reach("wal.after_write")
+    assert len(visits) == 2
+
+
+def test_unknown_point_is_refused_with_those_there_are():
+    with pytest.raises(InvalidRequestError, match=r"wal\.after_writ'.*wal\.after_write"):
+        arm("wal.after_writ", lambda: None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "wal.after_write",
+        "wal.after_write=kill",
+        "wal.after_write=stop@1",
+        "wal.after_write=kill@",
+        "wal.after_write=kill@-1",
+        "wal.after_write=kill@x",
+        "nowhere=kill@1",
+        "=",
+    ],
+)
+def test_specification_of_another_form_is_refused(text):
+    with pytest.raises(InvalidRequestError):
+        arm_from_environment(text)
+
+
+def test_specification_kills_at_the_given_visit(monkeypatch):
+    killed = []
+    monkeypatch.setattr(failpoints.os, "kill", lambda pid, number: killed.append((pid, number)))
+    arm_from_environment("wal.after_write=kill@3,wal.before_sync=pause@1")
+    for _ in range(5):
+        reach("wal.after_write")
+    reach("wal.before_sync")
+    assert killed == [(os.getpid(), signal.SIGKILL), (os.getpid(), signal.SIGSTOP)]
+
+
+def test_process_is_armed_by_its_environment(tmp_path):
+    code = (
+        "import ister\n"
+        f"with ister.open({str(tmp_path)!r}) as log:\n"
+        "    topic = log.topic('/a/b', create=True)\n"
+        "    for n in range(9): topic.wait(topic.append(b'%d' % n)); print(n, flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ISTER_FAILPOINTS": "wal.before_sync=kill@4"},
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout.split() == [b"0", b"1", b"2"]
+    with ister.open(tmp_path) as log:
+        found = [m.payload for m in log.topic("/a/b").read()]
+    assert found[:3] == [b"0", b"1", b"2"]

@@ -1,0 +1,101 @@
+"""Metrics: declared once, used, readable, right."""
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+import ister
+from ister.errors import InvariantError
+from ister.metrics import METRICS, Histogram, Metrics
+from rig import NAME, numbered
+
+_SOURCE = Path(ister.__file__).resolve().parent
+
+
+def test_every_metric_is_declared_once_and_described():
+    names = [metric.name for metric in METRICS]
+    assert len(names) == len(set(names))
+    for metric in METRICS:
+        assert re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", metric.name)
+        assert metric.unit
+        assert metric.description
+
+
+def test_every_metric_is_used_by_the_code():
+    text = "".join(path.read_text() for path in _SOURCE.rglob("*.py") if path.name != "metrics.py")
+    unused = [metric.name for metric in METRICS if f'"{metric.name}"' not in text]
+    assert not unused
+
+
+def test_every_metric_is_readable_through_a_log(machine):
+    log = machine.open(cache_capacity=4, rotate_max_bytes=4096)
+    topic = log.topic(NAME, create=True)
+    for payload in numbered(30, size=500):
+        topic.wait(topic.append(payload))
+    reader = topic.reader()
+    reader.next_batch(max_messages=2)
+    values = log.metrics.snapshot()
+    assert set(values) == {metric.name for metric in METRICS}
+    for metric in METRICS:
+        is_summary = isinstance(values[metric.name], dict)
+        assert is_summary == (metric.kind == "histogram"), metric.name
+    assert values["wal.topics"] == 1
+    assert values["wal.cache.size"] == 4
+    assert values["wal.cache.evictions"] == 26
+    assert values["wal.cache.bytes"] == topic.cache.size_bytes > 0
+    assert values["wal.open_files"] == 1
+    assert values["wal_reader.active_readers"] == 1
+    assert values["wal_reader.memory_bytes"] > 0
+    assert values["wal.writer_rotate_events"] == len(topic.wal.files) - 1
+    assert values["wal.writer_sync_latency_ms"]["count"] >= 30
+    assert values["wal.writer_flush_bytes"] == sum(
+        len(machine.read(topic.wal.directory.log_path(file.seq))) for file in topic.wal.files
+    )
+
+
+def test_unknown_metric_cannot_be_counted():
+    metrics = Metrics()
+    for use in (
+        lambda: metrics.count("wal.unknown"),
+        lambda: metrics.observe("wal.unknown", 1),
+        lambda: metrics.register_gauge("wal.unknown", lambda: 1),
+        lambda: metrics.count("wal.topics"),
+    ):
+        with pytest.raises(KeyError):
+            use()
+    with pytest.raises(InvariantError):
+        metrics.register_gauge("wal.append_refused", lambda: 1)
+
+
+def test_counts_from_many_threads_add_up():
+    metrics = Metrics()
+
+    def work():
+        for _ in range(2000):
+            metrics.count("wal.append_refused", 2)
+            metrics.observe("wal.append_enq_latency_us", 1.0)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    values = metrics.snapshot()
+    assert values["wal.append_refused"] == 16_000
+    assert values["wal.append_enq_latency_us"]["count"] == 8000
+
+
+def test_histogram_bounds_its_quantiles():
+    histogram = Histogram()
+    assert histogram.summary() == {"count": 0, "mean": 0.0, "p50": 0.0, "p99": 0.0, "max": 0.0}
+    for value in range(1, 101):
+        histogram.observe(float(value))
+    summary = histogram.summary()
+    assert (summary["count"], summary["mean"], summary["max"]) == (100, 50.5, 100.0)
+    assert summary["p50"] == 50.0
+    assert 99.0 <= summary["p99"] <= 100.0
+    histogram.observe(1e9)
+    assert histogram.quantile(1.0) == 1e9
+    assert sum(histogram.counts) == histogram.count == 101

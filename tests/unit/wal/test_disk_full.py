@@ -1,0 +1,167 @@
+"""A disk without room: appends fail clearly, nothing acknowledged is lost, it goes on by itself."""
+
+import errno
+from datetime import UTC, datetime
+
+import pytest
+
+from ister.errors import CapacityError, ClosedError, DiskError
+from ister.model import AckLevel, TopicState
+from rig import Calls, Task, eventually, numbered, payloads, waiting
+
+_FULL = {
+    "no space": errno.ENOSPC,
+    "quota": errno.EDQUOT,
+    "file too large": errno.EFBIG,
+    "no handles": errno.EMFILE,
+}
+
+
+def _stalled(machine, *, ack="synced"):
+    """A topic with one durable message and one that met the full disk."""
+    topic = machine.topic(ack=ack)
+    topic.wait(topic.append(b"kept"), "synced")
+    machine.fs.write_limit_bytes = machine.used_bytes() + 40
+    offset = topic.append(b"stuck" * 20)
+    with pytest.raises(CapacityError, match="No space left"):
+        topic.wait(offset, "synced")
+    return topic
+
+
+def test_full_disk_stalls_the_topic_and_refuses_appends(machine):
+    topic = _stalled(machine)
+    assert topic.state is TopicState.STALLED
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="cannot be written to") as refused:
+            topic.append(b"more")
+        assert refused.value.retriable
+        assert refused.value.path.endswith("wal.log")
+    marks = topic.watermarks
+    assert (marks.synced, marks.written, marks.next) == (1, 1, 2)
+    assert payloads(topic.read(end=1)) == [b"kept"]
+
+
+def test_room_that_is_back_resumes_the_topic_by_itself(machine):
+    """Goal: nothing has to be done by anyone but making room, and the stuck message is stored.
+
+    Method: lift the limit, wait for the state, then cut the power after a sync.
+    """
+    topic = _stalled(machine)
+    machine.fs.write_limit_bytes = None
+    eventually(lambda: topic.state is TopicState.OPEN)
+    topic.wait(1)
+    topic.wait(topic.append(b"after"))
+    assert topic.wal._metrics.snapshot()["wal.writer_stalls"] == 1
+    machine.cut_power(seed=1)
+    assert payloads(machine.reopened().read()) == [b"kept", b"stuck" * 20, b"after"]
+
+
+def test_kill_while_stalled_loses_only_what_was_never_acknowledged(machine):
+    _stalled(machine)
+    machine.kill()
+    machine.fs.write_limit_bytes = None
+    topic = machine.reopened()
+    assert topic.state is TopicState.OPEN
+    assert payloads(topic.read()) == [b"kept"]
+    assert topic.append(b"next") == 1
+
+
+def test_close_while_stalled_says_that_messages_are_not_stored(machine):
+    topic = _stalled(machine)
+    with pytest.raises(CapacityError):
+        topic.close()
+    assert topic.state is TopicState.CLOSED
+    with pytest.raises(ClosedError):
+        topic.append(b"late")
+
+
+def test_waiters_at_the_time_are_all_told(machine):
+    topic = _stalled(machine)
+    tasks = [Task(topic.wait, 1) for _ in range(3)]
+    assert all(isinstance(task.error(), CapacityError) for task in tasks)
+
+
+@pytest.mark.parametrize("number", _FULL.values(), ids=_FULL)
+def test_file_that_cannot_be_made_stalls_and_is_made_later(machine, number):
+    topic = machine.topic()
+    machine.fs.before = Calls(
+        fail=lambda kind, path: OSError(number, "full") if (kind == "create") else None
+    )
+    offset = topic.append(b"a")
+    with pytest.raises(CapacityError):
+        topic.wait(offset)
+    machine.fs.before = Calls()
+    eventually(lambda: topic.state is TopicState.OPEN)
+    topic.wait(offset)
+    assert payloads(topic.read()) == [b"a"]
+
+
+def test_no_space_at_the_sync_is_as_final_as_any_failed_sync(machine):
+    topic = machine.topic()
+    machine.fs.before = Calls(
+        fail=lambda kind, path: OSError(errno.ENOSPC, "full") if kind == "sync" else None
+    )
+    offset = topic.append(b"a")
+    with pytest.raises(DiskError):
+        topic.wait(offset)
+    assert topic.state is TopicState.FAILED
+
+
+def test_other_topics_of_a_full_disk_resume_too(machine):
+    log = machine.open()
+    topics = [log.topic(f"/default/t{number}", create=True) for number in range(5)]
+    for topic in topics:
+        topic.wait(topic.append(b"kept"))
+    machine.fs.write_limit_bytes = machine.used_bytes()
+    for topic in topics:
+        topic.append(b"stuck")
+        with pytest.raises(CapacityError):
+            topic.wait(1)
+    machine.fs.write_limit_bytes = None
+    for topic in topics:
+        eventually(lambda topic=topic: topic.state is TopicState.OPEN)
+        topic.wait(1)
+        assert payloads(topic.read()) == [b"kept", b"stuck"]
+
+
+def test_appends_beside_a_disk_that_fills_and_empties_lose_nothing(machine):
+    """Goal: whatever was accepted is stored in order, through several full disks.
+
+    Method: append until refused, make room, and so on; then read everything back.
+    """
+    topic = machine.topic()
+    accepted = []
+    for round_number in range(4):
+        machine.fs.write_limit_bytes = machine.used_bytes() + 3000
+        for payload in numbered(50, first=round_number * 100, size=200):
+            try:
+                topic.append(payload)
+                accepted.append(payload)
+                topic.wait(len(accepted) - 1, timeout=10)
+            except CapacityError:
+                break
+        machine.fs.write_limit_bytes = None
+        eventually(lambda: topic.state is TopicState.OPEN)
+    topic.flush()
+    assert len(accepted) > 20
+    machine.cut_power(seed=5)
+    assert payloads(machine.reopened().read()) == accepted
+
+
+def test_reader_at_the_tail_outlives_a_full_disk(machine):
+    topic = machine.topic()
+    topic.wait(topic.append(b"kept"))
+    tail = Task(topic.reader(1).next_batch, timeout=8)
+    eventually(lambda: waiting(topic, AckLevel.SYNCED) == 1)
+    machine.fs.write_limit_bytes = machine.used_bytes()
+    offset = topic.append(b"stuck")
+    with pytest.raises(CapacityError):
+        topic.wait(offset)
+    machine.fs.write_limit_bytes = None
+    assert payloads(tail.result()) == [b"stuck"]
+
+
+def test_start_by_time_works_on_a_stalled_topic(machine):
+    topic = _stalled(machine)
+    reader = topic.reader(datetime(2000, 1, 1, tzinfo=UTC), end=1)
+    assert payloads(reader.next_batch(timeout=1)) == [b"kept"]

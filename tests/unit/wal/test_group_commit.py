@@ -1,0 +1,199 @@
+"""Who commits, in which batches, and who is told what."""
+
+import errno
+import threading
+
+import pytest
+
+from ister.errors import ClosedError, DiskError, WaitTimeoutError
+from ister.model import AckLevel, TopicState
+from rig import Calls, Gate, NoThreads, Task, eventually, payloads, waiting
+
+SYNCED = AckLevel.SYNCED
+
+
+def test_lone_waiter_writes_and_syncs_in_its_own_thread(machine):
+    topic = machine.topic(scheduler=NoThreads())
+    machine.fs.before = calls = Calls()
+    topic.wait(topic.append(b"a"))
+    assert calls.threads("write", ".log") == calls.threads("sync", ".log")
+    assert calls.threads("sync", ".log") == {threading.get_ident()}
+    assert calls.count("sync", ".log") == 1
+
+
+def test_those_who_come_during_a_sync_share_the_next_one(machine):
+    """Goal: a commit under way is the batching window: eight waiters cost one more sync.
+
+    Method: the first waiter's sync is held back until the other eight have enlisted.
+    """
+    topic = machine.topic()
+    machine.fs.before = gate = Gate("sync")
+    first = Task(lambda: topic.wait(topic.append(b"first")))
+    gate.wait_reached()
+    others = [Task(lambda: topic.wait(topic.append(b"more"))) for _ in range(8)]
+    eventually(lambda: waiting(topic, SYNCED) == 8)
+    gate.open()
+    for task in (first, *others):
+        task.result()
+    assert topic.watermarks.synced == 9
+    assert gate.count("sync", ".log") == 2
+
+
+def test_waiter_is_not_told_before_its_sync_has_returned(machine):
+    topic = machine.topic()
+    machine.fs.before = gate = Gate("sync")
+    offset = topic.append(b"a")
+    waiter = Task(topic.wait, offset)
+    gate.wait_reached()
+    assert waiter.is_running
+    assert (topic.watermarks.written, topic.watermarks.synced) == (1, 0)
+    gate.open()
+    waiter.result()
+    assert topic.watermarks.synced == 1
+
+
+def test_waiter_for_written_is_told_while_the_sync_still_runs(machine):
+    topic = machine.topic()
+    machine.fs.before = gate = Gate("sync")
+    offset = topic.append(b"a")
+    synced = Task(topic.wait, offset)
+    gate.wait_reached()
+    Task(topic.wait, offset, "written").result()
+    assert synced.is_running
+    gate.open()
+    synced.result()
+
+
+@pytest.mark.parametrize("failing", ["write", "sync"])
+def test_failed_commit_reaches_every_waiter_and_stops_the_topic(machine, failing):
+    """Goal: no waiter is left out or told that all is well, and no append follows.
+
+    Method: the first waiter's write or sync is held back until others wait, then fails.
+    """
+    topic = machine.topic()
+    machine.fs.before = gate = Gate(
+        failing,
+        fail=lambda kind, path: (
+            OSError(errno.EIO, "broken") if (kind, path[-4:]) == (failing, ".log") else None
+        ),
+    )
+    tasks = [Task(topic.wait, topic.append(b"first"))]
+    gate.wait_reached()
+    tasks += [Task(lambda: topic.wait(topic.append(b"more"))) for _ in range(4)]
+    reader = Task(topic.reader(0).next_batch)
+    eventually(lambda: waiting(topic, SYNCED) == 5)
+    gate.open()
+    errors = [task.error() for task in (*tasks, reader)]
+    assert all(isinstance(error, DiskError) and error.topic == topic.name for error in errors)
+    assert topic.state is TopicState.FAILED
+    assert topic.watermarks.synced == 0
+    with pytest.raises(ClosedError, match="writer stopped") as refused:
+        topic.append(b"late")
+    assert isinstance(refused.value.__cause__, DiskError)
+    with pytest.raises(DiskError):
+        topic.wait(0)
+
+
+def test_failed_sync_is_never_tried_again(machine):
+    topic = machine.topic()
+    offset = topic.append(b"a")
+    machine.fs.before = calls = Calls(
+        fail=lambda kind, path: (
+            OSError(errno.EIO, "broken") if kind == "sync" and path.endswith(".log") else None
+        )
+    )
+    for _ in range(3):
+        with pytest.raises(DiskError):
+            topic.wait(offset)
+    topic.close()
+    assert calls.count("sync", ".log") == 1
+
+
+def test_repeated_waits_on_a_failed_topic_do_not_grow_the_traceback(machine):
+    topic = machine.topic()
+    offset = topic.append(b"a")
+    machine.fs.before = Calls(
+        fail=lambda kind, path: OSError(errno.EIO, "broken") if kind == "sync" else None
+    )
+    lengths = []
+    for _ in range(5):
+        with pytest.raises(DiskError) as caught:
+            topic.wait(offset)
+        lengths.append(len(caught.traceback))
+    assert lengths[-1] <= lengths[0] + 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "level"),
+    [
+        pytest.param({"fsync_interval_ms": 3_600_000}, "written", id="bytes are written soon"),
+        pytest.param({"fsync_interval_ms": 20}, "synced", id="and synced after the interval"),
+        pytest.param({"fsync_max_batch_bytes": 1}, "synced", id="or at the batch size"),
+    ],
+)
+def test_bytes_that_nobody_waits_for_are_committed_in_the_background(machine, settings, level):
+    topic = machine.topic(**settings)
+    topic.append(b"a")
+    eventually(lambda: getattr(topic.watermarks, level) == 1)
+
+
+def test_timed_out_waiter_leaves_the_message_accepted(machine):
+    topic = machine.topic()
+    machine.fs.before = gate = Gate("sync")
+    first = Task(topic.wait, topic.append(b"a"))
+    gate.wait_reached()
+    offset = topic.append(b"b")
+    with pytest.raises(WaitTimeoutError) as late:
+        topic.wait(offset, timeout=0.02)
+    assert (late.value.offset, late.value.topic) == (offset, topic.name)
+    assert isinstance(late.value, TimeoutError)
+    gate.open()
+    first.result()
+    topic.wait(offset)
+    assert payloads(topic.read()) == [b"a", b"b"]
+
+
+def test_lone_waiter_on_a_slow_disk_times_out(machine):
+    topic = machine.topic()
+    machine.fs.before = gate = Gate("sync")
+    waiter = Task(topic.wait, topic.append(b"a"), timeout=0.05)
+    gate.wait_reached()
+    try:
+        waiter.join(0.5)
+        is_running = waiter.is_running
+    finally:
+        gate.open()
+    assert not is_running
+    assert isinstance(waiter.error(), WaitTimeoutError)
+
+
+def test_timed_out_waits_leave_nothing_behind(machine):
+    topic = machine.topic()
+    machine.fs.before = gate = Gate("sync")
+    first = Task(topic.wait, topic.append(b"a"))
+    gate.wait_reached()
+    offset = topic.append(b"b")
+    for _ in range(200):
+        with pytest.raises(WaitTimeoutError):
+            topic.wait(offset, timeout=0.0001)
+    gate.open()
+    first.result()
+    topic.wait(offset)
+    eventually(lambda: waiting(topic, SYNCED) == 0)
+
+
+def test_close_commits_what_was_appended(machine):
+    topic = machine.topic()
+    topic.append_many([b"a", b"b"])
+    topic.close()
+    machine.cut_power(seed=3)
+    assert payloads(machine.reopened().read()) == [b"a", b"b"]
+
+
+def test_close_tells_those_who_wait_beyond_the_end(machine):
+    topic = machine.topic()
+    reader = Task(topic.reader("latest").next_batch)
+    eventually(lambda: waiting(topic, SYNCED) == 1)
+    topic.close()
+    assert isinstance(reader.error(), ClosedError)
+    assert topic.state is TopicState.CLOSED

@@ -1,0 +1,82 @@
+"""Handles and threads: idle topics hold none, and many topics share a few."""
+
+import threading
+
+from ister.limits import IDLE_FILE_SECONDS
+from rig import Calls, ManualClock, eventually
+
+
+def test_idle_topic_holds_no_open_file(machine):
+    """Goal: after a while without appends the handle is given back, and a later append works.
+
+    Method: a clock moved by hand, and the log's own timer.
+    """
+    clock = ManualClock()
+    topic = machine.topic(clock=clock)
+    topic.wait(topic.append(b"a"))
+    assert topic.wal.has_open_file
+    clock.advance(IDLE_FILE_SECONDS + 1)
+    topic.wal.on_timer()
+    eventually(lambda: not topic.wal.has_open_file)
+    eventually(lambda: machine.fs.open_files == 0)
+    topic.wait(topic.append(b"b"))
+    assert topic.watermarks.synced == 2
+
+
+def test_opened_topic_without_appends_holds_no_file(machine):
+    topic = machine.topic()
+    topic.wait(topic.append(b"a"))
+    machine.kill()
+    machine.reopened()
+    assert machine.fs.open_files == 0
+
+
+def test_open_files_are_limited_in_the_end(machine):
+    log = machine.open(max_open_files=4)
+    topics = [log.topic(f"/default/t{number}", create=True) for number in range(30)]
+    for topic in topics:
+        topic.append(b"a")
+    eventually(lambda: all(topic.watermarks.written for topic in topics))
+    for topic in topics:
+        topic.flush()
+    eventually(lambda: log.metrics.snapshot()["wal.open_files"] <= 4)
+    for topic in topics:
+        topic.wait(topic.append(b"b"))
+        assert topic.watermarks.synced == 2
+
+
+def test_open_files_never_exceed_their_limit(machine):
+    log = machine.open(max_open_files=4, writer_threads=1)
+    most = 0
+    for number in range(40):
+        topic = log.topic(f"/default/t{number}", create=True)
+        topic.wait(topic.append(b"a"))
+        most = max(most, log.metrics.snapshot()["wal.open_files"])
+    assert most <= 4 + 2
+
+
+def test_thousands_of_topics_cost_no_thread_and_no_file_each(machine):
+    """Goal: 2,000 topics, each appended to, run on the threads of one log."""
+    log = machine.open(writer_threads=3)
+    threads = threading.active_count()
+    topics = [log.topic(f"/default/t{number}", create=True) for number in range(2000)]
+    assert machine.fs.open_files == 0
+    for topic in topics[::20]:
+        topic.append(b"a")
+    assert threading.active_count() == threads
+    eventually(lambda: all(topic.watermarks.written for topic in topics[::20]))
+    assert log.metrics.snapshot()["wal.topics"] == 2000
+    assert len(log.topics()) == 2000
+    names = [t.name for t in threading.enumerate() if t.name.startswith("ister-")]
+    assert len(names) == 3 + 1
+
+
+def test_closed_log_leaves_no_file_open(machine):
+    log = machine.open()
+    machine.fs.before = Calls()
+    for number in range(10):
+        topic = log.topic(f"/default/t{number}", create=True)
+        topic.append(b"a")
+        next(topic.read())
+    log.close()
+    assert machine.fs.open_files == 0

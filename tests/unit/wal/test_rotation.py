@@ -1,0 +1,144 @@
+"""When a file ends, and what a rotation that fails leaves in use."""
+
+import errno
+from itertools import pairwise
+
+import pytest
+
+from ister.model import TopicState
+from rig import NAME, ROOT, Calls, ManualClock, numbered, payloads
+
+PATH = f"{ROOT}{NAME}"
+
+
+def _logs(machine):
+    return [name for name in machine.fs.list_directory(PATH) if name.endswith(".log")]
+
+
+def _append(topic, count, *, size=500):
+    first = topic.watermarks.next
+    for payload in numbered(count, first=first, size=size):
+        topic.wait(topic.append(payload))
+
+
+def test_file_of_its_size_is_followed_by_another(machine):
+    """Goal: each file ends at a frame boundary once it has its size, and reading crosses them.
+
+    Method: small files; the sizes on disk, the first offsets in the list, all messages.
+    """
+    topic = machine.topic(rotate_max_bytes=4096)
+    _append(topic, 40)
+    files = topic.wal.files
+    assert len(files) > 3
+    assert _logs(machine) == sorted(
+        f"wal.{file.seq}.log" if file.seq else "wal.log" for file in files
+    )
+    for file, after in pairwise(files):
+        path = topic.wal.directory.log_path(file.seq)
+        starts = machine.frame_starts(path)
+        assert len(starts) == after.first_offset - file.first_offset
+        assert starts[-1] < 4096 <= len(machine.read(path))
+    assert payloads(topic.read()) == numbered(40, size=500)
+    assert topic.wal._metrics.snapshot()["wal.writer_rotate_events"] == len(files) - 1
+
+
+def test_message_larger_than_a_file_gets_one(machine):
+    topic = machine.topic(rotate_max_bytes=4096)
+    sent = numbered(3, size=20_000)
+    for payload in sent:
+        topic.wait(topic.append(payload))
+    assert [file.first_offset for file in topic.wal.files] == [0, 1, 2]
+    assert payloads(topic.read()) == sent
+
+
+def test_file_of_its_age_is_followed_by_another_at_the_next_append(machine):
+    clock = ManualClock()
+    topic = machine.topic(rotate_max_seconds=60, clock=clock)
+    _append(topic, 1)
+    clock.advance(59)
+    _append(topic, 1)
+    assert len(topic.wal.files) == 1
+    clock.advance(1)
+    assert len(topic.wal.files) == 1
+    _append(topic, 1)
+    assert [file.first_offset for file in topic.wal.files] == [0, 2]
+
+
+@pytest.mark.parametrize("jump_ms", [10**9, -(10**9)], ids=["ahead", "back"])
+def test_jump_of_the_wall_clock_rotates_nothing(machine, jump_ms):
+    clock = ManualClock()
+    topic = machine.topic(rotate_max_seconds=60, clock=clock)
+    _append(topic, 1)
+    clock.jump_wall(jump_ms)
+    _append(topic, 2)
+    assert len(topic.wal.files) == 1
+    assert payloads(topic.read()) == numbered(3, size=500)
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EMFILE, errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get
+)
+def test_rotation_that_cannot_make_its_file_keeps_the_old_one_in_use(machine, number):
+    """Goal: a failing rotation is no reason to fail an append; it is made up for later.
+
+    Method: creating files fails for a while; the clock decides when it is tried again.
+    """
+    clock = ManualClock()
+    topic = machine.topic(rotate_max_bytes=4096, clock=clock)
+    machine.fs.before = Calls(
+        fail=lambda kind, path: (
+            OSError(number, "no") if kind == "create" and path.endswith("wal.1.log") else None
+        )
+    )
+    _append(topic, 20)
+    assert topic.state is TopicState.OPEN
+    assert len(topic.wal.files) == 1
+    assert topic.wal._metrics.snapshot()["wal.rotate_errors"] == 1
+    machine.fs.before = Calls()
+    clock.advance(1)
+    _append(topic, 2)
+    assert [file.first_offset for file in topic.wal.files] == [0, 20]
+    machine.cut_power(seed=2)
+    assert payloads(machine.reopened().read()) == numbered(22, size=500)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_crash_after_a_rotation_whose_name_was_not_synced_is_no_damage(machine, seed):
+    """Goal: a file left behind by a failed rotation does not make a torn tail look like damage.
+
+    Method: the directory's sync fails once, so the new file exists and the old one stays in use;
+    more frames go there, unsynced, and the power is cut.
+    """
+    topic = machine.topic(rotate_max_bytes=4096, clock=ManualClock())
+    _append(topic, 8)
+    failures = [OSError(errno.EIO, "no")]
+    machine.fs.before = Calls(
+        fail=lambda kind, path: (
+            failures.pop()
+            if failures and kind == "sync_directory" and machine.fs.exists(f"{PATH}/wal.1.log")
+            else None
+        )
+    )
+    _append(topic, 1)
+    assert not failures
+    promised = topic.watermarks.synced
+    if topic.state is TopicState.OPEN:
+        for payload in numbered(4, first=9, size=1500):
+            topic.wait(topic.append(payload), "written")
+    machine.cut_power(seed)
+    reopened = machine.reopened()
+    assert reopened.state is TopicState.OPEN
+    assert payloads(reopened.read())[:promised] == numbered(9, size=500)[:promised]
+    assert len(payloads(reopened.read())) >= promised
+
+
+def test_empty_last_file_is_filled_from_its_beginning(machine):
+    topic = machine.topic(rotate_max_bytes=4096)
+    _append(topic, 8)
+    machine.kill()
+    machine.create(f"{PATH}/wal.1.log")
+    topic = machine.reopened(rotate_max_bytes=4096)
+    assert topic.append(b"next") == 8
+    topic.flush()
+    assert machine.frame_starts(f"{PATH}/wal.1.log") == [0]
+    assert payloads(topic.read(8)) == [b"next"]
