@@ -1,0 +1,1 @@
+"""Benchmarks that state, with each figure, the limit measured in the same run."""

@@ -1,0 +1,523 @@
+"""What a topic's WAL files hold, found out from outside: read-only, no lock, bounded memory.
+
+    whole frames ─► bad range ─► whole frames ─► … ─► torn tail
+
+Owns: which files belong together, walking them, finding the next whole frame behind a bad one, and
+the word for a bad range. Does not own: how it is shown, and what is done about it; opening a topic
+(`ister.wal.recovery`) decides by itself and cuts or quarantines.
+
+A bad range is `torn` if it begins at or above the durable watermark: a crash explains it, and
+opening the topic cuts it off. Below the watermark it is `damage`. Without a readable checkpoint,
+bad bytes at the end of the last file count as torn if no whole frame follows them.
+
+The log may be open in another process. The checkpoint is read first, so that every frame below its
+watermark is in the files by the time they are read; files that are trimmed meanwhile are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
+from ister.format.checkpoint import WalState
+from ister.format.frame import (
+    FRAME_HEADER_SIZE,
+    Frame,
+    NeedMore,
+    Scan,
+    decode_frame,
+    find_frame,
+)
+from ister.format.message import decode_message, decode_publish_time, recognise
+from ister.fs.base import File
+from ister.fs.local import LocalFileSystem
+from ister.limits import MIB, RECOVERY_CHUNK_BYTES
+from ister.model import Codec
+from ister.wal.directory import CHECKPOINT_NAME, WalDirectory, format_log_name, parse_log_name
+from ister.wal.scan import describe_stop, scan_file
+
+__all__ = ["BadRange", "FileSurvey", "FrameLine", "Kind", "TopicSurvey", "find_topics", "survey"]
+
+_SEARCH_STEP_BYTES: Final = 2 * MIB
+"""Behind a bad header every byte is tried, in windows of `RECOVERY_CHUNK_BYTES` that overlap by
+the rest: a frame up to that size is always found, a larger one only behind an intact header."""
+_OFFSET_MAX: Final = 1 << 63
+"""No log gets this far; the bound for frames behind damage where nothing better is known."""
+_FRAME_BYTES_MIN: Final = FRAME_HEADER_SIZE + 1
+_DEPTH_MAX: Final = 3
+"""A data directory holds `wal/namespace/topic`; nothing of ours lies deeper."""
+_LOCK_NAME: Final = ".lock"
+"""What an open log leaves in its directory (see `ister.topic.log`): there may be no topic yet."""
+
+
+class Kind(StrEnum):
+    """What a bad range is."""
+
+    DAMAGE = "damage"
+    TORN = "torn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRange:
+    """Bytes between whole frames, or behind the last one, that are not frames."""
+
+    position: int
+    end_position: int
+    offset: int | None
+    """The offset that should stand there; None if nothing says so."""
+    end_offset: int | None
+    """The offset of the next whole frame; None if there is none."""
+    reason: str
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameLine:
+    """One whole frame; the last two are None if its body is not a message."""
+
+    offset: int
+    position: int
+    size: int
+    publish_time: int | None
+    producer: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class FileSurvey:
+    """What one file holds."""
+
+    name: str
+    path: str
+    topic: str
+    first_offset: int | None = None
+    """Of the first whole frame, or where the file should begin."""
+    next_offset: int | None = None
+    """After the last whole frame that counts: frames behind a torn one do not."""
+    frames: int = 0
+    bytes: int = 0
+    is_missing: bool = False
+    codec: Codec | None = None
+    publish_time_min: int | None = None
+    publish_time_max: int | None = None
+    undecodable: int = 0
+    """Frames whose crc holds and whose body is not a message in the codec."""
+    damage: list[BadRange] = field(default_factory=list)
+    listed: list[FrameLine] = field(default_factory=list)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something is wrong that a crash does not explain."""
+        return any(bad.kind is Kind.DAMAGE for bad in self.damage)
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicSurvey:
+    """A topic's directory and its checkpoint."""
+
+    topic: str
+    path: str
+    checkpoint: str
+    """`ok`, `missing`, `damaged`, or which version cannot be read."""
+    state: WalState | None
+    files: list[FileSurvey] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Listing:
+    """Which frames to list one by one, in all files together."""
+
+    start_offset: int = 0
+    remaining: int = 0
+
+
+def find_topics(path: str) -> list[str]:
+    """The topic directories at or below `path`, sorted.
+
+    Raises:
+        NotFoundError: There is no such directory, or nothing of Ister's in it.
+    """
+    found: list[str] = []
+    is_ours = False
+    depth = path.rstrip("/").count("/")
+    for root, directories, names in os.walk(path):
+        is_ours = is_ours or _LOCK_NAME in names
+        if CHECKPOINT_NAME in names or any(parse_log_name(name) is not None for name in names):
+            found.append(root)
+            directories.clear()
+        if root.count("/") - depth >= _DEPTH_MAX:
+            directories.clear()
+        directories.sort()
+    if not found and not is_ours:
+        raise NotFoundError(
+            "no WAL files here",
+            path=path,
+            hint="give a WAL file, a topic's directory, or a data directory",
+        )
+    return sorted(found)
+
+
+def survey(
+    directory_path: str, *, only: str | None = None, listing: Listing | None = None
+) -> TopicSurvey:
+    """Looks at the files of a topic.
+
+    Args:
+        directory_path: The topic's directory.
+        only: The name of the one file to look at; the others only serve to judge it.
+        listing: Frames to list; counted down.
+
+    Raises:
+        NotFoundError: There is no such directory.
+        DiskError: A file cannot be read.
+    """
+    directory = WalDirectory(LocalFileSystem(), directory_path)
+    parts = directory_path.rstrip("/").split("/")
+    result = TopicSurvey(
+        topic=f"/{parts[-2]}/{parts[-1]}" if len(parts) > 1 else parts[-1],
+        path=directory_path,
+        checkpoint="ok",
+        state=None,
+    )
+    try:
+        result.state = directory.load_state()
+        if result.state is None:
+            exists = directory.fs.exists(directory.checkpoint_path)
+            result.checkpoint = "damaged" if exists else "missing"
+    except UnsupportedVersionError as error:
+        result.checkpoint = error.message
+    _TopicWalk(directory, result, listing or Listing()).run(only)
+    return result
+
+
+class _TopicWalk:
+    """One survey of a directory under way."""
+
+    def __init__(self, directory: WalDirectory, result: TopicSurvey, listing: Listing) -> None:
+        self._directory = directory
+        self._result = result
+        self._state = result.state
+        self._listing = listing
+        self._hints = _hinted_first_offsets(result.state)
+
+    def run(self, only: str | None) -> None:
+        if only is not None and parse_log_name(only) is None:
+            # A copy under a name of its own: it stands alone, and no checkpoint is about it.
+            self._state, self._hints = None, {}
+            self._survey_file(self._new(only), expected=None, successor=None, is_last=True)
+            return
+        seqs = self._directory.log_seqs()
+        firsts = self._first_offsets(seqs)
+        before: FileSurvey | None = None
+        for seq in self._with_missing(seqs):
+            name = format_log_name(seq)
+            if only is not None and only != name:
+                continue
+            entry = self._new(name)
+            if seq not in seqs:
+                self._note_missing(entry, seq)
+                before = None
+                continue
+            expected = firsts.get(seq)
+            if expected is None:
+                expected = before.next_offset if before is not None else None
+            self._survey_file(
+                entry,
+                expected=0 if expected is None and seq == 0 else expected,
+                successor=firsts.get(seq + 1),
+                is_last=seq == seqs[-1],
+            )
+            before = entry
+
+    def _new(self, name: str) -> FileSurvey:
+        return FileSurvey(
+            name=name,
+            path=f"{self._directory.path}/{name}",
+            topic=self._result.topic,
+            codec=self._state.codec if self._state is not None else None,
+        )
+
+    def _with_missing(self, seqs: list[int]) -> Iterator[int]:
+        """The numbers of all files that should be there."""
+        state = self._state
+        if state is not None and state.synced > 0:
+            active = state.checkpoint.file_seq
+            known = {
+                rotated.seq
+                for rotated in state.checkpoint.rotated_files
+                if rotated.first_offset >= state.checkpoint.start_offset
+            }
+            if active not in seqs and state.checkpoint.active_file_first_offset is not None:
+                known.add(active)
+            seqs = sorted({*seqs, *known})
+        if not seqs:
+            return
+        yield from range(seqs[0], seqs[-1] + 1)
+
+    def _note_missing(self, entry: FileSurvey, seq: int) -> None:
+        entry.is_missing = True
+        entry.first_offset = self._hints.get(seq)
+        entry.damage.append(
+            BadRange(
+                position=0,
+                end_position=0,
+                offset=entry.first_offset,
+                end_offset=self._hints.get(seq + 1),
+                reason="file missing",
+                kind=Kind.DAMAGE,
+            )
+        )
+        self._result.files.append(entry)
+
+    def _first_offsets(self, seqs: list[int]) -> dict[int, int]:
+        """Where each file begins: by the checkpoint, or by its first frame if that is whole."""
+        firsts = {seq: self._hints[seq] for seq in seqs if seq in self._hints}
+        for seq in seqs:
+            if seq in firsts:
+                continue
+            try:
+                file = self._directory.fs.open_read(self._directory.log_path(seq))
+            except NotFoundError:
+                continue
+            try:
+                frame = _frame_at(file, 0)
+            finally:
+                file.close()
+            if frame is not None:
+                firsts[seq] = frame.offset
+        return firsts
+
+    def _survey_file(
+        self, entry: FileSurvey, *, expected: int | None, successor: int | None, is_last: bool
+    ) -> None:
+        try:
+            file = self._directory.fs.open_read(entry.path)
+        except NotFoundError:
+            return  # trimmed since the directory was read
+        try:
+            walk = _FileWalk(
+                file,
+                entry,
+                self._listing,
+                durable=self._state.synced if self._state is not None else None,
+                successor=successor,
+                is_last=is_last,
+            )
+            walk.run(expected)
+        finally:
+            file.close()
+        self._result.files.append(entry)
+
+
+class _FileWalk:
+    """One file: whole frames counted, bad ranges noted."""
+
+    def __init__(
+        self,
+        file: File,
+        entry: FileSurvey,
+        listing: Listing,
+        *,
+        durable: int | None,
+        successor: int | None,
+        is_last: bool,
+    ) -> None:
+        self._file = file
+        self._entry = entry
+        self._listing = listing
+        self._durable = durable
+        self._successor = successor
+        self._is_last = is_last
+
+    def run(self, expected: int | None) -> None:
+        entry = self._entry
+        entry.first_offset = entry.next_offset = expected
+        position = 0
+        while True:
+            scan = scan_file(
+                self._file, position=position, expected_offset=expected, visit=self._visit
+            )
+            entry.bytes = scan.size
+            if scan.frames:
+                entry.next_offset = scan.next_offset
+            offset = scan.next_offset
+            if scan.is_clean or self._is_superseded(offset):
+                break
+            found = self._resume(scan.end, offset)
+            kind = self._judge(offset, is_followed=found is not None)
+            reason = describe_stop(scan)
+            if kind is Kind.TORN and found is not None:
+                reason += f"; a whole frame follows at position {found[0]}, opening cuts it off too"
+                found = None
+            entry.damage.append(
+                BadRange(
+                    position=scan.end,
+                    end_position=found[0] if found else scan.size,
+                    offset=offset,
+                    end_offset=found[1] if found else None,
+                    reason=reason,
+                    kind=kind,
+                )
+            )
+            if found is None:
+                return
+            position, expected = found
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Whole frames up to the end of the file may still be too few of them."""
+        entry = self._entry
+        promised = self._durable if self._is_last else self._successor
+        reached = entry.next_offset or 0
+        if promised is None or reached >= promised:
+            return
+        what = "the log was durable" if self._is_last else "the next file begins"
+        entry.damage.append(
+            BadRange(
+                position=entry.bytes,
+                end_position=entry.bytes,
+                offset=reached,
+                end_offset=promised,
+                reason=f"the frames end here, {what} {'up to' if self._is_last else 'at'} "
+                f"offset {promised}",
+                kind=Kind.DAMAGE,
+            )
+        )
+
+    def _is_superseded(self, offset: int | None) -> bool:
+        """Whether the next file holds this offset: then it counts, whatever stands here."""
+        return offset is not None and self._successor is not None and offset >= self._successor
+
+    def _judge(self, offset: int | None, *, is_followed: bool) -> Kind:
+        if not self._is_last:
+            return Kind.DAMAGE  # it was synced whole before its successor was made
+        if self._durable is None:
+            return Kind.DAMAGE if is_followed else Kind.TORN
+        is_above = offset is None or offset >= self._durable
+        return Kind.TORN if is_above else Kind.DAMAGE
+
+    # -- behind a bad frame -----------------------------------------------------------------
+
+    def _resume(self, position: int, offset: int | None) -> tuple[int, int] | None:
+        """The position and offset of the next whole frame behind the bad one at `position`."""
+        return self._step_over(position, offset) or self._search(position + 1, offset)
+
+    def _step_over(self, position: int, offset: int | None) -> tuple[int, int] | None:
+        """Where the bad frame's own length leads, if a frame that fits stands there.
+
+        A flipped bit in a body, by far the likeliest damage, costs one frame and no search. Where
+        the frame itself is whole and its successor follows it, offsets are missing before it.
+        """
+        if offset is None:
+            return None
+        head = self._file.read_at(position, FRAME_HEADER_SIZE)
+        if len(head) < FRAME_HEADER_SIZE:
+            return None
+        behind = position + FRAME_HEADER_SIZE + int.from_bytes(head[8:12], "little")
+        following = _frame_at(self._file, behind)
+        if following is None:
+            return None
+        if following.offset == offset + 1:
+            return behind, following.offset
+        itself = _frame_at(self._file, position)
+        if itself is not None and itself.offset > offset and following.offset == itself.offset + 1:
+            return position, itself.offset
+        return None
+
+    def _search(self, position: int, offset: int | None) -> tuple[int, int] | None:
+        """Tries every byte from `position` on, a window at a time."""
+        size = self._file.size()
+        offset_min = 0 if offset is None else offset
+        while size - position >= _FRAME_BYTES_MIN:
+            window = self._file.read_at(position, RECOVERY_CHUNK_BYTES)
+            # A frame has a length, so it begins at most 11 zeros before the first other byte.
+            zeros = len(window) - len(window.lstrip(b"\0"))
+            if zeros == len(window):
+                position += max(1, zeros - 11)
+                continue
+            room = (size - position) // _FRAME_BYTES_MIN + 1
+            found = find_frame(
+                window,
+                max(0, zeros - 11),
+                offset_min=offset_min,
+                offset_max=_OFFSET_MAX if offset is None else offset_min + room,
+            )
+            if found is not None:
+                return position + found[0], found[1]
+            position += _SEARCH_STEP_BYTES
+        return None
+
+    # -- whole frames -----------------------------------------------------------------------
+
+    def _visit(self, chunk: bytes, position: int, scan: Scan) -> None:
+        entry = self._entry
+        count = len(scan.starts)
+        first = (scan.next_offset or 0) - count
+        if entry.first_offset is None:
+            entry.first_offset = first
+        entry.frames += count
+        ends = [*scan.starts[1:], scan.end]
+        for offset, (start, end) in enumerate(zip(scan.starts, ends, strict=True), first):
+            body = chunk[start + FRAME_HEADER_SIZE : end]
+            time = self._publish_time(body, offset)
+            if self._listing.remaining and offset >= self._listing.start_offset:
+                self._list(offset, position + start, body, time)
+
+    def _publish_time(self, body: bytes, offset: int) -> int | None:
+        entry = self._entry
+        if entry.codec is None:
+            entry.codec = recognise(body, offset=offset)
+        if entry.codec is None:
+            entry.undecodable += 1
+            return None
+        try:
+            time = decode_publish_time(body, entry.codec)
+        except CorruptDataError:
+            entry.undecodable += 1
+            return None
+        if entry.publish_time_min is None or time < entry.publish_time_min:
+            entry.publish_time_min = time
+        if entry.publish_time_max is None or time > entry.publish_time_max:
+            entry.publish_time_max = time
+        return time
+
+    def _list(self, offset: int, position: int, body: bytes, time: int | None) -> None:
+        producer: str | None = None
+        if self._entry.codec is not None:
+            try:
+                producer = decode_message(body, self._entry.codec).producer_name
+            except CorruptDataError:
+                time = None
+        self._listing.remaining -= 1
+        self._entry.listed.append(
+            FrameLine(
+                offset=offset,
+                position=position,
+                size=FRAME_HEADER_SIZE + len(body),
+                publish_time=time,
+                producer=producer,
+            )
+        )
+
+
+def _frame_at(file: File, position: int) -> Frame | None:
+    """The frame that begins at `position`, if it is whole."""
+    head = file.read_at(position, FRAME_HEADER_SIZE)
+    decoded = decode_frame(head)
+    if isinstance(decoded, NeedMore) and decoded.size_bytes > FRAME_HEADER_SIZE:
+        decoded = decode_frame(file.read_at(position, decoded.size_bytes))
+    return decoded if isinstance(decoded, Frame) else None
+
+
+def _hinted_first_offsets(state: WalState | None) -> dict[int, int]:
+    """Where each file begins by the checkpoint."""
+    if state is None:
+        return {}
+    checkpoint = state.checkpoint
+    hints = {rotated.seq: rotated.first_offset for rotated in checkpoint.rotated_files}
+    if checkpoint.active_file_first_offset is not None:
+        hints[checkpoint.file_seq] = checkpoint.active_file_first_offset
+    return hints

@@ -1,0 +1,243 @@
+"""kill -9 of a real process that appends, over and over in the same directory.
+
+The page cache survives kill -9, so these cycles prove the order of writes, recovery, rotation and
+trimming under a death at any instruction. They cannot prove that anything was synced: that is what
+`test_power_cut.py` is for.
+"""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import ister
+from fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
+from fault.writer_child import HEAVY, WriterChild, new_seed, say_replay
+from ister.failpoints import FAILPOINTS
+from ister.format.frame import encode_frame, scan_frames
+from ister.wal.directory import parse_log_name
+
+CYCLES = (
+    {"written": 66, "synced": 66, "mixed": 68}
+    if HEAVY
+    else {
+        "written": 13,
+        "synced": 13,
+        "mixed": 14,
+    }
+)
+
+_VISITS_MAX = {
+    # One visit per topic at opening, one more per rotation.
+    "wal.before_checkpoint_rename": 12,
+    "wal.after_checkpoint": 12,
+    "wal.after_create_file": 6,
+    "wal.after_sync_directory": 6,
+    "wal.after_rotate": 4,
+    "wal.after_remove_file": 4,
+    "wal.recovery_before_cut": 1,
+    "wal.recovery_after_cut": 1,
+    # One visit per topic at opening.
+    "wal.recovery_before_checkpoint": 2,
+}
+_VISITS_MAX_OF_A_COMMIT = 40
+_WRITER = {"topics": 3, "threads": 3, "trim_keep": 300}
+
+
+def tear_tail(directory: Path, chance: random.Random) -> str:
+    """Leaves half a frame, zeros or noise behind the frames of one topic's last file."""
+    topic = chance.choice(sorted((directory / "wal" / "fault").iterdir()))
+    logs = [p for p in topic.iterdir() if parse_log_name(p.name) is not None]
+    last = max(logs, key=lambda path: parse_log_name(path.name) or 0)
+    scan = scan_frames(last.read_bytes(), expected_offset=None)
+    frame = encode_frame(scan.next_offset or 0, payload_of("torn.0.0#200"))
+    tail = chance.choice(
+        [
+            frame[: chance.randrange(1, 16)],
+            frame[: chance.randrange(16, len(frame))],
+            bytes(chance.randrange(1, 5000)),
+            chance.randbytes(chance.randrange(1, 5000)),
+        ]
+    )
+    with last.open("ab") as file:
+        file.write(tail)
+    return f"{topic.name}/{last.name}+{len(tail)}"
+
+
+def check_and_append(directory: Path, history: History, level: str, session: str) -> None:
+    """Opens the log in this process: everything is there, and it goes on."""
+    with ister.open(settings_of(str(directory), level=level)) as log:
+        verify(history, log, survives=SURVIVES_KILL)
+        for name in log.topics():
+            topic = log.topic(name)
+            before = topic.watermarks.next
+            for number in range(3):
+                message_id = f"{session}.{number}"
+                history.send(name, message_id)
+                offset = topic.append(payload_of(message_id))
+                assert offset == before + number, "an append gets the next offset"
+                topic.wait(offset, "synced")
+                history.ack(name, message_id, offset, "synced")
+
+
+def run_into(
+    child: WriterChild, chance: random.Random, *, has_failpoint: bool, patience: float
+) -> bool:
+    """Lets a writer work until it dies at its failpoint, or kills it. True if it died by itself."""
+    child.listen(10.0, until="ready")
+    if not has_failpoint:
+        child.listen(chance.uniform(0.02, 0.12))
+    elif not child.listen(patience):
+        assert child.ended() == -signal.SIGKILL, child.complaints()
+        return True
+    assert child.kill() == -signal.SIGKILL, child.complaints()
+    return False
+
+
+@pytest.mark.timeout(60 if not HEAVY else 600)
+@pytest.mark.parametrize("level", list(CYCLES))
+def test_repeated_kill_loses_nothing(tmp_path, request, level):
+    """Goal: no acknowledged message is lost, changed or moved by kill -9, however often.
+
+    Method: writers one after the other in the same directory, each killed after 20 to 120 ms of
+    appending from three threads to three topics, every second one at a failpoint. This process
+    opens the log after most of the kills, compares it with all acknowledgements so far and
+    appends; after the others the next writer's own recovery has to cope.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    chance = random.Random(f"{seed}/{level}")
+    history = History()
+    points = sorted(FAILPOINTS)
+    chance.shuffle(points)
+    died_at: dict[str, int] = {}
+    started = time.monotonic()
+    for cycle in range(CYCLES[level]):
+        point = points[cycle // 2 % len(points)] if cycle % 2 else None
+        failpoint = None
+        if point is not None:
+            visit = chance.randint(1, _VISITS_MAX.get(point, _VISITS_MAX_OF_A_COMMIT))
+            failpoint = f"{point}=kill@{visit}"
+            if "_cut" in point:
+                tear_tail(tmp_path, chance)
+        with WriterChild(
+            tmp_path,
+            history,
+            failpoints=failpoint,
+            level=level,
+            session=f"c{cycle}",
+            seed=seed,
+            **_WRITER,
+        ) as child:
+            if run_into(child, chance, has_failpoint=bool(point), patience=0.3):
+                died_at[point] = died_at.get(point, 0) + 1
+        if chance.random() < 0.7 or cycle == CYCLES[level] - 1:
+            check_and_append(tmp_path, history, level, f"p{cycle}")
+    print(
+        json.dumps(
+            {
+                "test": "kill -9 cycles",
+                "level": level,
+                "seed": seed,
+                "cycles": CYCLES[level],
+                "acked": history.acks,
+                "sent": history.sends,
+                "lost": 0,
+                "died_at": died_at,
+                "seconds": round(time.monotonic() - started, 1),
+            }
+        )
+    )
+    assert history.acks > 20 * CYCLES[level], "hardly anything was acknowledged"
+
+
+@pytest.mark.parametrize("point", sorted(FAILPOINTS))
+def test_kill_at_failpoint_loses_nothing(tmp_path, request, point):
+    """Goal: every failpoint is reached by a plain load, and a death at it loses nothing.
+
+    Method: some messages, then (for the recovery's points, behind a torn tail) a writer that dies
+    at an early visit, then one that dies at the first; after each the log is compared and goes on.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    chance = random.Random(f"{seed}/{point}")
+    history = History()
+    options = {"level": "mixed", "topics": 2, "threads": 3, "trim_keep": 50}
+    with WriterChild(tmp_path, history, session="a", seed=seed, messages=150, **options) as child:
+        assert child.ended() == 0, child.complaints()
+    early = min(3, _VISITS_MAX.get(point, 3))
+    for number, visit in enumerate([chance.randint(1, early), 1]):
+        if point.startswith("wal.recovery_"):
+            tear_tail(tmp_path, chance)
+        with WriterChild(
+            tmp_path,
+            history,
+            failpoints=f"{point}=kill@{visit}",
+            session=f"b{number}",
+            seed=seed,
+            **options,
+        ) as child:
+            assert not child.listen(10.0), f"{point} was not reached {visit} times"
+            assert child.ended() == -signal.SIGKILL, child.complaints()
+        check_and_append(tmp_path, history, "mixed", f"p{number}")
+
+
+def test_product_that_acknowledges_too_early_is_caught(tmp_path, request):
+    """Goal: the cycles above can fail: acknowledgements before the write are found out.
+
+    Method: a writer whose `wait` returns at once, killed until the oracle complains.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    chance = random.Random(seed)
+    for cycle in range(20):
+        history = History()
+        directory = tmp_path / str(cycle)
+        with WriterChild(directory, history, session="a", seed=seed, **{"break": "wait"}) as child:
+            run_into(child, chance, has_failpoint=False, patience=0)
+        try:
+            check_and_append(directory, history, "synced", "p")
+        except AssertionError as caught:
+            print(f"caught by kill {cycle + 1}: {caught}")
+            assert any(word in str(caught) for word in ("lost", "changed"))
+            return
+    pytest.fail("20 kills and no loss seen: the harness proves nothing")
+
+
+def test_repeated_kill_in_recovery_loses_nothing(tmp_path, request):
+    """Goal: recovery that dies again and again ends with the same log.
+
+    Method: a torn tail, then a writer killed at each point of recovery in turn, three times over
+    without a look in between; then the comparison.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    chance = random.Random(f"{seed}/recovery")
+    history = History()
+    options = {"level": "mixed", "topics": 2, "threads": 2}
+    with WriterChild(tmp_path, history, session="a", seed=seed, messages=100, **options) as child:
+        assert child.ended() == 0, child.complaints()
+    deaths = 0
+    for number in range(3):
+        tear_tail(tmp_path, chance)
+        for point in (
+            "wal.recovery_before_cut",
+            "wal.recovery_after_cut",
+            "wal.before_checkpoint_rename",
+            "wal.after_checkpoint",
+        ):
+            with WriterChild(
+                tmp_path,
+                history,
+                failpoints=f"{point}=kill@1",
+                session=f"b{number}{point}",
+                messages=1,
+                **options,
+            ) as child:
+                # A cut that was made is not made again: the next writer passes that point.
+                deaths += child.ended() == -signal.SIGKILL
+    assert deaths >= 9, "too few deaths in recovery"
+    check_and_append(tmp_path, history, "mixed", "p")

@@ -1,0 +1,82 @@
+"""The command as a whole: usage, exit codes, where errors go."""
+
+import subprocess
+import sys
+
+import pytest
+
+import ister
+from ister import __version__
+from ister.cli.main import main
+
+
+def test_version_names_the_release(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"ister {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["inspect", "wal"], ["bench"]])
+def test_help_lists_what_there_is(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert "usage: ister" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["inspect"],
+        ["inspect", "nonsense"],
+        ["inspect", "wal"],
+        ["inspect", "wal", "a", "b"],
+        ["inspect", "wal", ".", "--limit", "-1"],
+        ["inspect", "wal", ".", "--limit", "many"],
+        ["inspect", "checkpoint"],
+        ["bench"],
+        ["bench", "nonsense"],
+        ["bench", "append", "--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_ends_with_2_and_says_so_on_stderr(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "usage: ister" in output.err
+
+
+def test_installed_command_shows_an_error_without_a_traceback(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "ister.cli.main", "inspect", "wal", str(tmp_path / "none")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("ister: ")
+    assert "none" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_output_into_a_closed_pipe_ends_quietly(tmp_path):
+    """`ister … | head` must not complain; the pipe's reader is gone before anything is printed."""
+    ister.open({"storage": {"wal": {"dir": str(tmp_path)}}}).close()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "ister.cli.main", "inspect", "wal", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    child.stdout.close()
+    error = child.stderr.read()
+    child.stderr.close()
+    assert child.wait() == 1
+    assert error == ""
