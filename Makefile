@@ -14,7 +14,7 @@ setup: $(STAMP) ## make .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast]'
 	touch $@
 
 lint: $(STAMP) ## ruff: rules and format

@@ -12,8 +12,10 @@ from ister.errors import check
 
 __all__ = [
     "APPEND_CHUNK_BYTES",
+    "CHECKPOINT_BYTES_BEHIND_MAX",
     "CHECKPOINT_BYTES_MAX",
     "CHECKPOINT_INTERVAL_SECONDS",
+    "COMPILE_AFTER_BYTES",
     "ENVELOPE_SIZE_BYTES_MAX",
     "FRAME_BODY_BYTES_MAX",
     "IDLE_FILE_SECONDS",
@@ -68,6 +70,9 @@ CHECKPOINT_BYTES_MAX: Final = 16 * MIB
 CHECKPOINT_INTERVAL_SECONDS: Final = 1.0
 """How old the persisted durable watermark may become while a topic is written to."""
 
+CHECKPOINT_BYTES_BEHIND_MAX: Final = 64 * MIB
+"""How many synced bytes may lie behind the checkpoint: what opening after a crash has to scan."""
+
 LAZY_WRITE_SECONDS: Final = 0.02
 """How long appended bytes may stay in the buffer when nobody waits for them."""
 
@@ -79,6 +84,10 @@ IDLE_FILE_SECONDS: Final = 2.0
 
 RECOVERY_CHUNK_BYTES: Final = 4 * MIB
 """How much recovery reads at once: reopening holds this much per topic, not a file."""
+
+COMPILE_AFTER_BYTES: Final = 64 * MIB
+"""Frames scanned in Python before the compiled scan is loaded: less is read in the time that
+loading takes."""
 
 NAME_PART_CHARACTERS_MAX: Final = 120
 """Per part of a topic name: two parts, their slashes and a file name stay inside of the 255

@@ -37,7 +37,13 @@ from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.limits import MIB, RECOVERY_CHUNK_BYTES
 from ister.model import Codec
-from ister.wal.directory import CHECKPOINT_NAME, WalDirectory, format_log_name, parse_log_name
+from ister.wal.directory import (
+    CHECKPOINT_NAME,
+    LOCK_NAME,
+    WalDirectory,
+    format_log_name,
+    parse_log_name,
+)
 from ister.wal.scan import describe_stop, scan_file
 
 __all__ = ["BadRange", "FileSurvey", "FrameLine", "Kind", "TopicSurvey", "find_topics", "survey"]
@@ -50,8 +56,6 @@ _OFFSET_MAX: Final = 1 << 63
 _FRAME_BYTES_MIN: Final = FRAME_HEADER_SIZE + 1
 _DEPTH_MAX: Final = 3
 """A data directory holds `wal/namespace/topic`; nothing of ours lies deeper."""
-_LOCK_NAME: Final = ".lock"
-"""What an open log leaves in its directory (see `ister.topic.log`): there may be no topic yet."""
 
 
 class Kind(StrEnum):
@@ -144,7 +148,7 @@ def find_topics(path: str) -> list[str]:
     is_ours = False
     depth = path.rstrip("/").count("/")
     for root, directories, names in os.walk(path):
-        is_ours = is_ours or _LOCK_NAME in names
+        is_ours = is_ours or LOCK_NAME in names
         if CHECKPOINT_NAME in names or any(parse_log_name(name) is not None for name in names):
             found.append(root)
             directories.clear()

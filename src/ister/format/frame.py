@@ -26,8 +26,9 @@ from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
 from ister.errors import InvariantError, MessageTooLargeError, check
+from ister.format import compiled
 from ister.format.crc import Buffer, crc32
-from ister.limits import FRAME_BODY_BYTES_MAX
+from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 
 __all__ = [
     "FRAME_HEADER_SIZE",
@@ -48,7 +49,10 @@ _HEADER = struct.Struct("<QII")
 _unpack_header = _HEADER.unpack_from
 pack_header = _HEADER.pack
 FRAME_HEADER_SIZE: Final = _HEADER.size
-_OFFSET_END: Final = 1 << 64
+# Beyond any offset, and still a signed 64-bit integer for the compiled scan.
+_OFFSET_END: Final = (1 << 63) - 1
+# Below this a call into the compiled scan costs more than it saves.
+_COMPILED_BYTES_MIN: Final = 16 * KIB
 
 
 class CorruptReason(StrEnum):
@@ -172,6 +176,12 @@ def scan_frames(
         expected_offset = first.offset
     offset_next = expected_offset
     offset_end = _OFFSET_END if end_offset is None else end_offset
+    if size - position >= _COMPILED_BYTES_MIN:
+        if compiled.is_loaded():
+            starts, position = compiled.scan(view, position, offset_next, offset_end)
+            offset_next += len(starts)
+        else:
+            compiled.note_scanned(size - position)
     # One test for everything that can be wrong; what it was is found out once, behind the loop.
     while offset_next < offset_end and position + FRAME_HEADER_SIZE <= size:
         offset, length, crc = _unpack_header(view, position)

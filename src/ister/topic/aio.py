@@ -36,6 +36,7 @@ class AsyncTopic:
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._hubs: dict[tuple[int, AckLevel, bool], _Hub] = {}
+        self._last_hub: _Hub | None = None
 
     async def wait(
         self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None
@@ -47,11 +48,15 @@ class AsyncTopic:
             topic.wait(offset, level)  # raises, and says why
         if level is AckLevel.MEMORY:
             return
+        passed = self.hub(level, is_patient=False).passed(offset)
+        if passed is None:
+            return
+        if timeout is None:  # the usual case, without the cost of a timer
+            await passed
+            return
         try:
             async with asyncio.timeout(timeout):
-                passed = self.hub(level, is_patient=False).passed(offset)
-                if passed is not None:
-                    await passed
+                await passed
         except TimeoutError as error:
             raise WaitTimeoutError(
                 f"offset not {level} after {timeout} s", topic=topic.name, offset=offset
@@ -99,11 +104,15 @@ class AsyncTopic:
     def hub(self, level: AckLevel, *, is_patient: bool) -> _Hub:
         """What the tasks of the running loop wait in for one watermark."""
         loop = asyncio.get_running_loop()
+        hub = self._last_hub
+        if hub is not None and hub.serves(loop, level, is_patient):
+            return hub
         key = (id(loop), level, is_patient)
         hub = self._hubs.get(key)
         if hub is None or hub.loop is not loop:
             self._hubs = {k: h for k, h in self._hubs.items() if not h.loop.is_closed()}
             hub = self._hubs[key] = _Hub(self._topic.wal, level, loop, is_patient=is_patient)
+        self._last_hub = hub
         return hub
 
 
@@ -125,22 +134,32 @@ class AsyncReader:
         self, max_messages: int = 4096, max_bytes: int = 1 << 22, timeout: float | None = None
     ) -> list[Message]:
         """As `Reader.next_batch`. A call that is cancelled or times out has taken no message."""
-        core = self.core
+        if timeout is None:  # the usual case, without the cost of a timer
+            return await self._next_batch(max_messages, max_bytes)
         deadline: asyncio.Timeout
         try:
             async with asyncio.timeout(timeout) as deadline:
-                while True:
-                    if self._left_behind is not None or core.next_offset < self._cache.start:
-                        messages = await self._poll_in_thread(max_messages, max_bytes)
-                    else:
-                        messages = core.poll(max_messages, max_bytes)
-                    if messages or core.is_at_end:
-                        return messages
-                    await self._wait_visible()
+                return await self._next_batch(max_messages, max_bytes)
         except TimeoutError:
             if deadline.expired():
                 return []
             raise
+
+    async def _next_batch(self, max_messages: int, max_bytes: int) -> list[Message]:
+        core = self.core
+        while True:
+            if core.next_offset < self._wal.visible or self._left_behind is not None:
+                if self._left_behind is not None or core.next_offset < self._cache.start:
+                    messages = await self._poll_in_thread(max_messages, max_bytes)
+                else:
+                    messages = core.poll(max_messages, max_bytes)
+                if messages:
+                    return messages
+            elif core.is_closed or max_messages < 1:
+                core.poll(max_messages, max_bytes)  # raises, and says why
+            if core.is_at_end:
+                return []
+            await self._wait_visible()
 
     async def _poll_in_thread(self, max_messages: int, max_bytes: int) -> list[Message]:
         if self._left_behind is None:
@@ -190,6 +209,10 @@ class _Hub:
         self._heap: list[tuple[int, int, asyncio.Future[None]]] = []
         self._enlisted: Waiter | None = None
         self._compact_at = _COMPACT_MIN
+
+    def serves(self, loop: asyncio.AbstractEventLoop, level: AckLevel, is_patient: bool) -> bool:
+        """Whether this is the hub for these."""
+        return self.loop is loop and self._level is level and self._is_patient == is_patient
 
     def passed(self, offset: int) -> asyncio.Future[None] | None:
         """A future that is done once the watermark has passed `offset`; None if it has."""

@@ -34,7 +34,7 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName, TopicState
 from ister.topic.cache import Cache
 from ister.topic.topic import Topic
-from ister.wal.directory import WalDirectory
+from ister.wal.directory import LOCK_NAME, WalDirectory
 from ister.wal.log import Wal, WalSettings
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
 from ister.wal.scheduler import Scheduler, Threads
@@ -43,8 +43,6 @@ from ister.wal.writer import SyncFailedError
 __all__ = ["Log"]
 
 _log = logging.getLogger("ister.topic.log")
-# A dot, so that no namespace can have the name.
-_LOCK_NAME = ".lock"
 
 
 class Log:
@@ -78,7 +76,7 @@ class Log:
         self._directory_lock: FileLock | None = None
         if self._root is not None:
             self._fs.make_directories(self._root)
-            self._directory_lock = self._fs.lock(f"{self._root}/{_LOCK_NAME}")
+            self._directory_lock = self._fs.lock(f"{self._root}/{LOCK_NAME}")
         wal = config.storage.wal
         self._scheduler: Threads = scheduler or Scheduler(
             threads=wal.writer_threads, clock=self._clock, open_files_max=wal.max_open_files
@@ -155,7 +153,7 @@ class Log:
             names = set(self._topics)
         if self._root is not None:
             for namespace in self._fs.list_directory(self._root):
-                if namespace == _LOCK_NAME:
+                if namespace == LOCK_NAME:
                     continue
                 try:
                     found = self._fs.list_directory(f"{self._root}/{namespace}")

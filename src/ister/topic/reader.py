@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Reader"]
 
 _BATCH_MESSAGES = 4096
+_COUNT_LOT = 256
 
 
 class Reader:
@@ -73,6 +74,7 @@ class Reader:
         self._waiter: ThreadWaiter | None = None
         self._is_closed = False
         self._reading = threading.Lock()
+        self._cached_count = 0
         self.next_offset = start
         """The offset of the message that comes next."""
 
@@ -209,11 +211,18 @@ class Reader:
         with self._wal.lock:
             messages = cache.read(start, end, bytes_max=max_bytes)
         if messages:
-            self._metrics.count("wal.reader.stitch_cache_items", len(messages))
+            self._count_cached(len(messages))
             if self._files is not None:
                 # Near the tail: files are needed again only if this reader falls behind.
                 self._files.close()
         return messages
+
+    def _count_cached(self, count: int) -> None:
+        """Counts messages from the cache, in lots: a reader at the tail takes them one by one."""
+        self._cached_count += count
+        if self._cached_count >= _COUNT_LOT or self._is_closed:
+            self._metrics.count("wal.reader.stitch_cache_items", self._cached_count)
+            self._cached_count = 0
 
     def _from_files(self, start: int, end: int, max_bytes: int) -> list[Message]:
         wal = self._wal
@@ -256,6 +265,7 @@ class Reader:
         if self._is_closed:
             return
         self._is_closed = True
+        self._count_cached(0)
         waiter = self._waiter
         if waiter is not None:
             waiter.finish(ClosedError("the reader is closed", topic=self._wal.settings.topic))

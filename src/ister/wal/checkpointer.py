@@ -1,9 +1,9 @@
 """Keeps a topic's checkpoint: what it says, when it is due, how it is saved.
 
 The checkpoint carries the durable watermark, which tells a torn tail from damage at the next
-opening. It is saved at most `CHECKPOINT_INTERVAL_SECONDS` after a sync, at rotation, before trim
-and at the end. It is a hint: a save that fails is counted and tried again, and costs time at the
-next opening, not data.
+opening. It is saved at most `CHECKPOINT_INTERVAL_SECONDS` after a sync, sooner when more than
+`CHECKPOINT_BYTES_BEHIND_MAX` lie behind it, at rotation, before trim and at the end. It is a hint:
+a save that fails is counted and tried again, and costs time at the next opening, not data.
 
 Owns: `wal.ckpt` and the saved part of the active file's index. Does not own: the watermarks.
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ister.clock import Clock
 from ister.errors import IsterError
 from ister.format.checkpoint import RotatedFile, WalCheckpoint, WalState
-from ister.limits import CHECKPOINT_INTERVAL_SECONDS
+from ister.limits import CHECKPOINT_BYTES_BEHIND_MAX, CHECKPOINT_INTERVAL_SECONDS
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec
 from ister.wal.directory import format_log_name
@@ -78,8 +78,13 @@ class Checkpointer:
 
     def due_at(self) -> float:
         """When the checkpoint has to be saved; infinity if it says what is true."""
-        if self._saved == self._point:
+        point, saved = self._point, self._saved
+        if saved == point:
             return math.inf
+        if saved is not None and (
+            point.seq != saved.seq or point.position - saved.position >= CHECKPOINT_BYTES_BEHIND_MAX
+        ):
+            return self._saved_at
         return self._saved_at + CHECKPOINT_INTERVAL_SECONDS
 
     def save(self) -> None:

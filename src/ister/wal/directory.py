@@ -26,9 +26,17 @@ from ister.format.sparse_index import INDEX_ENTRY_SIZE, IndexEntry, decode_index
 from ister.fs.base import File, FileSystem
 from ister.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
 
-__all__ = ["CHECKPOINT_NAME", "WalDirectory", "format_log_name", "parse_log_name"]
+__all__ = [
+    "CHECKPOINT_NAME",
+    "LOCK_NAME",
+    "WalDirectory",
+    "format_log_name",
+    "parse_log_name",
+]
 
 CHECKPOINT_NAME: Final = "wal.ckpt"
+LOCK_NAME: Final = ".lock"
+"""Above all topics; a dot, so that no namespace can have the name."""
 _LOG_NAME: Final = re.compile(r"wal(?:\.([1-9][0-9]{0,17}))?\.log")
 
 

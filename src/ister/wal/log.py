@@ -294,7 +294,11 @@ class Wal:
         self._set_attention()
 
     def _arm_lazy_write(self) -> None:
-        """Has the buffer written after a while even if nobody asks for it."""
+        """Has the buffer written after a while even if nobody asks for it.
+
+        The alarm stays set when somebody did ask meanwhile: setting it wakes the thread that keeps
+        time, which is too much for every message of a producer that waits for each.
+        """
         if self.buffer.pending_bytes and not self._is_lazy_armed:
             self._is_lazy_armed = True
             self._unwritten_since = self._clock.monotonic()
@@ -524,7 +528,6 @@ class Wal:
     def _write_buffer(self, writer: WalWriter) -> None:
         with self.lock:
             taken = self.buffer.take()
-            self._is_lazy_armed = False
             self._set_attention()
         self._inflight += taken
         while self._inflight:
@@ -674,6 +677,7 @@ class Wal:
         """The scheduler's clock has reached the time of the last `submit_at`."""
         with self.lock:
             self._timer_at = math.inf
+            self._is_lazy_armed = False
             if not self._is_scheduled:
                 self._is_scheduled = True
                 self._schedule.submit(self)

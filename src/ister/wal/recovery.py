@@ -32,6 +32,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Final
 
 from ister import failpoints
 from ister.errors import CorruptDataError, DiskError, IsterError, NotFoundError
@@ -39,12 +40,13 @@ from ister.format.checkpoint import WalState
 from ister.format.frame import (
     FRAME_HEADER_SIZE,
     Frame,
+    NeedMore,
     Scan,
     decode_frame,
 )
 from ister.format.message import decode_publish_time, recognise
 from ister.fs.base import File
-from ister.limits import FRAME_BODY_BYTES_MAX, RECOVERY_CHUNK_BYTES
+from ister.limits import RECOVERY_CHUNK_BYTES
 from ister.model import Codec
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.index import SparseIndex
@@ -53,6 +55,9 @@ from ister.wal.scan import FileScan, describe_stop, scan_file
 __all__ = ["Damage", "Recovered", "UntrustedTailError", "WalFile", "build_index", "recover"]
 
 _log = logging.getLogger("ister.wal.recovery")
+
+# Enough for the first frame of most files, in one read.
+_FIRST_READ_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +305,9 @@ class _Recovery:
 
     def _first_frame(self, seq: int) -> Frame | None:
         with _closing(self._directory.fs.open_read(self._directory.log_path(seq))) as file:
-            head = file.read_at(0, 4096)
-            decoded = decode_frame(head)
-            if not isinstance(decoded, Frame) and len(head) == 4096:
-                decoded = decode_frame(file.read_at(0, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX))
+            decoded = decode_frame(file.read_at(0, _FIRST_READ_BYTES))
+            if isinstance(decoded, NeedMore) and decoded.size_bytes > _FIRST_READ_BYTES:
+                decoded = decode_frame(file.read_at(0, decoded.size_bytes))
             return decoded if isinstance(decoded, Frame) else None
 
     def _recognise(self, files: list[WalFile]) -> Codec | None:
@@ -506,16 +510,16 @@ class _IndexBuilder:
         for start, end in zip(scan.starts, ends, strict=True):
             if self.index.wants(position + start):
                 self.index.add(offset, position + start, self.publish_time_max)
-            self._note_time(chunk[start + FRAME_HEADER_SIZE : end], offset)
+            self._note_time(chunk, start + FRAME_HEADER_SIZE, end, offset)
             offset += 1
 
-    def _note_time(self, body: bytes, offset: int) -> None:
+    def _note_time(self, chunk: bytes, start: int, end: int, offset: int) -> None:
         if self._codec is None:
-            self._codec = recognise(body, offset=offset)
+            self._codec = recognise(chunk[start:end], offset=offset)
             if self._codec is None:
                 return
         try:
-            time = decode_publish_time(body, self._codec)
+            time = decode_publish_time(chunk, self._codec, start=start, end=end)
         except CorruptDataError:
             # A frame with a good crc and a foreign body: its reader will say so by name.
             return

@@ -63,7 +63,10 @@ class WalWriter:
         self.synced_position = recovered.end_position
         self.index = recovered.index
         """The active file's."""
-        self.last_rotation_at: int | None = None
+        state = recovered.state
+        self.last_rotation_at: int | None = (
+            state.checkpoint.last_rotation_at if state is not None else None
+        )
         """Seconds since the Unix epoch."""
         self.is_open = False
         """Whether the active file's handle is open."""
