@@ -251,7 +251,7 @@ def test_full_disk_under_many_threads_keeps_order(request):
         with ister.open(settings) as log:
             verify(history, log, survives=SURVIVES_KILL)
     print(f"acked {history.acks}, told {told}")
-    assert min(told.values()) > 0, "the disk was never full for anybody"
+    assert sum(told.values()) > 0, "the disk was never full for anybody"
 
 
 def test_reader_at_the_tail_of_a_stalled_topic_waits():

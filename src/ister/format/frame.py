@@ -49,8 +49,9 @@ _HEADER = struct.Struct("<QII")
 _unpack_header = _HEADER.unpack_from
 pack_header = _HEADER.pack
 FRAME_HEADER_SIZE: Final = _HEADER.size
-# Beyond any offset, and still a signed 64-bit integer for the compiled scan.
-_OFFSET_END: Final = (1 << 63) - 1
+_OFFSET_END: Final = 1 << 64
+# The compiled scan counts in signed 64-bit integers; what lies beyond is left to Python.
+_COMPILED_OFFSET_END: Final = (1 << 63) - 1
 # Below this a call into the compiled scan costs more than it saves.
 _COMPILED_BYTES_MIN: Final = 16 * KIB
 
@@ -176,9 +177,11 @@ def scan_frames(
         expected_offset = first.offset
     offset_next = expected_offset
     offset_end = _OFFSET_END if end_offset is None else end_offset
-    if size - position >= _COMPILED_BYTES_MIN:
+    if size - position >= _COMPILED_BYTES_MIN and offset_next < _COMPILED_OFFSET_END:
         if compiled.is_loaded():
-            starts, position = compiled.scan(view, position, offset_next, offset_end)
+            starts, position = compiled.scan(
+                view, position, offset_next, min(offset_end, _COMPILED_OFFSET_END)
+            )
             offset_next += len(starts)
         else:
             compiled.note_scanned(size - position)

@@ -75,6 +75,14 @@ def test_views_and_positions_inside_of_a_buffer_are_fine(monkeypatch: pytest.Mon
     assert len(fast.starts) == 100
 
 
+@pytest.mark.parametrize("first", [2**63 - 50, 2**63, 2**64 - 60])
+def test_offsets_of_all_64_bits_are_scanned(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    data = b"".join(encode_frame(first + number, bytes(500)) for number in range(60))
+    fast = scan_frames(data, expected_offset=first)
+    assert fast == in_python(monkeypatch, data, expected_offset=first)
+    assert len(fast.starts) == 60
+
+
 def test_it_is_loaded_by_itself_after_many_bytes_and_not_before() -> None:
     """In a process of its own: a few scans load nothing, many do."""
     script = f"""
