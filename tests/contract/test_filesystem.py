@@ -67,8 +67,6 @@ def test_read_is_shorter_only_at_the_end(place):
     assert file.read_at(10, 5) == b""
     assert file.read_at(50, 5) == b""
     assert file.read_at(3, 0) == b""
-    file.will_read(0, 5)
-    file.will_read(100, 5)
     file.close()
 
 

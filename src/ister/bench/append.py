@@ -211,7 +211,6 @@ class _TracedFile:
         self._trace = trace
         self.path = file.path
         self.read_at = file.read_at
-        self.will_read = file.will_read
         self.size = file.size
         self.truncate = file.truncate
         self.close = file.close

@@ -26,6 +26,7 @@ from ister.bench.measurement import (
     open_log,
 )
 from ister.errors import UnavailableError, check
+from ister.format import compiled
 from ister.limits import KIB, MIB
 
 __all__ = ["run"]
@@ -103,6 +104,8 @@ def _pull_batches(directory: str, count: int, *, max_messages: int, rounds: int)
     with open_log(directory) as log:
         topic = log.topic(TOPIC)
         end = topic.watermarks.next
+        # Loaded before, because it is the process's, not the readers': some 120 MiB of compiler.
+        compiled.load()
         growth = _Growth()
         readers = [topic.reader(end * number // count, end=end) for number in range(count)]
         for _ in range(rounds):

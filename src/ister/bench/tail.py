@@ -184,7 +184,7 @@ class _TaskReaders:
         _join([self._thread], "a reader task")
 
 
-def _note(times: list[float], batch: list[Message]) -> None:
+def _note(times: list[float], batch: Sequence[Message]) -> None:
     now = _now()
     times += [now - _STAMP.unpack_from(message.payload)[0] for message in batch]
 

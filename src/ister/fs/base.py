@@ -39,10 +39,6 @@ class File(Protocol):
         """Reads `size` bytes from `position`; fewer only at the end of the file."""
         ...
 
-    def will_read(self, position: int, size: int) -> None:
-        """A hint that these bytes are read next. Returns at once and never raises."""
-        ...
-
     def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
         """Writes all of `buffers`, one after the other, from `position` on.
 

@@ -72,10 +72,6 @@ class _LocalFile:
                 missing -= len(data)
             return b"".join(parts)
 
-    def will_read(self, position: int, size: int) -> None:
-        with suppress(OSError):
-            os.posix_fadvise(self._fd, position, size, os.POSIX_FADV_WILLNEED)
-
     def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
         with _mapped("write", self.path):
             for start in range(0, len(buffers), _BUFFERS_MAX):

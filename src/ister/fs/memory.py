@@ -287,9 +287,6 @@ class _MemoryFile:
             self._enter("read")
             return bytes(self._inode.cache[position : position + size])
 
-    def will_read(self, position: int, size: int) -> None:
-        """Everything is in memory already."""
-
     def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
         with self._owner._lock:  # noqa: SLF001
             data = b"".join(buffers)

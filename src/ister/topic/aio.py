@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -125,14 +125,14 @@ class AsyncReader:
         self._cache = topic.cache
         # A read in a worker thread that its task gave up on. It moves the reader all the same, so
         # its messages belong to whoever asks next.
-        self._left_behind: asyncio.Future[list[Message]] | None = None
+        self._left_behind: asyncio.Future[Sequence[Message]] | None = None
         self._waiting: asyncio.Future[None] | None = None
         self.core = topic.reader(start, end=end)
         """The reader underneath."""
 
     async def next_batch(
         self, max_messages: int = 4096, max_bytes: int = 1 << 22, timeout: float | None = None
-    ) -> list[Message]:
+    ) -> Sequence[Message]:
         """As `Reader.next_batch`. A call that is cancelled or times out has taken no message."""
         if timeout is None:  # the usual case, without the cost of a timer
             return await self._next_batch(max_messages, max_bytes)
@@ -145,7 +145,7 @@ class AsyncReader:
                 return []
             raise
 
-    async def _next_batch(self, max_messages: int, max_bytes: int) -> list[Message]:
+    async def _next_batch(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         core = self.core
         while True:
             if core.next_offset < self._wal.visible or self._left_behind is not None:
@@ -161,7 +161,7 @@ class AsyncReader:
                 return []
             await self._wait_visible()
 
-    async def _poll_in_thread(self, max_messages: int, max_bytes: int) -> list[Message]:
+    async def _poll_in_thread(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         if self._left_behind is None:
             loop = asyncio.get_running_loop()
             self._left_behind = loop.run_in_executor(None, self.core.poll, max_messages, max_bytes)

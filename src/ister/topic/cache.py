@@ -10,7 +10,7 @@ Owns: the ring. Does not own: visibility; a cached message may be above what rea
 from __future__ import annotations
 
 from ister.model import Codec
-from ister.topic.message import Message
+from ister.topic.message import Message, make_message
 
 __all__ = ["Cache"]
 
@@ -103,6 +103,7 @@ class Cache:
                 break
             message = messages[slot]
             if message is None or message.offset != offset:
-                message = messages[slot] = Message(offset, body, 0, len(body), self._codec)
+                message = make_message(offset, body, 0, len(body), self._codec)
+                messages[slot] = message
             found.append(message)
         return found

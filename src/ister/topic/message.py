@@ -10,14 +10,17 @@ a few of many messages for long, look at a field of each (`record` decodes all o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
+from typing import overload
 
+from ister.errors import InvalidRequestError
+from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message, decode_payload
 from ister.model import Codec, StreamMessage
 
-__all__ = ["Message"]
+__all__ = ["Message", "MessageBatch", "make_message"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -27,15 +30,15 @@ class Message:
 
     __slots__ = ("_buffer", "_codec", "_decoded", "_end", "_start", "offset")
 
-    def __init__(self, offset: int, buffer: bytes, start: int, end: int, codec: Codec) -> None:
-        """The message `offset`, whose body is `buffer[start:end]`."""
-        self.offset = offset
-        """Its number in the topic."""
-        self._buffer: bytes | None = buffer
-        self._start = start
-        self._end = end
-        self._codec = codec
-        self._decoded: StreamMessage | None = None
+    # Set by `make_message` and `MessageBatch`, not by a constructor: calling one costs as much
+    # again as all the rest of making a message.
+    offset: int
+    """Its number in the topic."""
+    _buffer: bytes | None
+    _start: int
+    _end: int
+    _codec: Codec
+    _decoded: StreamMessage | None
 
     @property
     def record(self) -> StreamMessage:
@@ -120,3 +123,81 @@ class Message:
         payload = self.payload
         shown = payload if len(payload) <= 32 else payload[:32] + b"..."
         return f"Message(offset={self.offset}, payload={shown!r}, size_bytes={len(payload)})"
+
+
+def make_message(offset: int, buffer: bytes, start: int, end: int, codec: Codec) -> Message:
+    """The message whose body is `buffer[start:end]`."""
+    message = Message()
+    message.offset = offset
+    message._buffer = buffer  # noqa: SLF001 - here and below: where messages are made
+    message._start = start  # noqa: SLF001
+    message._end = end  # noqa: SLF001
+    message._codec = codec  # noqa: SLF001
+    message._decoded = None  # noqa: SLF001
+    return message
+
+
+class MessageBatch(Sequence[Message]):
+    """Messages that follow each other, made one by one as they are looked at.
+
+    A list of thousands of objects would keep Python's garbage collector busier than the reader:
+    each of them is a new one for it to look through. One that is made, used and dropped is not.
+    """
+
+    __slots__ = ("_codec", "_ends", "_starts", "buffer", "first_offset")
+
+    def __init__(
+        self, buffer: bytes, starts: list[int], ends: list[int], first_offset: int, codec: Codec
+    ) -> None:
+        self.buffer = buffer
+        self.first_offset = first_offset
+        self._starts = starts
+        self._ends = ends
+        self._codec = codec
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[Message]:
+        buffer, codec, new = self.buffer, self._codec, Message
+        offset = self.first_offset
+        for start, end in zip(self._starts, self._ends, strict=True):
+            # As `make_message`, written out: a call for each costs as much again.
+            message = new()
+            message.offset = offset
+            message._buffer = buffer  # noqa: SLF001
+            message._start = start + FRAME_HEADER_SIZE  # noqa: SLF001
+            message._end = end  # noqa: SLF001
+            message._codec = codec  # noqa: SLF001
+            message._decoded = None  # noqa: SLF001
+            offset += 1
+            yield message
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> MessageBatch: ...
+
+    def __getitem__(self, index: int | slice) -> Message | MessageBatch:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise InvalidRequestError("a part of a batch is in its order, without gaps")
+            return MessageBatch(
+                self.buffer,
+                self._starts[start:stop],
+                self._ends[start:stop],
+                self.first_offset + start,
+                self._codec,
+            )
+        at = range(len(self))[index]
+        return make_message(
+            self.first_offset + at,
+            self.buffer,
+            self._starts[at] + FRAME_HEADER_SIZE,
+            self._ends[at],
+            self._codec,
+        )
+
+    def __repr__(self) -> str:
+        return f"<MessageBatch {self.first_offset}..{self.first_offset + len(self)}>"

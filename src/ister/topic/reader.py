@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -30,10 +29,9 @@ from ister.errors import (
     OffsetOutOfRangeError,
     check,
 )
-from ister.format.frame import FRAME_HEADER_SIZE
 from ister.metrics import Metrics
 from ister.model import AckLevel
-from ister.topic.message import Message
+from ister.topic.message import Message, MessageBatch
 from ister.wal.log import Wal
 from ister.wal.reader import FrameBatch, WalReader
 from ister.wal.waiters import ThreadWaiter
@@ -85,7 +83,7 @@ class Reader:
         max_messages: int = _BATCH_MESSAGES,
         max_bytes: int | None = None,
         timeout: float | None = None,
-    ) -> list[Message]:
+    ) -> Sequence[Message]:
         """The next messages, in order: as many as are at hand, at least one.
 
         Args:
@@ -94,7 +92,7 @@ class Reader:
             timeout: How long to wait for the first one, in seconds; None waits without an end.
 
         Returns:
-            An empty list when the time ran out, or when the reader's `end` is reached.
+            A sequence; an empty one when the time ran out, or when the reader's `end` is reached.
 
         Raises:
             ClosedError: The reader or its topic was closed.
@@ -112,7 +110,9 @@ class Reader:
                 return []
             self._wait_visible(remaining)
 
-    def poll(self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22) -> list[Message]:
+    def poll(
+        self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22
+    ) -> Sequence[Message]:
         """What can be read now, without waiting for appends; empty if that is nothing."""
         if max_messages < 1:
             raise InvalidRequestError(f"a batch of {max_messages} messages")
@@ -125,14 +125,14 @@ class Reader:
             if self._is_closed:
                 self._drop_if_idle()
 
-    def _poll(self, max_messages: int, max_bytes: int) -> list[Message]:
+    def _poll(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         start = self.next_offset
         end = min(self._wal.visible, start + max_messages)
         if self._end is not None:
             end = min(end, self._end)
         if start >= end:
             return []
-        messages = self._from_batch(start, end, max_bytes)
+        messages: Sequence[Message] = self._from_batch(start, end, max_bytes)
         if not messages:
             messages = self._from_cache(start, end, max_bytes)
         if not messages:
@@ -177,7 +177,7 @@ class Reader:
         self._batch = None
         self.next_offset = offset
 
-    def _from_batch(self, start: int, end: int, max_bytes: int) -> list[Message]:
+    def _from_batch(self, start: int, end: int, max_bytes: int) -> Sequence[Message]:
         """What the last chunk from a file still holds."""
         batch = self._batch
         if batch is None:
@@ -194,17 +194,13 @@ class Reader:
             # A frame ends where the next one begins: at most those that end within the limit.
             within = bisect_right(starts, limit, at + 1, min(upto + 1, count)) - 1
             upto = max(at + 1, min(upto, within))
-        bounds = [*starts[at:upto], starts[upto] if upto < count else batch.end]
-        chunk, codec = batch.chunk, self._codec
-        messages = [
-            Message(offset, chunk, begin + FRAME_HEADER_SIZE, finish, codec)
-            for offset, (begin, finish) in enumerate(pairwise(bounds), start)
-        ]
+        ends = [*starts[at + 1 : upto], starts[upto] if upto < count else batch.end]
+        messages = MessageBatch(batch.chunk, starts[at:upto], ends, start, self._codec)
         if upto == count:
             self._batch = None
         return messages
 
-    def _from_cache(self, start: int, end: int, max_bytes: int) -> list[Message]:
+    def _from_cache(self, start: int, end: int, max_bytes: int) -> Sequence[Message]:
         cache = self._cache
         if start < cache.start:
             return []
@@ -224,7 +220,7 @@ class Reader:
             self._metrics.count("wal.reader.stitch_cache_items", self._cached_count)
             self._cached_count = 0
 
-    def _from_files(self, start: int, end: int, max_bytes: int) -> list[Message]:
+    def _from_files(self, start: int, end: int, max_bytes: int) -> Sequence[Message]:
         wal = self._wal
         if wal.directory is None:
             raise OffsetOutOfRangeError(

@@ -86,9 +86,6 @@ class WalReader:
             self._metrics.observe(
                 "wal_reader.chunk_read_latency_ms", (self._clock.monotonic() - started) * 1000
             )
-            if len(chunk) == size:
-                # The disk fetches the next chunk while this one is parsed and used.
-                file.will_read(self._position + size, size)
             scan = scan_frames(chunk, expected_offset=self._next, end_offset=limit)
             self._metrics.count("wal.reader.stitch_file_bytes", len(chunk))
             batch = self._take(chunk, scan, start)
