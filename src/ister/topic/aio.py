@@ -122,7 +122,6 @@ class AsyncReader:
     def __init__(self, edge: AsyncTopic, topic: Topic, start: Start, end: int | None) -> None:
         self._edge = edge
         self._wal = topic.wal
-        self._cache = topic.cache
         # A read in a worker thread that its task gave up on. It moves the reader all the same, so
         # its messages belong to whoever asks next.
         self._left_behind: asyncio.Future[Sequence[Message]] | None = None
@@ -148,18 +147,19 @@ class AsyncReader:
     async def _next_batch(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         core = self.core
         while True:
-            if core.next_offset < self._wal.visible or self._left_behind is not None:
-                if self._left_behind is not None or core.next_offset < self._cache.start:
-                    messages = await self._poll_in_thread(max_messages, max_bytes)
-                else:
-                    messages = core.poll(max_messages, max_bytes)
-                if messages:
+            if self._left_behind is None:
+                # At the tail, which is where readers wait, this is all there is to do.
+                if messages := core.poll_cache(max_messages, max_bytes):
                     return messages
-            elif core.is_closed or max_messages < 1:
-                core.poll(max_messages, max_bytes)  # raises, and says why
+                if core.next_offset >= self._wal.visible:
+                    if core.is_at_end:
+                        return []
+                    await self._visible()
+                    continue
+            if messages := await self._poll_in_thread(max_messages, max_bytes):
+                return messages
             if core.is_at_end:
                 return []
-            await self._wait_visible()
 
     async def _poll_in_thread(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         if self._left_behind is None:
@@ -173,16 +173,15 @@ class AsyncReader:
                 self._left_behind = None
         return messages
 
-    async def _wait_visible(self) -> None:
+    def _visible(self) -> asyncio.Future[None]:
+        """A future that is done once the next message is visible, or the reader is closed."""
         hub = self._edge.hub(self._wal.visible_level, is_patient=True)
         waiting = hub.passed(self.core.next_offset)
         if waiting is None:
-            return
+            waiting = hub.loop.create_future()
+            waiting.set_result(None)
         self._waiting = waiting
-        try:
-            await waiting
-        finally:
-            self._waiting = None
+        return waiting
 
     def close(self) -> None:
         """Ends the reader; a task that waits in it is told. Called on the task's loop."""

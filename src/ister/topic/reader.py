@@ -125,6 +125,27 @@ class Reader:
             if self._is_closed:
                 self._drop_if_idle()
 
+    def poll_cache(
+        self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22
+    ) -> Sequence[Message]:
+        """What can be read now from memory; empty if that is nothing. Touches no file.
+
+        Raises:
+            ClosedError: The reader is closed.
+            InvalidRequestError: `max_messages` is below one.
+        """
+        if self._is_closed or max_messages < 1:
+            return self.poll(max_messages, max_bytes)  # raises, and says why
+        start = self.next_offset
+        end = min(self._wal.visible, start + max_messages)
+        if self._end is not None:
+            end = min(end, self._end)
+        if start >= end or self._batch is not None:
+            return []
+        messages = self._from_cache(start, end, max_bytes)
+        self.next_offset = start + len(messages)
+        return messages
+
     def _poll(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         start = self.next_offset
         end = min(self._wal.visible, start + max_messages)
