@@ -45,8 +45,9 @@ MESSAGE_SIZE_BYTES_MAX: Final = 64 * MIB
 ENVELOPE_SIZE_BYTES_MAX: Final = 1 * MIB
 """Names, attributes and keys of one message, encoded: they travel with every copy of it."""
 
-FRAME_BODY_BYTES_MAX: Final = MESSAGE_SIZE_BYTES_MAX + ENVELOPE_SIZE_BYTES_MAX
-"""A length field above this is damage. It is not a setting: a reader with a smaller limit than
+FRAME_BODY_BYTES_MAX: Final = MESSAGE_SIZE_BYTES_MAX + ENVELOPE_SIZE_BYTES_MAX + 4 * KIB
+"""Payload, envelope, and the ids, names and lengths around them. A length field above this is
+damage. It is not a setting: a reader with a smaller limit than
 the writer's would take good frames for bad ones and recovery would cut them off."""
 
 APPEND_CHUNK_BYTES: Final = 256 * KIB

@@ -43,7 +43,7 @@ def ack_before_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_directory_sync_for_new_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WalDirectory, "create_log", lambda self, seq: self.fs.create(self.log_path(seq)))
+    patch.setattr(WalDirectory, "sync_names", lambda self: None)
 
 
 def no_sync_of_new_directories(patch: pytest.MonkeyPatch) -> None:

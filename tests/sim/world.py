@@ -42,13 +42,13 @@ class InlineSchedule:
 
     def __init__(self) -> None:
         self.queue: list[Wal] = []
-        self.alarms: list[Wal] = []
+        self.alarms: list[tuple[Wal, float]] = []
 
     def submit(self, log: Wal) -> None:
         self.queue.append(log)
 
     def submit_at(self, log: Wal, when: float) -> None:
-        self.alarms.append(log)
+        self.alarms.append((log, when))
 
     def note_open_file(self, log: Wal) -> None:
         """No limit here."""
@@ -63,8 +63,8 @@ class InlineSchedule:
     def run(self) -> None:
         """Everything that is queued, once."""
         alarms, self.alarms = self.alarms, []
-        for log in alarms:
-            log.on_timer()
+        for log, when in alarms:
+            log.on_timer(when)
         queue, self.queue = self.queue, []
         for log in queue:
             log.run()

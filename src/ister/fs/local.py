@@ -144,6 +144,9 @@ class _LocalLock:
     def release(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
+            # A forked child shares the lock; closing alone would leave it with the child.
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 

@@ -38,7 +38,6 @@ from ister.wal.directory import LOCK_NAME, WalDirectory
 from ister.wal.log import Wal, WalSettings
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
 from ister.wal.scheduler import Scheduler, Threads
-from ister.wal.writer import SyncFailedError
 
 __all__ = ["Log"]
 
@@ -132,6 +131,7 @@ class Log:
             self._check_open()
             opening = self._opening.setdefault(text, threading.Lock())
         with opening:
+            self._check_open()
             topic = self._topics.get(text)
             if topic is not None and topic.state in (TopicState.FAILED, TopicState.CLOSED):
                 self._retire(topic)
@@ -273,9 +273,9 @@ class Log:
 
     def _retire(self, topic: Topic) -> None:
         """Takes a topic that stopped out of the list, and notes from where not to trust it."""
-        if isinstance(topic.wal.failure, SyncFailedError):
+        topic.close_quietly()
+        if topic.wal.has_failed_sync:
             self._untrusted_from[topic.name] = topic.wal.synced
-        topic.close()
         self._scheduler.forget(topic.wal)
         with self._lock:
             self._topics.pop(topic.name, None)
@@ -334,7 +334,12 @@ class Log:
             if self._is_closed:
                 return
             self._is_closed = True
-            topics = list(self._topics.values())
+            openings = list(self._opening.values())
+        for opening in openings:
+            # A recovery under way still writes: the directory is not given back before its end.
+            with opening:
+                pass
+        topics = list(self._topics.values())
         failure: IsterError | None = None
         for topic in topics:
             try:

@@ -25,9 +25,11 @@ from ister.errors import (
     ClosedError,
     DiskError,
     InvalidRequestError,
+    IsterError,
     MessageTooLargeError,
     OffsetOutOfRangeError,
 )
+from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import BodyEncoder
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, SUFFIX_CACHE_ENTRIES_MAX
 from ister.metrics import Metrics
@@ -78,6 +80,8 @@ class Topic:
         self._encoder = BodyEncoder(topic_name=self.name, codec=wal.settings.codec)
         self._encode = self._encoder.encode
         self._suffixes: dict[str, bytes] = {}
+        # What a frame has besides payload and suffix, at the most.
+        self._envelope_bytes = FRAME_HEADER_SIZE + len(self._encode(0, b"", 0, b"")) + 32
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._readers_lock = threading.Lock()
 
@@ -226,6 +230,7 @@ class Topic:
         time_ms = (
             self._now_ns() // 1_000_000 if publish_time is None else _as_milliseconds(publish_time)
         )
+        total += len(messages) * (len(suffix) + self._envelope_bytes)
         wal = self.wal
         with self._lock:
             wal.admit(total)
@@ -475,6 +480,11 @@ class Topic:
         finally:
             for reader in self.readers:
                 reader.close()
+
+    def close_quietly(self) -> None:
+        """Closes a topic that has stopped; whoever waited for its messages has been told."""
+        with suppress(IsterError):
+            self.close()
 
     def __enter__(self) -> Self:
         return self

@@ -66,6 +66,7 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._saved_at = clock.monotonic()
         self._saved: DurablePoint | None = None
+        self._is_poisoned = False
         self._point = self._take(synced)
 
     def note(self, synced: int) -> None:
@@ -79,7 +80,7 @@ class Checkpointer:
     def due_at(self) -> float:
         """When the checkpoint has to be saved; infinity if it says what is true."""
         point, saved = self._point, self._saved
-        if saved == point:
+        if saved == point or self._is_poisoned:
             return math.inf
         if saved is not None and (
             point.seq != saved.seq or point.position - saved.position >= CHECKPOINT_BYTES_BEHIND_MAX
@@ -95,7 +96,7 @@ class Checkpointer:
         """
         with self._lock:
             point = self._point
-            if point == self._saved:
+            if point == self._saved or self._is_poisoned:
                 return
             self._saved_at = self._clock.monotonic()
             self._writer.save_index(below=point.synced)
@@ -117,6 +118,8 @@ class Checkpointer:
     def record_poison(self) -> None:
         """Notes on disk that bytes above `synced` are not to be trusted, if the disk takes it."""
         with self._lock:
+            # From here on nothing may say that all is well again but the next recovery.
+            self._is_poisoned = True
             try:
                 self._writer.directory.save_state(self._state(self._point, is_poisoned=True))
             except IsterError as error:
@@ -150,6 +153,9 @@ class Checkpointer:
                 ),
                 active_file_name=format_log_name(point.seq),
                 last_rotation_at=self._writer.last_rotation_at,
-                active_file_first_offset=None if active is None else active.first_offset,
+                # A file whose first frame is not durable may begin elsewhere after a crash.
+                active_file_first_offset=active.first_offset
+                if active is not None and active.first_offset < point.synced
+                else None,
             ),
         )

@@ -92,17 +92,16 @@ class WalDirectory:
         seqs = (parse_log_name(name) for name in self.fs.list_directory(self.path))
         return sorted(seq for seq in seqs if seq is not None)
 
-    def create_log(self, seq: int) -> File:
-        """Makes the file number `seq`; its name is durable on return."""
+    def make_log(self, seq: int) -> File:
+        """Makes the file number `seq`; its name is durable after `sync_names`."""
         file = self.fs.create(self.log_path(seq))
         failpoints.reach("wal.after_create_file")
-        try:
-            self.fs.sync_directory(self.path)
-        except BaseException:
-            file.close()
-            raise
-        failpoints.reach("wal.after_sync_directory")
         return file
+
+    def sync_names(self) -> None:
+        """Returns once the names in the directory are durable."""
+        self.fs.sync_directory(self.path)
+        failpoints.reach("wal.after_sync_directory")
 
     def remove_log(self, seq: int) -> None:
         """Removes a file and its index; durable on return, so that files go in their order."""

@@ -79,7 +79,7 @@ class Schedule(Protocol):
         ...
 
     def submit_at(self, log: Wal, when: float) -> None:
-        """Has `log.on_timer()` called at `when`, in `Clock.monotonic` seconds."""
+        """Has `log.on_timer(when)` called at `when`, in `Clock.monotonic` seconds."""
         ...
 
     def note_open_file(self, log: Wal) -> None:
@@ -130,6 +130,7 @@ class Wal:
         self.damage: tuple[Damage, ...] = recovered.damage
         self.failure: IsterError | None = None
         """Why the writer stopped."""
+        self._is_failure_told = False
         self._state = TopicState.QUARANTINED if recovered.damage else TopicState.OPEN
         self._schedule = schedule
         self._clock = clock
@@ -392,10 +393,16 @@ class Wal:
                 return False
             if self._refusal is not None and self._state is not TopicState.STALLED:
                 if self._state is not TopicState.QUARANTINED:
+                    self._is_failure_told = True
                     raise self.failure.again() if self.failure is not None else self._refusal()
                 if waiter.offset < self.next:
                     raise self._refusal()
             self._waiters[level].add(waiter)
+            if self.watermark(level) > waiter.offset:
+                # `written` moves without the lock: it may have done so after the first look, and
+                # whoever moved it may have found no waiter.
+                waiter.is_done = True
+                return False
             self._set_attention()
             if (
                 waiter.offset < self.next
@@ -414,6 +421,13 @@ class Wal:
                 return True
             had_open_file = self.has_open_file
             self._commit(sync=level is AckLevel.SYNCED)
+        except CapacityError:
+            if self.watermark(level) > offset:
+                return True
+            raise
+        except IsterError:
+            self._is_failure_told = True
+            raise
         finally:
             self._release_commit()
         if not had_open_file:
@@ -445,7 +459,10 @@ class Wal:
         if self._writer is None or self._state in (TopicState.CLOSED, TopicState.FAILED):
             return
         if not self._commit_lock.acquire(blocking=False):
-            return  # whoever holds it looks for more when done
+            # Whoever holds it looks for more when done. The checkpoint does not need the lock, and
+            # must not wait for a moment when no producer commits for itself.
+            self._maintain()
+            return
         lazy_sync: tuple[int, int] | None = None
         try:
             self._commit_what_is_due()
@@ -517,6 +534,7 @@ class Wal:
             self._fail(error)
             raise
         except CapacityError as error:
+            self._sync_what_is_written(writer)
             self._stall(error)
             raise
         except BaseException as error:
@@ -524,6 +542,14 @@ class Wal:
             raise
         if self._state is TopicState.STALLED:
             self._resume()
+
+    def _sync_what_is_written(self, writer: WalWriter) -> None:
+        """On a full disk nothing more is written, and what is can still be made durable."""
+        try:
+            self._sync(writer)
+        except SyncFailedError as error:
+            self._fail(error)
+            raise
 
     def _write_buffer(self, writer: WalWriter) -> None:
         with self.lock:
@@ -545,8 +571,8 @@ class Wal:
             check(group[-1].end_offset > self.written, "written only ever rises")
             # Set without the lock: only the holder of the commit lock changes these, and waiting
             # for a lock that a hot producer keeps taking costs a turn at the interpreter lock.
-            # Whoever enlists checks the watermark under the lock after these have been set, or is
-            # seen by the look at the waiters below.
+            # Whoever enlists looks at the watermark once more afterwards, so it is either seen by
+            # the look at the waiters below or sees the new watermark itself.
             self.written = group[-1].end_offset
             self.buffer.note_written(size)
             if self._waiters[AckLevel.WRITTEN] or self._room_waiters:
@@ -673,9 +699,11 @@ class Wal:
             if not math.isinf(when):
                 self._schedule.submit_at(self, when)
 
-    def on_timer(self) -> None:
-        """The scheduler's clock has reached the time of the last `submit_at`."""
+    def on_timer(self, when: float) -> None:
+        """The scheduler's clock has reached the `when` of a `submit_at`."""
         with self.lock:
+            if when != self._timer_at:
+                return  # an earlier one has been set since
             self._timer_at = math.inf
             self._is_lazy_armed = False
             if not self._is_scheduled:
@@ -692,7 +720,7 @@ class Wal:
         if self.buffer.pending_bytes:
             return self._unwritten_since + LAZY_WRITE_SECONDS
         due = math.inf
-        if writer.unsynced_bytes:
+        if writer.unsynced_bytes and not self._sync_lock.locked():
             due = self._unsynced_since + self.settings.fsync_interval_seconds
         if self._checkpointer is not None:
             due = min(due, self._checkpointer.due_at())
@@ -753,6 +781,8 @@ class Wal:
         writer, checkpointer = self._writer, self._checkpointer
         if writer is None or checkpointer is None:
             return 0
+        if self._refusal is not None and self._state is not TopicState.STALLED:
+            raise self._refusal()
         with self._committing():
             files = writer.files
             count = 0
@@ -767,7 +797,13 @@ class Wal:
             with self._sync_lock:
                 writer.files = files[count:]
                 checkpointer.note(self.synced)
-        checkpointer.save()
+        try:
+            checkpointer.save()
+        except IsterError:
+            with self._committing(), self._sync_lock:
+                writer.files = (*files[:count], *writer.files)
+                checkpointer.note(self.synced)
+            raise
         for file in files[:count]:
             writer.directory.remove_log(file.seq)
             failpoints.reach("wal.after_remove_file")
@@ -815,11 +851,21 @@ class Wal:
         failure.topic = self.settings.topic
         with self.lock:
             if self._state is TopicState.FAILED:
-                return
+                is_news = isinstance(error, SyncFailedError) and not isinstance(
+                    self.failure, SyncFailedError
+                )
+                if is_news:
+                    self.failure = failure
+            else:
+                is_news = True
+        if not is_news:
+            return
+        with self.lock:
             self._state = TopicState.FAILED
             self.failure = failure
             self._refuse(self._closed_error)
             everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
+            self._is_failure_told = self._is_failure_told or bool(everyone)
             self.buffer.discard()
             self._room.notify_all()
         self._inflight.clear()
@@ -851,14 +897,20 @@ class Wal:
             IsterError: The last commit failed; the log is closed all the same.
         """
         with self.lock:
-            if self._state in (TopicState.CLOSED, TopicState.FAILED):
-                self._state = TopicState.CLOSED
+            state = self._state
+            if state is TopicState.CLOSED:
                 return
+        if state is TopicState.FAILED:
+            self._close_failed()
+            return
+        with self.lock:
             was_quarantined = self._state is TopicState.QUARANTINED
             self._is_closing = True
             self._refuse(self._closed_error)
         failure: IsterError | None = None
         with self._commit_lock:
+            if self.state is TopicState.CLOSED:
+                return  # another thread was quicker
             if self._writer is not None and not was_quarantined:
                 try:
                     self._commit(sync=True)
@@ -871,15 +923,31 @@ class Wal:
                 everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
                 everyone += self._late_wakes
                 self._room.notify_all()
-            if self._writer is not None:
-                with self._sync_lock:
-                    self._writer.close_file()
         for waiter in everyone:
             waiter.finish(self._closed_error())
+        if self._writer is not None:
+            with self._sync_lock:
+                self._writer.close_file()
         if failure is not None:
             raise failure
         if not was_quarantined:
             self.save_checkpoint()
+
+    def _close_failed(self) -> None:
+        """Closes a log whose writer has stopped; says so if that cost messages and nobody knows."""
+        # Whoever found the failure notes it on disk with this lock held; the directory must not be
+        # given to another process before that.
+        with self._commit_lock, self.lock:
+            if self._state is TopicState.CLOSED:
+                return
+            self._state = TopicState.CLOSED
+        if self.failure is not None and not self._is_failure_told and self.synced < self.next:
+            raise self.failure.again()
+
+    @property
+    def has_failed_sync(self) -> bool:
+        """Whether what lies above `synced` may be in the page cache alone."""
+        return self._writer is not None and self._writer.has_failed_sync
 
     def close_quietly(self) -> None:
         """Closes a log that could not be taken into use; its errors have been raised already."""
@@ -890,6 +958,7 @@ class Wal:
 
     def _closed_error(self) -> IsterError:
         if self.failure is not None:
+            self._is_failure_told = True
             error = ClosedError(
                 f"the topic's writer stopped: {self.failure.message}",
                 topic=self.settings.topic,

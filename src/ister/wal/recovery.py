@@ -239,13 +239,24 @@ class _Recovery:
         self._damage.append(Damage(path=path, position=position, offset=offset, reason=reason))
 
     def _read_first_offsets(self, seqs: list[int]) -> dict[int, int]:
-        """The offset of each file's first frame, where that is whole and as the checkpoint says."""
+        """The offset of each file's first frame, where that is whole.
+
+        The checkpoint names only files whose first frame is durable: one that says something else
+        now is damaged.
+        """
         hints = self._hinted_first_offsets()
         found: dict[int, int] = {}
         for seq in seqs:
             frame = self._first_frame(seq)
-            if frame is not None and hints.get(seq, frame.offset) == frame.offset:
-                found[seq] = frame.offset
+            if frame is None:
+                continue
+            found[seq] = hints.get(seq, frame.offset)
+            if frame.offset != found[seq]:
+                self._note_damage(
+                    seq,
+                    f"the first frame says {frame.offset}, the checkpoint {found[seq]}",
+                    offset=found[seq],
+                )
         return found
 
     def _order_files(self, seqs: list[int], found: dict[int, int]) -> list[WalFile]:

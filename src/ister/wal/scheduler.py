@@ -60,7 +60,7 @@ class Scheduler:
         self._queue.put(log)
 
     def submit_at(self, log: Wal, when: float) -> None:
-        """Has `log.on_timer()` called at `when`."""
+        """Has `log.on_timer(when)` called at `when`."""
         self._alarms.put((when, log))
 
     def forget(self, log: Wal) -> None:
@@ -101,6 +101,8 @@ class Scheduler:
 
     def _tick(self) -> None:
         heap: list[tuple[float, int, Wal]] = []
+        # A log asks for the same time again after each earlier alarm: once is enough.
+        armed: set[tuple[float, Wal]] = set()
         order = count()
         while True:
             try:
@@ -108,7 +110,11 @@ class Scheduler:
                 alarm = self._alarms.get(timeout=timeout)
                 if alarm is None:
                     return
-                heappush(heap, (alarm[0], next(order), alarm[1]))
+                if alarm not in armed:
+                    armed.add(alarm)
+                    heappush(heap, (alarm[0], next(order), alarm[1]))
             except Empty:
                 while heap and heap[0][0] <= self._clock.monotonic():
-                    heappop(heap)[2].on_timer()
+                    when, _, log = heappop(heap)
+                    armed.discard((when, log))
+                    log.on_timer(when)

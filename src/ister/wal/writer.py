@@ -88,6 +88,11 @@ class WalWriter:
         return self._seq
 
     @property
+    def has_failed_sync(self) -> bool:
+        """Whether a sync has failed; none is tried after that."""
+        return self._sync_failure is not None
+
+    @property
     def unsynced_bytes(self) -> int:
         """How much of the active file has been written and not synced."""
         return self.position - self.synced_position
@@ -171,12 +176,26 @@ class WalWriter:
     def _active_file(self, first_offset: int) -> File:
         """The active file, made now if this is its first frame."""
         if not self.files:
-            self._file = self.directory.create_log(self._seq)
+            self._file = self._make_file(self._seq)
             self.is_open = True
             self._file_since = self._clock.monotonic()
         if not self.files or self.files[-1].seq != self._seq:
             self.files = (*self.files, WalFile(self._seq, first_offset))
         return self._open_active()
+
+    def _make_file(self, seq: int) -> File:
+        """Makes a file; a failed sync of its name is as final as one of its data."""
+        file = self.directory.make_log(seq)
+        try:
+            self.directory.sync_names()
+        except DiskError as error:
+            file.close()
+            self._sync_failure = SyncFailedError(error.message, errno=error.errno, path=error.path)
+            raise self._sync_failure from error
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _open_active(self) -> File:
         if self._file is None:
@@ -207,7 +226,9 @@ class WalWriter:
         """
         check(self.unsynced_bytes == 0, "a file is synced before its successor is made")
         try:
-            file = self.directory.create_log(self._seq + 1)
+            file = self._make_file(self._seq + 1)
+        except SyncFailedError:
+            raise
         except (CapacityError, DiskError) as error:
             self._rotation_retry_at = self._clock.monotonic() + STALL_RETRY_SECONDS
             self._metrics.count("wal.rotate_errors")

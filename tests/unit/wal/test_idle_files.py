@@ -16,7 +16,7 @@ def test_idle_topic_holds_no_open_file(machine):
     topic.wait(topic.append(b"a"))
     assert topic.wal.has_open_file
     clock.advance(IDLE_FILE_SECONDS + 1)
-    topic.wal.on_timer()
+    topic.wal.on_timer(topic.wal._timer_at)
     eventually(lambda: not topic.wal.has_open_file)
     eventually(lambda: machine.fs.open_files == 0)
     topic.wait(topic.append(b"b"))

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from ister.errors import DiskError
 from ister.model import TopicState
 from rig import NAME, ROOT, Calls, ManualClock, numbered, payloads
 
@@ -111,7 +112,7 @@ def test_crash_after_a_rotation_whose_name_was_not_synced_is_no_damage(machine, 
     """
     topic = machine.topic(rotate_max_bytes=4096, clock=ManualClock())
     _append(topic, 8)
-    failures = [OSError(errno.EIO, "no")]
+    failures = [OSError(errno.ENOSPC, "no")]
     machine.fs.before = Calls(
         fail=lambda kind, path: (
             failures.pop()
@@ -142,3 +143,22 @@ def test_empty_last_file_is_filled_from_its_beginning(machine):
     topic.flush()
     assert machine.frame_starts(f"{PATH}/wal.1.log") == [0]
     assert payloads(topic.read(8)) == [b"next"]
+
+
+def test_failed_sync_of_a_new_name_is_final(machine):
+    """A sync that failed is never repeated, not even one of a directory."""
+    topic = machine.topic(rotate_max_bytes=4096)
+    _append(topic, 8)
+    machine.fs.before = calls = Calls(
+        fail=lambda kind, path: (
+            OSError(errno.EIO, "no")
+            if kind == "sync_directory" and machine.fs.exists(f"{PATH}/wal.1.log")
+            else None
+        )
+    )
+    with pytest.raises(DiskError):
+        _append(topic, 1)
+    assert topic.state is TopicState.FAILED
+    assert calls.count("sync", "wal.1.log") == 0
+    machine.kill()
+    assert payloads(machine.reopened().read())[:8] == numbered(8, size=500)

@@ -1,0 +1,230 @@
+"""What several things at once, or one after the other, once got wrong."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+
+from ister.clock import ManualClock
+from ister.errors import CapacityError, ClosedError, DiskError
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX, FRAME_BODY_BYTES_MAX, MESSAGE_SIZE_BYTES_MAX
+from ister.model import AckLevel, TopicState
+from ister.wal.directory import WalDirectory
+from ister.wal.waiters import ThreadWaiter
+from rig import NAME, ROOT, Calls, Gate, NoThreads, Task, eventually, payloads
+
+PATH = f"{ROOT}{NAME}"
+
+
+def _saved(machine):
+    return WalDirectory(machine.fs, PATH).load_state()
+
+
+def _fail(kind, number=errno.EIO):
+    return Calls(
+        fail=lambda seen, path: (
+            OSError(number, "broken") if seen == kind and path.endswith(".log") else None
+        )
+    )
+
+
+def test_checkpoint_is_saved_although_a_producer_commits_all_the_time(machine):
+    """A producer that appends and waits in a loop holds the commit lock almost always."""
+    clock = ManualClock()
+    topic = machine.topic(clock=clock, scheduler=NoThreads())
+    topic.wait(topic.append(b"a"))
+    clock.advance(5)
+    with topic.wal._commit_lock:
+        topic.wal.run()
+    assert _saved(machine).synced == 1
+
+
+def test_failed_sync_stays_noted_when_a_checkpoint_was_due(machine):
+    clock = ManualClock()
+    topic = machine.topic(clock=clock, scheduler=NoThreads())
+    topic.wait(topic.append(b"a"))
+    topic.append(b"b")
+    clock.advance(60)
+    topic.wal.run()
+    clock.advance(60)
+    machine.fs.before = _fail("sync")
+    topic.wal.run()
+    assert topic.state is TopicState.FAILED
+    machine.fs.before = Calls()
+    clock.advance(60)
+    topic.wal.run()
+    topic.wal.save_checkpoint()
+    assert _saved(machine).is_poisoned
+
+
+def test_failed_sync_is_noted_after_a_failed_write_too(machine):
+    """Method: the write fails while a sync that nobody waits for is under way, then that fails."""
+    topic = machine.topic(fsync_interval_ms=1)
+    topic.wait(topic.append(b"a"))
+    gate = Gate("sync")
+    machine.fs.before = gate
+    topic.append(b"b")
+    gate.wait_reached()
+    machine.fs.before = _fail("write")
+    with pytest.raises(DiskError):
+        topic.wait(topic.append(b"c"), "written")
+    assert topic.state is TopicState.FAILED
+    machine.fs.before = Calls()
+    topic.wal._fail(_sync_failure(topic))
+    assert _saved(machine).is_poisoned
+    gate.open()
+
+
+def _sync_failure(topic):
+    from ister.wal.writer import SyncFailedError  # noqa: PLC0415
+
+    return SyncFailedError("sync failed", errno=errno.EIO, path=topic.name)
+
+
+def test_waiter_that_enlists_as_the_watermark_moves_is_told(machine):
+    """`written` is set without the lock: a waiter added right after the look has to see it."""
+    topic = machine.topic(scheduler=NoThreads())
+    offset = topic.append(b"a")
+    waiter = ThreadWaiter(offset)
+    waiters = topic.wal._waiters[AckLevel.WRITTEN]
+    real_add = type(waiters).add
+
+    class Racing(type(waiters)):
+        __slots__ = ()
+
+        def add(self, waiter):
+            topic.wal.written = offset + 1
+            real_add(self, waiter)
+
+    topic.wal._waiters[AckLevel.WRITTEN] = Racing()
+    assert topic.wal.enlist(waiter, AckLevel.WRITTEN) is False
+    assert waiter.is_done
+    topic.wal.written = offset
+
+
+def test_error_that_nobody_was_told_of_is_raised_by_close(machine):
+    log = machine.open()
+    topic = log.topic(NAME, create=True, ack="memory")
+    topic.wait(topic.append(b"stored"), "synced")
+    machine.fs.before = _fail("write")
+    topic.append(b"lost")
+    eventually(lambda: topic.state is TopicState.FAILED)
+    with pytest.raises(DiskError):
+        log.close()
+    log.close()
+
+
+def test_error_that_a_waiter_was_told_of_is_not_raised_again_by_close(machine):
+    log = machine.open()
+    topic = log.topic(NAME, create=True)
+    machine.fs.before = _fail("sync")
+    with pytest.raises(DiskError):
+        topic.wait(topic.append(b"lost"))
+    log.close()
+
+
+def test_full_disk_does_not_keep_written_messages_from_becoming_durable(machine):
+    topic = machine.topic(scheduler=NoThreads())
+    first = topic.append(b"a")
+    topic.wait(first, "written")
+    machine.fs.write_limit_bytes = 0
+    topic.append(b"b")
+    topic.wait(first, "synced")
+    with pytest.raises(CapacityError):
+        topic.wait(first + 1, "synced")
+    assert topic.watermarks.synced == 1
+
+
+def test_trim_that_could_not_be_recorded_can_be_repeated(machine):
+    topic = machine.topic(rotate_max_bytes=4096)
+    for _ in range(40):
+        topic.wait(topic.append(bytes(500)))
+    files = topic.wal.files
+    machine.fs.before = Calls(
+        fail=lambda kind, path: OSError(errno.ENOSPC, "full") if "ckpt" in path else None
+    )
+    with pytest.raises(CapacityError):
+        topic.wal.trim(30)
+    assert topic.wal.files == files
+    machine.fs.before = Calls()
+    assert topic.wal.trim(30) > 0
+    assert topic.earliest > 0
+
+
+@pytest.mark.parametrize("state", [TopicState.CLOSED, TopicState.FAILED])
+def test_log_that_has_ended_is_not_trimmed(machine, state):
+    topic = machine.topic(rotate_max_bytes=4096)
+    for _ in range(40):
+        topic.wait(topic.append(bytes(500)))
+    if state is TopicState.FAILED:
+        machine.fs.before = _fail("sync")
+        with pytest.raises(DiskError):
+            topic.wait(topic.append(b"x"))
+        machine.fs.before = Calls()
+    else:
+        topic.close()
+    names = machine.fs.list_directory(PATH)
+    with pytest.raises(ClosedError):
+        topic.wal.trim(30)
+    assert machine.fs.list_directory(PATH) == names
+
+
+def test_log_is_not_given_back_while_a_topic_is_being_recovered(machine):
+    """A recovery under way still writes; `close` waits for its end."""
+    topic = machine.topic()
+    topic.wait(topic.append(b"a"))
+    machine.kill()
+    path = f"{PATH}/wal.log"
+    machine.overwrite(path, len(machine.read(path)), b"torn")
+    log = machine.open()
+    machine.fs.before = gate = Gate("truncate")
+    opening = Task(log.topic, NAME)
+    gate.wait_reached()
+    closing = Task(log.close)
+    closing.join(0.2)
+    assert closing.is_running
+    gate.open()
+    opening.join(5)
+    closing.result()
+    assert payloads(machine.reopened().read()) == [b"a"]
+
+
+def test_two_threads_may_close_a_topic_at_once(machine):
+    topic = machine.topic()
+    topic.append(b"a")
+    barrier = threading.Barrier(2)
+
+    def close():
+        barrier.wait()
+        topic.close()
+
+    tasks = [Task(close) for _ in range(2)]
+    for task in tasks:
+        task.result()
+    assert topic.state is TopicState.CLOSED
+
+
+def test_largest_message_there_can_be_is_within_the_limit_of_a_frame():
+    """Names are bounded, so what surrounds payload and envelope is too."""
+    from ister.format.message import BodyEncoder  # noqa: PLC0415
+    from ister.model import Codec  # noqa: PLC0415
+
+    for codec in Codec:
+        encode = BodyEncoder(topic_name=f"/{'n' * 120}/{'t' * 120}", codec=codec).encode
+        around = len(encode(2**63, b"", 2**63, b""))
+        assert around + MESSAGE_SIZE_BYTES_MAX + ENVELOPE_SIZE_BYTES_MAX <= FRAME_BODY_BYTES_MAX
+
+
+def test_checkpoint_names_no_file_whose_first_frame_is_not_durable(machine):
+    """After a crash such a file may begin elsewhere, and the name would be held against it."""
+    topic = machine.topic(ack="written", rotate_max_bytes=4096, scheduler=NoThreads())
+    while len(topic.wal.files) < 2 or topic.wal.files[-1].first_offset < topic.wal.synced:
+        topic.wait(topic.append(bytes(900)), "written")
+    topic.wal._checkpointer.note(topic.wal.synced)
+    topic.wal.save_checkpoint()
+    assert _saved(machine).checkpoint.active_file_first_offset is None
+    topic.wait(topic.append(b"x"), "synced")
+    topic.wal.save_checkpoint()
+    assert _saved(machine).checkpoint.active_file_first_offset is not None
