@@ -147,7 +147,7 @@ def load_config(source: ConfigSource, environment: Mapping[str, str] | None = No
     elif isinstance(source, Mapping):
         tree = _copy(source)
     else:
-        path = os.fspath(source)
+        path = _path_of(source)
         if path.endswith(_YAML_SUFFIXES):
             tree = _read_yaml(path)
         else:
@@ -156,6 +156,16 @@ def load_config(source: ConfigSource, environment: Mapping[str, str] | None = No
     tree = _expand(tree, environment, "")
     config: Config = _build(Config, tree, "")
     return _check_together(config, tree)
+
+
+def _path_of(source: object) -> str:
+    path = os.fspath(source) if isinstance(source, str | os.PathLike) else source
+    if not isinstance(path, str):
+        raise ConfigError(
+            f"cannot open {source!r}",
+            hint="a directory, the path of an ister.yml, a mapping, or nothing",
+        )
+    return path
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -344,3 +344,9 @@ def test_contradiction_is_refused(tree, message):
 def test_level_that_a_log_in_memory_cannot_keep_is_refused(storage):
     with pytest.raises(ConfigError):
         load_config({"storage": storage}, {})
+
+
+@pytest.mark.parametrize("source", [3, b"./data", object()], ids=["number", "bytes", "object"])
+def test_source_of_another_kind_is_refused(source):
+    with pytest.raises(ConfigError, match="cannot open"):
+        load_config(source, {})

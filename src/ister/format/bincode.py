@@ -130,6 +130,8 @@ def _pack(layout: struct.Struct, value: int) -> bytes:
 
 
 def _utf8(value: str) -> bytes:
+    if not isinstance(value, str):
+        raise BincodeError(f"{value!r} is not text")
     try:
         return value.encode()
     except UnicodeEncodeError as error:

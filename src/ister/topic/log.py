@@ -310,7 +310,7 @@ class Log:
             level = AckLevel(ack)
         except ValueError as error:
             raise InvalidRequestError(
-                f"there is no ack level {ack!r}", hint=f"one of: {', '.join(AckLevel)}"
+                f"there is no ack level {ack!r}", hint="one of: memory, written, synced"
             ) from error
         if level is AckLevel.TIERED:
             raise InvalidRequestError("this log has no object store, so nothing becomes tiered")

@@ -333,7 +333,7 @@ class Topic:
             level = AckLevel(level)
         except ValueError as error:
             raise InvalidRequestError(
-                f"there is no ack level {level!r}", hint=f"one of: {', '.join(AckLevel)}"
+                f"there is no ack level {level!r}", hint="one of: memory, written, synced"
             ) from error
         if level is AckLevel.TIERED:
             raise InvalidRequestError("this log has no object store, so nothing becomes tiered")

@@ -740,12 +740,14 @@ class Wal:
                 self._arm_timer(self._next_due())
             self._set_attention()
 
-    def release_file(self) -> bool:
-        """Closes the writer's handle if everything is synced and nobody is writing."""
+    def release_file(self, *, sync: bool = False) -> bool:
+        """Closes the writer's handle if nobody is writing and everything is synced, or can be."""
         writer = self._writer
         if writer is None or not writer.is_open or not self._commit_lock.acquire(blocking=False):
             return False
         try:
+            if sync and writer.unsynced_bytes and self._state is TopicState.OPEN:
+                self._sync_what_is_written(writer)
             if writer.unsynced_bytes or self._inflight:
                 return False
             with self._sync_lock:

@@ -21,7 +21,15 @@ from operator import attrgetter
 
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError, OffsetOutOfRangeError, check
-from ister.format.frame import FRAME_HEADER_SIZE, Corrupt, NeedMore, Scan, scan_frames
+from ister.format.frame import (
+    FRAME_HEADER_SIZE,
+    Corrupt,
+    Frame,
+    NeedMore,
+    Scan,
+    decode_frame,
+    scan_frames,
+)
 from ister.format.message import decode_publish_time
 from ister.fs.base import File
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
@@ -95,7 +103,7 @@ class WalReader:
                 # One frame larger than a chunk.
                 size = min(scan.stop.size_bytes, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX)
                 continue
-            if not scan.starts:
+            if not scan.starts and not (self._next < start and self._skip_damage(file, start)):
                 raise self._damage(file, scan)
             # Only frames before `start` so far: on from where they end.
 
@@ -113,6 +121,27 @@ class WalReader:
             return None
         return FrameBatch(chunk, scan.starts[skip:] if skip else scan.starts, scan.end, start)
 
+    def _skip_damage(self, file: File, start: int) -> bool:
+        """Looks for the frame `start` behind damage that lies before it; whether it was found.
+
+        Someone who asks for an offset behind the damage gets it, whatever the way there is like.
+        """
+        position = self._position + 1
+        while chunk := file.read_at(position, self._chunk_bytes):
+            at = chunk.find(start.to_bytes(8, "little"))
+            while at >= 0:
+                whole = file.read_at(position + at, FRAME_HEADER_SIZE)
+                size = FRAME_HEADER_SIZE + int.from_bytes(whole[8:12], "little")
+                if size <= FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX and isinstance(
+                    decode_frame(file.read_at(position + at, size), expected_offset=start), Frame
+                ):
+                    self._position, self._next = position + at, start
+                    return True
+                at = chunk.find(start.to_bytes(8, "little"), at + 1)
+            # The pattern may lie across two chunks.
+            position += max(1, len(chunk) - 7)
+        return False
+
     def _damage(self, file: File, scan: Scan) -> CorruptDataError:
         self._metrics.count("wal_reader.crc_errors_total")
         if isinstance(scan.stop, Corrupt):
@@ -125,7 +154,8 @@ class WalReader:
             offset=self._next,
             path=file.path,
             position=self._position,
-            hint="reading may go on behind the damage; `ister inspect wal` shows where",
+            hint="messages behind the damage can be read by starting there; "
+            "`ister inspect wal` shows where",
         )
 
     # -- where ------------------------------------------------------------------------------

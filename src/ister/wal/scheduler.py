@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from ister.clock import Clock
+from ister.errors import IsterError
 from ister.wal.log import Schedule, Wal
 
 __all__ = ["Scheduler", "Threads"]
@@ -95,7 +96,12 @@ class Scheduler:
             excess = len(self._holders) - self._open_files_max
             oldest = list(self._holders)[:excess] if excess > 0 else []
         for holder in oldest:
-            if holder.release_file() or not holder.has_open_file:
+            try:
+                is_released = holder.release_file(sync=True)
+            except IsterError:
+                # Its writer has stopped, and whoever waits for it has been told.
+                is_released = True
+            if is_released or not holder.has_open_file:
                 with self._holders_lock:
                     self._holders.pop(holder, None)
 

@@ -80,3 +80,11 @@ def test_closed_log_leaves_no_file_open(machine):
         next(topic.read())
     log.close()
     assert machine.fs.open_files == 0
+
+
+def test_limit_of_open_files_holds_for_files_that_nobody_syncs(machine):
+    log = machine.open(max_open_files=4, writer_threads=1)
+    for number in range(40):
+        topic = log.topic(f"/default/t{number}", create=True, ack="written")
+        topic.wait(topic.append(b"a"))
+    assert log.metrics.snapshot()["wal.open_files"] <= 4 + 2

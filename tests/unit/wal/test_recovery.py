@@ -551,3 +551,26 @@ def test_topic_that_cannot_be_opened_concerns_no_other(machine):
     other.wait(other.append(b"fine"))
     machine.fs.before = Calls()
     assert payloads(log.topic(NAME).read()) == numbered(2, size=500)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_messages_behind_damage_can_be_read_by_starting_there(machine, has_index):
+    """Whatever lies on the way: the frame asked for is found behind a damaged one."""
+    sent = _closed_log(machine, 30)
+    path = f"{PATH}/wal.log"
+    at = machine.read(path).find(sent[10])
+    machine.overwrite(path, at, b"\xff\xff\xff")
+    if not has_index:
+        machine.remove(f"{PATH}/wal.idx")
+    topic = machine.reopened()
+    assert payloads(topic.read(0, end=10)) == sent[:10]
+    with pytest.raises(CorruptDataError) as damaged:
+        list(topic.read(10))
+    assert damaged.value.offset == 10
+    for start in (11, 12, 29):
+        assert payloads(topic.read(start)) == sent[start:]
+    reader = topic.reader(10)
+    with pytest.raises(CorruptDataError):
+        reader.next_batch(timeout=1)
+    reader.seek(11)
+    assert payloads(reader.next_batch(timeout=1)) == sent[11:]
