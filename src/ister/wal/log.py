@@ -17,7 +17,7 @@ Who commits. A thread that waits commits by itself if nobody else is at it: no h
 thread, so a lone waiter pays a write and a sync. Those who come while a commit runs enlist, and
 what they appended becomes the next batch: the sync under way is the batching window, without a
 timer. When a commit ends and someone still waits, the scheduler's threads go on with it. Without
-anybody waiting, bytes are written after `LAZY_WRITE_SECONDS` or at `fsync_max_batch_bytes`, and
+anybody waiting, bytes are written after `LAZY_WRITE_SECONDS` or when there is a megabyte, and
 synced after `fsync_interval_ms` or `fsync_max_batch_bytes`.
 
 What a crash leaves: every frame below `synced`; frames above it perhaps, never with a hole that a
@@ -852,17 +852,13 @@ class Wal:
             failure = ClosedError(f"the writer stopped: {error!r}", topic=self.settings.topic)
         failure.topic = self.settings.topic
         with self.lock:
-            if self._state is TopicState.FAILED:
-                is_news = isinstance(error, SyncFailedError) and not isinstance(
-                    self.failure, SyncFailedError
-                )
-                if is_news:
-                    self.failure = failure
-            else:
-                is_news = True
-        if not is_news:
-            return
-        with self.lock:
+            # A sync that fails after a write did is news all the same: it means that even what was
+            # written before may be gone.
+            is_known = self._state is TopicState.FAILED
+            if is_known and (
+                not isinstance(error, SyncFailedError) or isinstance(self.failure, SyncFailedError)
+            ):
+                return
             self._state = TopicState.FAILED
             self.failure = failure
             self._refuse(self._closed_error)
@@ -884,13 +880,20 @@ class Wal:
             )
             if isinstance(error, SyncFailedError) and self._checkpointer is not None:
                 self._checkpointer.record_poison()
-            try:
-                with self._sync_lock:
-                    writer.close_file()
-            except IsterError:
-                _log.warning("close failed", extra={"topic": self.settings.topic})
         for waiter in everyone:
             waiter.finish(failure.again())
+        self._close_file_quietly(wait=False)
+
+    def _close_file_quietly(self, *, wait: bool) -> None:
+        """Releases the handle of a writer that has stopped, unless a running sync still has it."""
+        if self._writer is None or not self._sync_lock.acquire(blocking=wait):
+            return
+        try:
+            self._writer.close_file()
+        except IsterError:
+            _log.warning("close failed", extra={"topic": self.settings.topic})
+        finally:
+            self._sync_lock.release()
 
     def close(self) -> None:
         """Commits what is left, saves the checkpoint and releases the file. May be called twice.
@@ -939,10 +942,12 @@ class Wal:
         """Closes a log whose writer has stopped; says so if that cost messages and nobody knows."""
         # Whoever found the failure notes it on disk with this lock held; the directory must not be
         # given to another process before that.
-        with self._commit_lock, self.lock:
-            if self._state is TopicState.CLOSED:
-                return
-            self._state = TopicState.CLOSED
+        with self._commit_lock:
+            with self.lock:
+                if self._state is TopicState.CLOSED:
+                    return
+                self._state = TopicState.CLOSED
+            self._close_file_quietly(wait=True)
         if self.failure is not None and not self._is_failure_told and self.synced < self.next:
             raise self.failure.again()
 

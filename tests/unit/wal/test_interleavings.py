@@ -13,6 +13,7 @@ from ister.limits import ENVELOPE_SIZE_BYTES_MAX, FRAME_BODY_BYTES_MAX, MESSAGE_
 from ister.model import AckLevel, TopicState
 from ister.wal.directory import WalDirectory
 from ister.wal.waiters import ThreadWaiter
+from ister.wal.writer import SyncFailedError
 from rig import NAME, ROOT, Calls, Gate, NoThreads, Task, eventually, payloads
 
 PATH = f"{ROOT}{NAME}"
@@ -60,27 +61,28 @@ def test_failed_sync_stays_noted_when_a_checkpoint_was_due(machine):
 
 
 def test_failed_sync_is_noted_after_a_failed_write_too(machine):
-    """Method: the write fails while a sync that nobody waits for is under way, then that fails."""
-    topic = machine.topic(fsync_interval_ms=1)
+    """Goal: the ordinary way in which a disk dies is not taken for less than it is.
+
+    Method: a sync that nobody waits for is under way (its lock is held); a write fails meanwhile,
+    and its waiter is told at once; then the sync fails.
+    """
+    topic = machine.topic(scheduler=NoThreads())
+    wal = topic.wal
     topic.wait(topic.append(b"a"))
-    gate = Gate("sync")
-    machine.fs.before = gate
-    topic.append(b"b")
-    gate.wait_reached()
+    topic.wait(topic.append(b"b"), "written")
+    target, position = wal.written, wal.writer.position
+    wal._sync_lock.acquire()
     machine.fs.before = _fail("write")
     with pytest.raises(DiskError):
         topic.wait(topic.append(b"c"), "written")
     assert topic.state is TopicState.FAILED
-    machine.fs.before = Calls()
-    topic.wal._fail(_sync_failure(topic))
+    assert not wal.has_failed_sync
+    machine.fs.before = _fail("sync")
+    wal._finish_lazy_sync(wal.writer, target, position)
+    assert wal.has_failed_sync
+    assert isinstance(wal.failure, SyncFailedError)
     assert _saved(machine).is_poisoned
-    gate.open()
-
-
-def _sync_failure(topic):
-    from ister.wal.writer import SyncFailedError  # noqa: PLC0415
-
-    return SyncFailedError("sync failed", errno=errno.EIO, path=topic.name)
+    assert not wal.has_open_file
 
 
 def test_waiter_that_enlists_as_the_watermark_moves_is_told(machine):
