@@ -7,19 +7,26 @@
     │ └ MessageTooLargeError     send less
     ├ NotFoundError              create it first               NOT_FOUND
     ├ OffsetOutOfRangeError      seek into earliest..next      OUT_OF_RANGE
+    ├ PermissionDeniedError      fix credentials or rights     PERMISSION_DENIED
     ├ ConflictError              re-read, then decide          ABORTED
-    │ └ DirectoryLockedError     stop the other process
+    │ ├ AlreadyExistsError       take the existing one
+    │ ├ DirectoryLockedError     stop the other process
+    │ └ FencedError              someone newer owns the topic: stop
     ├ UnavailableError           retry later                   UNAVAILABLE          retriable
+    │ ├ CommitUnknownError       read back what happened
     │ ├ DiskError                look at the disk, then reopen
     │ └ WaitTimeoutError         wait longer
     ├ CapacityError              slow down, or make room       RESOURCE_EXHAUSTED   retriable
     ├ CorruptDataError           stop, repair or restore       DATA_LOSS
+    │ └ DataGapError             offsets that no tier holds
+    ├ UnsupportedOperationError  use another backend           UNIMPLEMENTED
     ├ UnsupportedVersionError    upgrade                       UNIMPLEMENTED
     ├ ClosedError                reopen                        UNAVAILABLE
     └ InvariantError             our bug                       INTERNAL
 
-A torn tail is a result of decoding, never an exception. Errors of the operating system are turned
-into this tree once, in `ister.fs`, with the original as `__cause__`.
+A torn tail is a result of decoding, never an exception. Errors of the operating system, of
+object stores and of metadata stores are turned into this tree once, in `ister.fs`,
+`ister.objectstore` and `ister.metadata`, with the original as `__cause__`.
 """
 
 from __future__ import annotations
@@ -27,21 +34,27 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self, TypeVar
 
 __all__ = [
+    "AlreadyExistsError",
     "CapacityError",
     "ClosedError",
+    "CommitUnknownError",
     "ConfigError",
     "ConflictError",
     "CorruptDataError",
+    "DataGapError",
     "DirectoryLockedError",
     "DiskError",
+    "FencedError",
     "InvalidRequestError",
     "InvariantError",
     "IsterError",
     "MessageTooLargeError",
     "NotFoundError",
     "OffsetOutOfRangeError",
+    "PermissionDeniedError",
     "TopicNameError",
     "UnavailableError",
+    "UnsupportedOperationError",
     "UnsupportedVersionError",
     "WaitTimeoutError",
     "check",
@@ -166,10 +179,26 @@ class OffsetOutOfRangeError(IsterError, LookupError):
         self.next = next
 
 
+class PermissionDeniedError(IsterError):
+    """A store refused the credentials, or they may not do this."""
+
+    code = "PERMISSION_DENIED"
+
+
 class ConflictError(IsterError):
     """The state is not the one that the call assumed."""
 
     code = "ABORTED"
+
+
+class AlreadyExistsError(ConflictError):
+    """An object of that name exists, and the call was to make a new one."""
+
+    code = "ALREADY_EXISTS"
+
+
+class FencedError(ConflictError):
+    """A newer owner has the topic: this one may publish nothing more."""
 
 
 class DirectoryLockedError(ConflictError):
@@ -181,6 +210,10 @@ class UnavailableError(IsterError):
 
     code = "UNAVAILABLE"
     retriable = True
+
+
+class CommitUnknownError(UnavailableError):
+    """The answer to a transaction was lost: it may have happened, happen later, or never."""
 
 
 class DiskError(UnavailableError):
@@ -212,6 +245,32 @@ class CorruptDataError(IsterError):
     """Stored bytes are not what was written, below the point where a crash could explain it."""
 
     code = "DATA_LOSS"
+
+
+class DataGapError(CorruptDataError):
+    """Offsets that should exist and that neither the local files nor the bucket hold.
+
+    Attributes:
+        start: The first of them.
+        end: The first offset after them.
+    """
+
+    def __init__(self, message: str, *, start: int, end: int, topic: str | None) -> None:
+        super().__init__(
+            message,
+            topic=topic,
+            offset=start,
+            hint=f"offsets {start} up to, not including, {end} are in no tier; "
+            "`ister repair` restores them where another copy exists",
+        )
+        self.start = start
+        self.end = end
+
+
+class UnsupportedOperationError(IsterError):
+    """The backend cannot do this at all."""
+
+    code = "UNIMPLEMENTED"
 
 
 class UnsupportedVersionError(IsterError):

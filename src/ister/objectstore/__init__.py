@@ -1,0 +1,1 @@
+"""Where history lives: objects by key in a bucket or a directory."""
