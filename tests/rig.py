@@ -36,7 +36,7 @@ class Machine:
         self, *, clock: Clock | None = None, scheduler=None, storage: dict | None = None, **wal
     ) -> Log:
         """A log on this machine's disk; `wal` are settings below `storage.wal`."""
-        tree = {"storage": {**(storage or {}), "wal": {"dir": ROOT, **wal}}}
+        tree = {"storage": {"mode": "local_only", **(storage or {}), "wal": {"dir": ROOT, **wal}}}
         log = Log(load_config(tree, {}), fs=self.fs, clock=clock, scheduler=scheduler)
         self._logs.append(log)
         return log

@@ -1,8 +1,8 @@
 """Settings: one tree, from a mapping, a YAML file or a directory, frozen and checked.
 
     storage:
-      mode: local_only            # local_only | memory
-      ack: synced                 # memory | written | synced: the level of topics that name none
+      mode: wal_cloud             # wal_cloud | local_only | memory
+      ack: synced                 # memory | written | synced | tiered: of topics that name none
       codec: bincode2             # bincode2 | bincode1: of topics made from now on
       max_message_size: 10485760
       wal:
@@ -18,6 +18,44 @@
         buffer_full: block        # block | refuse
         writer_threads: 4
         max_open_files: 256
+        retention:                # local files; only what is in the bucket ever goes
+          check_interval_minutes: 5
+          time_minutes: 1440
+          size_mb: 10240
+          active_subscription_grace_seconds: 300
+          verify: content         # content | size: how the bucket's copy is checked before
+      uploader:
+        engine: auto              # auto | embedded | spark | none
+        interval_seconds: 10
+        max_batch_bytes: 8388608
+        max_object_bytes: 134217728
+        max_object_seconds: 300
+        finalize: direct          # direct | copy
+        stream_chunk_size: 8388608
+        concurrent_parts: 4
+        index_every_messages: 1000
+        threads: 4
+        max_lag_bytes: 8589934592
+      cloud:
+        backend: fs               # fs (alias local) | s3 | gcs | azblob | memory
+        root: ./ister-data/objects
+        options: {}               # region, endpoint, access_key, secret_key, …
+        call_timeout_seconds: 60
+        retention: {time_minutes: null, size_mb: null}
+        orphan_grace_minutes: 1440
+      cloud_reader:
+        fetch_chunk_size: 4194304
+        enable_ranged_reads: true
+        read_ahead: true
+        on_damage: error          # error | skip
+      metadata:
+        backend: sqlite           # sqlite | etcd | memory
+        path: ./ister-data/metadata.db
+        endpoints: []             # of etcd, host:port
+        username: null
+        password: null
+        root_prefix: /danube
+        lease_ttl_seconds: 15
 
 `${NAME}` in a value is replaced by the environment variable of that name (`${NAME:-text}` has a
 default), and `ISTER_STORAGE__WAL__DIR` overrides `storage.wal.dir`. A key that does not exist is
@@ -31,7 +69,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
@@ -39,6 +77,7 @@ import yaml
 
 from ister.errors import ConfigError
 from ister.limits import (
+    GIB,
     KIB,
     MESSAGE_SIZE_BYTES_DEFAULT,
     MESSAGE_SIZE_BYTES_MAX,
@@ -46,7 +85,26 @@ from ister.limits import (
 )
 from ister.model import AckLevel, Codec
 
-__all__ = ["BufferFull", "Config", "StorageConfig", "StorageMode", "WalConfig", "load_config"]
+__all__ = [
+    "BufferFull",
+    "CloudBackend",
+    "CloudConfig",
+    "CloudReaderConfig",
+    "CloudRetentionConfig",
+    "Config",
+    "Engine",
+    "Finalize",
+    "MetadataBackend",
+    "MetadataConfig",
+    "OnDamage",
+    "StorageConfig",
+    "StorageMode",
+    "UploaderConfig",
+    "Verify",
+    "WalConfig",
+    "WalRetentionConfig",
+    "load_config",
+]
 
 ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | None"
 
@@ -65,8 +123,65 @@ class _FromEnvironment(str):
 class StorageMode(StrEnum):
     """Where messages go."""
 
+    WAL_CLOUD = "wal_cloud"
+    """Local files first, then a bucket; metadata in a store of its own."""
     LOCAL_ONLY = "local_only"
+    """Local files, and nothing ever leaves them."""
     MEMORY = "memory"
+    """Nothing is kept."""
+
+
+class Engine(StrEnum):
+    """Who uploads."""
+
+    AUTO = "auto"
+    """Whoever holds the pipeline lease; threads of this process when nobody does."""
+    EMBEDDED = "embedded"
+    SPARK = "spark"
+    NONE = "none"
+
+
+class Finalize(StrEnum):
+    """How an object gets its final name."""
+
+    DIRECT = "direct"
+    """It is written under it."""
+    COPY = "copy"
+    """It is written under a pending one and copied: for stores that show objects under way."""
+
+
+class CloudBackend(StrEnum):
+    """Which kind of object store."""
+
+    FS = "fs"
+    LOCAL = "local"
+    S3 = "s3"
+    GCS = "gcs"
+    AZBLOB = "azblob"
+    MEMORY = "memory"
+
+
+class MetadataBackend(StrEnum):
+    """Which kind of metadata store."""
+
+    SQLITE = "sqlite"
+    ETCD = "etcd"
+    MEMORY = "memory"
+
+
+class OnDamage(StrEnum):
+    """What reading history does where an object is damaged."""
+
+    ERROR = "error"
+    SKIP = "skip"
+
+
+class Verify(StrEnum):
+    """How the bucket's copy is checked before the local one goes."""
+
+    CONTENT = "content"
+    """Every byte is read and its checksum compared."""
+    SIZE = "size"
 
 
 class BufferFull(StrEnum):
@@ -78,6 +193,29 @@ class BufferFull(StrEnum):
 
 def _setting(default: Any, *, low: int | None = None, high: int | None = None) -> Any:
     return field(default=default, metadata={"low": low, "high": high})
+
+
+def _optional(*, low: int | None = None, high: int | None = None) -> Any:
+    """A whole number, or null for "no limit"."""
+    return field(default=None, metadata={"low": low, "high": high, "is_number": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalRetentionConfig:
+    """`storage.wal.retention`: when local files go. Only what the bucket has ever does."""
+
+    check_interval_minutes: int = _setting(5, low=1, high=100_000)
+    """How often files are looked at."""
+    time_minutes: int | None = field(
+        default=1440, metadata={"low": 0, "high": None, "is_number": True}
+    )
+    """A rotated file that was last written to so long ago goes; null keeps it."""
+    size_mb: int | None = field(default=10240, metadata={"low": 0, "high": None, "is_number": True})
+    """The oldest rotated files of a topic go while all of them take more; null keeps them."""
+    active_subscription_grace_seconds: int = _setting(300, low=0)
+    """A subscription that moved within this time keeps the files that it has yet to read."""
+    verify: Verify = _setting(Verify.CONTENT)
+    """How the bucket's copy is checked before the local one goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +246,110 @@ class WalConfig:
     """Threads that write and sync for all topics together."""
     max_open_files: int = _setting(256, low=1)
     """Writer handles open at once; the longest idle ones are closed beyond that."""
+    retention: WalRetentionConfig = field(default_factory=WalRetentionConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploaderConfig:
+    """`storage.uploader`: how synced messages become objects."""
+
+    engine: Engine = _setting(Engine.AUTO)
+    """Who uploads; `none` leaves it to calls of `Topic.upload`."""
+    interval_seconds: int = _setting(10, low=1, high=86_400)
+    """What is synced waits at most so long for its upload to begin."""
+    max_batch_bytes: int = _setting(8 * MIB, low=1)
+    """So many bytes are uploaded before their time."""
+    max_object_bytes: int = _setting(128 * MIB, low=4 * KIB)
+    """An object is cut before it becomes larger; a larger message has one of its own."""
+    max_object_seconds: int = _setting(300, low=1)
+    """An object is cut before a message published so much later than its first."""
+    finalize: Finalize = _setting(Finalize.DIRECT)
+    """How an object gets its final name."""
+    stream_chunk_size: int = _setting(8 * MIB, low=64 * KIB, high=512 * MIB)
+    """The size of a part of an upload; S3 wants at least 5 MiB."""
+    concurrent_parts: int = _setting(4, low=1, high=64)
+    """Parts of one object in flight at once."""
+    index_every_messages: int = _setting(1000, low=1)
+    """The distance of entries in an object's index; widens so that there are at most 512."""
+    threads: int = _setting(4, low=1, high=64)
+    """Topics uploaded at once, and so the memory that uploads take."""
+    max_lag_bytes: int = _setting(8 * GIB, low=1)
+    """Synced bytes of a topic that are not in the bucket; beyond that its producers are slowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudRetentionConfig:
+    """`storage.cloud.retention`: when objects go. By default they stay."""
+
+    time_minutes: int | None = _optional(low=1)
+    """An object whose last message is so old goes; null keeps it."""
+    size_mb: int | None = _optional(low=1)
+    """The oldest objects of a topic go while all of them take more; null keeps them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudConfig:
+    """`storage.cloud`: where objects live."""
+
+    backend: CloudBackend = _setting(CloudBackend.FS)
+    root: str | None = _setting(None)
+    """A directory for `fs` (`objects` beside `wal.dir` unless set), `s3://bucket/prefix`, …"""
+    options: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What the backend needs, credentials among it; never shown."""
+    call_timeout_seconds: int = _setting(60, low=1, high=3600)
+    """The deadline of a call to the store."""
+    retention: CloudRetentionConfig = field(default_factory=CloudRetentionConfig)
+    orphan_grace_minutes: int = _setting(1440, low=0)
+    """Objects that belong to no topic any more, or never did, are removed after so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudReaderConfig:
+    """`storage.cloud_reader`: how history is read."""
+
+    fetch_chunk_size: int = _setting(4 * MIB, low=64 * KIB, high=64 * MIB)
+    """How much of an object is read at once, and so a reader's memory."""
+    enable_ranged_reads: bool = _setting(True)
+    """Read parts of objects; off, whole ones, for stores that cannot."""
+    read_ahead: bool = _setting(True)
+    """Fetch the next chunk while this one is used."""
+    on_damage: OnDamage = _setting(OnDamage.ERROR)
+    """Whether a damaged message is an error or is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetadataConfig:
+    """`storage.metadata`: who owns a topic, and which objects it consists of."""
+
+    backend: MetadataBackend = _setting(MetadataBackend.SQLITE)
+    path: str | None = _setting(None)
+    """SQLite's file; `metadata.db` beside `wal.dir` unless set."""
+    endpoints: tuple[str, ...] = ()
+    """etcd's, as host:port."""
+    username: str | None = _setting(None)
+    password: str | None = field(
+        default=None, repr=False, metadata={"low": None, "high": None, "is_secret": True}
+    )
+    root_prefix: str = _setting("/danube")
+    """What every key begins with."""
+    lease_ttl_seconds: int = _setting(15, low=2, high=3600)
+    """How long after its end a process still counts as the owner of its topics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
     """`storage`."""
 
-    mode: StorageMode = _setting(StorageMode.LOCAL_ONLY)
+    mode: StorageMode = _setting(StorageMode.WAL_CLOUD)
     ack: AckLevel = _setting(AckLevel.SYNCED)
     codec: Codec = _setting(Codec.BINCODE2)
     max_message_size: int = _setting(MESSAGE_SIZE_BYTES_DEFAULT, low=1, high=MESSAGE_SIZE_BYTES_MAX)
     """The largest payload that an append takes."""
     wal: WalConfig = field(default_factory=WalConfig)
+    uploader: UploaderConfig = field(default_factory=UploaderConfig)
+    cloud: CloudConfig = field(default_factory=CloudConfig)
+    cloud_reader: CloudReaderConfig = field(default_factory=CloudReaderConfig)
+    metadata: MetadataConfig = field(default_factory=MetadataConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +363,9 @@ def load_config(source: ConfigSource, environment: Mapping[str, str] | None = No
     """Settings from wherever they come.
 
     Args:
-        source: A mapping of the tree; the path of a `.yml` file; a directory for data (its logs go
-            to `wal` inside of it); or None, which keeps everything in memory.
+        source: A mapping of the tree; the path of a `.yml` file; a directory for data (logs go to
+            `wal` inside of it, objects to `objects`, metadata to `metadata.db`); or None, which
+            keeps everything in memory.
         environment: Where `${NAME}` and `ISTER_…` are looked up; the process's by default.
 
     Raises:
@@ -208,6 +439,8 @@ def _expand(value: Any, environment: Mapping[str, str], key: str) -> Any:
         return {
             k: _expand(v, environment, f"{key}.{k}" if key else str(k)) for k, v in value.items()
         }
+    if isinstance(value, list | tuple):
+        return [_expand(item, environment, key) for item in value]
     if not isinstance(value, str):
         return value
 
@@ -256,7 +489,15 @@ def _convert(value: Any, default: Any, bounds: Mapping[str, int | None], path: s
         except ValueError as error:
             choices = ", ".join(kind)
             raise ConfigError(f"{path} is {value!r}", hint=f"one of: {choices}") from error
-    if isinstance(default, int):
+    if isinstance(default, bool):
+        return _as_bool(value, path)
+    if isinstance(default, tuple):
+        return _as_texts(value, path)
+    if isinstance(default, Mapping):
+        return _as_options(value, path)
+    if value is None and bounds.get("is_number"):
+        return None
+    if isinstance(default, int) or bounds.get("is_number"):
         if isinstance(value, _FromEnvironment) and _WHOLE_NUMBER.fullmatch(value):
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -266,31 +507,107 @@ def _convert(value: Any, default: Any, bounds: Mapping[str, int | None], path: s
             wanted = f"at least {low}" if high is None else f"between {low} and {high}"
             raise ConfigError(f"{path} is {value}", hint=f"it has to be {wanted}")
         return value
-    if value is None:
+    if value is None and default is None:
         return None
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str) or not value or "\0" in value:
-        raise ConfigError(f"{path} has to be a non-empty text, not {value!r}")
+        shown = type(value).__name__ if bounds.get("is_secret") else repr(value)
+        raise ConfigError(f"{path} has to be a non-empty text, not {shown}")
     return str(value)
+
+
+def _as_bool(value: Any, path: str) -> bool:
+    if isinstance(value, _FromEnvironment) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ConfigError(f"{path} has to be true or false, not {value!r}")
+    return value
+
+
+def _as_texts(value: Any, path: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = value.split(",") if isinstance(value, str) else value
+    is_list = isinstance(items, list | tuple)
+    if not is_list or not all(isinstance(item, str) and item.strip() for item in items):
+        raise ConfigError(f"{path} has to be a list of texts, not {value!r}")
+    return tuple(str(item).strip() for item in items)
+
+
+def _as_options(value: Any, path: str) -> dict[str, str]:
+    """Options of a backend: what they are called and mean is the backend's business."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path} has to be a tree of keys")
+    options: dict[str, str] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping | list | tuple):
+            raise ConfigError(f"{path}.{key} has to be a single value")
+        if item is not None:
+            options[str(key)] = str(item).lower() if isinstance(item, bool) else str(item)
+    return options
 
 
 def _check_together(config: Config, tree: Mapping[str, Any]) -> Config:
     storage = config.storage
     named = tree.get("storage") or {}
-    is_in_memory = storage.mode is StorageMode.MEMORY or storage.wal.dir is None
+    is_in_memory = storage.mode is StorageMode.MEMORY or (
+        storage.mode is StorageMode.LOCAL_ONLY and storage.wal.dir is None
+    )
     if is_in_memory and named.get("ack") is not None and storage.ack is not AckLevel.MEMORY:
         raise ConfigError(
             f"storage.ack is {storage.ack.value!r}, and this log keeps everything in memory",
             hint="set storage.wal.dir, or use ack 'memory'",
         )
-    if storage.ack is AckLevel.TIERED:
-        raise ConfigError(
-            "storage.ack is 'tiered', and this log has no object store",
-            hint="use 'synced', which survives power loss",
-        )
     if storage.mode is StorageMode.MEMORY and storage.wal.dir is not None:
         raise ConfigError(
             "storage.mode is 'memory' and storage.wal.dir is set", hint="take one of them out"
         )
+    if storage.mode is StorageMode.WAL_CLOUD:
+        return _check_tiers(config)
+    if storage.ack is AckLevel.TIERED:
+        raise ConfigError(
+            f"storage.ack is 'tiered', and storage.mode {storage.mode.value!r} has no object store",
+            hint="use 'synced', which survives power loss, or mode 'wal_cloud'",
+        )
+    for section in ("uploader", "cloud", "cloud_reader", "metadata"):
+        if named.get(section):
+            raise ConfigError(
+                f"storage.{section} is set, and storage.mode {storage.mode.value!r} has no bucket",
+                hint="take it out, or use mode 'wal_cloud'",
+            )
     return config
+
+
+def _check_tiers(config: Config) -> Config:
+    """Fills in places that follow from `wal.dir`, and refuses what cannot work together."""
+    storage = config.storage
+    if storage.wal.dir is None:
+        raise ConfigError(
+            "storage.wal.dir is not set, and mode 'wal_cloud' keeps messages there first",
+            hint="set it, or use mode 'memory'",
+        )
+    home = os.path.dirname(os.path.abspath(storage.wal.dir))
+    cloud, metadata = storage.cloud, storage.metadata
+    if cloud.root is None:
+        if cloud.backend not in (CloudBackend.FS, CloudBackend.LOCAL, CloudBackend.MEMORY):
+            raise ConfigError(
+                f"storage.cloud.root is not set, and backend {cloud.backend.value!r} needs one",
+                hint="for example s3://bucket/prefix",
+            )
+        cloud = replace(cloud, root=os.path.join(home, "objects"))
+    if metadata.backend is MetadataBackend.SQLITE and metadata.path is None:
+        metadata = replace(metadata, path=os.path.join(home, "metadata.db"))
+    if metadata.backend is MetadataBackend.ETCD and not metadata.endpoints:
+        raise ConfigError(
+            "storage.metadata.endpoints is empty, and backend 'etcd' needs at least one",
+            hint="for example ['127.0.0.1:2379']",
+        )
+    if not metadata.root_prefix.startswith("/") or metadata.root_prefix.endswith("/"):
+        raise ConfigError(
+            f"storage.metadata.root_prefix is {metadata.root_prefix!r}",
+            hint="it begins with '/' and does not end with one",
+        )
+    return replace(config, storage=replace(storage, cloud=cloud, metadata=metadata))

@@ -32,6 +32,24 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "wal.recovery_before_cut",
         "wal.recovery_after_cut",  # the torn tail is gone, the cut is not synced
         "wal.recovery_before_checkpoint",
+        "tier.after_claim",  # the epoch has risen, nothing local knows yet
+        "tier.before_session",
+        "tier.after_session",  # the store knows what is coming
+        "tier.after_part",  # a part of an object has been handed over
+        "tier.before_complete",
+        "tier.after_complete",  # the object exists, nobody refers to it
+        "tier.after_copy",  # finalize: copy; both names exist
+        "tier.after_delete_pending",
+        "tier.before_commit",
+        "tier.after_commit",  # the object is part of the topic, nothing local knows
+        "tier.before_checkpoint_rename",
+        "tier.after_checkpoint",
+        "tier.after_expire",  # descriptors are gone, their objects are not
+        "tier.after_mark_deleting",
+        "tier.after_delete_object",
+        "tier.after_seal",  # sealed, the local files are still there
+        "tier.after_remove_local",
+        "tier.after_replace",  # repair: a descriptor names its new object
     }
 )
 

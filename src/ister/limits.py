@@ -16,8 +16,10 @@ __all__ = [
     "CHECKPOINT_BYTES_MAX",
     "CHECKPOINT_INTERVAL_SECONDS",
     "COMPILE_AFTER_BYTES",
+    "DESCRIPTOR_BYTES_MAX",
     "ENVELOPE_SIZE_BYTES_MAX",
     "FRAME_BODY_BYTES_MAX",
+    "GIB",
     "IDLE_FILE_SECONDS",
     "INDEX_ENTRIES_MAX",
     "INDEX_STRIDE_BYTES",
@@ -27,6 +29,8 @@ __all__ = [
     "MESSAGE_SIZE_BYTES_MAX",
     "MIB",
     "NAME_PART_CHARACTERS_MAX",
+    "OBJECT_INDEX_ENTRIES_MAX",
+    "OWNER_LINEAGE_MAX",
     "RECOVERY_CHUNK_BYTES",
     "STALL_RETRY_SECONDS",
     "SUFFIX_CACHE_ENTRIES_MAX",
@@ -35,6 +39,7 @@ __all__ = [
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
 
 MESSAGE_SIZE_BYTES_DEFAULT: Final = 10 * MIB
 """`max_message_size` unless configured: what Danube's own policy allows."""
@@ -64,6 +69,15 @@ INDEX_STRIDE_BYTES: Final = 256 * KIB
 
 INDEX_ENTRIES_MAX: Final = 1_000_000
 """No index file is read beyond this many entries, whatever its size claims."""
+
+DESCRIPTOR_BYTES_MAX: Final = 64 * KIB
+"""A descriptor's JSON. etcd keeps every value in memory on every node."""
+
+OBJECT_INDEX_ENTRIES_MAX: Final = 512
+"""Entries in an object's index; beyond that every second one goes and the stride doubles."""
+
+OWNER_LINEAGE_MAX: Final = 64
+"""Changes of owner that a topic's record remembers."""
 
 CHECKPOINT_BYTES_MAX: Final = 16 * MIB
 """A checkpoint file above this is damage: even 100,000 rotated files fit."""

@@ -1,10 +1,12 @@
 """What `ister.fs.base` promises, on every file system there is."""
 
 import errno
+import os
 import threading
 
 import pytest
 
+from ister.clock import SystemClock
 from ister.errors import DirectoryLockedError, DiskError, NotFoundError
 from ister.fs.local import LocalFileSystem, map_os_error
 from ister.fs.memory import MemoryFileSystem
@@ -34,6 +36,18 @@ class Place:
         finally:
             file.close()
 
+    def now_ms(self):
+        """The time that files are stamped with."""
+        return SystemClock().now_ns() // 1_000_000
+
+    def age(self, path, milliseconds):
+        """Makes a file look as if it had last been written so long ago."""
+        if isinstance(self.fs, MemoryFileSystem):
+            self.fs._find(path).modified_ms -= milliseconds
+        else:
+            then = self.now_ms() * 1_000_000 - milliseconds * 1_000_000
+            os.utime(path, ns=(then, then))
+
 
 @pytest.fixture(params=["local", "memory"])
 def place(request, tmp_path):
@@ -42,6 +56,7 @@ def place(request, tmp_path):
         return Place(LocalFileSystem(), str(tmp_path))
     fs = MemoryFileSystem()
     fs.make_directories("/root")
+    fs.now_ms = lambda: SystemClock().now_ns() // 1_000_000
     return Place(fs, "/root")
 
 
@@ -173,7 +188,10 @@ def test_create_empties_what_is_there(place):
     assert place.read("a") == b""
 
 
-@pytest.mark.parametrize("operation", ["open", "open_read", "remove", "list_directory"])
+@pytest.mark.parametrize(
+    "operation",
+    ["open", "open_read", "remove", "list_directory", "modified_ms", "remove_directory"],
+)
 def test_missing_path_is_not_found(place, operation):
     with pytest.raises(NotFoundError) as missing:
         getattr(place.fs, operation)(place.path("missing"))
@@ -269,6 +287,76 @@ def test_directory_is_not_opened_for_writing(place):
     place.fs.make_directories(place.path("a"))
     with pytest.raises(DiskError):
         place.fs.open(place.path("a"))
+
+
+def test_empty_directory_is_removed_as_one(place):
+    place.fs.make_directories(place.path("a/b"))
+    place.fs.remove_directory(place.path("a/b"))
+    assert not place.fs.exists(place.path("a/b"))
+    assert place.fs.list_directory(place.path("a")) == []
+    with pytest.raises(NotFoundError):
+        place.fs.remove_directory(place.path("a/b"))
+
+
+def test_directory_with_something_in_it_is_not_removed(place):
+    place.fs.make_directories(place.path("a"))
+    place.file("a/file", b"kept")
+    with pytest.raises(DiskError) as refused:
+        place.fs.remove_directory(place.path("a"))
+    assert refused.value.errno == errno.ENOTEMPTY
+    assert place.read("a/file") == b"kept"
+
+
+def test_file_is_not_removed_as_a_directory(place):
+    place.file("a", b"kept")
+    with pytest.raises(DiskError) as refused:
+        place.fs.remove_directory(place.path("a"))
+    assert refused.value.errno == errno.ENOTDIR
+    assert place.read("a") == b"kept"
+
+
+def test_renamed_directory_takes_what_is_in_it_along(place):
+    place.fs.make_directories(place.path("old/inside"))
+    place.file("old/inside/file", b"content")
+    place.fs.rename(place.path("old"), place.path("new"))
+    place.fs.sync_directory(place.root)
+    assert place.fs.list_directory(place.root) == ["new"]
+    assert place.read("new/inside/file") == b"content"
+
+
+def test_directory_does_not_take_the_name_of_one_with_something_in_it(place):
+    for name in ("old", "new"):
+        place.fs.make_directories(place.path(name))
+        place.file(f"{name}/file", name.encode())
+    with pytest.raises(DiskError):
+        place.fs.rename(place.path("old"), place.path("new"))
+    assert place.read("new/file") == b"new"
+    assert place.read("old/file") == b"old"
+
+
+# -- times --------------------------------------------------------------------------------------
+
+
+def test_file_says_when_it_was_last_written_to(place):
+    now = place.now_ms()
+    path = place.file("a", b"content")
+    stamped = place.fs.modified_ms(path)
+    assert now - 2000 <= stamped <= place.now_ms() + 2000
+    # Reading, syncing and renaming leave the stamp alone.
+    place.read("a")
+    place.fs.rename(path, place.path("b"))
+    assert place.fs.modified_ms(place.path("b")) == stamped
+
+
+def test_write_moves_the_time_of_a_file(place):
+    path = place.file("a", b"content")
+    place.age(path, 3_600_000)
+    before = place.fs.modified_ms(path)
+    assert before < place.now_ms() - 3_000_000
+    file = place.fs.open(path)
+    file.write_at(0, [b"C"])
+    file.close()
+    assert place.fs.modified_ms(path) > before + 3_000_000
 
 
 # -- lock ---------------------------------------------------------------------------------------

@@ -292,6 +292,7 @@ def settings_of(directory: str, *, level: str = "synced", **wal: object) -> dict
     """
     return {
         "storage": {
+            "mode": "local_only",
             "ack": "written" if level == "mixed" else level,
             "wal": {"dir": f"{directory}/wal", "rotate_max_bytes": 16384, **wal},
         }

@@ -46,7 +46,7 @@ def test_directories_of_a_killed_process_are_made_durable_by_the_next(seed: int)
     fs.sync_directory = lambda path: None  # the first process never gets to it
     fs.make_directories("/data/wal/ns/a")
     del fs.sync_directory
-    config = load_config({"storage": {"wal": {"dir": "/data/wal"}}}, {})
+    config = load_config({"storage": {"mode": "local_only", "wal": {"dir": "/data/wal"}}}, {})
     log = Log(config, fs=fs, scheduler=InlineSchedule())
     topic = log.topic("/ns/a")
     topic.wait(topic.append(b"promised"))

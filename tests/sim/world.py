@@ -122,6 +122,7 @@ class World:
         self.config = load_config(
             {
                 "storage": {
+                    "mode": "local_only",
                     "ack": ack,
                     "wal": {
                         "dir": "/data/wal",

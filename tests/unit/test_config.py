@@ -1,36 +1,79 @@
 """Settings: every key, its bounds, where they come from, and what is refused by name."""
 
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+
 import pytest
 
 from ister.config import (
     BufferFull,
+    CloudBackend,
     Config,
+    Engine,
+    Finalize,
+    MetadataBackend,
+    OnDamage,
     StorageMode,
+    Verify,
     load_config,
 )
 from ister.errors import ConfigError, InvalidRequestError
 from ister.model import AckLevel, Codec
 
-# key: (default, another value as written, the same as kept, lowest, highest)
-_STORAGE = {
-    "mode": (StorageMode.LOCAL_ONLY, "memory", StorageMode.MEMORY),
-    "ack": (AckLevel.SYNCED, "written", AckLevel.WRITTEN),
-    "codec": (Codec.BINCODE2, "bincode1", Codec.BINCODE1),
-    "max_message_size": (10_485_760, 100, 100),
-}
-_WAL = {
-    "dir": (None, "/x", "/x"),
-    "cache_capacity": (1024, 7, 7),
-    "cache_max_bytes": (16_777_216, 2048, 2048),
-    "fsync_interval_ms": (5000, 10, 10),
-    "fsync_max_batch_bytes": (10_485_760, 1, 1),
-    "rotate_max_bytes": (536_870_912, 4096, 4096),
-    "rotate_max_seconds": (3600, 60, 60),
-    "stream_chunk_size": (4_194_304, 65_536, 65_536),
-    "buffer_max_bytes": (67_108_864, 65_536, 65_536),
-    "buffer_full": (BufferFull.BLOCK, "refuse", BufferFull.REFUSE),
-    "writer_threads": (4, 1, 1),
-    "max_open_files": (256, 1, 1),
+_DIR = "/home/wal"
+
+# key: (default, another value as written, the same as kept)
+_KEYS = {
+    "storage.mode": (StorageMode.WAL_CLOUD, "local_only", StorageMode.LOCAL_ONLY),
+    "storage.ack": (AckLevel.SYNCED, "written", AckLevel.WRITTEN),
+    "storage.codec": (Codec.BINCODE2, "bincode1", Codec.BINCODE1),
+    "storage.max_message_size": (10_485_760, 100, 100),
+    "storage.wal.dir": (_DIR, "/x", "/x"),
+    "storage.wal.cache_capacity": (1024, 7, 7),
+    "storage.wal.cache_max_bytes": (16_777_216, 2048, 2048),
+    "storage.wal.fsync_interval_ms": (5000, 10, 10),
+    "storage.wal.fsync_max_batch_bytes": (10_485_760, 1, 1),
+    "storage.wal.rotate_max_bytes": (536_870_912, 4096, 4096),
+    "storage.wal.rotate_max_seconds": (3600, 60, 60),
+    "storage.wal.stream_chunk_size": (4_194_304, 65_536, 65_536),
+    "storage.wal.buffer_max_bytes": (67_108_864, 65_536, 65_536),
+    "storage.wal.buffer_full": (BufferFull.BLOCK, "refuse", BufferFull.REFUSE),
+    "storage.wal.writer_threads": (4, 1, 1),
+    "storage.wal.max_open_files": (256, 1, 1),
+    "storage.wal.retention.check_interval_minutes": (5, 7, 7),
+    "storage.wal.retention.time_minutes": (1440, 60, 60),
+    "storage.wal.retention.size_mb": (10_240, 1, 1),
+    "storage.wal.retention.active_subscription_grace_seconds": (300, 0, 0),
+    "storage.wal.retention.verify": (Verify.CONTENT, "size", Verify.SIZE),
+    "storage.uploader.engine": (Engine.AUTO, "none", Engine.NONE),
+    "storage.uploader.interval_seconds": (10, 1, 1),
+    "storage.uploader.max_batch_bytes": (8_388_608, 1, 1),
+    "storage.uploader.max_object_bytes": (134_217_728, 4096, 4096),
+    "storage.uploader.max_object_seconds": (300, 1, 1),
+    "storage.uploader.finalize": (Finalize.DIRECT, "copy", Finalize.COPY),
+    "storage.uploader.stream_chunk_size": (8_388_608, 65_536, 65_536),
+    "storage.uploader.concurrent_parts": (4, 1, 1),
+    "storage.uploader.index_every_messages": (1000, 1, 1),
+    "storage.uploader.threads": (4, 1, 1),
+    "storage.uploader.max_lag_bytes": (8 * 1024**3, 1, 1),
+    "storage.cloud.backend": (CloudBackend.FS, "memory", CloudBackend.MEMORY),
+    "storage.cloud.root": ("/home/objects", "/y", "/y"),
+    "storage.cloud.options": ({}, {"region": "eu"}, {"region": "eu"}),
+    "storage.cloud.call_timeout_seconds": (60, 5, 5),
+    "storage.cloud.retention.time_minutes": (None, 60, 60),
+    "storage.cloud.retention.size_mb": (None, 1, 1),
+    "storage.cloud.orphan_grace_minutes": (1440, 0, 0),
+    "storage.cloud_reader.fetch_chunk_size": (4_194_304, 65_536, 65_536),
+    "storage.cloud_reader.enable_ranged_reads": (True, False, False),
+    "storage.cloud_reader.read_ahead": (True, False, False),
+    "storage.cloud_reader.on_damage": (OnDamage.ERROR, "skip", OnDamage.SKIP),
+    "storage.metadata.backend": (MetadataBackend.SQLITE, "memory", MetadataBackend.MEMORY),
+    "storage.metadata.path": ("/home/metadata.db", "/y.db", "/y.db"),
+    "storage.metadata.endpoints": ((), ["a:1", "b:2"], ("a:1", "b:2")),
+    "storage.metadata.username": (None, "ister", "ister"),
+    "storage.metadata.password": (None, "hidden", "hidden"),
+    "storage.metadata.root_prefix": ("/danube", "/other", "/other"),
+    "storage.metadata.lease_ttl_seconds": (15, 2, 2),
 }
 _BOUNDS = {
     "storage.max_message_size": (1, 64 * 1024 * 1024),
@@ -44,14 +87,48 @@ _BOUNDS = {
     "storage.wal.buffer_max_bytes": (65_536, None),
     "storage.wal.writer_threads": (1, 64),
     "storage.wal.max_open_files": (1, None),
+    "storage.wal.retention.check_interval_minutes": (1, 100_000),
+    "storage.wal.retention.time_minutes": (0, None),
+    "storage.wal.retention.size_mb": (0, None),
+    "storage.wal.retention.active_subscription_grace_seconds": (0, None),
+    "storage.uploader.interval_seconds": (1, 86_400),
+    "storage.uploader.max_batch_bytes": (1, None),
+    "storage.uploader.max_object_bytes": (4096, None),
+    "storage.uploader.max_object_seconds": (1, None),
+    "storage.uploader.stream_chunk_size": (65_536, 512 * 1024 * 1024),
+    "storage.uploader.concurrent_parts": (1, 64),
+    "storage.uploader.index_every_messages": (1, None),
+    "storage.uploader.threads": (1, 64),
+    "storage.uploader.max_lag_bytes": (1, None),
+    "storage.cloud.call_timeout_seconds": (1, 3600),
+    "storage.cloud.retention.time_minutes": (1, None),
+    "storage.cloud.retention.size_mb": (1, None),
+    "storage.cloud.orphan_grace_minutes": (0, None),
+    "storage.cloud_reader.fetch_chunk_size": (65_536, 64 * 1024 * 1024),
+    "storage.metadata.lease_ttl_seconds": (2, 3600),
+}
+_OPTIONAL_NUMBERS = {
+    "storage.wal.retention.time_minutes",
+    "storage.wal.retention.size_mb",
+    "storage.cloud.retention.time_minutes",
+    "storage.cloud.retention.size_mb",
 }
 
 
 def _tree(path, value):
-    """The tree in which the key at `path` has a value."""
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return value
+    """The tree of a log with a directory in which the key at `path` has a value."""
+    tree = {"storage": {"wal": {"dir": _DIR}}}
+    node = tree
+    *parents, last = path.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = value
+    return tree
+
+
+def _load(tree=None, environment=None):
+    """Settings of a log with a directory."""
+    return load_config(_tree("storage.wal.dir", _DIR) if tree is None else tree, environment or {})
 
 
 def _get(config, path):
@@ -60,32 +137,40 @@ def _get(config, path):
     return config
 
 
+def _keys_of(section, prefix):
+    """The paths of all keys below a section."""
+    for item in fields(section):
+        value, path = getattr(section, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            yield from _keys_of(value, f"{path}.")
+        else:
+            yield path
+
+
 def test_every_key_has_a_row_here():
-    storage = Config().storage
-    assert set(_STORAGE) | {"wal"} == set(storage.__dataclass_fields__)
-    assert set(_WAL) == set(storage.wal.__dataclass_fields__)
-    numbers = {f"storage.{k}" for k, row in _STORAGE.items() if type(row[0]) is int}
-    numbers |= {f"storage.wal.{k}" for k, row in _WAL.items() if type(row[0]) is int}
+    assert set(_keys_of(Config(), "")) == set(_KEYS)
+    numbers = {path for path, row in _KEYS.items() if type(row[1]) is int}
     assert numbers == set(_BOUNDS)
+    assert numbers > _OPTIONAL_NUMBERS
 
 
-@pytest.mark.parametrize(
-    ("path", "row"),
-    [
-        *((f"storage.{key}", row) for key, row in _STORAGE.items()),
-        *((f"storage.wal.{key}", row) for key, row in _WAL.items()),
-    ],
-)
+@pytest.mark.parametrize(("path", "row"), _KEYS.items(), ids=_KEYS)
 def test_key_has_its_default_and_takes_a_value(path, row):
     default, written, kept = row
-    assert _get(load_config({}, {}), path) == default
+    assert _get(_load(), path) == default
+    found = _get(load_config(_tree(path, written), {}), path)
+    assert (found, type(found)) == (kept, type(kept))
+
+
+@pytest.mark.parametrize(("path", "row"), _KEYS.items(), ids=_KEYS)
+def test_key_is_overridden_by_the_environment(path, row):
+    _, written, kept = row
     name = "ISTER_" + path.upper().replace(".", "__")
-    # Most values make sense in a log with a directory alone.
-    wal = {"dir": None if kept is StorageMode.MEMORY else "/x"}
-    tree = {"storage": {"wal": wal}}
-    assert _get(load_config(tree, {name: str(written)}), path) == kept
-    (wal if path.startswith("storage.wal") else tree["storage"])[path.split(".")[-1]] = written
-    assert _get(load_config(tree, {}), path) == kept
+    if isinstance(written, dict):
+        ((option, written),) = written.items()
+        name = f"{name}__{option.upper()}"
+    text = ",".join(written) if isinstance(written, list) else str(written)
+    assert _get(_load(environment={name: text}), path) == kept
 
 
 @pytest.mark.parametrize(("path", "bounds"), _BOUNDS.items(), ids=_BOUNDS)
@@ -101,23 +186,162 @@ def test_bounds_are_inclusive_and_named(path, bounds):
 
 
 @pytest.mark.parametrize("path", _BOUNDS)
-@pytest.mark.parametrize("value", ["5", 5.0, True, None, [5], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("value", ["5", 5.0, True, [5], {"a": 1}], ids=repr)
 def test_number_of_another_kind_is_refused(path, value):
     with pytest.raises(ConfigError, match=f"{path} has to be a whole number"):
         load_config(_tree(path, value), {})
 
 
-@pytest.mark.parametrize("path", ["storage.mode", "storage.ack", "storage.codec"])
+@pytest.mark.parametrize("path", _BOUNDS)
+def test_null_is_no_limit_where_a_number_is_optional_and_refused_elsewhere(path):
+    tree = _tree(path, None)
+    if path in _OPTIONAL_NUMBERS:
+        assert _get(load_config(tree, {}), path) is None
+    else:
+        with pytest.raises(ConfigError, match=f"{path} has to be a whole number, not None"):
+            load_config(tree, {})
+
+
+_SWITCHES = ["storage.cloud_reader.enable_ranged_reads", "storage.cloud_reader.read_ahead"]
+
+
+@pytest.mark.parametrize("path", _SWITCHES)
+@pytest.mark.parametrize("value", ["true", "no", 0, 1, None, []], ids=repr)
+def test_switch_of_another_kind_is_refused(path, value):
+    with pytest.raises(ConfigError, match=f"{path} has to be true or false"):
+        load_config(_tree(path, value), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("true", True), ("True", True), ("FALSE", False), ("false", False)]
+)
+def test_switch_from_the_environment_is_read_in_any_case(text, expected):
+    name = "ISTER_STORAGE__CLOUD_READER__READ_AHEAD"
+    assert _load(environment={name: text}).storage.cloud_reader.read_ahead is expected
+
+
+@pytest.mark.parametrize("text", ["1", "yes", "", "on"])
+def test_switch_from_the_environment_of_another_kind_is_refused(text):
+    with pytest.raises(ConfigError, match=r"cloud_reader\.read_ahead has to be true or false"):
+        _load(environment={"ISTER_STORAGE__CLOUD_READER__READ_AHEAD": text})
+
+
+# -- lists, options, secrets --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (["a:1"], ("a:1",)),
+        (("a:1", "b:2"), ("a:1", "b:2")),
+        ("a:1", ("a:1",)),
+        ("a:1, b:2", ("a:1", "b:2")),
+        ([], ()),
+        (None, ()),
+    ],
+    ids=repr,
+)
+def test_list_is_taken_as_a_list_or_a_text_with_commas(value, expected):
+    config = load_config(_tree("storage.metadata.endpoints", value), {})
+    assert config.storage.metadata.endpoints == expected
+
+
+@pytest.mark.parametrize("value", [5, True, {"a": 1}, [5], [None], [""], "a,,b", ""], ids=repr)
+def test_list_of_another_kind_is_refused(value):
+    with pytest.raises(ConfigError, match=r"metadata\.endpoints has to be a list of texts"):
+        load_config(_tree("storage.metadata.endpoints", value), {})
+
+
+@pytest.mark.parametrize("value", ["a:1, ", ["a:1", " "]], ids=repr)
+def test_list_with_an_item_of_spaces_is_refused(value):
+    with pytest.raises(ConfigError, match=r"metadata\.endpoints has to be a list of texts"):
+        load_config(_tree("storage.metadata.endpoints", value), {})
+
+
+def test_reference_inside_of_a_list_is_replaced():
+    config = load_config(_tree("storage.metadata.endpoints", ["${HOST}:2379"]), {"HOST": "etcd"})
+    assert config.storage.metadata.endpoints == ("etcd:2379",)
+
+
+def test_options_are_texts_and_those_without_a_value_are_left_out():
+    options = {"region": "eu", "port": 9000, "ssl": False, "path_style": True, "token": None}
+    config = load_config(_tree("storage.cloud.options", options), {})
+    assert config.storage.cloud.options == {
+        "region": "eu",
+        "port": "9000",
+        "ssl": "false",
+        "path_style": "true",
+    }
+
+
+def test_options_may_come_from_references_and_from_the_environment():
+    tree = _tree("storage.cloud.options", {"secret_key": "${SECRET}"})
+    environment = {"SECRET": "hidden", "ISTER_STORAGE__CLOUD__OPTIONS__ACCESS_KEY": "me"}
+    options = load_config(tree, environment).storage.cloud.options
+    assert options == {"secret_key": "hidden", "access_key": "me"}
+    assert {type(value) for value in options.values()} == {str}
+
+
+@pytest.mark.parametrize("value", [["a"], {"a": 1}, ("a",)], ids=repr)
+def test_option_that_is_no_single_value_is_refused_by_name(value):
+    with pytest.raises(
+        ConfigError, match=r"storage\.cloud\.options\.keys has to be a single value"
+    ):
+        load_config(_tree("storage.cloud.options", {"keys": value}), {})
+
+
+@pytest.mark.parametrize("value", ["a=b", 5, ["a"]], ids=repr)
+def test_options_that_are_no_tree_are_refused_without_showing_them(value):
+    with pytest.raises(ConfigError, match="options has to be a tree of keys") as refused:
+        load_config(_tree("storage.cloud.options", value), {})
+    assert str(value) not in str(refused.value)
+
+
+def test_secrets_are_never_shown():
+    tree = _tree("storage.cloud.options", {"secret_key": "hidden-1"})
+    tree["storage"]["metadata"] = {"username": "ister", "password": "hidden-2"}
+    config = load_config(tree, {})
+    assert config.storage.cloud.options["secret_key"] == "hidden-1"
+    assert config.storage.metadata.password == "hidden-2"
+    for section in (config, config.storage, config.storage.cloud, config.storage.metadata):
+        assert "hidden" not in repr(section)
+        assert "hidden" not in str(section)
+
+
+@pytest.mark.parametrize("value", [84611, ["84611"], {"a": "84611"}], ids=repr)
+def test_password_of_another_kind_is_refused_without_showing_it(value):
+    with pytest.raises(ConfigError, match=r"storage\.metadata\.password") as refused:
+        load_config(_tree("storage.metadata.password", value), {})
+    assert "84611" not in str(refused.value)
+
+
+# -- choices and trees --------------------------------------------------------------------------
+
+
+_CHOICES = [path for path, row in _KEYS.items() if isinstance(row[0], StrEnum)]
+
+
+@pytest.mark.parametrize("path", _CHOICES)
 @pytest.mark.parametrize("value", ["sync", "SYNCED", "", None, 1, False, []], ids=repr)
 def test_choice_that_does_not_exist_is_refused_with_those_that_do(path, value):
     with pytest.raises(ConfigError, match=f"{path} is .*one of: "):
         load_config(_tree(path, value), {})
 
 
+_TEXTS = [
+    "storage.wal.dir",
+    "storage.cloud.root",
+    "storage.metadata.path",
+    "storage.metadata.username",
+    "storage.metadata.root_prefix",
+]
+
+
+@pytest.mark.parametrize("path", _TEXTS)
 @pytest.mark.parametrize("value", [5, "", "a\0b", ["x"], True], ids=repr)
-def test_directory_that_is_no_text_is_refused(value):
-    with pytest.raises(ConfigError, match=r"storage\.wal\.dir"):
-        load_config(_tree("storage.wal.dir", value), {})
+def test_text_of_another_kind_is_refused(path, value):
+    with pytest.raises(ConfigError, match=f"{path} has to be a non-empty text"):
+        load_config(_tree(path, value), {})
 
 
 @pytest.mark.parametrize(
@@ -136,6 +360,16 @@ def test_directory_that_is_no_text_is_refused(value):
             "did you mean 'cache_capacity'",
         ),
         ({"storage": {"wal": {"zzz": 5}}}, "storage.wal.zzz", "known: dir, "),
+        (
+            {"storage": {"wal": {"retention": {"time_minute": 5}}}},
+            "storage.wal.retention.time_minute",
+            "did you mean 'time_minutes'",
+        ),
+        (
+            {"storage": {"uploader": {"interval_second": 5}}},
+            "storage.uploader.interval_second",
+            "did you mean 'interval_seconds'",
+        ),
         ({1: 2}, "1", "known: storage"),
     ],
 )
@@ -147,16 +381,79 @@ def test_unknown_key_is_refused_with_its_path_and_the_nearest(tree, path, hint):
 
 
 @pytest.mark.parametrize(
-    "tree", [{"storage": 5}, {"storage": []}, {"storage": {"wal": "x"}}], ids=repr
+    "tree",
+    [
+        {"storage": 5},
+        {"storage": []},
+        {"storage": {"wal": "x"}},
+        {"storage": {"wal": {"retention": 5}}},
+        {"storage": {"cloud": {"retention": [5]}}},
+    ],
+    ids=repr,
 )
 def test_value_where_a_tree_belongs_is_refused(tree):
     with pytest.raises(ConfigError, match="has to be a tree of keys"):
         load_config(tree, {})
 
 
+@pytest.mark.parametrize("section", ["uploader", "cloud", "cloud_reader", "metadata"])
+@pytest.mark.parametrize("mode", list(StorageMode))
+def test_empty_section_is_its_defaults(section, mode):
+    wal = {} if mode is StorageMode.MEMORY else {"wal": {"dir": _DIR}}
+    for empty in (None, {}):
+        tree = {"storage": {"mode": mode.value, **wal, section: empty}}
+        assert load_config(tree, {}) == load_config({"storage": {"mode": mode.value, **wal}}, {})
+
+
 @pytest.mark.parametrize("tree", [{}, {"storage": None}, {"storage": {"wal": None}}], ids=repr)
-def test_empty_trees_are_defaults(tree):
-    assert load_config(tree, {}) == Config()
+def test_tree_without_a_directory_is_refused_with_what_to_do(tree):
+    with pytest.raises(ConfigError, match=r"storage\.wal\.dir is not set.*wal_cloud") as refused:
+        load_config(tree, {})
+    assert "mode 'memory'" in refused.value.hint
+
+
+# -- places that follow from the directory ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("directory", "root", "path"),
+    [
+        ("/home/wal", "/home/objects", "/home/metadata.db"),
+        ("/home/wal/", "/home/objects", "/home/metadata.db"),
+        ("/wal", "/objects", "/metadata.db"),
+    ],
+)
+def test_objects_and_metadata_lie_beside_the_logs(directory, root, path):
+    storage = load_config(_tree("storage.wal.dir", directory), {}).storage
+    assert (storage.cloud.root, storage.metadata.path) == (root, path)
+
+
+def test_places_beside_a_relative_directory_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    storage = load_config(_tree("storage.wal.dir", "data/wal"), {}).storage
+    assert storage.wal.dir == "data/wal"
+    assert storage.cloud.root == str(tmp_path / "data" / "objects")
+    assert storage.metadata.path == str(tmp_path / "data" / "metadata.db")
+
+
+def test_places_that_are_named_stay_as_they_are():
+    tree = _tree("storage.cloud", {"backend": "s3", "root": "s3://bucket/prefix"})
+    tree["storage"]["metadata"] = {"path": "meta.db"}
+    storage = load_config(tree, {}).storage
+    assert (storage.cloud.root, storage.metadata.path) == ("s3://bucket/prefix", "meta.db")
+
+
+@pytest.mark.parametrize("backend", ["memory", "etcd"])
+def test_metadata_that_is_no_file_has_no_path(backend):
+    tree = _tree("storage.metadata", {"backend": backend, "endpoints": ["a:1"]})
+    assert load_config(tree, {}).storage.metadata.path is None
+
+
+@pytest.mark.parametrize("mode", ["local_only", "memory"])
+def test_mode_without_a_bucket_has_no_places_for_one(mode):
+    wal = {} if mode == "memory" else {"wal": {"dir": _DIR}}
+    storage = load_config({"storage": {"mode": mode, **wal}}, {}).storage
+    assert (storage.cloud.root, storage.metadata.path) == (None, None)
 
 
 # -- sources ------------------------------------------------------------------------------------
@@ -167,11 +464,13 @@ def test_none_keeps_everything_in_memory():
     assert (config.storage.mode, config.storage.wal.dir) == (StorageMode.MEMORY, None)
 
 
-def test_directory_gets_its_logs_below(tmp_path):
+def test_directory_gets_logs_objects_and_metadata_below(tmp_path):
     for source in (tmp_path, str(tmp_path)):
-        config = load_config(source, {})
-        assert config.storage.wal.dir == str(tmp_path / "wal")
-        assert config.storage.mode is StorageMode.LOCAL_ONLY
+        storage = load_config(source, {}).storage
+        assert storage.mode is StorageMode.WAL_CLOUD
+        assert storage.wal.dir == str(tmp_path / "wal")
+        assert storage.cloud.root == str(tmp_path / "objects")
+        assert storage.metadata.path == str(tmp_path / "metadata.db")
 
 
 @pytest.mark.parametrize("suffix", ["yml", "yaml"])
@@ -202,10 +501,10 @@ def test_yaml_file_that_is_wrong_is_refused(tmp_path, content, message):
         load_config(path, {})
 
 
-def test_yaml_file_that_is_empty_is_defaults(tmp_path):
+def test_yaml_file_that_is_empty_is_an_empty_tree(tmp_path):
     path = tmp_path / "ister.yml"
     path.write_text("# nothing\n")
-    assert load_config(path, {}) == Config()
+    assert load_config(path, {"ISTER_STORAGE__WAL__DIR": _DIR}) == _load()
 
 
 def test_yaml_file_that_is_missing_is_refused_by_name(tmp_path):
@@ -222,7 +521,7 @@ def test_source_is_not_changed():
 
 
 def test_settings_cannot_be_changed():
-    config = load_config({}, {})
+    config = _load()
     with pytest.raises(AttributeError):
         config.storage.wal.dir = "/x"
 
@@ -319,7 +618,8 @@ def test_override_below_an_empty_tree_is_taken():
 
 def test_environment_of_the_process_is_the_default(monkeypatch):
     monkeypatch.setenv("ISTER_STORAGE__WAL__CACHE_CAPACITY", "77")
-    assert load_config({}).storage.wal.cache_capacity == 77
+    tree = _tree("storage.wal.dir", _DIR)
+    assert load_config(tree).storage.wal.cache_capacity == 77
 
 
 # -- contradictions -----------------------------------------------------------------------------
@@ -329,13 +629,46 @@ def test_environment_of_the_process_is_the_default(monkeypatch):
     ("tree", "message"),
     [
         ({"storage": {"mode": "memory", "wal": {"dir": "/x"}}}, "storage.mode is 'memory'"),
-        ({"storage": {"ack": "tiered"}}, "storage.ack is 'tiered'"),
+        (
+            {"storage": {"mode": "local_only", "ack": "tiered", "wal": {"dir": "/x"}}},
+            "storage.ack is 'tiered'",
+        ),
+        ({"storage": {"mode": "memory", "ack": "tiered"}}, "storage.ack is 'tiered'"),
+        (_tree("storage.cloud.backend", "s3"), r"storage\.cloud\.root is not set"),
+        (_tree("storage.cloud.backend", "gcs"), r"storage\.cloud\.root is not set"),
+        (_tree("storage.cloud.backend", "azblob"), r"storage\.cloud\.root is not set"),
+        (_tree("storage.metadata.backend", "etcd"), r"storage\.metadata\.endpoints is empty"),
+        (_tree("storage.metadata.root_prefix", "danube"), r"storage\.metadata\.root_prefix is"),
+        (_tree("storage.metadata.root_prefix", "/danube/"), r"storage\.metadata\.root_prefix is"),
+        (_tree("storage.metadata.root_prefix", "/"), r"storage\.metadata\.root_prefix is"),
     ],
 )
 def test_contradiction_is_refused(tree, message):
     with pytest.raises(ConfigError, match=message) as refused:
         load_config(tree, {})
     assert refused.value.hint
+
+
+@pytest.mark.parametrize("mode", ["local_only", "memory"])
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("uploader", "threads", 1),
+        ("cloud", "root", "/y"),
+        ("cloud_reader", "read_ahead", False),
+        ("metadata", "path", "/y"),
+    ],
+)
+def test_section_of_a_bucket_that_the_mode_has_not_is_refused(mode, section, key, value):
+    wal = {} if mode == "memory" else {"wal": {"dir": _DIR}}
+    tree = {"storage": {"mode": mode, **wal, section: {key: value}}}
+    with pytest.raises(ConfigError, match=f"storage.{section} is set.*{mode}") as refused:
+        load_config(tree, {})
+    assert "wal_cloud" in refused.value.hint
+
+
+def test_level_tiered_is_taken_where_there_is_a_bucket():
+    assert load_config(_tree("storage.ack", "tiered"), {}).storage.ack is AckLevel.TIERED
 
 
 @pytest.mark.parametrize(

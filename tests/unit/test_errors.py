@@ -1,12 +1,14 @@
 """The error tree: codes, what may be tried again, and what an error says."""
 
 import inspect
+import pickle
 import re
 
 import pytest
 
 from ister import errors
 from ister.errors import (
+    DataGapError,
     DiskError,
     InvariantError,
     IsterError,
@@ -22,13 +24,19 @@ _TREE = {
     "MessageTooLargeError": ("InvalidRequestError", "INVALID_ARGUMENT", False, ValueError),
     "NotFoundError": ("IsterError", "NOT_FOUND", False, LookupError),
     "OffsetOutOfRangeError": ("IsterError", "OUT_OF_RANGE", False, LookupError),
+    "PermissionDeniedError": ("IsterError", "PERMISSION_DENIED", False, Exception),
     "ConflictError": ("IsterError", "ABORTED", False, Exception),
+    "AlreadyExistsError": ("ConflictError", "ALREADY_EXISTS", False, Exception),
+    "FencedError": ("ConflictError", "ABORTED", False, Exception),
     "DirectoryLockedError": ("ConflictError", "ABORTED", False, Exception),
     "UnavailableError": ("IsterError", "UNAVAILABLE", True, Exception),
+    "CommitUnknownError": ("UnavailableError", "UNAVAILABLE", True, Exception),
     "DiskError": ("UnavailableError", "UNAVAILABLE", False, Exception),
     "WaitTimeoutError": ("UnavailableError", "UNAVAILABLE", True, TimeoutError),
     "CapacityError": ("IsterError", "RESOURCE_EXHAUSTED", True, Exception),
     "CorruptDataError": ("IsterError", "DATA_LOSS", False, Exception),
+    "DataGapError": ("CorruptDataError", "DATA_LOSS", False, Exception),
+    "UnsupportedOperationError": ("IsterError", "UNIMPLEMENTED", False, Exception),
     "UnsupportedVersionError": ("IsterError", "UNIMPLEMENTED", False, Exception),
     "ClosedError": ("IsterError", "UNAVAILABLE", False, Exception),
     "InvariantError": ("IsterError", "INTERNAL", False, Exception),
@@ -79,6 +87,29 @@ def test_offset_error_carries_the_range():
     error = OffsetOutOfRangeError("gone", earliest=3, next=9, topic="/a/b", offset=1)
     assert (error.earliest, error.next, error.offset) == (3, 9, 1)
     assert "3 up to, not including, 9" in str(error)
+
+
+def test_gap_error_carries_the_range():
+    error = DataGapError("a hole", start=3, end=9, topic="/a/b")
+    assert (error.start, error.end, error.offset, error.topic) == (3, 9, 3, "/a/b")
+    assert "3 up to, not including, 9" in str(error)
+
+
+_FULL = [
+    IsterError("it broke", topic="/a/b", offset=5, path="/x", position=7, hint="look there"),
+    OffsetOutOfRangeError("gone", earliest=3, next=9, topic="/a/b", offset=1),
+    DataGapError("a hole", start=3, end=9, topic="/a/b"),
+    DiskError("write failed", errno=5, path="/x"),
+]
+
+
+@pytest.mark.parametrize("error", _FULL, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("way", ["again", "pickle"])
+def test_error_travels_with_all_it_carries(error, way):
+    twin = error.again() if way == "again" else pickle.loads(pickle.dumps(error))
+    assert twin is not error
+    assert type(twin) is type(error)
+    assert (str(twin), vars(twin)) == (str(error), vars(error))
 
 
 def test_disk_error_carries_the_number():

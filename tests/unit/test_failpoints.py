@@ -13,18 +13,57 @@ import ister
 from ister import failpoints
 from ister.errors import InvalidRequestError
 from ister.failpoints import FAILPOINTS, arm, arm_from_environment, disarm, reach
+from ister.format.checkpoint import UploaderCheckpoint, WalState
+from ister.fs.memory import MemoryFileSystem
+from ister.wal.directory import WalDirectory
 
 _SOURCE = Path(ister.__file__).resolve().parent
+
+
+# A checkpoint is replaced in the same way by both of these.
+_WHO = {"{who}": ("wal", "tier")}
+
+
+def _names(template):
+    """The points that a name in the code stands for."""
+    for part, values in _WHO.items():
+        if part in template:
+            return {template.replace(part, value) for value in values}
+    return {template}
 
 
 def test_points_in_the_list_are_those_in_the_code():
     reached = {
         name
         for path in _SOURCE.rglob("*.py")
-        for name in re.findall(r'reach\("([^"]+)"\)', path.read_text())
+        for template in re.findall(r'reach\(f?"([^"]+)"\)', path.read_text())
+        for name in _names(template)
         if path.name != "failpoints.py"
     }
     assert reached == FAILPOINTS
+
+
+@pytest.mark.parametrize("who", ["wal", "tier"])
+def test_checkpoint_reaches_the_points_of_who_replaces_it(who):
+    reached = []
+    for name in sorted(FAILPOINTS):
+        arm(name, lambda name=name: reached.append(name))
+    fs = MemoryFileSystem()
+    fs.make_directories("/data/default/orders")
+    directory = WalDirectory(fs, "/data/default/orders")
+    if who == "wal":
+        directory.save_state(WalState(synced=0, synced_position=0))
+    else:
+        directory.save_uploader(
+            UploaderCheckpoint(
+                last_committed_offset=0,
+                last_read_file_seq=0,
+                last_read_byte_position=0,
+                last_object_id=None,
+                updated_at=0,
+            )
+        )
+    assert reached == [f"{who}.before_checkpoint_rename", f"{who}.after_checkpoint"]
 
 
 def test_armed_point_acts_at_every_visit_until_disarmed():

@@ -39,7 +39,10 @@ _LAYERS = {
     ),
     "ister.format": 1,
     "ister.fs": 1,
+    "ister.objectstore": 1,
+    "ister.metadata": 1,
     "ister.wal": 2,
+    "ister.tier": 2,
     "ister.topic": 3,
     "ister.api": 4,
     "ister": 4,
@@ -166,6 +169,12 @@ def test_log_reaches_the_disk_through_the_seam_alone(module):
 @pytest.mark.parametrize("module", [name for name in _FILES if name.startswith("ister.wal")])
 def test_wal_does_not_know_topics(module):
     assert not {name for name in _imports(_TREES[module]) if name.startswith("ister.topic")}
+
+
+@pytest.mark.parametrize("module", [name for name in _FILES if name.startswith("ister.tier")])
+def test_tier_does_not_know_local_logs(module):
+    above = ("ister.wal", "ister.topic", "ister.fs")
+    assert not {name for name in _imports(_TREES[module]) if name.startswith(above)}
 
 
 def test_public_names_are_those_documented():

@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final, Literal
@@ -33,6 +33,7 @@ __all__ = [
     "GIB",
     "MESSAGE_BYTES",
     "TOPIC",
+    "PeakMemory",
     "Result",
     "Run",
     "drop_from_page_cache",
@@ -40,6 +41,7 @@ __all__ = [
     "filling_child",
     "median",
     "open_log",
+    "open_tiered_log",
     "payloads",
     "quantile",
     "stopwatch",
@@ -206,8 +208,57 @@ def payloads(count: int, size_bytes: int = MESSAGE_BYTES) -> list[bytes]:
 
 def open_log(directory: str, *, fs: FileSystem | None = None, ack: str = "memory") -> Log:
     """A log with the default settings in `directory`; topics get `ack` unless they name one."""
-    config = load_config({"storage": {"ack": ack, "wal": {"dir": os.path.join(directory, "wal")}}})
+    config = load_config(
+        {
+            "storage": {
+                "mode": "local_only",
+                "ack": ack,
+                "wal": {"dir": os.path.join(directory, "wal")},
+            }
+        }
+    )
     return Log(config, fs=fs)
+
+
+def open_tiered_log(directory: str, storage: Mapping[str, Any]) -> Log:
+    """A log over the files that `open_log` uses for `directory`, with a bucket.
+
+    Args:
+        directory: Where the files are, or will be.
+        storage: Sections of settings; what they leave out has its default.
+    """
+    wal = {**storage.get("wal", {}), "dir": os.path.join(directory, "wal")}
+    return Log(load_config({"storage": {**storage, "wal": wal}}))
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+class PeakMemory:
+    """How far the resident memory of this process has grown since this was made, at its peak.
+
+    The page cache is not part of it. Where the kernel does not let go of an earlier peak, that one
+    counts: the figure is then too high, never too low.
+    """
+
+    def __init__(self) -> None:
+        # Since Linux 4.0, "5" sets the peak back to what is resident now.
+        with suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
+            peak.write("5")
+        self._before = _status_kib("VmRSS")
+
+    @property
+    def growth_mib(self) -> float:
+        """The growth so far."""
+        return (_status_kib("VmHWM") - self._before) / KIB
+
+
+def _status_kib(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1])
+    raise UnavailableError(f"the kernel does not tell {field}", path=status.name)
 
 
 # -- page cache -----------------------------------------------------------------------------

@@ -28,6 +28,9 @@ _BENCHES: Final = {
     "tail": "from an append until a reader has the message",
     "recover": "opening a large log after a clean end and after a crash",
     "readers": "memory of a hundred readers that lag behind",
+    "upload": "uploading a backlog, of one topic and of a hundred, and its memory",
+    "history": "reading messages back from objects",
+    "chain": "reading from the bucket to the live tail while the topic is written",
 }
 
 

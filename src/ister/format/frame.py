@@ -29,12 +29,14 @@ from ister.errors import InvariantError, MessageTooLargeError, check
 from ister.format import compiled
 from ister.format.crc import Buffer, crc32
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
+from ister.model import Codec
 
 __all__ = [
     "FRAME_HEADER_SIZE",
     "Corrupt",
     "CorruptReason",
     "Frame",
+    "FrameBatch",
     "FrameParser",
     "NeedMore",
     "Scan",
@@ -135,6 +137,25 @@ def _judge_header(offset: int, length: int, expected_offset: int | None) -> Corr
     if expected_offset is not None and offset != expected_offset:
         return Corrupt(CorruptReason.OFFSET_MISMATCH, f"found {offset}, expected {expected_offset}")
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class FrameBatch:
+    """Whole frames that follow each other, inside of one chunk, each checked."""
+
+    chunk: bytes
+    starts: list[int]
+    """Where each frame begins in `chunk`."""
+    end: int
+    """Where the last one ends."""
+    first_offset: int
+    codec: Codec
+    """Of the bodies."""
+
+    @property
+    def next_offset(self) -> int:
+        """The offset after the last frame's."""
+        return self.first_offset + len(self.starts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ister.errors import CorruptDataError, InvalidRequestError
+from ister.format import compiled
 from ister.format.bincode import (
     BincodeError,
     FixintReader,
@@ -33,6 +34,7 @@ from ister.format.bincode import (
     encode_varint,
 )
 from ister.format.crc import Buffer
+from ister.format.frame import FRAME_HEADER_SIZE
 from ister.model import Codec, MessageId, StreamMessage
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "decode_message",
     "decode_payload",
     "decode_publish_time",
+    "decode_publish_times",
     "encode_message",
     "recognise",
 ]
@@ -234,6 +237,28 @@ def decode_publish_time(
     if position + width > limit:
         raise CorruptDataError(f"not a {codec} message: its publish time runs past its end")
     return int.from_bytes(body[position : position + width], "little")
+
+
+def decode_publish_times(
+    chunk: Buffer, starts: list[int], end: int, codec: Codec
+) -> list[int] | None:
+    """The publish times of frames that follow each other in `chunk`; None if one has none.
+
+    Args:
+        chunk: Bytes with whole frames.
+        starts: Where each begins.
+        end: Where the last one ends.
+        codec: Of all of them.
+    """
+    if compiled.is_loaded():
+        return compiled.publish_times(chunk, starts, end, is_varint=codec is Codec.BINCODE2)
+    try:
+        return [
+            decode_publish_time(chunk, codec, start=start + FRAME_HEADER_SIZE, end=stop)
+            for start, stop in zip(starts, [*starts[1:], end], strict=True)
+        ]
+    except CorruptDataError:
+        return None
 
 
 def _find_payload(body: Buffer, codec: Codec, start: int, limit: int) -> tuple[int, int]:

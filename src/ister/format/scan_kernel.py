@@ -1,9 +1,9 @@
-"""The loop that `ister.format.compiled` loads; nothing else imports it, because numba is an extra.
+"""The loops that `ister.format.compiled` loads; nothing else imports them: numba is an extra.
 
 Kept apart so that numba's cache on disk, which goes by this file, stays valid when other code
 changes. Written for the compiler: flat, fixed-width integers, no objects. Every index is checked
-against the buffer's size before it is used. It stops at the first byte that is not part of a whole,
-expected frame; why is found out in Python, once.
+against the buffer's size before it is used. They stop at the first byte that is not what it should
+be; why is found out in Python, once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from isal import isal_zlib
 from llvmlite import binding
 from numba import types
 
-__all__ = ["scan"]
+__all__ = ["publish_times", "scan"]
 
 # isal's wheel exports its crc32 as a plain C function, which compiled code can call.
 binding.load_library_permanently(isal_zlib.__file__)
@@ -62,3 +62,51 @@ def scan(  # noqa: PLR0917 - numba compiles positional arguments
         expected += 1
         position = body + length
     return count, position
+
+
+@numba.njit(cache=True, nogil=True)
+def publish_times(
+    data: Any,  # noqa: ANN401 - an array of bytes
+    starts: Any,  # noqa: ANN401 - an array of integers
+    end: int,
+    is_varint: bool,
+    times: Any,  # noqa: ANN401 - an array of integers
+) -> int:
+    """The publish time of each frame's message, in `times`; how many could be read."""
+    count: int = starts.shape[0]
+    for frame in range(count):
+        position = starts[frame] + 16
+        limit = starts[frame + 1] if frame + 1 < count else end
+        # Two ids, two texts, the offset, the payload, and then the time: see `ister.model`.
+        for item in range(7):
+            if is_varint:
+                if position >= limit:
+                    return frame
+                tag = int(data[position])
+                position += 1
+                if tag < 251:
+                    width = 0
+                elif tag <= 253:
+                    width = 2 << (tag - 251)
+                else:
+                    return frame
+            else:
+                tag = 0
+                width = 8
+            if width > limit - position:
+                return frame
+            value = np.uint64(tag)
+            if width > 0:
+                value = np.uint64(0)
+                for byte in range(width):
+                    value |= np.uint64(data[position + byte]) << np.uint64(8 * byte)
+                position += width
+            if item == 6:
+                if value > np.uint64(0x7FFFFFFFFFFFFFFF):
+                    return frame
+                times[frame] = np.int64(value)
+            elif item in (2, 3, 5):
+                if value > np.uint64(limit - position):
+                    return frame
+                position += np.int64(value)
+    return count

@@ -119,7 +119,26 @@ class FileSystem(Protocol):
         ...
 
     def rename(self, old: str, new: str) -> None:
-        """Gives a file a new name in the same directory, replacing what had it. Atomic."""
+        """Gives a file or directory a new name in the same directory. Atomic.
+
+        A file replaces the one that had the name; a directory takes a free one.
+        """
+        ...
+
+    def modified_ms(self, path: str) -> int | None:
+        """When a file was last written to, in milliseconds since the Unix epoch; None if unknown.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        ...
+
+    def remove_directory(self, path: str) -> None:
+        """Removes an empty directory.
+
+        Raises:
+            NotFoundError: There is none.
+        """
         ...
 
     def remove(self, path: str) -> None:

@@ -198,6 +198,14 @@ class LocalFileSystem:
         with _mapped("remove", path):
             os.unlink(path)
 
+    def modified_ms(self, path: str) -> int | None:
+        with _mapped("stat", path):
+            return os.stat(path).st_mtime_ns // 1_000_000
+
+    def remove_directory(self, path: str) -> None:
+        with _mapped("remove directory", path):
+            os.rmdir(path)
+
     def sync_directory(self, path: str) -> None:
         with _mapped("sync directory", path):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

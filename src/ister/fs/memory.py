@@ -56,6 +56,7 @@ class _Inode:
     """What has been synced."""
     pending: list[_Change] = field(default_factory=list)
     """What may or may not survive."""
+    modified_ms: int | None = None
 
 
 @dataclass
@@ -105,6 +106,8 @@ class MemoryFileSystem:
         """A full disk: the total of all files cannot grow beyond this."""
         self.open_files = 0
         """Handles that are open now."""
+        self.now_ms: Callable[[], int | None] = lambda: None
+        """What files are stamped with when they are written to."""
 
     # -- the seam ---------------------------------------------------------------------------
 
@@ -162,6 +165,24 @@ class MemoryFileSystem:
             if old_name not in source.entries:
                 raise NotFoundError("rename failed: no such file", path=old)
             target.entries[new_name] = source.entries.pop(old_name)
+
+    def modified_ms(self, path: str) -> int | None:
+        with self._lock:
+            inode = self._find(path)
+            if inode is None:
+                raise NotFoundError("stat failed: no such file", path=path)
+            return inode.modified_ms if isinstance(inode, _Inode) else None
+
+    def remove_directory(self, path: str) -> None:
+        with self._lock:
+            self._enter("remove_directory", path)
+            directory, name = self._parent(path)
+            found = directory.entries.get(name)
+            if not isinstance(found, _Directory):
+                raise NotFoundError("remove failed: no such directory", path=path)
+            if found.entries:
+                raise DiskError("remove failed: not empty", errno=errno.ENOTEMPTY, path=path)
+            del directory.entries[name]
 
     def remove(self, path: str) -> None:
         with self._lock:
@@ -315,6 +336,7 @@ class _MemoryFile:
         if position > len(cache):
             cache.extend(bytes(position - len(cache)))
         cache[position : position + len(data)] = data
+        self._inode.modified_ms = self._owner.now_ms()
         if data:
             self._inode.pending.append(_Change(position, data))
 

@@ -22,6 +22,7 @@ from ister.topic.message import Message
 from ister.wal.waiters import Waiter
 
 if TYPE_CHECKING:
+    from ister.topic.tier import Tiered
     from ister.topic.topic import Topic
     from ister.wal.log import Wal
 
@@ -48,12 +49,20 @@ class AsyncTopic:
             topic.wait(offset, level)  # raises, and says why
         if level is AckLevel.MEMORY:
             return
+        if level is AckLevel.TIERED:
+            await self._passed(offset, AckLevel.SYNCED, timeout)
+        await self._passed(offset, level, timeout)
+        if topic.tier is not None:
+            topic.tier.check_owner()
+
+    async def _passed(self, offset: int, level: AckLevel, timeout: float | None) -> None:
         passed = self.hub(level, is_patient=False).passed(offset)
         if passed is None:
             return
         if timeout is None:  # the usual case, without the cost of a timer
             await passed
             return
+        topic = self._topic
         try:
             async with asyncio.timeout(timeout):
                 await passed
@@ -65,6 +74,10 @@ class AsyncTopic:
     async def flush(self) -> int:
         """As `Topic.flush`."""
         return await asyncio.to_thread(self._topic.flush)
+
+    async def upload(self) -> Tiered:
+        """As `Topic.upload`."""
+        return await asyncio.to_thread(self._topic.upload)
 
     def reader(self, start: Start = "earliest", *, end: int | None = None) -> AsyncReader:
         """As `Topic.reader`; a start by time may read files, on the loop."""

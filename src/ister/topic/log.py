@@ -1,10 +1,12 @@
 """All topics of one data directory, opened by one process.
 
-Owns: the directory lock, the threads, which topics are open, their creation. Does not own: what
-happens inside of a topic; a damaged or failed one does not concern the others.
+Owns: the directory lock, the threads, which topics are open, their creation, hand-over and end.
+Does not own: what happens inside of a topic; a damaged or failed one does not concern the others.
 
-A topic exists when its directory does. Making one ends with its first checkpoint, which records
-its ack level and codec; a crash before that leaves an empty topic with the configured ones.
+Without a bucket, a topic exists when its directory does. Making one ends with its first checkpoint,
+which records its ack level and codec; a crash before that leaves an empty topic with the configured
+ones. With a bucket, a topic exists when the metadata store has its record, which has both; a
+directory without one, made before there was a bucket, is adopted when the topic is opened.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
@@ -23,25 +26,54 @@ from ister.config import BufferFull, Config, StorageMode
 from ister.errors import (
     ClosedError,
     ConflictError,
+    CorruptDataError,
     InvalidRequestError,
     IsterError,
     NotFoundError,
+    OffsetOutOfRangeError,
     TopicNameError,
 )
 from ister.fs.base import FileLock, FileSystem
 from ister.fs.local import LocalFileSystem
+from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName, TopicState
+from ister.objectstore.base import ObjectStore
+from ister.tier.catalog import list_topics
+from ister.tier.ownership import NewTopic, OwnedTopic
+from ister.topic.background import Background
 from ister.topic.cache import Cache
+from ister.topic.opening import measure_backlog, recover_tiered, remove_directory
+from ister.topic.tier import TopicTier
+from ister.topic.tiers import NODE_NAME, Tiers, open_metadata, open_objects, read_node
 from ister.topic.topic import Topic
 from ister.wal.directory import LOCK_NAME, WalDirectory
 from ister.wal.log import Wal, WalSettings
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
+from ister.wal.repair import rewrite_log
 from ister.wal.scheduler import Scheduler, Threads
 
-__all__ = ["Log"]
+__all__ = ["Log", "Repaired"]
 
 _log = logging.getLogger("ister.topic.log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repaired:
+    """What a repair has done to one topic."""
+
+    topic: str
+    local_frames: int | None
+    """Frames copied into a new local file; None if the local files were in order."""
+    objects: tuple[str, ...]
+    """Objects uploaded again."""
+    errors: tuple[IsterError, ...]
+    """What cannot be repaired."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the topic is in order now."""
+        return not self.errors
 
 
 class Log:
@@ -54,18 +86,26 @@ class Log:
         fs: FileSystem | None = None,
         clock: Clock | None = None,
         scheduler: Threads | None = None,
+        objects: ObjectStore | None = None,
+        metadata: MetadataStore | None = None,
+        background: bool = True,
     ) -> None:
-        """Opens the directory of `config`, which is made where missing.
+        """Opens the directory of `config`, which is made where missing, and its stores.
 
         Args:
             config: The settings.
             fs: Where files live; the machine's own file system by default.
             clock: Where time comes from; the machine's by default.
             scheduler: Who commits in the background; threads of this log's own by default.
+            objects: Where objects live; the store that the settings name by default.
+            metadata: Where metadata lives; likewise.
+            background: Whether leases, uploads and retention see to themselves.
 
         Raises:
             DirectoryLockedError: Another process has it open.
             DiskError: It cannot be made or locked.
+            ConfigError: A store's settings do not make sense, or a library is missing.
+            UnavailableError: The metadata store does not answer.
         """
         self.config = config
         self.metrics = Metrics()
@@ -86,7 +126,47 @@ class Log:
         self._untrusted_from: dict[str, int] = {}
         self._opening: dict[str, threading.Lock] = {}
         self._is_closed = False
+        self._tiers: Tiers | None = None
+        self._background: Background | None = None
+        if self._root is not None and config.storage.mode is StorageMode.WAL_CLOUD:
+            try:
+                self._tiers = self._open_tiers(self._root, objects, metadata)
+            except BaseException:
+                self._scheduler.stop()
+                if self._directory_lock is not None:
+                    self._directory_lock.release()
+                raise
+            if background:
+                self._background = Background(
+                    self._open_topics, self._tiers, config.storage, self._clock
+                )
         self._register_gauges()
+
+    def _open_tiers(
+        self, root: str, objects: ObjectStore | None, metadata: MetadataStore | None
+    ) -> Tiers:
+        storage = self.config.storage
+        node = read_node(self._fs, root)
+        if metadata is None:
+            metadata = open_metadata(storage.metadata, self._clock)
+        if objects is None:
+            objects = open_objects(storage, self._clock)
+        return Tiers(
+            storage,
+            node=node,
+            objects=objects,
+            metadata=metadata,
+            clock=self._clock,
+            metrics=self.metrics,
+        )
+
+    def _open_topics(self) -> list[Topic]:
+        return list(self._topics.values())
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """The stores behind the topics; None without a bucket."""
+        return self._tiers
 
     def _wal_root(self) -> str | None:
         storage = self.config.storage
@@ -104,21 +184,25 @@ class Log:
         create: bool = False,
         ack: AckLevel | str | None = None,
         codec: Codec | str | None = None,
+        take_over: bool = False,
     ) -> Topic:
         """The topic of that name; the same object however often it is asked for.
 
-        A topic whose writer stopped after an error is opened again, through recovery.
+        A topic whose writer stopped after an error is opened again, through recovery. With a
+        bucket, this process becomes the topic's owner: the only one that writes it.
 
         Args:
             name: `/namespace/topic`.
             create: Make it if it does not exist.
             ack: Its ack level, if it is new; has to be the one it has otherwise.
             codec: Its codec, likewise.
+            take_over: Open a topic that another node wrote last and has not handed over, because
+                that node's disk is lost: what it had not uploaded is given up.
 
         Raises:
             TopicNameError: Not a name.
             NotFoundError: There is none, and `create` is not set.
-            ConflictError: It exists with another ack level or codec.
+            ConflictError: It exists with another ack level or codec, or another node has it.
             UnsupportedVersionError: A newer Ister wrote it.
             DiskError: It could not be opened.
             ClosedError: The log is closed.
@@ -133,16 +217,31 @@ class Log:
         with opening:
             self._check_open()
             topic = self._topics.get(text)
-            if topic is not None and topic.state in (TopicState.FAILED, TopicState.CLOSED):
+            if topic is not None and (
+                topic.state in (TopicState.FAILED, TopicState.CLOSED)
+                or (topic.tier is not None and topic.tier.owned.is_fenced)
+            ):
                 self._retire(topic)
                 topic = None
             if topic is None:
-                topic = self._open_topic(parsed, wanted_ack, wanted_codec, create=create)
+                if self._tiers is None:
+                    topic = self._open_topic(parsed, wanted_ack, wanted_codec, create=create)
+                else:
+                    topic = self._claim_topic(
+                        self._tiers,
+                        parsed,
+                        wanted_ack,
+                        wanted_codec,
+                        create=create,
+                        take_over=take_over,
+                    )
                 with self._lock:
                     if self._is_closed:
                         topic.close()
                         self._check_open()
                     self._topics[text] = topic
+                if self._background is not None:
+                    self._background.add(topic)
             _check_same(topic, wanted_ack, wanted_codec)
             return topic
 
@@ -153,13 +252,16 @@ class Log:
             names = set(self._topics)
         if self._root is not None:
             for namespace in self._fs.list_directory(self._root):
-                if namespace == LOCK_NAME:
+                if namespace in (LOCK_NAME, NODE_NAME):
                     continue
                 try:
                     found = self._fs.list_directory(f"{self._root}/{namespace}")
                 except IsterError:
                     continue  # a stray file beside the namespaces
                 names.update(f"/{namespace}/{topic}" for topic in found)
+        if self._tiers is not None:
+            prefix = self.config.storage.metadata.root_prefix
+            names.update(list_topics(self._tiers.metadata, prefix))
         return sorted(name for name in names if _is_topic_name(name))
 
     def _open_topic(
@@ -173,7 +275,7 @@ class Log:
             return self._make_topic(
                 text, None, Recovered(), ack or AckLevel.MEMORY, codec or storage.codec
             )
-        path = f"{self._root}/{name.namespace}/{name.topic}"
+        path = self._path_of(name)
         is_new = not self._fs.exists(path)
         if is_new:
             if not create:
@@ -200,6 +302,74 @@ class Log:
         if not recovered.damage:
             self._save_first_checkpoint(topic, is_new=is_new)
         return topic
+
+    def _claim_topic(
+        self,
+        tiers: Tiers,
+        name: TopicName,
+        ack: AckLevel | None,
+        codec: Codec | None,
+        *,
+        create: bool,
+        take_over: bool,
+    ) -> Topic:
+        text = str(name)
+        directory = WalDirectory(self._fs, self._path_of(name))
+        has_files = self._fs.exists(directory.path)
+        if create and not has_files:
+            self._refuse_twin(name)
+        new: NewTopic | None = None
+        if create or has_files:
+            state = directory.load_state() if has_files else None
+            new = NewTopic(
+                ack=AckLevel(state.ack) if state is not None else ack or self._default_ack(),
+                codec=state.codec if state is not None else codec or self.config.storage.codec,
+            )
+        try:
+            owned = tiers.claim(name, new=new, take_over=take_over)
+        except NotFoundError:
+            raise self._not_found(text) from None
+        try:
+            return self._take_topic(tiers, owned, directory)
+        except BaseException:
+            tiers.membership.remove(owned)
+            raise
+
+    def _take_topic(self, tiers: Tiers, owned: OwnedTopic, directory: WalDirectory) -> Topic:
+        """Opens the files of a topic that was claimed, and puts the two tiers together."""
+        text = owned.topic
+        try:
+            recovered = recover_tiered(
+                directory, owned, tiers, untrusted_from=self._untrusted_from.get(text)
+            )
+        except UntrustedTailError as error:
+            self._untrusted_from[text] = error.synced
+            raise
+        self._untrusted_from.pop(text, None)
+        topic = self._make_topic(
+            text,
+            directory,
+            recovered,
+            owned.record.ack,
+            recovered.codec or owned.record.codec,
+        )
+        self._report(topic, recovered)
+        topic.tier = TopicTier(
+            wal=topic.wal,
+            owned=owned,
+            tiers=tiers,
+            backlog_bytes=measure_backlog(directory, recovered, owned.tiered),
+        )
+        if not recovered.damage:
+            # Where a log begins that has no file yet is in its checkpoint alone.
+            self._save_first_checkpoint(topic, is_new=not recovered.files)
+        return topic
+
+    def _path_of(self, name: TopicName) -> str:
+        return f"{self._root}/{name.namespace}/{name.topic}"
+
+    def _default_ack(self) -> AckLevel:
+        return self.config.storage.ack
 
     def _save_first_checkpoint(self, topic: Topic, *, is_new: bool) -> None:
         """Records what recovery found; for a new topic, its ack level and codec."""
@@ -274,6 +444,8 @@ class Log:
     def _retire(self, topic: Topic) -> None:
         """Takes a topic that stopped out of the list, and notes from where not to trust it."""
         topic.close_quietly()
+        if topic.tier is not None and self._tiers is not None:
+            self._tiers.membership.remove(topic.tier.owned)
         if topic.wal.has_failed_sync:
             self._untrusted_from[topic.name] = topic.wal.synced
         self._scheduler.forget(topic.wal)
@@ -310,9 +482,9 @@ class Log:
             level = AckLevel(ack)
         except ValueError as error:
             raise InvalidRequestError(
-                f"there is no ack level {ack!r}", hint="one of: memory, written, synced"
+                f"there is no ack level {ack!r}", hint=f"one of: {', '.join(AckLevel)}"
             ) from error
-        if level is AckLevel.TIERED:
+        if level is AckLevel.TIERED and self._tiers is None:
             raise InvalidRequestError("this log has no object store, so nothing becomes tiered")
         if level is not AckLevel.MEMORY and self._root is None:
             raise InvalidRequestError(
@@ -320,6 +492,140 @@ class Log:
                 hint="open a directory, or use ack='memory'",
             )
         return level
+
+    # -- hand-over and deletion -------------------------------------------------------------
+
+    def seal(self, name: str) -> int:
+        """Hands a topic over: everything in it goes to the bucket, and any node may open it next.
+
+        Order: appends end, everything is synced and uploaded, the seal is committed, and only
+        then the local files go. Until the seal is committed the topic is this node's, and opening
+        it again goes on. Without a bucket the topic is closed, and its files stay.
+
+        Returns:
+            The offset that the next owner's first message gets.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            UnavailableError: A store does not answer; the topic is closed and not handed over.
+            As `Topic.upload`.
+        """
+        topic = self.topic(name)
+        opening = self._opening[topic.name]
+        with opening:
+            topic.wal.hold(
+                "sealing",
+                lambda: ClosedError("the topic is being handed over", topic=topic.name),
+                waits=False,
+            )
+            tier, tiers = topic.tier, self._tiers
+            try:
+                topic.flush()
+                if tier is not None:
+                    tier.upload()
+                next_offset = topic.wal.next
+            finally:
+                topic.close()
+                self._scheduler.forget(topic.wal)
+                with self._lock:
+                    self._topics.pop(topic.name, None)
+            if tier is not None and tiers is not None:
+                tier.owned.seal(next_offset)
+                tiers.membership.remove(tier.owned)
+                remove_directory(self._fs, self._path_of(TopicName.parse(name)))
+                failpoints.reach("tier.after_remove_local")
+            return next_offset
+
+    def repair(self, name: str, *, content: bool = True) -> Repaired:
+        """Restores what one tier has lost from the other one, in both directions.
+
+        Local files that are damaged are replaced: what the bucket holds is served from there, and
+        what it does not is copied into a new file. Objects that are lost or damaged, and whose
+        offsets local files still have, are uploaded again.
+
+        Args:
+            name: The topic.
+            content: Read every object; else only look whether each is there, with its size.
+
+        Returns:
+            What was done, and what cannot be repaired.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            InvalidRequestError: This log has no object store.
+            UnavailableError: A store does not answer.
+        """
+        topic = self.topic(name)
+        if topic.tier is None:
+            raise InvalidRequestError(
+                "this log has no object store to repair from", topic=topic.name
+            )
+        errors: list[IsterError] = []
+        rewritten: int | None = None
+        if topic.state is TopicState.QUARANTINED:
+            try:
+                rewritten = self._rewrite(topic, topic.tier)
+                topic = self.topic(name)
+            except (CorruptDataError, OffsetOutOfRangeError) as error:
+                errors.append(error)
+        objects: list[str] = []
+        if topic.tier is not None:
+            objects, more = topic.tier.repair_objects(content=content)
+            errors += more
+        return Repaired(
+            topic=topic.name,
+            local_frames=rewritten,
+            objects=tuple(objects),
+            errors=tuple(errors),
+        )
+
+    def _rewrite(self, topic: Topic, tier: TopicTier) -> int:
+        with self._opening[topic.name]:
+            start = max(tier.owned.tiered, tier.owned.start)
+            frames = rewrite_log(
+                topic.wal,
+                start,
+                chunk_bytes=self.config.storage.wal.stream_chunk_size,
+                clock=self._clock,
+                metrics=self.metrics,
+            )
+            self._retire(topic)
+            return frames
+
+    def delete(self, name: str) -> None:
+        """Removes a topic and everything in it, in every tier. It can be made again, empty.
+
+        Order: the record says that the topic is being deleted, so that nobody opens it; then the
+        objects, the rest of the metadata, and the local files go. After a crash the next call of
+        `delete` goes on.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            ConflictError: Another node has it.
+            UnavailableError: A store does not answer; call it again.
+        """
+        parsed = TopicName.parse(name)
+        tiers = self._tiers
+        try:
+            topic = self.topic(name)
+        except NotFoundError:
+            if tiers is None or not self._is_half_deleted(tiers, parsed):
+                raise
+            topic = None
+        with self._opening[str(parsed)]:
+            if topic is not None:
+                topic.close_quietly()
+                self._scheduler.forget(topic.wal)
+                with self._lock:
+                    self._topics.pop(topic.name, None)
+            if tiers is not None:
+                owned = topic.tier.owned if topic is not None and topic.tier is not None else None
+                tiers.delete(parsed, owned)
+            remove_directory(self._fs, self._path_of(parsed))
+
+    def _is_half_deleted(self, tiers: Tiers, name: TopicName) -> bool:
+        found = tiers.catalog(name).record()
+        return found is not None and found[0].state == "deleting"
 
     # -- the whole --------------------------------------------------------------------------
 
@@ -339,6 +645,8 @@ class Log:
             # A recovery under way still writes: the directory is not given back before its end.
             with opening:
                 pass
+        if self._background is not None:
+            self._background.stop()
         topics = list(self._topics.values())
         failure: IsterError | None = None
         for topic in topics:
@@ -346,6 +654,8 @@ class Log:
                 topic.close()
             except IsterError as error:
                 failure = failure or error
+        if self._tiers is not None:
+            self._tiers.close()
         self._scheduler.stop()
         if self._directory_lock is not None:
             self._directory_lock.release()
@@ -357,6 +667,10 @@ class Log:
             raise ClosedError("the log is closed")
 
     def _register_gauges(self) -> None:
+        self.metrics.register_gauge(
+            "uploader.memory_usage_bytes",
+            lambda: self._tiers.upload_memory_bytes if self._tiers is not None else 0,
+        )
         for name, of_topic in _GAUGES.items():
             self.metrics.register_gauge(name, partial(self._sum_over_topics, of_topic))
 
@@ -385,6 +699,7 @@ _GAUGES: Final[dict[str, Callable[[Topic], int]]] = {
     "wal.cache.bytes": lambda topic: topic.cache.size_bytes,
     "wal.cache.evictions": lambda topic: topic.cache.evictions,
     "wal.open_files": lambda topic: int(topic.wal.has_open_file),
+    "uploader.lag_bytes": lambda topic: topic.tier.lag_bytes if topic.tier is not None else 0,
     "wal_reader.active_readers": lambda topic: len(topic.readers),
     "wal_reader.memory_bytes": lambda topic: sum(r.held_bytes for r in topic.readers),
 }

@@ -1,13 +1,16 @@
 """A reader: one place in one topic, from any offset to the live tail.
 
-    files ─► cache ─► live        pulled by offset; where to is decided anew at every fetch
+    bucket ─► files ─► cache ─► live     pulled by offset; where to is decided anew at every fetch
 
 Owns: its position. Does not own: anything that others share; a slow reader holds one chunk and
-one file, and costs nobody else anything. It falls back from live to cache to files by itself,
-because each fetch asks only "who has the next offset".
+one file (one more chunk while it reads the bucket), and costs nobody else anything. It falls back
+from live to cache to files to the bucket by itself, because each fetch asks only "who has the next
+offset". So local files may be trimmed, and objects replaced, under a reader that never notices.
 
-Invariants: every message that comes out is the one after the last; nothing comes out that is not
-visible (has not reached the topic's level); an end of data and an error are different answers.
+Invariants: every message that comes out is the one after the last (unless damaged ones are left out
+by configuration); an offset that should exist and that nobody holds raises, with the range;
+nothing comes out that is not visible (has not reached the topic's level); an end of data and an
+error are different answers.
 
 Used by one thread at a time, except `close`, which any thread may call and which wakes a reader
 that waits.
@@ -17,23 +20,28 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ister.clock import Clock
 from ister.errors import (
     ClosedError,
+    CorruptDataError,
+    DataGapError,
     InvalidRequestError,
     InvariantError,
+    NotFoundError,
     OffsetOutOfRangeError,
     check,
 )
+from ister.format.frame import FrameBatch
 from ister.metrics import Metrics
 from ister.model import AckLevel
+from ister.tier.reader import HistoryReader
 from ister.topic.message import Message, MessageBatch
 from ister.wal.log import Wal
-from ister.wal.reader import FrameBatch, WalReader
+from ister.wal.reader import WalReader
 from ister.wal.waiters import ThreadWaiter
 
 if TYPE_CHECKING:
@@ -58,15 +66,19 @@ class Reader:
         chunk_bytes: int,
         clock: Clock,
         metrics: Metrics,
+        earliest: Callable[[], int],
+        open_history: Callable[[], HistoryReader] | None = None,
     ) -> None:
         self._wal = wal
         self._cache = cache
-        self._codec = wal.settings.codec
+        self._earliest = earliest
+        self._open_history = open_history
         self._end = end
         self._chunk_bytes = chunk_bytes
         self._clock = clock
         self._metrics = metrics
         self._files: WalReader | None = None
+        self._history: HistoryReader | None = None
         self._batch: FrameBatch | None = None
         self._batch_at = 0
         self._waiter: ThreadWaiter | None = None
@@ -96,7 +108,9 @@ class Reader:
 
         Raises:
             ClosedError: The reader or its topic was closed.
-            CorruptDataError: The next frame is damaged; `next_offset` stays where it is.
+            CorruptDataError: The next frame is damaged, in every tier; `next_offset` stays.
+            DataGapError: No tier holds the next offset; carries the range.
+            UnavailableError: The bucket or the metadata store does not answer.
             OffsetOutOfRangeError: The next message is no longer kept.
         """
         deadline = None if timeout is None else self._clock.monotonic() + timeout
@@ -157,7 +171,9 @@ class Reader:
         if not messages:
             messages = self._from_cache(start, end, max_bytes)
         if not messages:
-            messages = self._from_files(start, end, max_bytes)
+            messages = self._from_tiers(start, end, max_bytes)
+            # Damaged messages that are left out by configuration end before the first one here.
+            start = self.next_offset
         check(bool(messages), "what is visible can be read")
         if messages[0].offset != start:
             raise InvariantError(
@@ -181,8 +197,10 @@ class Reader:
     @property
     def held_bytes(self) -> int:
         """The size of the chunk that the reader holds on to."""
-        batch = self._batch
-        return len(batch.chunk) if batch is not None else 0
+        batch, history = self._batch, self._history
+        return (len(batch.chunk) if batch is not None else 0) + (
+            history.held_bytes if history is not None else 0
+        )
 
     def limit(self, end: int) -> None:
         """Stops before `end` instead of where it would have."""
@@ -194,7 +212,7 @@ class Reader:
         Raises:
             OffsetOutOfRangeError: The topic has no such offset.
         """
-        check_start(self._wal, self._cache, offset)
+        check_start(self._wal, self._earliest(), offset)
         self._batch = None
         self.next_offset = offset
 
@@ -216,7 +234,7 @@ class Reader:
             within = bisect_right(starts, limit, at + 1, min(upto + 1, count)) - 1
             upto = max(at + 1, min(upto, within))
         ends = [*starts[at + 1 : upto], starts[upto] if upto < count else batch.end]
-        messages = MessageBatch(batch.chunk, starts[at:upto], ends, start, self._codec)
+        messages = MessageBatch(batch.chunk, starts[at:upto], ends, start, batch.codec)
         if upto == count:
             self._batch = None
         return messages
@@ -241,7 +259,8 @@ class Reader:
             self._metrics.count("wal.reader.stitch_cache_items", self._cached_count)
             self._cached_count = 0
 
-    def _from_files(self, start: int, end: int, max_bytes: int) -> Sequence[Message]:
+    def _from_tiers(self, start: int, end: int, max_bytes: int) -> Sequence[Message]:
+        """Messages from the local files, or from the bucket where those no longer reach."""
         wal = self._wal
         if wal.directory is None:
             raise OffsetOutOfRangeError(
@@ -251,18 +270,80 @@ class Reader:
                 earliest=self._cache.start,
                 next=wal.next,
             )
-        if self._files is None:
-            self._files = WalReader(
-                wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
-            )
         if start >= wal.written:
             # Visible at the level `memory`, gone from the cache, and not in a file yet.
             wal.wait(start, AckLevel.WRITTEN)
         readable = min(wal.visible, wal.written)
         if self._end is not None:
             readable = min(readable, self._end)
-        self._batch = self._files.fetch(start, readable, bytes_max=max_bytes)
+        batch = self._fetch(start, readable, max_bytes)
+        self._batch = batch
+        if batch.first_offset > start:
+            self.next_offset = start = batch.first_offset
+            end = max(end, start + 1)
         return self._from_batch(start, end, max_bytes)
+
+    def _fetch(self, start: int, readable: int, max_bytes: int) -> FrameBatch:
+        wal = self._wal
+        while start >= wal.trimmed:
+            if self._files is None:
+                self._files = WalReader(
+                    wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
+                )
+            try:
+                batch = self._files.fetch(start, readable, bytes_max=max_bytes)
+            except OffsetOutOfRangeError:
+                # Trimmed between looking and reading; the bucket has it.
+                continue
+            except CorruptDataError:
+                if self._open_history is None or start >= (wal.tiered or 0):
+                    raise
+                # The other tier has a copy.
+                break
+            else:
+                self._leave_history()
+                return batch
+        return self._fetch_history(start, readable, max_bytes)
+
+    def _fetch_history(self, start: int, readable: int, max_bytes: int) -> FrameBatch:
+        """Frames from the bucket; raises if it does not have what nobody else has."""
+        wal = self._wal
+        tiered = wal.tiered or 0
+        if self._open_history is None or start < self._earliest():
+            raise self._not_kept(start)
+        if start >= tiered:
+            raise DataGapError(
+                "neither the local files nor the bucket hold the offset",
+                start=start,
+                end=max(wal.trimmed, start + 1),
+                topic=wal.settings.topic,
+            )
+        if self._history is None:
+            self._history = self._open_history()
+            self._metrics.count("reader.history_entered_total")
+        if self._files is not None:
+            self._files.close()
+        try:
+            return self._history.fetch(start, min(readable, tiered), bytes_max=max_bytes)
+        except (NotFoundError, DataGapError) as error:
+            if start < self._earliest():
+                raise self._not_kept(start) from error
+            raise
+
+    def _leave_history(self) -> None:
+        if self._history is not None:
+            self._history.close()
+            self._history = None
+            self._metrics.count("reader.handoffs_total")
+
+    def _not_kept(self, start: int) -> OffsetOutOfRangeError:
+        return OffsetOutOfRangeError(
+            "the message is no longer kept",
+            topic=self._wal.settings.topic,
+            offset=start,
+            earliest=self._earliest(),
+            next=self._wal.next,
+        )
 
     def _wait_visible(self, timeout: float | None) -> None:
         """Waits for the next message to become visible, for `timeout`, or for `close`."""
@@ -293,8 +374,11 @@ class Reader:
         if self._reading.acquire(blocking=False):
             try:
                 files, self._files, self._batch = self._files, None, None
+                history, self._history = self._history, None
                 if files is not None:
                     files.close()
+                if history is not None:
+                    history.close()
             finally:
                 self._reading.release()
 
@@ -315,13 +399,12 @@ class Reader:
             yield from batch
 
 
-def check_start(wal: Wal, cache: Cache, offset: int) -> None:
+def check_start(wal: Wal, earliest: int, offset: int) -> None:
     """Refuses an offset that the topic does not have (`next` itself is fine: the tail).
 
     Raises:
         OffsetOutOfRangeError: With the valid range.
     """
-    earliest = wal.trimmed if wal.directory is not None else cache.start
     if not earliest <= offset <= wal.next:
         raise OffsetOutOfRangeError(
             "the offset is beyond the end" if offset > wal.next else "the offset is not kept",

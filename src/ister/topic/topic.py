@@ -1,7 +1,7 @@
 """A topic: what programs append to and read from.
 
 Owns: the hot path of `append`, start positions, what its callers may do. Does not own: durability
-(`ister.wal`), the ring of recent messages (`cache`), reading (`reader`).
+(`ister.wal`), the ring of recent messages (`cache`), reading (`reader`), the bucket (`tier`).
 
 `append` does, under one short lock: take the next offset, build the body, queue the frame, put the
 body into the cache. Nothing there waits for a disk. What an acknowledgement means is asked with
@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from types import TracebackType
@@ -28,16 +29,18 @@ from ister.errors import (
     IsterError,
     MessageTooLargeError,
     OffsetOutOfRangeError,
+    WaitTimeoutError,
 )
 from ister.format.frame import FRAME_HEADER_SIZE
-from ister.format.message import BodyEncoder
+from ister.format.message import BodyEncoder, encode_message
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, SUFFIX_CACHE_ENTRIES_MAX
 from ister.metrics import Metrics
-from ister.model import AckLevel, Codec, Start, TopicState, Watermarks
+from ister.model import AckLevel, Codec, Start, StreamMessage, TopicState, Watermarks
 from ister.topic.aio import AsyncTopic
 from ister.topic.cache import Cache
 from ister.topic.message import Message
 from ister.topic.reader import Reader, check_start
+from ister.topic.tier import Tiered, TopicTier
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 from ister.wal.recovery import Damage
@@ -62,10 +65,13 @@ class Topic:
         stream_chunk_size: int,
         clock: Clock,
         metrics: Metrics,
+        tier: TopicTier | None = None,
     ) -> None:
         self.name = wal.settings.topic
         self.wal = wal
         self.cache = cache
+        self.tier = tier
+        """The bucket's side of the topic; None in a log without one."""
         self._size_max = max_message_size
         self._chunk_bytes = stream_chunk_size
         self._clock = clock
@@ -113,10 +119,12 @@ class Topic:
         wal = self.wal
         with self._lock:
             trimmed = wal.trimmed
-            # Only what is tiered may be trimmed, so what is no longer here is there.
+            # Without a bucket nothing is trimmed. With one only what is tiered is; where a hole
+            # lies between the two tiers (the topic is quarantined then), the lower one counts.
+            tiered = trimmed if wal.tiered is None else wal.tiered
             return Watermarks(
-                trimmed=trimmed,
-                tiered=trimmed,
+                trimmed=min(trimmed, tiered),
+                tiered=tiered,
                 synced=wal.synced,
                 written=wal.written,
                 next=wal.next,
@@ -124,7 +132,9 @@ class Topic:
 
     @property
     def earliest(self) -> int:
-        """The first offset that can be read."""
+        """The first offset that can be read, in whichever tier."""
+        if self.tier is not None:
+            return self.tier.earliest
         return self.wal.trimmed if self.wal.directory is not None else self.cache.start
 
     @property
@@ -242,6 +252,28 @@ class Topic:
                 remember(offset, body)
             return range(first, wal.next)
 
+    def append_record(self, message: StreamMessage) -> int:
+        """Accepts a whole record, as one that came over a wire; its offset is stamped into it.
+
+        Raises:
+            As `append`.
+        """
+        size = len(message.payload)
+        if size > self._size_max:
+            raise self._too_large(size)
+        # Checked before an offset is taken: what cannot be encoded must not leave a hole.
+        envelope = len(encode_message(message, self.codec)) - size
+        if envelope > ENVELOPE_SIZE_BYTES_MAX:
+            raise self._envelope_too_large(envelope)
+        with self._lock:
+            self.wal.admit(size + envelope)
+            offset = self._buffer.next
+            stamped = replace(message, msg_id=replace(message.msg_id, topic_offset=offset))
+            body = encode_message(stamped, self.codec)
+            self._buffer.push(offset, body, message.publish_time)
+            self._remember(offset, body)
+        return offset
+
     def _suffix(
         self,
         producer_name: str,
@@ -269,16 +301,19 @@ class Topic:
             schema_version=schema_version,
         )
         if len(suffix) > ENVELOPE_SIZE_BYTES_MAX:
-            raise MessageTooLargeError(
-                f"names, keys and attributes of {len(suffix)} bytes",
-                topic=self.name,
-                hint=f"at most {ENVELOPE_SIZE_BYTES_MAX}; large data belongs into the payload",
-            )
+            raise self._envelope_too_large(len(suffix))
         if is_plain:
             if len(self._suffixes) >= SUFFIX_CACHE_ENTRIES_MAX:
                 self._suffixes = {}
             self._suffixes[producer_name] = suffix
         return suffix
+
+    def _envelope_too_large(self, size: int) -> MessageTooLargeError:
+        return MessageTooLargeError(
+            f"names, keys and attributes of {size} bytes",
+            topic=self.name,
+            hint=f"at most {ENVELOPE_SIZE_BYTES_MAX}; large data belongs into the payload",
+        )
 
     def _too_large(self, size: int) -> MessageTooLargeError:
         return MessageTooLargeError(
@@ -296,7 +331,7 @@ class Topic:
 
         Args:
             offset: As `append` returned it.
-            level: `memory`, `written` or `synced`; the topic's own by default.
+            level: `memory`, `written`, `synced` or `tiered`; the topic's own by default.
             timeout: In seconds; None waits without an end.
 
         Raises:
@@ -305,6 +340,8 @@ class Topic:
             WaitTimeoutError: The time ran out; the message stays accepted.
             CapacityError: The disk is full; the message is kept in memory and written later.
             DiskError: The write or the sync failed; whether the message is stored is unknown.
+            FencedError: Another owner has the topic by now; whether it is stored is unknown.
+            UnavailableError: It is not sure that this process still owns the topic.
             ClosedError: The topic was closed before.
         """
         level = self.resolve_level(level)
@@ -318,8 +355,16 @@ class Topic:
                 earliest=self.earliest,
                 next=self.wal.next,
             )
-        if level is not AckLevel.MEMORY:
+        if level is AckLevel.MEMORY:
+            return
+        try:
             self.wal.wait(offset, level, timeout)
+        except WaitTimeoutError as error:
+            if level is AckLevel.TIERED and self.tier is not None and self.tier.last_error:
+                error.hint = f"the last upload failed: {self.tier.last_error.message}"
+            raise
+        if self.tier is not None:
+            self.tier.check_owner()
 
     def resolve_level(self, level: AckLevel | str | None) -> AckLevel:
         """The level meant, if this log can reach it.
@@ -333,9 +378,9 @@ class Topic:
             level = AckLevel(level)
         except ValueError as error:
             raise InvalidRequestError(
-                f"there is no ack level {level!r}", hint="one of: memory, written, synced"
+                f"there is no ack level {level!r}", hint=f"one of: {', '.join(AckLevel)}"
             ) from error
-        if level is AckLevel.TIERED:
+        if level is AckLevel.TIERED and self.tier is None:
             raise InvalidRequestError("this log has no object store, so nothing becomes tiered")
         if level is not AckLevel.MEMORY and self.wal.directory is None:
             raise InvalidRequestError(f"this log is in memory, so nothing becomes {level}")
@@ -354,6 +399,25 @@ class Topic:
         if self.wal.directory is not None and last >= self.wal.synced:
             self.wal.wait(last, AckLevel.SYNCED, timeout)
         return self.wal.synced
+
+    def upload(self) -> Tiered:
+        """One upload cycle now: everything appended so far is in the bucket when it returns.
+
+        Returns:
+            What this cycle has moved; an empty range if everything was there already.
+
+        Raises:
+            InvalidRequestError: This log has no object store.
+            FencedError: Another owner has the topic.
+            UnavailableError: A store does not answer; the next cycle goes on from there.
+            As `wait`.
+        """
+        if self.tier is None:
+            raise InvalidRequestError(
+                "this log has no object store", hint="open it with storage.mode 'wal_cloud'"
+            )
+        self.flush()
+        return self.tier.upload()
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -387,6 +451,8 @@ class Topic:
             chunk_bytes=self._chunk_bytes,
             clock=self._clock,
             metrics=self._metrics,
+            earliest=lambda: self.earliest,
+            open_history=self.tier.history if self.tier is not None else None,
         )
         with self._readers_lock:
             self._readers.add(reader)
@@ -434,7 +500,7 @@ class Topic:
         if isinstance(start, datetime):
             return self._find_time(_as_milliseconds(start))
         offset = _as_offset("start", start)
-        check_start(self.wal, self.cache, offset)
+        check_start(self.wal, self.earliest, offset)
         return offset
 
     def _find_time(self, time_ms: int) -> int:
@@ -444,6 +510,14 @@ class Topic:
             with self._lock:
                 recent = self.cache.read(self.cache.start, wal.next, bytes_max=1 << 62)
             return next((m.offset for m in recent if m.publish_time_ms >= time_ms), wal.next)
+        if self.tier is not None and self.earliest < wal.trimmed:
+            history = self.tier.history()
+            try:
+                found = history.find_time(time_ms, end=wal.trimmed)
+            finally:
+                history.close()
+            if found is not None:
+                return found
         # Everything appended so far has to be in the files to be found there.
         last = wal.next - 1
         with suppress(CapacityError):  # on a full disk, what is there already has to do

@@ -3,6 +3,7 @@
     wal.log  wal.1.log  wal.2.log …     frames; the highest number is the active file
     wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each
     wal.ckpt                            the checkpoint, a hint
+    uploader.ckpt                       how far uploads have come, a hint
     wal.ckpt.tmp  wal.4.log.tmp         what was being written when a crash came; ignored
     wal.3.log.cut-4096                  bytes cut off a tail without a checkpoint to judge them by
 
@@ -21,7 +22,14 @@ from typing import Final
 
 from ister import failpoints
 from ister.errors import NotFoundError
-from ister.format.checkpoint import WalState, decode_wal_checkpoint, encode_wal_checkpoint
+from ister.format.checkpoint import (
+    UploaderCheckpoint,
+    WalState,
+    decode_uploader_checkpoint,
+    decode_wal_checkpoint,
+    encode_uploader_checkpoint,
+    encode_wal_checkpoint,
+)
 from ister.format.sparse_index import INDEX_ENTRY_SIZE, IndexEntry, decode_index, encode_index
 from ister.fs.base import File, FileSystem
 from ister.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
@@ -29,12 +37,14 @@ from ister.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
 __all__ = [
     "CHECKPOINT_NAME",
     "LOCK_NAME",
+    "UPLOADER_CHECKPOINT_NAME",
     "WalDirectory",
     "format_log_name",
     "parse_log_name",
 ]
 
 CHECKPOINT_NAME: Final = "wal.ckpt"
+UPLOADER_CHECKPOINT_NAME: Final = "uploader.ckpt"
 LOCK_NAME: Final = ".lock"
 """Above all topics; a dot, so that no namespace can have the name."""
 _LOG_NAME: Final = re.compile(r"wal(?:\.([1-9][0-9]{0,17}))?\.log")
@@ -116,29 +126,51 @@ class WalDirectory:
         Raises:
             UnsupportedVersionError: A newer Ister wrote it.
         """
+        data = self._load(self.checkpoint_path)
+        return None if data is None else decode_wal_checkpoint(data)
+
+    def save_state(self, state: WalState) -> None:
+        """Replaces the checkpoint; durable on return."""
+        self._replace(self.checkpoint_path, encode_wal_checkpoint(state), "wal")
+
+    def load_uploader(self) -> UploaderCheckpoint | None:
+        """How far uploads had come, or None if nothing whole says so.
+
+        Raises:
+            UnsupportedVersionError: A newer Ister wrote it.
+        """
+        data = self._load(f"{self.path}/{UPLOADER_CHECKPOINT_NAME}")
+        return None if data is None else decode_uploader_checkpoint(data)
+
+    def save_uploader(self, checkpoint: UploaderCheckpoint) -> None:
+        """Replaces the uploader's checkpoint; durable on return."""
+        path = f"{self.path}/{UPLOADER_CHECKPOINT_NAME}"
+        self._replace(path, encode_uploader_checkpoint(checkpoint), "tier")
+
+    def _load(self, path: str) -> bytes | None:
+        """A small file whole, or None if it is missing or too large to be one."""
         try:
-            file = self.fs.open_read(self.checkpoint_path)
+            file = self.fs.open_read(path)
         except NotFoundError:
             return None
         try:
             data = file.read_at(0, CHECKPOINT_BYTES_MAX + 1)
         finally:
             file.close()
-        return decode_wal_checkpoint(data) if len(data) <= CHECKPOINT_BYTES_MAX else None
+        return data if len(data) <= CHECKPOINT_BYTES_MAX else None
 
-    def save_state(self, state: WalState) -> None:
-        """Replaces the checkpoint; durable on return."""
-        temporary = f"{self.checkpoint_path}.tmp"
+    def _replace(self, path: str, data: bytes, who: str) -> None:
+        temporary = f"{path}.tmp"
         file = self.fs.create(temporary)
         try:
-            file.write_at(0, [encode_wal_checkpoint(state)])
+            file.write_at(0, [data])
             file.sync()
         finally:
             file.close()
-        failpoints.reach("wal.before_checkpoint_rename")
-        self.fs.rename(temporary, self.checkpoint_path)
+        failpoints.reach(f"{who}.before_checkpoint_rename")
+        self.fs.rename(temporary, path)
         self.fs.sync_directory(self.path)
-        failpoints.reach("wal.after_checkpoint")
+        failpoints.reach(f"{who}.after_checkpoint")
 
     def load_index(self, seq: int) -> list[IndexEntry]:
         """The index of the file number `seq`, as far as it is whole; empty if there is none."""

@@ -4,12 +4,13 @@
               `lock`, microseconds         `commit lock`, one thread at a time
 
 Owns: offsets, the bounded buffer, who commits and when, waiters, the state of the writer. Does
-not own: files (`writer`), threads (`scheduler`), the cache and message bodies (`ister.topic`).
+not own: files (`writer`), threads (`scheduler`), the cache and message bodies (`ister.topic`), and
+what becomes of synced messages: `tiered` is a watermark that it is told.
 
 Invariants:
 
 - offsets are given out under `lock`, one after the other, in the order of the frames;
-- `trimmed ≤ synced ≤ written ≤ next`, each only ever rises;
+- `trimmed ≤ tiered ≤ synced ≤ written ≤ next`, each only ever rises;
 - one thread at a time writes: whoever holds the commit lock;
 - nobody is told before the watermark is true, and an error reaches every waiter.
 
@@ -159,6 +160,14 @@ class Wal:
             self.written = self.synced = 0
         # What appends are answered with; None takes them.
         self._refusal: Callable[[], IsterError] | None = None
+        # What keeps appends back for now, by reason, and whether they wait for its end.
+        self._holds: dict[str, tuple[Callable[[], IsterError], bool]] = {}
+        self.tiered: int | None = None
+        """Covered by committed descriptors, as it was told; None for a log without a bucket."""
+        self.on_tier_wanted: Callable[[], None] = lambda: None
+        """Called when somebody waits for `tiered`; must not block."""
+        self.synced_bytes_total = 0
+        """Bytes synced so far by this writer: what is new for an uploader is a difference."""
         if recovered.damage:
             self._refuse(self._quarantine_error)
         self._inflight: list[Chunk] = []
@@ -174,6 +183,7 @@ class Wal:
             AckLevel.MEMORY: Waiters(),
             AckLevel.WRITTEN: Waiters(),
             AckLevel.SYNCED: Waiters(),
+            AckLevel.TIERED: Waiters(),
         }
         self._late_wakes: list[Waiter] = []
         self._unsynced_since = 0.0
@@ -238,6 +248,8 @@ class Wal:
         """The first offset that has not reached `level`."""
         if level is AckLevel.MEMORY:
             return self.next
+        if level is AckLevel.TIERED:
+            return self.tiered or 0
         return self.written if level is AckLevel.WRITTEN else self.synced
 
     # -- append -----------------------------------------------------------------------------
@@ -254,6 +266,13 @@ class Wal:
             if self._refusal is not None:
                 self._metrics.count("wal.append_refused")
                 raise self._refusal()
+            if self._holds:
+                reason, waits = next(iter(self._holds.values()))
+                if not (waits and self.settings.blocks_when_full):
+                    self._metrics.count("wal.append_refused")
+                    raise reason()
+                self._wait_for_room()
+                continue
             if self.buffer.has_room(size_bytes):
                 return
             if not self.settings.blocks_when_full:
@@ -336,11 +355,45 @@ class Wal:
                 self._release_commit()
                 self.lock.acquire()
             return
+        self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        """Waits until something changes for those who wait to append; `lock` is held."""
         self._room_waiters += 1
         try:
             self._room.wait(timeout=STALL_RETRY_SECONDS)
         finally:
             self._room_waiters -= 1
+
+    def hold(self, name: str, reason: Callable[[], IsterError], *, waits: bool) -> None:
+        """Keeps appends back until `unhold`.
+
+        Args:
+            name: Of the hold; a second one of the same name replaces it.
+            reason: What an append is refused with.
+            waits: Whether appends wait for its end, where the policy is to block, or are refused.
+        """
+        with self.lock:
+            self._holds[name] = (reason, waits)
+            self.buffer.is_refusing = True
+
+    def unhold(self, name: str) -> None:
+        """Ends a hold; one that does not exist is fine."""
+        with self.lock:
+            if self._holds.pop(name, None) is not None:
+                self.buffer.is_refusing = self._refusal is not None or bool(self._holds)
+                self._room.notify_all()
+
+    def note_tiered(self, tiered: int) -> None:
+        """Takes note that everything below `tiered` is covered by committed descriptors."""
+        with self.lock:
+            check(tiered <= self.synced, "only what is synced becomes tiered")
+            if self.tiered is not None and tiered <= self.tiered:
+                return
+            self.tiered = tiered
+            passed = self._waiters[AckLevel.TIERED].take_passed(tiered)
+        for waiter in passed:
+            waiter.finish(None)
 
     # -- waiting ----------------------------------------------------------------------------
 
@@ -357,10 +410,17 @@ class Wal:
         if self.watermark(level) > offset:
             return
         deadline = None if timeout is None else self._clock.monotonic() + timeout
+        if level is AckLevel.TIERED:
+            self.wait(offset, AckLevel.SYNCED, timeout)
         while True:
             # Beyond `next` there is nothing to commit for: only an append can end the wait. With a
             # deadline the commit is left to others: a thread inside of a sync cannot give up.
-            if deadline is None and offset < self.next and self._try_commit_for(offset, level):
+            if (
+                deadline is None
+                and level is not AckLevel.TIERED
+                and offset < self.next
+                and self._try_commit_for(offset, level)
+            ):
                 return
             waiter = ThreadWaiter(offset)
             if not self.enlist(waiter, level):
@@ -403,6 +463,8 @@ class Wal:
                 # whoever moved it may have found no waiter.
                 waiter.is_done = True
                 return False
+            if level is AckLevel.TIERED:
+                self.on_tier_wanted()
             self._set_attention()
             if (
                 waiter.offset < self.next
@@ -643,6 +705,7 @@ class Wal:
     def _sync_and_publish(self, writer: WalWriter, target: int, position: int) -> None:
         """Makes what lies before `position`, which is the offset `target`, durable; says so."""
         started = self._clock.monotonic()
+        self.synced_bytes_total += max(0, position - writer.synced_position)
         writer.sync(position)
         elapsed = self._clock.monotonic() - started
         self._unsynced_since = started
@@ -841,7 +904,8 @@ class Wal:
             if self._is_closing:
                 return
             self._refusal = None
-            self.buffer.is_refusing = False
+            self.buffer.is_refusing = bool(self._holds)
+            self._room.notify_all()
         _log.info("writing goes on", extra={"topic": self.settings.topic})
 
     def _fail(self, error: BaseException) -> None:

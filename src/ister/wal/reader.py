@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from dataclasses import dataclass
 from operator import attrgetter
 
 from ister.clock import Clock
@@ -25,6 +24,7 @@ from ister.format.frame import (
     FRAME_HEADER_SIZE,
     Corrupt,
     Frame,
+    FrameBatch,
     NeedMore,
     Scan,
     decode_frame,
@@ -39,23 +39,11 @@ from ister.wal.index import SparseIndex
 from ister.wal.log import Wal
 from ister.wal.recovery import WalFile, build_index
 
-__all__ = ["FrameBatch", "WalReader"]
+__all__ = ["WalReader"]
 
 # Indexes of rotated files that a reader keeps: a reader walks forward, so few are enough.
 _INDEXES_MAX = 2
 _CHUNK_BYTES_MIN = 64 * KIB
-
-
-@dataclass(frozen=True, slots=True)
-class FrameBatch:
-    """Whole frames that follow each other, inside of one chunk."""
-
-    chunk: bytes
-    starts: list[int]
-    """Where each frame begins in `chunk`."""
-    end: int
-    """Where the last one ends."""
-    first_offset: int
 
 
 class WalReader:
@@ -119,7 +107,13 @@ class WalReader:
         skip = start - first
         if skip >= count:
             return None
-        return FrameBatch(chunk, scan.starts[skip:] if skip else scan.starts, scan.end, start)
+        return FrameBatch(
+            chunk,
+            scan.starts[skip:] if skip else scan.starts,
+            scan.end,
+            start,
+            self._wal.settings.codec,
+        )
 
     def _skip_damage(self, file: File, start: int) -> bool:
         """Looks for the frame `start` behind damage that lies before it; whether it was found.
@@ -246,6 +240,69 @@ class WalReader:
                 self._indexes.popitem(last=False)
         return index
 
+    # -- how far ----------------------------------------------------------------------------
+
+    def plan(self, start: int, end: int, *, bytes_max: int, span_ms_max: int) -> int:
+        """Where a range of whole frames from `start` on has to end to stay within limits.
+
+        At least one frame, none at or after `end`; the range takes at most `bytes_max` bytes and
+        no message in it was published more than `span_ms_max` after the first one. Found by the
+        indexes; at most two blocks are read.
+
+        Raises:
+            OffsetOutOfRangeError: `start` has been trimmed.
+            CorruptDataError: A frame on the way is damaged.
+        """
+        check(start < end, "a plan is for something")
+        first = self.fetch(start, end, bytes_max=_CHUNK_BYTES_MIN)
+        codec = self._wal.settings.codec
+        time_max = _publish_time(first, 0, codec) + span_ms_max
+        room = bytes_max
+        while True:
+            file, limit = self._resolve(start)
+            limit = min(limit, end)
+            begin = self._position_of(start, limit)
+            entries = self._index(file).entries
+            # Everything up to the last entry within both limits fits; what follows is counted.
+            at, fits = start, 0
+            for entry in entries:
+                if entry.offset >= limit or entry.position - begin > room:
+                    break
+                if entry.publish_time_max > time_max:
+                    break
+                if entry.offset > at:
+                    at, fits = entry.offset, entry.position - begin
+            while at < limit:
+                batch = self.fetch(at, limit, bytes_max=self._chunk_bytes)
+                ends = [*batch.starts[1:], batch.end]
+                for number, (head, tail) in enumerate(zip(batch.starts, ends, strict=True)):
+                    fits += tail - head
+                    is_first = at == first.first_offset
+                    if not is_first and (
+                        fits > room or _publish_time(batch, number, codec) > time_max
+                    ):
+                        return at
+                    at += 1
+                    if fits > room:
+                        return at
+            if at >= end:
+                return end
+            start, room = at, room - fits
+            if room <= 0:
+                return at
+
+    def _position_of(self, offset: int, limit: int) -> int:
+        """The byte at which a frame begins in its file."""
+        batch = self.fetch(offset, limit, bytes_max=_CHUNK_BYTES_MIN)
+        return self._position - (batch.end - batch.starts[0])
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the last fetch ended: the number of the file, and the byte in it."""
+        return self._seq, self._position
+
+    # -- by time ----------------------------------------------------------------------------
+
     def find_time(self, publish_time_ms: int, codec: Codec, *, end: int) -> int | None:
         """The first offset before `end` whose message was published at or after the time.
 
@@ -291,3 +348,13 @@ class WalReader:
                     return offset
                 offset += 1
         return None
+
+
+def _publish_time(batch: FrameBatch, number: int, codec: Codec) -> int:
+    """The publish time of a frame of a batch; 0 if its body does not tell."""
+    end = batch.starts[number + 1] if number + 1 < len(batch.starts) else batch.end
+    start = batch.starts[number] + FRAME_HEADER_SIZE
+    try:
+        return decode_publish_time(batch.chunk, codec, start=start, end=end)
+    except CorruptDataError:
+        return 0

@@ -120,12 +120,15 @@ class Recovered:
     """As recorded, or recognised from the first frame; None for an empty log."""
 
 
-def recover(directory: WalDirectory, *, untrusted_from: int | None = None) -> Recovered:
+def recover(
+    directory: WalDirectory, *, untrusted_from: int | None = None, floor: int = 0
+) -> Recovered:
     """Opens the log in `directory`; see the module header.
 
     Args:
         directory: The topic's; made where missing.
         untrusted_from: The `synced` watermark of a writer in this process whose sync failed.
+        floor: Where a log begins of which nothing is here: its history is elsewhere.
 
     Raises:
         UnsupportedVersionError: A newer Ister wrote the checkpoint.
@@ -137,7 +140,7 @@ def recover(directory: WalDirectory, *, untrusted_from: int | None = None) -> Re
     state = directory.load_state()
     if state is not None and state.is_poisoned:
         untrusted_from = min(state.synced, untrusted_from or state.synced)
-    recovery = _Recovery(directory, state, untrusted_from)
+    recovery = _Recovery(directory, state, untrusted_from, floor)
     try:
         return recovery.run()
     finally:
@@ -148,11 +151,16 @@ class _Recovery:
     """One recovery under way."""
 
     def __init__(
-        self, directory: WalDirectory, state: WalState | None, untrusted_from: int | None
+        self,
+        directory: WalDirectory,
+        state: WalState | None,
+        untrusted_from: int | None,
+        floor: int,
     ) -> None:
         self._directory = directory
         self._state = state
         self._untrusted_from = untrusted_from
+        self._floor = floor
         self._damage: list[Damage] = []
         self._file: File | None = None
         self._codec: Codec | None = None
@@ -208,8 +216,8 @@ class _Recovery:
     def _without_files(self) -> Recovered:
         state = self._state
         if state is None:
-            return Recovered()
-        if state.synced > 0:
+            return Recovered(next_offset=self._floor)
+        if state.synced > state.checkpoint.start_offset:
             # The checkpoint proves that there were frames. The next offset stays beyond them.
             self._note_damage(
                 state.checkpoint.file_seq,
@@ -218,7 +226,7 @@ class _Recovery:
             )
         return Recovered(
             next_offset=state.synced,
-            active_seq=state.checkpoint.file_seq + (1 if state.synced else 0),
+            active_seq=state.checkpoint.file_seq + (1 if self._damage else 0),
             state=state,
             damage=tuple(self._damage),
             codec=state.codec,
@@ -292,9 +300,15 @@ class _Recovery:
         return files
 
     def _begin_of_only_file(self, seq: int) -> int:
-        """Where a log begins whose only file has no whole frame: at 0, if it is the first file."""
+        """Where a log begins whose only file has no whole frame.
+
+        Where the checkpoint says, if the log was empty then; at 0, if it is the first file.
+        """
+        state = self._state
+        if state is not None and state.synced == state.checkpoint.start_offset:
+            return state.synced
         if seq == 0:
-            return 0
+            return self._floor
         known = self._state.synced if self._state is not None else 0
         self._note_damage(
             seq, "the only file has no whole frame, and nothing says where it began", offset=known

@@ -1,0 +1,165 @@
+"""Descriptors: what the metadata store says about an object, as JSON.
+
+    {"object_id": "data-1000-5000.dnb1", "start_offset": 1000, "end_offset": 5000,
+     "size": 524288, "etag": null, "created_at": 1703001234, "completed": true,
+     "offset_index": [[1000, 0], [2000, 131072]],                         Danube's fields
+     "format": "dnb1", "codec": "bincode2", "epoch": 1, "incarnation": "…", "messages": 4001,
+     "publish_time_min": 1703001000000, "publish_time_max": 1703001200000,
+     "publish_time_index": [0, 1703001100000], "checksum": "crc32:0a1b2c3d"}    and ours
+
+`end_offset` is inclusive in JSON, as Danube's is, and `end` is exclusive in code: the two are
+converted here and nowhere else. A descriptor that Danube itself wrote has its own fields alone and
+is read all the same; what it does not say is None.
+
+`publish_time_index[i]` is the highest publish time of all messages before `offset_index[i]`, so a
+search by time begins at the last entry below the wanted one. Both lists have at most
+`OBJECT_INDEX_ENTRIES_MAX` entries, which keeps a descriptor below `DESCRIPTOR_BYTES_MAX`.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ister.errors import CorruptDataError, UnsupportedVersionError, check
+from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
+from ister.model import Codec
+
+__all__ = ["ObjectDescriptor", "decode_descriptor", "encode_descriptor", "format_checksum"]
+
+FORMAT_FRAMES: Final = "dnb1"
+_FORMATS: Final = (FORMAT_FRAMES,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectDescriptor:
+    """One committed object. Offsets are `start` up to, not including, `end`."""
+
+    object_id: str
+    start: int
+    end: int
+    size_bytes: int
+    etag: str | None = None
+    created_at: int = 0
+    """Seconds since the Unix epoch."""
+    completed: bool = True
+    offset_index: tuple[tuple[int, int], ...] = ()
+    """(offset, position) of some frames, ascending."""
+    format: str = FORMAT_FRAMES
+    codec: Codec | None = None
+    """None where another program wrote it: to be recognised from the first frame."""
+    epoch: int = 0
+    incarnation: str = ""
+    messages: int = 0
+    publish_time_min: int | None = None
+    """In milliseconds since the Unix epoch."""
+    publish_time_max: int | None = None
+    publish_time_index: tuple[int, ...] = ()
+    checksum: str | None = None
+    """Of the whole object, as `crc32:` and eight digits; None where another program wrote it."""
+
+    def position_before(self, offset: int) -> tuple[int, int]:
+        """The last indexed frame at or before `offset`: (its offset, its position)."""
+        at = bisect_right(self.offset_index, offset, key=lambda entry: entry[0])
+        return self.offset_index[at - 1] if at else (self.start, 0)
+
+    def position_before_time(self, publish_time_ms: int) -> tuple[int, int]:
+        """The last indexed frame before which no message was published at or after the time."""
+        if len(self.publish_time_index) != len(self.offset_index):
+            return self.start, 0
+        at = bisect_left(self.publish_time_index, publish_time_ms)
+        return self.offset_index[at - 1] if at else (self.start, 0)
+
+
+def format_checksum(crc: int) -> str:
+    """The text form of an object's checksum."""
+    return f"crc32:{crc:08x}"
+
+
+def encode_descriptor(descriptor: ObjectDescriptor) -> bytes:
+    """The descriptor's JSON."""
+    check(
+        descriptor.start < descriptor.end
+        and len(descriptor.offset_index) <= OBJECT_INDEX_ENTRIES_MAX,
+        f"not a descriptor: {descriptor}",
+    )
+    fields: dict[str, Any] = {
+        "object_id": descriptor.object_id,
+        "start_offset": descriptor.start,
+        "end_offset": descriptor.end - 1,
+        "size": descriptor.size_bytes,
+        "etag": descriptor.etag,
+        "created_at": descriptor.created_at,
+        "completed": descriptor.completed,
+    }
+    if descriptor.offset_index:
+        fields["offset_index"] = descriptor.offset_index
+    fields |= {
+        "format": descriptor.format,
+        "codec": descriptor.codec,
+        "epoch": descriptor.epoch,
+        "incarnation": descriptor.incarnation,
+        "messages": descriptor.messages,
+        "publish_time_min": descriptor.publish_time_min,
+        "publish_time_max": descriptor.publish_time_max,
+        "publish_time_index": descriptor.publish_time_index,
+        "checksum": descriptor.checksum,
+    }
+    data = json.dumps(fields, separators=(",", ":")).encode()
+    check(len(data) <= DESCRIPTOR_BYTES_MAX, f"a descriptor of {len(data)} bytes")
+    return data
+
+
+def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
+    """Reads a descriptor's JSON.
+
+    Raises:
+        CorruptDataError: It is not a descriptor; names the metadata key.
+        UnsupportedVersionError: The object has a format that a newer Ister wrote.
+    """
+    try:
+        fields = json.loads(data)
+        kind = fields.get("format", FORMAT_FRAMES)
+        if isinstance(kind, str) and kind not in _FORMATS:
+            raise UnsupportedVersionError(
+                f"an object of the format {kind!r}",
+                path=key,
+                hint="read it with the newer Ister that wrote it",
+            )
+        codec = fields.get("codec")
+        descriptor = ObjectDescriptor(
+            object_id=str(fields["object_id"]),
+            start=_whole(fields["start_offset"]),
+            end=_whole(fields["end_offset"]) + 1,
+            size_bytes=_whole(fields["size"]),
+            etag=fields.get("etag"),
+            created_at=_whole(fields.get("created_at", 0)),
+            completed=bool(fields.get("completed", True)),
+            offset_index=tuple((_whole(o), _whole(p)) for o, p in fields.get("offset_index") or ()),
+            format=kind,
+            codec=Codec(codec) if codec is not None else None,
+            epoch=_whole(fields.get("epoch", 0)),
+            incarnation=str(fields.get("incarnation", "")),
+            messages=_whole(fields.get("messages", 0)),
+            publish_time_min=_optional(fields.get("publish_time_min")),
+            publish_time_max=_optional(fields.get("publish_time_max")),
+            publish_time_index=tuple(map(_whole, fields.get("publish_time_index") or ())),
+            checksum=fields.get("checksum"),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptDataError(f"not a descriptor: {error!r}", path=key) from error
+    if descriptor.start >= descriptor.end or "/" in descriptor.object_id:
+        raise CorruptDataError("a descriptor with an impossible range or name", path=key)
+    return descriptor
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _optional(value: object) -> int | None:
+    return None if value is None else _whole(value)

@@ -1,0 +1,316 @@
+"""The other values in the metadata store: topics, owners, uploads under way, seals, cursors.
+
+    /topics/<ns>/<topic>                      TopicRecord
+    /cluster/owners/<ns>/<topic>              OwnerRecord, with the owner's lease
+    /storage/topics/<ns>/<topic>/objects/cur  {"start": "<20 digits>"}
+    /storage/topics/<ns>/<topic>/upload/session   UploadSession
+    /storage/topics/<ns>/<topic>/state        SealedState
+    /subscriptions/<ns>/<topic>/<sub>/progress    Progress
+
+All are JSON. Fields that this code does not know are kept when a topic's record is written again,
+so that an older Ister beside a newer one loses nothing.
+
+`SealedState.last_committed_offset` is inclusive, as Danube's is, and cannot tell an empty topic
+from one with a single message; `next_offset` beside it can, and is what counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from ister.errors import CorruptDataError
+from ister.model import AckLevel, Codec
+
+__all__ = [
+    "Lineage",
+    "OwnerRecord",
+    "Progress",
+    "SealedState",
+    "TopicRecord",
+    "UploadSession",
+    "decode_current",
+    "decode_owner",
+    "decode_progress",
+    "decode_sealed",
+    "decode_session",
+    "decode_topic",
+    "encode_current",
+    "encode_owner",
+    "encode_progress",
+    "encode_sealed",
+    "encode_session",
+    "encode_topic",
+]
+
+_OPEN: Final = "open"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """From `epoch` on, `node` has written the topic, beginning with the offset `start`."""
+
+    epoch: int
+    start: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicRecord:
+    """A topic as all of its owners know it."""
+
+    epoch: int
+    """Rises with every opening for writing; a commit under a lower one is refused."""
+    incarnation: str
+    """Another one when a topic is deleted and made again."""
+    ack: AckLevel
+    codec: Codec
+    created_at: int
+    """Seconds since the Unix epoch."""
+    state: str = _OPEN
+    """`open`, `deleting`, or `deleted`: the name is free, and its epoch goes on from here."""
+    lineage: tuple[Lineage, ...] = ()
+    """Who wrote from where on; the last one is the owner, or was the last."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What others keep in the same record."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the topic exists."""
+        return self.state == _OPEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerRecord:
+    """Who has a topic open for writing now."""
+
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadSession:
+    """The object under way: what a crash may leave in the bucket."""
+
+    object_id: str
+    start: int
+    end: int
+    epoch: int
+    started_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedState:
+    """A topic that was handed over: everything is in the bucket, and nobody writes."""
+
+    next_offset: int
+    node: str
+    epoch: int
+    sealed_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A subscription's cursor: the first offset that it has not acknowledged."""
+
+    offset: int
+    timestamp: int
+    """Milliseconds since the Unix epoch, when it last moved or was seen alive."""
+    incarnation: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode_topic(record: TopicRecord) -> bytes:
+    """The record's JSON."""
+    return _dump(
+        {
+            **record.more,
+            "epoch": record.epoch,
+            "incarnation": record.incarnation,
+            "ack": record.ack,
+            "codec": record.codec,
+            "created_at": record.created_at,
+            "state": record.state,
+            "lineage": [
+                {"epoch": item.epoch, "start": item.start, "node": item.node}
+                for item in record.lineage
+            ],
+        }
+    )
+
+
+def decode_topic(data: bytes, *, key: str) -> TopicRecord:
+    """Reads a topic's record.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        record = TopicRecord(
+            epoch=int(fields.pop("epoch")),
+            incarnation=str(fields.pop("incarnation")),
+            ack=AckLevel(fields.pop("ack")),
+            codec=Codec(fields.pop("codec")),
+            created_at=int(fields.pop("created_at")),
+            state=str(fields.pop("state", _OPEN)),
+            lineage=tuple(
+                Lineage(epoch=int(i["epoch"]), start=int(i["start"]), node=str(i["node"]))
+                for i in fields.pop("lineage", ())
+            ),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt("topic record", error, key) from error
+    return replace(record, more=fields)
+
+
+def encode_owner(record: OwnerRecord) -> bytes:
+    """The record's JSON."""
+    return _dump({"node": record.node, "epoch": record.epoch})
+
+
+def decode_owner(data: bytes, *, key: str) -> OwnerRecord:
+    """Reads an owner's record.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        return OwnerRecord(node=str(fields["node"]), epoch=int(fields["epoch"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt("owner record", error, key) from error
+
+
+def encode_current(start: int) -> bytes:
+    """The pointer to the newest descriptor, by its start."""
+    return _dump({"start": f"{start:020d}"})
+
+
+def decode_current(data: bytes, *, key: str) -> int:
+    """The start of the newest descriptor.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        return int(fields["start"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt("pointer", error, key) from error
+
+
+def encode_session(session: UploadSession) -> bytes:
+    """The session's JSON."""
+    return _dump(
+        {
+            "object_id": session.object_id,
+            "start_offset": session.start,
+            "end_offset": session.end - 1,
+            "epoch": session.epoch,
+            "started_at": session.started_at,
+        }
+    )
+
+
+def decode_session(data: bytes, *, key: str) -> UploadSession:
+    """Reads an upload session.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        return UploadSession(
+            object_id=str(fields["object_id"]),
+            start=int(fields["start_offset"]),
+            end=int(fields["end_offset"]) + 1,
+            epoch=int(fields["epoch"]),
+            started_at=int(fields["started_at"]),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt("upload session", error, key) from error
+
+
+def encode_sealed(state: SealedState) -> bytes:
+    """The sealed state's JSON: Danube's fields, and ours."""
+    return _dump(
+        {
+            "sealed": True,
+            "last_committed_offset": max(state.next_offset - 1, 0),
+            "broker_id": state.node,
+            "timestamp": state.sealed_at,
+            "next_offset": state.next_offset,
+            "epoch": state.epoch,
+        }
+    )
+
+
+def decode_sealed(data: bytes, *, key: str) -> SealedState | None:
+    """Reads a sealed state; None if the record says that the topic is not sealed.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        if not fields["sealed"]:
+            return None
+        return SealedState(
+            next_offset=int(fields.get("next_offset", int(fields["last_committed_offset"]) + 1)),
+            node=str(fields["broker_id"]),
+            epoch=int(fields.get("epoch", 0)),
+            sealed_at=int(fields["timestamp"]),
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt("sealed state", error, key) from error
+
+
+def encode_progress(progress: Progress) -> bytes:
+    """The cursor's JSON."""
+    return _dump(
+        {
+            **progress.more,
+            "offset": progress.offset,
+            "timestamp": progress.timestamp,
+            "incarnation": progress.incarnation,
+        }
+    )
+
+
+def decode_progress(data: bytes, *, key: str) -> Progress:
+    """Reads a cursor.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        return Progress(
+            offset=int(fields.pop("offset")),
+            timestamp=int(fields.pop("timestamp")),
+            incarnation=str(fields.pop("incarnation", "")),
+            more=fields,
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt("cursor", error, key) from error
+
+
+def _dump(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _load(data: bytes, key: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except ValueError as error:
+        raise CorruptDataError("not JSON", path=key) from error
+    if not isinstance(fields, dict):
+        raise CorruptDataError("not a JSON object", path=key)
+    return fields
+
+
+def _corrupt(what: str, error: Exception, key: str) -> CorruptDataError:
+    return CorruptDataError(f"not a {what}: {error!r}", path=key)

@@ -1,0 +1,865 @@
+"""Metadata in an etcd cluster, through the messages and stubs of `aetcd`.
+
+Owns: going from one endpoint to the next, which failure of a change means "unknown", and turning
+gRPC's errors into ours. Does not own: what the keys mean, and who may repeat a change.
+
+Commit point: etcd's answer. What a failure says about a change:
+
+    the connection was not there, "no leader", a token that is too old   nothing was proposed:
+                                                                         another endpoint is asked
+    refused (too large, quota, rights, no such lease)                    an answer, given to the
+                                                                         caller
+    anything else: deadline, broken connection, "request timed out"      CommitUnknownError
+
+A connection is waited for before a change is sent, so that a host that swallows packets counts as
+"not there" and not as "unknown"; gRPC's own retries are off. One case is worse than it looks: an
+etcd that fills up between its check and its write refuses with "database space exceeded" what it
+has done, so a CapacityError for the quota does not prove that nothing changed.
+
+Reads are always linearizable (`serializable` is never set): a member that was cut off from its
+cluster does not answer them. Long ranges are read in pages of one revision.
+
+A lease's time runs from before the request, and ends `max(1 s, 10 %)` (at most half) before
+etcd's: clocks of two machines differ in speed, and a leader that lost its cluster answers
+renewals for up to an election timeout, one second as etcd comes.
+
+`aetcd` is asyncio: one thread runs its loop, and calls of other threads wait for it, each with a
+deadline. Nothing connects before the first call. A process that forks must open its own store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+import os
+import random
+import re
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError as FutureCancelledError
+from contextlib import suppress
+from enum import Enum
+from typing import Any, Final, TypeAlias, TypeVar
+
+from ister.clock import Clock
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    CommitUnknownError,
+    ConfigError,
+    CorruptDataError,
+    InvalidRequestError,
+    InvariantError,
+    IsterError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from ister.metadata.base import (
+    Absent,
+    Compare,
+    KeyValue,
+    Lease,
+    Operation,
+    Put,
+    RevisionIs,
+    Watch,
+)
+from ister.metadata.checks import (
+    change_prefix,
+    check_lease_time,
+    check_put,
+    check_transaction,
+    encode_key,
+    encode_prefix,
+    key_bounds,
+    prefix_end,
+)
+
+__all__ = ["EtcdMetadata"]
+
+_T = TypeVar("_T")
+_Message: TypeAlias = Any
+"""Messages, stubs and modules of a library without types; they do not leave this file."""
+
+_PAGE_KEYS: Final = 1000
+_ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Sixteen times gRPC's default. A page of large values that is still over it is asked smaller."""
+
+_TOTAL_FACTOR: Final = 3
+"""Call timeouts after which a read gives up: long enough for an election and two dead endpoints."""
+
+_RESTARTS_MAX: Final = 5
+_PAUSE_SECONDS_MIN: Final = 0.02
+_PAUSE_SECONDS_MAX: Final = 0.5
+_CONNECT_SECONDS_MAX: Final = 2.0
+_WATCH_PAUSE_SECONDS: Final = 0.5
+_STOP_SECONDS: Final = 5.0
+_MARGIN_SECONDS: Final = 1.0
+_MARGIN_SHARE: Final = 0.1
+
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
+    # A repeated change would break the promise that a store never repeats one.
+    ("grpc.enable_retries", 0),
+    # A server that came back is found soon; the pauses between calls are ours.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Connections that died without a word are noticed while a watch is all that uses them.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # Two stores of one process do not share the fate of a connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+# A member without a leader refuses at once what carries this, before it proposes anything.
+_REQUIRE_LEADER: Final = ("hasleader", "true")
+
+_ENDPOINT: Final = re.compile(r"(?:http://)?(?P<target>(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):\d+)/?")
+
+_NOT_PROPOSED: Final = (
+    "failed to connect to all addresses",
+    "etcdserver: no leader",
+    "etcdserver: rpc not supported for learner",
+)
+_TOKEN_TOO_OLD: Final = ("invalid auth token", "revision of auth store is old")
+_CREDENTIALS: Final = ("authentication failed", "user name is empty", "user name not found")
+
+
+class EtcdMetadata:
+    """Metadata in etcd; see the module header. Thread-safe.
+
+    Args:
+        endpoints: `host:port` of the members, `http://` before it or not.
+        clock: Measures leases.
+        call_timeout_seconds: How long one request to one endpoint may take.
+        username: Where the cluster asks for it; needs `password`.
+        password: Of that user.
+
+    Raises:
+        ConfigError: An endpoint is none, or `aetcd` is not installed.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        clock: Clock,
+        call_timeout_seconds: float = 5.0,
+        username: str | None = None,
+        password: str | None = None,
+    ) -> None:
+        if (username is None) != (password is None):
+            raise ConfigError("etcd: a user name and a password come together")
+        if not endpoints:
+            raise ConfigError("etcd: no endpoint")
+        targets = [_parse_endpoint(endpoint) for endpoint in endpoints]
+        self.location = f"etcd {','.join(targets)}"
+        self._rpc = _load_rpc()
+        self._clock = clock
+        self._call_timeout_seconds = call_timeout_seconds
+        self._total_seconds = _TOTAL_FACTOR * call_timeout_seconds
+        credentials = None if username is None or password is None else (username, password)
+        self._endpoints = [_Endpoint(self._rpc, target, credentials) for target in targets]
+        self._current = 0
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._watches: set[_EtcdWatch] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._run_loop, name="ister-metadata-etcd", daemon=True
+        )
+        self._thread.start()
+
+    # -- the seam ---------------------------------------------------------------------------
+
+    def get(self, key: str) -> KeyValue | None:
+        """A key, or None if there is none."""
+        request = self._rpc.RangeRequest(key=encode_key(key))
+        answer = self._read("get", _range_method, request)
+        return _key_value(answer.kvs[0]) if answer.kvs else None
+
+    def range(
+        self,
+        prefix: str,
+        *,
+        start: str | None = None,
+        end: str | None = None,
+        limit: int | None = None,
+        descending: bool = False,
+    ) -> list[KeyValue]:
+        """The keys that begin with `prefix`, sorted; see `MetadataStore.range`."""
+        bounds = key_bounds(prefix, start, end, limit)
+        if bounds is None:
+            self._check_open()
+            return []
+        # For a descending page etcd reads and sorts the whole range; without a limit it is cheaper
+        # to turn the ascending one round.
+        is_turned = descending and limit is None
+        low, high = bounds
+        for _ in range(_RESTARTS_MAX):
+            pages = _Pages(self._rpc, low, high, limit, descending and not is_turned)
+            try:
+                while (request := pages.next_request()) is not None:
+                    pages.take(self._read_page(request, pages))
+            except _CompactedError:
+                continue
+            found = [_key_value(pair) for pair in pages.found]
+            if is_turned:
+                found.reverse()
+            return found
+        raise UnavailableError(f"range {prefix}: etcd compacts faster than it can be read")
+
+    def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
+        """Sets a key, whatever it was; returns the revision."""
+        request = self._put_request(check_put(key, value), value, lease)
+        answer = self._write(f"put {key}", lambda endpoint: endpoint.kv.Put, request)
+        return int(answer.header.revision)
+
+    def delete(self, key: str) -> bool:
+        """Removes a key; whether it existed."""
+        request = self._rpc.DeleteRangeRequest(key=encode_key(key))
+        answer = self._write(f"delete {key}", lambda endpoint: endpoint.kv.DeleteRange, request)
+        return int(answer.deleted) > 0
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Removes every key that begins with `prefix`, which is not empty; how many there were."""
+        low = change_prefix(prefix)
+        request = self._rpc.DeleteRangeRequest(key=low, range_end=prefix_end(low))
+        answer = self._write(
+            f"delete prefix {prefix}", lambda endpoint: endpoint.kv.DeleteRange, request
+        )
+        return int(answer.deleted)
+
+    def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        """Does all of `operations` at once if all of `compares` hold."""
+        check_transaction(compares, operations)
+        request = self._rpc.TxnRequest(
+            compare=[self._compare(compare) for compare in compares],
+            success=[self._operation(operation) for operation in operations],
+        )
+        answer = self._write("transaction", lambda endpoint: endpoint.kv.Txn, request)
+        return int(answer.header.revision) if answer.succeeded else None
+
+    def grant_lease(self, ttl_seconds: float) -> Lease:
+        """A new lease, of whole seconds and at least as many as etcd's shortest."""
+        check_lease_time(ttl_seconds)
+        request = self._rpc.LeaseGrantRequest(TTL=math.ceil(ttl_seconds))
+        asked_at = 0.0
+
+        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+            nonlocal asked_at
+            # Before each attempt: a lease whose answer was lost ends unused.
+            asked_at = self._clock.monotonic()
+            return await endpoint.call(endpoint.lease.LeaseGrant, request, timeout)
+
+        answer = self._run("grant of a lease", self._repeat("grant of a lease", ask))
+        ttl = float(answer.TTL)
+        return _EtcdLease(self, int(answer.ID), ttl, asked_at + ttl - _margin(ttl))
+
+    def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
+        """Has `on_change(key)` called some time after a key below `prefix` changed: a hint."""
+        watch = _EtcdWatch(self, encode_prefix(prefix), on_change)
+
+        async def start() -> None:
+            watch.task = asyncio.get_running_loop().create_task(self._follow(watch))
+            self._watches.add(watch)
+            # What changes after this call is seen; without an answer, what changes after a while.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(watch.is_started.wait(), self._call_timeout_seconds)
+
+        self._run("watch", start())
+        return watch
+
+    def close(self) -> None:
+        """Ends the watches, the connections and the thread. May be called twice."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the loop's thread ------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            asyncio.set_event_loop(None)
+            self._loop.close()
+
+    async def _end(self) -> None:
+        """Cancels what is under way, so that every waiting thread gets an answer, and closes."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for endpoint in self._endpoints:
+            with suppress(Exception):
+                await asyncio.wait_for(endpoint.close(), _STOP_SECONDS)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the metadata store was closed")
+
+    def _run(self, action: str, coroutine: Coroutine[Any, Any, _T], *, change: bool = False) -> _T:
+        """Runs on the loop's thread and waits for it; the coroutine keeps its own deadline."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise InvariantError("a watch's callback must not use the store: it would block")
+        try:
+            with self._closing:
+                self._check_open()
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except BaseException:
+            coroutine.close()
+            raise
+        try:
+            # The coroutine keeps the real deadline; this one is for a loop that does not move.
+            return future.result(self._total_seconds + _STOP_SECONDS)
+        except FutureCancelledError as error:
+            if change:
+                raise CommitUnknownError(f"{action}: closed before the answer") from error
+            raise ClosedError(f"{action}: the metadata store was closed") from error
+        except TimeoutError as error:
+            future.cancel()
+            kind = CommitUnknownError if change else UnavailableError
+            raise kind(f"{action}: no answer") from error
+        except BaseException:
+            # An interrupt of this thread; harmless where the coroutine itself has failed.
+            future.cancel()
+            raise
+
+    # -- asking -----------------------------------------------------------------------------
+
+    def _read(
+        self,
+        action: str,
+        method: Callable[[_Endpoint], _Message],
+        request: _Message,
+    ) -> _Message:
+        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+            return await endpoint.call(method(endpoint), request, timeout)
+
+        return self._run(action, self._repeat(action, ask))
+
+    def _read_page(self, request: _Message, pages: _Pages) -> _Message:
+        try:
+            return self._read("range", _range_method, request)
+        except CapacityError:
+            # The answer is over this client's own limit: large values, so fewer of them.
+            if not pages.shrink():
+                raise
+            return None
+
+    def _write(
+        self,
+        action: str,
+        method: Callable[[_Endpoint], _Message],
+        request: _Message,
+    ) -> _Message:
+        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+            return await endpoint.call(method(endpoint), request, timeout)
+
+        return self._run(action, self._repeat(action, ask, change=True), change=True)
+
+    async def _repeat(
+        self,
+        action: str,
+        ask: Callable[[_Endpoint, float], Coroutine[Any, Any, Any]],
+        *,
+        change: bool = False,
+        total_seconds: float | None = None,
+    ) -> _Message:
+        """Asks one endpoint after the other until one answers or the time is over.
+
+        A change goes to the next one only if the failure proves that it was not proposed.
+        """
+        loop = asyncio.get_running_loop()
+        total = self._total_seconds if total_seconds is None else total_seconds
+        deadline = loop.time() + total
+        pause = _PAUSE_SECONDS_MIN
+        refreshed = False
+        attempts = 0
+        while True:
+            attempts += 1
+            index = self._current
+            endpoint = self._endpoints[index]
+            timeout = min(self._call_timeout_seconds, max(deadline - loop.time(), 0.05))
+            try:
+                await endpoint.connect(timeout)
+                return await ask(endpoint, timeout)
+            except Exception as error:  # sorted out by what it proves
+                verdict = _judge(error)
+                if verdict is _Verdict.TOKEN and not refreshed:
+                    refreshed = True
+                    endpoint.forget_token()
+                    continue
+                refusal = _refusal(error, action, verdict)
+                if refusal is not None:
+                    raise refusal from error
+                # Also after an unknown outcome: the caller reads back, and not here again. Another
+                # call may have moved on already.
+                if self._current == index:
+                    self._current = (index + 1) % len(self._endpoints)
+                if change and verdict is not _Verdict.NOT_PROPOSED:
+                    raise CommitUnknownError(
+                        f"{action}: {_text(error)}",
+                        hint="read back whether it happened",
+                    ) from error
+                if loop.time() + pause >= deadline:
+                    raise UnavailableError(
+                        f"{action}: no answer from {self.location} in {total:.1f} s: {_text(error)}"
+                    ) from error
+            # The first round goes through all endpoints without a pause.
+            if attempts >= len(self._endpoints):
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads calls
+                pause = min(pause * 2, _PAUSE_SECONDS_MAX)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def _put_request(self, key: bytes, value: bytes, lease: Lease | None) -> _Message:
+        lease_id = 0
+        if lease is not None:
+            if not isinstance(lease, _EtcdLease) or lease.store is not self:
+                raise InvalidRequestError("the lease is of another metadata store")
+            lease_id = lease.id
+        return self._rpc.PutRequest(key=key, value=bytes(value), lease=lease_id)
+
+    def _operation(self, operation: Operation) -> _Message:
+        key = encode_key(operation.key)
+        if isinstance(operation, Put):
+            put = self._put_request(key, operation.value, operation.lease)
+            return self._rpc.RequestOp(request_put=put)
+        return self._rpc.RequestOp(request_delete_range=self._rpc.DeleteRangeRequest(key=key))
+
+    def _compare(self, compare: Compare) -> _Message:
+        kinds = self._rpc.Compare
+        key = encode_key(compare.key)
+        if isinstance(compare, Absent):
+            return kinds(key=key, result=kinds.EQUAL, target=kinds.CREATE, create_revision=0)
+        if isinstance(compare, RevisionIs):
+            # etcd gives an absent key the revision 0; ours has none at all.
+            revision = compare.revision if compare.revision > 0 else -1
+            return kinds(key=key, result=kinds.EQUAL, target=kinds.MOD, mod_revision=revision)
+        return kinds(key=key, result=kinds.EQUAL, target=kinds.VALUE, value=compare.value)
+
+    # -- leases -----------------------------------------------------------------------------
+
+    def renew_lease(self, lease_id: int, valid_until: float) -> float:
+        """Asks for a lease's whole time again; see `Lease.renew`.
+
+        Returns:
+            The second up to which it now surely holds.
+        """
+        asked_at = 0.0
+
+        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+            nonlocal asked_at
+            asked_at = self._clock.monotonic()
+            return await endpoint.keep_alive(lease_id, timeout)
+
+        # There is no use in an answer that comes after the end.
+        left = max(valid_until - self._clock.monotonic(), self._call_timeout_seconds)
+        answer = self._run(
+            "renewal of a lease",
+            self._repeat("renewal of a lease", ask, total_seconds=min(left, self._total_seconds)),
+        )
+        if answer.TTL <= 0:
+            raise NotFoundError(f"the lease {lease_id:x} has ended")
+        return asked_at + float(answer.TTL) - _margin(float(answer.TTL))
+
+    def revoke_lease(self, lease_id: int) -> None:
+        """Ends a lease and removes its keys, if etcd answers; see `Lease.revoke`."""
+        request = self._rpc.LeaseRevokeRequest(ID=lease_id)
+
+        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+            return await endpoint.call(endpoint.lease.LeaseRevoke, request, timeout)
+
+        # Ending it twice is harmless, so this is repeated like a read, but not for long.
+        self._run(
+            "end of a lease",
+            self._repeat("end of a lease", ask, total_seconds=self._call_timeout_seconds),
+        )
+
+    def monotonic(self) -> float:
+        """The store's clock."""
+        return self._clock.monotonic()
+
+    # -- watches ----------------------------------------------------------------------------
+
+    async def _follow(self, watch: _EtcdWatch) -> None:
+        """Keeps a watch up over broken connections, until it is cancelled."""
+        while True:
+            index = self._current
+            with suppress(Exception):
+                await self._follow_once(watch, self._endpoints[index])
+            if self._current == index:
+                self._current = (index + 1) % len(self._endpoints)
+            await asyncio.sleep(_WATCH_PAUSE_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311
+
+    async def _follow_once(self, watch: _EtcdWatch, endpoint: _Endpoint) -> None:
+        await endpoint.connect(self._call_timeout_seconds)
+        create = self._rpc.WatchCreateRequest(
+            key=watch.prefix or b"\0",
+            range_end=prefix_end(watch.prefix) or b"\0",
+            start_revision=watch.next_revision,
+        )
+        stream = endpoint.watch.Watch(metadata=endpoint.metadata)
+        try:
+            await stream.write(self._rpc.WatchRequest(create_request=create))
+            while answer := await stream.read():
+                if answer.compact_revision:
+                    # The changes in between are gone: everything that is there may be new.
+                    watch.next_revision = 0
+                    await self._tell_all(watch, endpoint)
+                    return
+                if answer.canceled:
+                    endpoint.forget_token()
+                    return
+                watch.next_revision = int(answer.header.revision) + 1
+                watch.is_started.set()
+                for key in dict.fromkeys(event.kv.key for event in answer.events):
+                    watch.tell(key)
+        finally:
+            stream.cancel()
+
+    async def _tell_all(self, watch: _EtcdWatch, endpoint: _Endpoint) -> None:
+        request = self._rpc.RangeRequest(
+            key=watch.prefix or b"\0", range_end=prefix_end(watch.prefix) or b"\0", keys_only=True
+        )
+        answer = await endpoint.call(endpoint.kv.Range, request, self._call_timeout_seconds)
+        for pair in answer.kvs:
+            watch.tell(pair.key)
+
+    def end_watch(self, watch: _EtcdWatch) -> None:
+        """Called by a watch that ends."""
+
+        def end() -> None:
+            self._watches.discard(watch)
+            if watch.task is not None:
+                watch.task.cancel()
+
+        with self._closing:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(end)
+
+
+class _Endpoint:
+    """One member: its channel, and the token that it gave. Used on the loop's thread alone."""
+
+    def __init__(self, rpc: _Message, target: str, credentials: tuple[str, str] | None) -> None:
+        self._rpc = rpc
+        self._target = target
+        self._credentials = credentials
+        self._channel: Any = None
+        self._token: str | None = None
+        self.kv: Any = None
+        self.lease: Any = None
+        self.watch: Any = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries."""
+        if self._token is None:
+            return (_REQUIRE_LEADER,)
+        return (_REQUIRE_LEADER, ("token", self._token))
+
+    async def connect(self, timeout: float) -> None:
+        """Returns when calls can be sent.
+
+        Raises:
+            _NotConnectedError: The endpoint does not take a connection.
+        """
+        if self._channel is None:
+            self._channel = self._rpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+            self.kv = self._rpc.KVStub(self._channel)
+            self.lease = self._rpc.LeaseStub(self._channel)
+            self.watch = self._rpc.WatchStub(self._channel)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(timeout, _CONNECT_SECONDS_MAX)
+        pause = 0.001
+        # Asked again and again, because gRPC's own wait for a change of state does not end when
+        # it is cancelled.
+        while (state := self._channel.get_state(try_to_connect=True).name) != "READY":
+            if state in ("TRANSIENT_FAILURE", "SHUTDOWN") or loop.time() >= deadline:
+                raise _NotConnectedError(f"no connection to {self._target}")
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.05)
+        if self._credentials is not None and self._token is None:
+            await self._authenticate(timeout)
+
+    async def _authenticate(self, timeout: float) -> None:
+        name, password = self._credentials or ("", "")
+        request = self._rpc.AuthenticateRequest(name=name, password=password)
+        try:
+            answer = await self._rpc.AuthStub(self._channel).Authenticate(request, timeout=timeout)
+        except self._rpc.AioRpcError as error:
+            if "authentication is not enabled" in (error.details() or ""):
+                return
+            if _refusal(error, "log in", _judge(error)) is not None:
+                raise
+            # Whatever was to be asked after this has not been sent.
+            raise _NotConnectedError(f"no log-in at {self._target}: {error.details()}") from error
+        self._token = answer.token
+
+    def forget_token(self) -> None:
+        """Has the next call log in again."""
+        self._token = None
+
+    async def call(self, method: _Message, request: _Message, timeout: float) -> _Message:
+        """One request and its answer."""
+        return await method(request, timeout=timeout, metadata=self.metadata)
+
+    async def keep_alive(self, lease_id: int, timeout: float) -> _Message:
+        """One renewal, on a stream of its own."""
+        stream = self.lease.LeaseKeepAlive(timeout=timeout, metadata=self.metadata)
+        try:
+            await stream.write(self._rpc.LeaseKeepAliveRequest(ID=lease_id))
+            answer = await stream.read()
+            if not hasattr(answer, "TTL"):
+                # The end of the stream, without an answer: its status says why.
+                raise _StreamEndedError(f"renewal ended: {await stream.details()}")
+            return answer
+        finally:
+            stream.cancel()
+
+    async def close(self) -> None:
+        """Lets go of the connection."""
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            await channel.close()
+
+
+class _EtcdLease:
+    def __init__(
+        self, store: EtcdMetadata, lease_id: int, ttl_seconds: float, valid_until: float
+    ) -> None:
+        self.store = store
+        self.id = lease_id
+        self.ttl_seconds = ttl_seconds
+        self._valid_until = valid_until
+
+    @property
+    def valid_until(self) -> float:
+        return self._valid_until
+
+    def renew(self) -> None:
+        until = self.store.renew_lease(self.id, self._valid_until)
+        self._valid_until = max(self._valid_until, until)
+
+    def revoke(self) -> None:
+        # The holder stops believing in it before anybody else can see the keys gone.
+        self._valid_until = min(self._valid_until, self.store.monotonic())
+        with suppress(IsterError):
+            self.store.revoke_lease(self.id)
+
+
+class _EtcdWatch:
+    def __init__(
+        self, store: EtcdMetadata, prefix: bytes, on_change: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._on_change = on_change
+        self._is_closed = False
+        self.prefix = prefix
+        self.next_revision = 0
+        self.is_started = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def tell(self, key: bytes) -> None:
+        if not self._is_closed:
+            self._on_change(key.decode())
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._store.end_watch(self)
+
+
+class _Pages:
+    """A range that is read page by page, all of them at the revision of the first."""
+
+    def __init__(
+        self,
+        rpc: _Message,
+        low: bytes,
+        high: bytes | None,
+        limit: int | None,
+        descending: bool,
+    ) -> None:
+        self.found: list[Any] = []
+        self._rpc = rpc
+        # Both ends in etcd's words: there is no empty key, and \0 as an end means all the rest.
+        self._low = low or b"\0"
+        self._high = high or b"\0"
+        self._limit = limit
+        self._is_descending = descending
+        self._page_keys = _PAGE_KEYS
+        self._revision = 0
+        self._is_done = False
+
+    def next_request(self) -> _Message:
+        """The request for the next page; None when there is none."""
+        if self._is_done:
+            return None
+        wanted = self._page_keys
+        if self._limit is not None:
+            wanted = min(wanted, self._limit - len(self.found))
+        kinds = self._rpc.RangeRequest
+        return kinds(
+            key=self._low,
+            range_end=self._high,
+            limit=wanted,
+            revision=self._revision,
+            sort_order=kinds.DESCEND if self._is_descending else kinds.NONE,
+            sort_target=kinds.KEY,
+        )
+
+    def take(self, answer: _Message) -> None:
+        """Adds a page; None asks for it again."""
+        if answer is None:
+            return
+        self._revision = self._revision or answer.header.revision
+        self.found.extend(answer.kvs)
+        self._is_done = not answer.more or len(self.found) == self._limit
+        if answer.kvs:
+            if self._is_descending:
+                self._high = answer.kvs[-1].key
+            else:
+                self._low = answer.kvs[-1].key + b"\0"
+
+    def shrink(self) -> bool:
+        """Asks for less at a time; whether that is possible."""
+        if self._page_keys == 1:
+            return False
+        self._page_keys = max(1, self._page_keys // 8)
+        return True
+
+
+class _NotConnectedError(Exception):
+    """Nothing was sent."""
+
+
+class _StreamEndedError(Exception):
+    """A stream ended before its answer."""
+
+
+class _CompactedError(Exception):
+    """The revision of the first page is gone; the range is read anew."""
+
+
+class _Verdict(Enum):
+    """What a failure proves."""
+
+    NOT_PROPOSED = "another endpoint may do it"
+    TOKEN = "not done: log in again"  # noqa: S105 - no secret
+    REFUSED = "an answer"
+    UNKNOWN = "it may have been done"
+
+
+_REFUSING: Final = frozenset(
+    {
+        "INVALID_ARGUMENT",
+        "FAILED_PRECONDITION",
+        "NOT_FOUND",
+        "OUT_OF_RANGE",
+        "PERMISSION_DENIED",
+        "UNAUTHENTICATED",
+        "RESOURCE_EXHAUSTED",
+        "UNIMPLEMENTED",
+        "DATA_LOSS",
+    }
+)
+
+
+def _judge(error: Exception) -> _Verdict:
+    if isinstance(error, _NotConnectedError):
+        return _Verdict.NOT_PROPOSED
+    text = _text(error)
+    if any(part in text for part in _TOKEN_TOO_OLD):
+        return _Verdict.TOKEN
+    if any(part in text for part in _NOT_PROPOSED):
+        return _Verdict.NOT_PROPOSED
+    return _Verdict.REFUSED if _code(error) in _REFUSING else _Verdict.UNKNOWN
+
+
+def _refusal(error: Exception, action: str, verdict: _Verdict) -> Exception | None:
+    """Our error for an answer of etcd's that says no; None for what is not an answer."""
+    if verdict not in (_Verdict.REFUSED, _Verdict.TOKEN):
+        return None
+    code, text = _code(error), _text(error)
+    message = f"{action}: {text}"
+    if code in ("PERMISSION_DENIED", "UNAUTHENTICATED") or verdict is _Verdict.TOKEN:
+        return PermissionDeniedError(message)
+    if any(part in text for part in _CREDENTIALS):
+        return PermissionDeniedError(message)
+    if "database space exceeded" in text:
+        return CapacityError(
+            message, hint="compact and defragment etcd, raise its quota, disarm its alarm"
+        )
+    if code == "RESOURCE_EXHAUSTED" or "too large" in text:
+        return CapacityError(message)
+    if code == "NOT_FOUND":
+        return NotFoundError(message)
+    if "compacted" in text:
+        return _CompactedError(message)
+    if code == "DATA_LOSS":
+        return CorruptDataError(message)
+    if code == "UNIMPLEMENTED":
+        return ConfigError(message, hint="the endpoint must be an etcd of version 3")
+    return InvalidRequestError(message)
+
+
+def _code(error: Exception) -> str:
+    code = getattr(error, "code", None)
+    return str(code().name) if callable(code) else ""
+
+
+def _text(error: Exception) -> str:
+    details = getattr(error, "details", None)
+    said = details() if callable(details) else str(error)
+    return f"{_code(error)} {said}".strip() or type(error).__name__
+
+
+def _margin(ttl_seconds: float) -> float:
+    return min(max(_MARGIN_SECONDS, _MARGIN_SHARE * ttl_seconds), ttl_seconds / 2)
+
+
+def _range_method(endpoint: _Endpoint) -> _Message:
+    return endpoint.kv.Range
+
+
+def _key_value(pair: _Message) -> KeyValue:
+    return KeyValue(pair.key.decode(), pair.value, pair.mod_revision)
+
+
+def _parse_endpoint(endpoint: str) -> str:
+    if endpoint.startswith("https://"):
+        raise ConfigError(
+            f"etcd: TLS is not supported by the client: {endpoint.rpartition('@')[2]}",
+            hint="use http:// inside of a trusted network, or a local TLS proxy",
+        )
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None:
+        # Not repeated here: it may hold a password.
+        raise ConfigError("etcd: an endpoint is not of the form host:port")
+    return match["target"]
+
+
+def _load_rpc() -> _Message:
+    # gRPC's fork handlers complain on stderr about forks that only start another program.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    try:
+        return importlib.import_module("aetcd.rpc")
+    except ImportError as error:
+        raise ConfigError(
+            "etcd: the package aetcd is not installed", hint="pip install 'ister[etcd]'"
+        ) from error

@@ -1,0 +1,425 @@
+"""Metadata in memory: the backend `memory`, and the fake whose answers get lost or come late.
+
+As a backend it lives as long as its object and is shared by the threads of one process. As a
+fake it survives simulated crashes of a process, because the test keeps the object and gives it
+to the next one. Faults come in by:
+
+- `before(kind, key)`, called before an operation: an error raised there means that nothing
+  happened;
+- `after(kind, key)`, called after it: an error raised there is a lost answer, the change has
+  happened;
+- `delay_next_change()`: the change's answer is lost, and the change itself lands only when the
+  test calls `deliver_delayed()`, with its compares evaluated then; what a test removes from
+  `delayed` never lands.
+
+Both hooks run outside of the store's lock, so that one may hold its thread back, or use the
+store, while others go on. Does not own: durability; it has none.
+
+Invariants: `_keys` is sorted and has exactly the keys of `_entries`; a key whose lease has ended
+is absent for every caller from that moment on, and is removed, with a revision of its own, by
+the next change.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from ister.clock import Clock, SystemClock
+from ister.errors import ClosedError, CommitUnknownError, InvalidRequestError, NotFoundError
+from ister.metadata.base import (
+    Absent,
+    Compare,
+    KeyValue,
+    Lease,
+    Operation,
+    Put,
+    RevisionIs,
+    Watch,
+)
+from ister.metadata.checks import (
+    change_prefix,
+    check_lease_time,
+    check_put,
+    check_transaction,
+    encode_key,
+    encode_prefix,
+    key_bounds,
+)
+
+__all__ = ["MemoryMetadata"]
+
+_T = TypeVar("_T")
+
+_ENDED: Final = float("-inf")
+
+
+def _no_fault(kind: str, key: str) -> None:
+    """Lets every operation pass."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    value: bytes
+    revision: int
+    lease_id: int | None
+
+
+class MemoryMetadata:
+    """Metadata in memory; see the module header. Thread-safe."""
+
+    location = "memory"
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.before: Callable[[str, str], None] = _no_fault
+        """Called with (kind, key) before each operation; may raise anything."""
+        self.after: Callable[[str, str], None] = _no_fault
+        """Called with (kind, key) after each operation that succeeded; may raise anything.
+
+        Kinds: get, range, put, delete, delete_prefix, transact, grant_lease, renew, revoke. The
+        key of a transaction is that of its first operation, or else of its first compare; of a
+        lease, its number.
+        """
+        self.delayed: list[Callable[[], object]] = []
+        """Changes whose outcome is unknown and that have not landed, oldest first."""
+        self.revision = 0
+        """Of the last change."""
+        self._clock: Clock = clock if clock is not None else SystemClock()
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._changes_to_delay = 0
+        self._entries: dict[str, _Entry] = {}
+        self._keys: list[str] = []
+        self._lease_ends: dict[int, float] = {}
+        self._leases_granted = 0
+        self._watches: list[_MemoryWatch] = []
+
+    # -- the seam ---------------------------------------------------------------------------
+
+    def get(self, key: str) -> KeyValue | None:
+        """A key, or None if there is none."""
+        encode_key(key)
+        return self._read("get", key, lambda: self._find(key))
+
+    def range(
+        self,
+        prefix: str,
+        *,
+        start: str | None = None,
+        end: str | None = None,
+        limit: int | None = None,
+        descending: bool = False,
+    ) -> list[KeyValue]:
+        """The keys that begin with `prefix`, sorted; see `MetadataStore.range`."""
+        bounds = key_bounds(prefix, start, end, limit)
+        return self._read("range", prefix, lambda: self._select(bounds, limit, descending))
+
+    def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
+        """Sets a key, whatever it was; returns the revision."""
+        check_put(key, value)
+        operation = Put(key, bytes(value), lease)
+
+        def change() -> int:
+            self._apply([operation])
+            return self.revision
+
+        return self._change("put", key, change)
+
+    def delete(self, key: str) -> bool:
+        """Removes a key; whether it existed."""
+        encode_key(key)
+        return self._change("delete", key, lambda: self._remove([key]) == 1)
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Removes every key that begins with `prefix`, which is not empty; how many there were."""
+        change_prefix(prefix)
+        bounds = key_bounds(prefix, None, None, None)
+        return self._change(
+            "delete_prefix",
+            prefix,
+            lambda: self._remove([found.key for found in self._select(bounds, None, False)]),
+        )
+
+    def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
+        """Does all of `operations` at once if all of `compares` hold."""
+        compares, operations = tuple(compares), tuple(operations)
+        check_transaction(compares, operations)
+        parts = (*operations, *compares)
+
+        def change() -> int | None:
+            if not all(map(self._holds, compares)):
+                return None
+            self._apply(operations)
+            return self.revision
+
+        return self._change("transact", parts[0].key if parts else "", change)
+
+    def grant_lease(self, ttl_seconds: float) -> Lease:
+        """A new lease."""
+        check_lease_time(ttl_seconds)
+        asked_at = self._clock.monotonic()
+        self.before("grant_lease", "")
+        with self._lock:
+            self._check_open()
+            self._leases_granted += 1
+            lease_id = self._leases_granted
+            self._lease_ends[lease_id] = self._clock.monotonic() + ttl_seconds
+        self.after("grant_lease", str(lease_id))
+        return _MemoryLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
+
+    def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
+        """Has `on_change(key)` called some time after a key below `prefix` changed: a hint."""
+        with self._lock:
+            self._check_open()
+            encode_prefix(prefix)
+            watch = _MemoryWatch(self, prefix, on_change)
+            self._watches.append(watch)
+            return watch
+
+    def close(self) -> None:
+        """Ends the watches; nothing can be asked any more. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            watches = list(self._watches)
+        for watch in watches:
+            watch.close()
+
+    # -- for tests --------------------------------------------------------------------------
+
+    def delay_next_change(self, count: int = 1) -> None:
+        """Has the next `count` changes raise CommitUnknownError and wait in `delayed`."""
+        with self._lock:
+            self._changes_to_delay += count
+
+    def deliver_delayed(self) -> list[object]:
+        """Lets every delayed change land, in order.
+
+        Returns:
+            What each call would have answered; for one that failed, its error.
+        """
+        with self._lock:
+            landing, self.delayed = self.delayed, []
+            results: list[object] = []
+            for change in landing:
+                try:
+                    self._remove_ended()
+                    results.append(change())
+                except NotFoundError as error:
+                    results.append(error)
+            return results
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the metadata store was closed")
+
+    def _read(self, kind: str, key: str, read: Callable[[], _T]) -> _T:
+        self.before(kind, key)
+        with self._lock:
+            self._check_open()
+            result = read()
+        self.after(kind, key)
+        return result
+
+    def _change(self, kind: str, key: str, change: Callable[[], _T]) -> _T:
+        self.before(kind, key)
+        with self._lock:
+            self._check_open()
+            if self._changes_to_delay:
+                self._changes_to_delay -= 1
+                self.delayed.append(change)
+                raise CommitUnknownError(f"the answer to {kind} {key} was lost")
+            self._remove_ended()
+            result = change()
+        self.after(kind, key)
+        return result
+
+    def _is_alive(self, entry: _Entry, now: float) -> bool:
+        return entry.lease_id is None or self._lease_ends.get(entry.lease_id, _ENDED) > now
+
+    def _find(self, key: str) -> KeyValue | None:
+        entry = self._entries.get(key)
+        if entry is None or not self._is_alive(entry, self._clock.monotonic()):
+            return None
+        return KeyValue(key, entry.value, entry.revision)
+
+    def _select(
+        self, bounds: tuple[bytes, bytes | None] | None, limit: int | None, descending: bool
+    ) -> list[KeyValue]:
+        if bounds is None:
+            return []
+        low, high = bounds
+        # The upper bound may cut a character in two; as bytes it still says which keys are below.
+        first = bisect_left(self._keys, low, key=str.encode)
+        last = len(self._keys) if high is None else bisect_left(self._keys, high, key=str.encode)
+        keys = self._keys[first:last]
+        if descending:
+            keys.reverse()
+        now = self._clock.monotonic()
+        found: list[KeyValue] = []
+        for key in keys:
+            entry = self._entries[key]
+            if self._is_alive(entry, now):
+                found.append(KeyValue(key, entry.value, entry.revision))
+                if len(found) == limit:
+                    break
+        return found
+
+    def _holds(self, compare: Compare) -> bool:
+        found = self._find(compare.key)
+        if isinstance(compare, Absent):
+            return found is None
+        if found is None:
+            return False
+        if isinstance(compare, RevisionIs):
+            return found.revision == compare.revision
+        return found.value == compare.value
+
+    def _apply(self, operations: Sequence[Operation]) -> None:
+        """Does all operations under one revision, or raises and does none."""
+        leases = [
+            self._lease_id(operation.lease) if isinstance(operation, Put) else None
+            for operation in operations
+        ]
+        revision = self.revision + 1
+        changed: list[str] = []
+        for operation, lease_id in zip(operations, leases, strict=True):
+            key = operation.key
+            if isinstance(operation, Put):
+                if key not in self._entries:
+                    insort(self._keys, key)
+                self._entries[key] = _Entry(bytes(operation.value), revision, lease_id)
+                changed.append(key)
+            elif self._drop(key):
+                changed.append(key)
+        if changed:
+            self.revision = revision
+            self._tell(changed)
+
+    def _lease_id(self, lease: Lease | None) -> int | None:
+        if lease is None:
+            return None
+        if not isinstance(lease, _MemoryLease) or lease.store is not self:
+            raise InvalidRequestError("the lease is of another metadata store")
+        if lease.id not in self._lease_ends:
+            raise NotFoundError(f"the lease {lease.id} has ended")
+        return lease.id
+
+    def _remove(self, keys: Sequence[str]) -> int:
+        removed = [key for key in keys if self._drop(key)]
+        if removed:
+            self.revision += 1
+            self._tell(removed)
+        return len(removed)
+
+    def _drop(self, key: str) -> bool:
+        if self._entries.pop(key, None) is None:
+            return False
+        del self._keys[bisect_left(self._keys, key)]
+        return True
+
+    def _remove_ended(self) -> None:
+        """Removes the leases that have ended, and their keys."""
+        now = self._clock.monotonic()
+        ended = {lease_id for lease_id, end in self._lease_ends.items() if end <= now}
+        if ended:
+            self._end_leases(ended)
+
+    def _end_leases(self, ended: set[int]) -> None:
+        for lease_id in ended:
+            self._lease_ends.pop(lease_id, None)
+        self._remove([key for key, entry in self._entries.items() if entry.lease_id in ended])
+
+    def _tell(self, keys: Sequence[str]) -> None:
+        for watch in self._watches:
+            watch.offer(keys)
+
+    def renew_lease(self, lease_id: int, ttl_seconds: float) -> None:
+        """Moves a lease's end; see `Lease.renew`."""
+        self.before("renew", str(lease_id))
+        with self._lock:
+            self._check_open()
+            self._remove_ended()
+            if lease_id not in self._lease_ends:
+                raise NotFoundError(f"the lease {lease_id} has ended")
+            self._lease_ends[lease_id] = self._clock.monotonic() + ttl_seconds
+        self.after("renew", str(lease_id))
+
+    def revoke_lease(self, lease_id: int) -> None:
+        """Ends a lease and removes its keys; see `Lease.revoke`."""
+        self.before("revoke", str(lease_id))
+        with self._lock:
+            if not self._is_closed:
+                self._end_leases({lease_id})
+        self.after("revoke", str(lease_id))
+
+    def forget_watch(self, watch: _MemoryWatch) -> None:
+        """Called by a watch that ends."""
+        with self._lock:
+            if watch in self._watches:
+                self._watches.remove(watch)
+
+    def monotonic(self) -> float:
+        """The store's clock."""
+        return self._clock.monotonic()
+
+
+class _MemoryLease:
+    def __init__(
+        self, store: MemoryMetadata, lease_id: int, ttl_seconds: float, valid_until: float
+    ) -> None:
+        self.store = store
+        self.id = lease_id
+        self.ttl_seconds = ttl_seconds
+        self._valid_until = valid_until
+
+    @property
+    def valid_until(self) -> float:
+        return self._valid_until
+
+    def renew(self) -> None:
+        asked_at = self.store.monotonic()
+        self.store.renew_lease(self.id, self.ttl_seconds)
+        self._valid_until = max(self._valid_until, asked_at + self.ttl_seconds)
+
+    def revoke(self) -> None:
+        # The holder stops believing in it before anybody else can see the keys gone.
+        self._valid_until = min(self._valid_until, self.store.monotonic())
+        try:
+            self.store.revoke_lease(self.id)
+        except Exception:  # noqa: BLE001 - revoking raises nothing; the lease ends by itself
+            return
+
+
+class _MemoryWatch:
+    """Calls back on a thread of its own, so that no caller's lock is held while it does."""
+
+    def __init__(
+        self, store: MemoryMetadata, prefix: str, on_change: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._on_change = on_change
+        self._changed: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ister-metadata-watch", daemon=True)
+        self._thread.start()
+
+    def offer(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if key.startswith(self._prefix):
+                self._changed.put(key)
+
+    def _run(self) -> None:
+        while (key := self._changed.get()) is not None:
+            self._on_change(key)
+
+    def close(self) -> None:
+        self._store.forget_watch(self)
+        self._changed.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()

@@ -1,0 +1,604 @@
+"""Object stores through opendal: S3 and what speaks like it, GCS, Azure, a directory, memory.
+
+Owns: settings → an operator; deadlines; which calls are repeated; what a store can do. Does not
+own: the mapping of errors (`store_errors`), pauses (`retry`), how a file gets its name on the
+`fs` backend (`staged_files`), or what is stored where.
+
+What opendal does, and what is made of it here (measured with 0.47.12):
+
+- Its iterator of a listing holds the interpreter lock while it waits for a page: a store that
+  hangs would stop every thread of the process. Listings therefore run on opendal's asynchronous
+  side, in a thread of their own for as long as they take.
+- `read` has a deadline for each piece of a body, so a body that drips byte by byte never ends.
+  Reads therefore take the pieces themselves and look at the clock in between. A range that goes
+  beyond the end is an error there; here it is cut to the object's size, which also tells a short
+  object from a short answer.
+- Writers upload parts in the background, and only opendal can repeat one of those: the writer's
+  operator has opendal's own retries, all other calls are repeated by `retry`. It repeats
+  Complete, too; a store that had completed and lost its answer then says that there is no such
+  upload, which is an unknown outcome and is reported as one.
+- `File.close`, and leaving a `with` block even by an error, complete the object. Letting go of
+  the file object does not: it stops the uploads. That is how `abort` works. On S3 the parts stay
+  until the bucket's lifecycle rule for incomplete uploads removes them.
+- On a directory, conditional creates are a look followed by a rename (not exclusive), copies are
+  neither atomic nor synced, and no directory is ever synced. There opendal only moves the bytes,
+  into a staged file; `staged_files` does the rest.
+
+Commit point: the store's answer to the last request of `ObjectWriter.close` or `put`; for `fs`,
+the sync of the directory. A crash before it leaves no object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from ister.clock import Clock
+from ister.errors import (
+    AlreadyExistsError,
+    ClosedError,
+    ConfigError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedOperationError,
+)
+from ister.format.crc import Buffer
+from ister.fs.local import LocalFileSystem
+from ister.objectstore.backends import (
+    Backend,
+    check_option_names,
+    config_error,
+    hidden_values,
+    parse_backend,
+)
+from ister.objectstore.base import Capabilities, ObjectInfo, ObjectWriter
+from ister.objectstore.keys import check_key, check_prefix, check_range
+from ister.objectstore.retry import Retry
+from ister.objectstore.staged_files import StagedFiles
+from ister.objectstore.store_errors import error_kind, map_store_error
+
+if TYPE_CHECKING:
+    import opendal
+
+__all__ = ["OpendalStore", "open_store"]
+
+_logger = logging.getLogger("ister.objectstore")
+_Result = TypeVar("_Result")
+
+_CONTROL_TIMEOUT_SECONDS: Final = 20.0
+"""Stat, delete and the like move no data; one that takes longer is not going to answer."""
+
+_PROBE_FOLDER: Final = ".ister-probe"
+
+_TOO_SHORT: Final = "reader got too little data"
+"""What opendal says when an answer is whole and shorter than the range that was asked for."""
+
+
+class OpendalStore:
+    """A store behind an opendal operator. Made by `open_store`. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        operator: opendal.Operator,
+        writing: opendal.Operator,
+        backend: Backend,
+        files: StagedFiles | None,
+        clock: Clock,
+        retry: Retry,
+        closed: threading.Event,
+        errors: tuple[type[Exception], ...],
+        hidden: tuple[str, ...],
+    ) -> None:
+        self.location = backend.location
+        self._operator = operator
+        self._writing = writing
+        self._scheme = backend.scheme
+        self._files = files
+        self._clock = clock
+        self._retry = retry
+        self._closed = closed
+        self._errors = errors
+        self._caught: tuple[type[Exception], ...] = (*errors, IsterError)
+        self._hidden = hidden
+        self._probe_lock = threading.Lock()
+        self._capabilities: Capabilities | None = None
+
+    def __repr__(self) -> str:
+        return f"<OpendalStore {self.location}>"
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def open_writer(self, key: str, *, chunk_bytes: int, concurrent_parts: int) -> ObjectWriter:
+        """Begins an object; see `ObjectStore.open_writer`.
+
+        An object of less than a chunk goes out as one plain request when it is closed. A call of
+        the writer takes at most the deadline of a part for every attempt at every part in flight.
+        """
+        check_key(key)
+        self._check_open()
+        staged = self._files.stage() if self._files is not None else None
+        file = self.attempt(
+            "open",
+            key,
+            lambda: self._writing.open(
+                staged or key, "wb", chunk=chunk_bytes, concurrent=max(1, concurrent_parts)
+            ),
+        )
+        return _Writer(self, key, file, files=self._files, staged=staged, chunk_bytes=chunk_bytes)
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        check_key(key)
+        if if_absent and not self._may_create():
+            raise UnsupportedOperationError(
+                "put failed: this store ignores conditions", path=self.path(key)
+            )
+        if self._files is not None:
+            self._put_file(self._files, key, data, is_exclusive=if_absent)
+        elif if_absent:
+            # Not repeated: the second attempt would meet the object of the first one.
+            self._check_open()
+            self.attempt("put", key, lambda: self._operator.write(key, data, if_not_exists=True))
+        else:
+            self._repeat("put", key, lambda _: self._operator.write(key, data))
+
+    def copy(self, source: str, target: str) -> None:
+        check_key(source)
+        check_key(target)
+        files = self._files
+        if files is None:
+            self._repeat("copy", source, lambda _: self._operator.copy(source, target))
+            return
+        self.stat(source)  # opendal would make a file of a directory's name
+        staged = files.stage()
+        try:
+            self._repeat("copy", source, lambda _: self._operator.copy(source, staged))
+            self.attempt("copy", target, lambda: files.publish(staged, target))
+        except BaseException:
+            files.discard(staged)
+            raise
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        files = self._files
+        if files is not None:
+            self._repeat("delete", key, lambda _: files.delete(key))
+        else:
+            self._repeat("delete", key, lambda _: self._operator.delete(key))
+
+    def remove_stale_parts(self, older_than_seconds: float) -> int:
+        """Removes what writers of processes that died left behind; how many files that were.
+
+        Only for the `fs` backend; elsewhere the store's own lifecycle rule does it. The age is
+        that of the last write, so a writer that pauses for longer loses its object under way.
+        """
+        self._check_open()
+        files = self._files
+        if files is None:
+            return 0
+        before = self._clock.now_ns() / 1e9 - older_than_seconds
+        return self.attempt("clean", "", lambda: files.remove_stale(before=before))
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def read(self, key: str, start: int, size: int) -> bytes:
+        check_key(key)
+        check_range(start, size)
+        return self._repeat("read", key, lambda deadline: self._read(key, start, size, deadline))
+
+    def stat(self, key: str) -> ObjectInfo:
+        check_key(key)
+        return self._repeat("stat", key, lambda _: self._stat(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object below a prefix; see `ObjectStore.list`.
+
+        The whole listing is taken before the first entry is returned. Its deadline is for each
+        page; a page that fails is asked for again, not the pages before it.
+        """
+        check_prefix(prefix)
+        found: dict[str, ObjectInfo] = {}
+        files = self._files
+        if files is not None:
+            for info in self._repeat("list", prefix, lambda _: [*files.list(prefix)]):
+                found[info.key] = info
+        else:
+            self._repeat("list", prefix, lambda _: self._list(prefix, found))
+        return iter(sorted(found.values(), key=lambda info: info.key))
+
+    # -- the store itself -------------------------------------------------------------------
+
+    def probe(self) -> Capabilities:
+        with self._probe_lock:
+            if self._capabilities is None:
+                capabilities = self._probe()
+                self._capabilities = capabilities
+                missing = [
+                    name
+                    for name, is_there in (
+                        ("conditional create", capabilities.conditional_create),
+                        ("copy", capabilities.copy),
+                    )
+                    if not is_there
+                ]
+                if missing:
+                    _logger.warning(
+                        "the object store cannot do everything",
+                        extra={"location": self.location, "missing": ", ".join(missing)},
+                    )
+            return self._capabilities
+
+    def close(self) -> None:
+        """Ends pauses between attempts; connections go with the last writer and the store."""
+        self._closed.set()
+
+    # -- for the writer ---------------------------------------------------------------------
+
+    def attempt(self, action: str, key: str, call: Callable[[], _Result]) -> _Result:
+        """Calls once; whatever is raised is one of ours."""
+        try:
+            return call()
+        except self._caught as error:
+            mapped = self._map(error, action, key)
+        # Outside of the block above, so that an original with secrets is not kept as the context.
+        raise mapped
+
+    def path(self, key: str) -> str:
+        """The object's full name, for people."""
+        return f"{self.location.rstrip('/')}/{key}"
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _repeat(self, action: str, key: str, call: Callable[[float], _Result]) -> _Result:
+        self._check_open()
+        return self._retry.repeat(
+            lambda deadline: self.attempt(action, key, lambda: call(deadline))
+        )
+
+    def _map(self, error: Exception, action: str, key: str) -> IsterError:
+        return map_store_error(
+            error,
+            action,
+            key,
+            location=self.location,
+            is_local=self._files is not None,
+            secrets=self._hidden,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError("the object store is closed", path=self.location)
+
+    def _may_create(self) -> bool:
+        known = self._capabilities
+        if known is not None:
+            return known.conditional_create
+        return self._operator.capability().write_with_if_not_exists
+
+    def _put_file(self, files: StagedFiles, key: str, data: bytes, *, is_exclusive: bool) -> None:
+        staged = files.stage()
+        try:
+            self._repeat("put", key, lambda _: self._operator.write(staged, data))
+            self.attempt("put", key, lambda: files.publish(staged, key, is_exclusive=is_exclusive))
+        except BaseException:
+            files.discard(staged)
+            raise
+
+    def _stat(self, key: str) -> ObjectInfo:
+        metadata = self._operator.stat(key)
+        if not metadata.is_file:
+            raise NotFoundError("stat failed: a folder is no object", path=self.path(key))
+        return _info(key, metadata)
+
+    def _read(self, key: str, start: int, size: int, deadline: float) -> bytes:
+        """One attempt; short only if the store says that the object is."""
+        data = self._stream(key, start, size, deadline) if size else None
+        if data is not None:
+            return data
+        total = self._stat(key).size
+        if start >= total or not size:
+            return b""
+        data = self._stream(key, start, min(size, total - start), deadline)
+        if data is None:
+            raise UnavailableError(
+                "read failed: the store returned less than there is", path=self.path(key)
+            )
+        return data
+
+    def _stream(self, key: str, start: int, size: int, deadline: float) -> bytes | None:
+        """A range, piece by piece; None if the object seems to end before it."""
+        parts: list[bytes] = []
+        missing = size
+        try:
+            file = self._operator.open(key, "rb", offset=start, size=size)
+            while missing and (part := file.read(missing)):
+                parts.append(part)
+                missing -= len(part)
+                if missing and self._clock.monotonic() >= deadline:
+                    raise UnavailableError(
+                        f"read failed: {size - missing} of {size} bytes came in time",
+                        path=self.path(key),
+                    )
+        except self._errors as error:
+            if error_kind(error) != "RangeNotSatisfied" and _TOO_SHORT not in str(error):
+                raise
+            return None
+        if missing:
+            return None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _list(self, prefix: str, found: dict[str, ObjectInfo]) -> None:
+        """Adds what there is to `found`; after an error, goes on behind what is there already."""
+        operator = self._operator.to_async_operator()
+        start_after: str | None = None
+        keys = list(found)
+        # Only a store that lists in order can go on in the middle.
+        if keys and keys == sorted(keys) and operator.capability().list_with_start_after:
+            start_after = keys[-1]
+
+        async def collect() -> None:
+            entries = await operator.list(prefix, recursive=True, start_after=start_after)
+            async for entry in entries:
+                if not entry.path.endswith("/") and entry.metadata.is_file:
+                    found[entry.path] = _info(entry.path, entry.metadata)
+
+        # The caller's thread may have an event loop of its own.
+        with ThreadPoolExecutor(1, thread_name_prefix="ister-objectstore-list") as pool:
+            pool.submit(lambda: asyncio.run(collect())).result()
+
+    def _probe(self) -> Capabilities:
+        folder = f"{_PROBE_FOLDER}/{secrets.token_hex(8)}"
+        names = tuple(f"{folder}/{name}" for name in ("plain", "created", "copied"))
+        plain, created, copied = names
+        try:
+            self.put(plain, b"plain")
+            self.read(plain, 0, 5)
+            capabilities = Capabilities(
+                conditional_create=self._try_create(plain, created),
+                copy=self._try_copy(plain, copied),
+            )
+        except BaseException:
+            for name in names:
+                with suppress(IsterError):
+                    self.delete(name)
+            raise
+        for name in names:
+            self.delete(name)
+        return capabilities
+
+    def _try_create(self, existing: str, absent: str) -> bool:
+        try:
+            self._retry.repeat(lambda _: self.put(absent, b"created", if_absent=True))
+        except UnsupportedOperationError:
+            return False
+        except AlreadyExistsError:
+            # The first attempt's answer was lost.
+            pass
+        try:
+            self._retry.repeat(lambda _: self.put(existing, b"created", if_absent=True))
+        except AlreadyExistsError:
+            return True
+        return False
+
+    def _try_copy(self, source: str, target: str) -> bool:
+        try:
+            self.copy(source, target)
+        except UnsupportedOperationError:
+            return False
+        return True
+
+
+class _Writer:
+    """An object under way; its file is let go of as soon as it can only do harm."""
+
+    def __init__(
+        self,
+        store: OpendalStore,
+        key: str,
+        file: opendal.file.File,
+        *,
+        files: StagedFiles | None,
+        staged: str | None,
+        chunk_bytes: int,
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._file: opendal.file.File | None = file
+        self._files = files
+        self._staged = staged
+        self._chunk_bytes = chunk_bytes
+        self._error: IsterError | None = None
+        self._is_complete = False
+
+    def __repr__(self) -> str:
+        return f"<writer of {self._store.path(self._key)}>"
+
+    def write(self, data: Buffer) -> None:
+        file = self._open_file("write")
+        if isinstance(data, bytes) and len(data) <= self._chunk_bytes:
+            self._attempt("write", lambda: file.write(data))
+            return
+        # opendal takes bytes and copies them: piece by piece there is never more than a chunk.
+        view = memoryview(data)
+        for start in range(0, len(view), self._chunk_bytes):
+            piece = bytes(view[start : start + self._chunk_bytes])
+            self._attempt("write", partial(file.write, piece))
+
+    def close(self) -> None:
+        if self._is_complete:
+            return
+        file = self._open_file("close")
+        self._attempt("complete", lambda: self._complete(file))
+        self._is_complete = True
+        self._file = None
+
+    def abort(self) -> None:
+        # Closing the file would complete the object; without a reference it stops.
+        self._file = None
+        self._discard()
+
+    def _complete(self, file: opendal.file.File) -> None:
+        file.close()
+        if self._files is not None and self._staged is not None:
+            self._files.publish(self._staged, self._key)
+            self._staged = None
+
+    def _attempt(self, action: str, call: Callable[[], object]) -> None:
+        try:
+            self._store.attempt(action, self._key, call)
+        except BaseException as error:
+            self._file = None
+            self._discard()
+            if isinstance(error, NotFoundError) and _is_gone_upload(error):
+                # opendal repeated Complete, and the first one had already done it.
+                mapped = UnavailableError(error.message, path=error.path)
+                self._error = mapped.again()
+                raise mapped from error
+            if isinstance(error, IsterError):
+                # Without its traceback, whose frames would keep the file.
+                self._error = error.again()
+            raise
+
+    def _discard(self) -> None:
+        if self._files is not None and self._staged is not None:
+            self._files.discard(self._staged)
+            self._staged = None
+
+    def _open_file(self, action: str) -> opendal.file.File:
+        if self._error is not None:
+            raise self._error.again()
+        if self._file is None:
+            raise ClosedError(
+                f"{action} failed: the writer is closed", path=self._store.path(self._key)
+            )
+        return self._file
+
+
+def _is_gone_upload(error: NotFoundError) -> bool:
+    return "NoSuchUpload" in error.message
+
+
+def _info(key: str, metadata: opendal.types.Metadata) -> ObjectInfo:
+    modified = metadata.last_modified
+    return ObjectInfo(
+        key=key,
+        size=metadata.content_length,
+        etag=metadata.etag,
+        modified_at=modified.timestamp() if modified is not None else None,
+    )
+
+
+# -- settings -----------------------------------------------------------------------------------
+
+
+def open_store(
+    backend: str,
+    root: str,
+    options: Mapping[str, str],
+    *,
+    clock: Clock,
+    call_timeout_seconds: float = 60.0,
+    io_timeout_seconds: float = 20.0,
+    retries: int = 4,
+    rng: random.Random | None = None,
+    sleep: Callable[[float], object] | None = None,
+) -> OpendalStore:
+    """Opens a store. Talks to nobody yet: `probe` tells whether it can be used.
+
+    Args:
+        backend: `fs` (or `local`), `s3`, `gcs`, `azblob` or `memory`.
+        root: A directory, `s3://bucket/prefix`, `gs://bucket/prefix` or
+            `azblob://container/prefix`; without a meaning for `memory`.
+        options: Those of `storage.cloud.options`; others go to opendal under their own names.
+            Credentials that are not given are looked for as the cloud's own tools do.
+        clock: Where time comes from.
+        call_timeout_seconds: No attempt of a call begins later than this, and no read goes on.
+        io_timeout_seconds: The most that one request, or one piece of a body, may take.
+        retries: Attempts after the first one.
+        rng: For the pauses between attempts.
+        sleep: Waits between attempts; for tests.
+
+    Raises:
+        ConfigError: A setting is missing, unknown or wrong.
+        PermissionDeniedError, CapacityError, DiskError: The directory cannot be made.
+    """
+    try:
+        import opendal  # noqa: PLC0415 - optional: only those who tier to a store need it
+        import opendal.exceptions  # noqa: PLC0415
+        import opendal.layers  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"storage.cloud.backend {backend!r} needs a package that is not installed",
+            hint="pip install opendal",
+        ) from error
+    parsed = parse_backend(backend, root, options)
+    check_option_names(parsed)
+    hidden = hidden_values(options)
+    errors: tuple[type[Exception], ...] = (
+        OSError,
+        *(
+            kind
+            for kind in vars(opendal.exceptions).values()
+            if isinstance(kind, type) and issubclass(kind, Exception)
+        ),
+    )
+    files = None
+    if parsed.scheme == "fs":
+        try:
+            files = StagedFiles(parsed.root, LocalFileSystem())
+        except IsterError as error:
+            raise map_store_error(error, "open", "", location=parsed.location) from error
+    failure: ConfigError | None = None
+    try:
+        bare = opendal.Operator(parsed.scheme, **parsed.settings)
+    except errors as error:
+        failure = config_error(error, hidden)
+    if failure is not None:
+        raise failure
+    operator = bare.layer(
+        opendal.layers.TimeoutLayer(
+            timeout=min(call_timeout_seconds, io_timeout_seconds, _CONTROL_TIMEOUT_SECONDS),
+            io_timeout=io_timeout_seconds,
+        )
+    )
+    closed = threading.Event()
+    retry = Retry(
+        clock=clock,
+        sleep=sleep if sleep is not None else closed.wait,
+        rng=rng if rng is not None else random.Random(),  # noqa: S311 - spreads load, no secret
+        retries=retries,
+        deadline_seconds=call_timeout_seconds,
+    )
+    writing = operator
+    if files is None and retries:
+        # Parts in flight are opendal's: nobody else can send one of them again. Outside of the
+        # deadlines, so that each attempt has its own. Never used for a conditional create.
+        writing = operator.layer(
+            opendal.layers.RetryLayer(
+                max_times=retries,
+                factor=2.0,
+                jitter=True,
+                min_delay=retry.first_pause_seconds,
+                max_delay=retry.pause_seconds_max,
+            )
+        )
+    return OpendalStore(
+        operator=operator,
+        writing=writing,
+        backend=parsed,
+        files=files,
+        clock=clock,
+        retry=retry,
+        closed=closed,
+        errors=errors,
+        hidden=hidden,
+    )

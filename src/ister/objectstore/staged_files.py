@@ -1,0 +1,184 @@
+"""How a file becomes an object on the `fs` backend: whole, exclusively, and for good.
+
+An object is written under a random name below `<root>/.tmp`, synced, and then given its own name:
+by a rename, which replaces, or by a link, which refuses when the name is taken, among all
+processes alike. The directory is synced behind it. That moment is the commit point: before it
+there is no object, after it the whole one.
+
+A crash leaves files below `.tmp`, which nobody sees; `remove_stale` takes those away that nobody
+has written to for long. A power cut between the rename and the sync of the directory leaves the
+old object, or none, or the new one, always whole: its bytes were synced before it had a name.
+
+Does not own: writing the bytes (opendal does), reading, or which errors are repeated.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final
+
+from ister.errors import (
+    AlreadyExistsError,
+    DiskError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedOperationError,
+)
+from ister.fs.base import FileSystem
+from ister.fs.local import map_os_error
+from ister.objectstore.base import ObjectInfo
+from ister.objectstore.keys import STAGING_FOLDER
+
+__all__ = ["StagedFiles"]
+
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EPERM})
+
+
+class StagedFiles:
+    """Names below a directory. Thread-safe."""
+
+    def __init__(self, root: str, fs: FileSystem) -> None:
+        self._root = root
+        self._fs = fs
+        self._lock = threading.Lock()
+        self._durable: set[str] = set()
+        """Directories whose own names this process has synced."""
+        self._make(f"{root}/{STAGING_FOLDER}")
+
+    def stage(self) -> str:
+        """A key below `.tmp` that nobody else uses."""
+        return f"{STAGING_FOLDER}/{secrets.token_hex(16)}"
+
+    def publish(self, staged: str, key: str, *, is_exclusive: bool = False) -> None:
+        """Gives a staged file its name; it is durable when this returns.
+
+        Raises:
+            AlreadyExistsError: `is_exclusive` is set, and there is an object of that name.
+            UnsupportedOperationError: `is_exclusive` is set, and there are no links here.
+            UnavailableError: The staged file is gone.
+        """
+        source, target = f"{self._root}/{staged}", f"{self._root}/{key}"
+        directory = os.path.dirname(target)
+        try:
+            # opendal syncs a file when it closes it, without promising to; again costs nothing.
+            file = self._fs.open_read(source)
+            try:
+                file.sync()
+            finally:
+                file.close()
+            self._make(directory)
+            try:
+                self._name(source, target, is_exclusive=is_exclusive)
+            except NotFoundError:
+                # Someone removed the directory after this process had made it.
+                with self._lock:
+                    self._durable.clear()
+                self._make(directory)
+                self._name(source, target, is_exclusive=is_exclusive)
+        except NotFoundError as error:
+            raise UnavailableError(
+                "the file of an object under way is gone",
+                path=source,
+                hint="something removed files that are in use; write the object again",
+            ) from error
+        except AlreadyExistsError:
+            # Whoever made it may have died before it was durable, and the caller now relies on it.
+            self._fs.sync_directory(directory)
+            raise
+        self._fs.sync_directory(directory)
+        if is_exclusive:
+            self.discard(staged)
+
+    def discard(self, staged: str) -> None:
+        """Removes a staged file, if it can; what stays is found by `remove_stale`."""
+        with suppress(IsterError):
+            self._fs.remove(f"{self._root}/{staged}")
+
+    def delete(self, key: str) -> None:
+        """Removes an object; one that does not exist is fine."""
+        path = f"{self._root}/{key}"
+        try:
+            self._fs.remove(path)
+            self._fs.sync_directory(os.path.dirname(path))
+        except NotFoundError:
+            return
+        except DiskError as error:
+            # A directory of that name, or a file where a directory would be, is no object.
+            if error.errno not in _NOT_A_FILE or os.path.isfile(path):
+                raise
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """The objects below a prefix, in no order. Those that go away meanwhile may be missing."""
+        pending = [f"{self._root}/{prefix}".rstrip("/")]
+        while pending:
+            directory = pending.pop()
+            try:
+                with os.scandir(directory) as entries:
+                    found = list(entries)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise map_os_error(error, "list", directory) from error
+            for entry in found:
+                path = f"{directory}/{entry.name}"
+                if path == f"{self._root}/{STAGING_FOLDER}":
+                    continue
+                try:
+                    info = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISDIR(info.st_mode):
+                    pending.append(path)
+                elif stat.S_ISREG(info.st_mode):
+                    yield ObjectInfo(
+                        key=path[len(self._root) + 1 :],
+                        size=info.st_size,
+                        modified_at=info.st_mtime,
+                    )
+
+    def remove_stale(self, *, before: float) -> int:
+        """Removes staged files last written to before that moment; how many they were."""
+        directory = f"{self._root}/{STAGING_FOLDER}"
+        count = 0
+        for name in self._fs.list_directory(directory):
+            path = f"{directory}/{name}"
+            try:
+                if os.stat(path, follow_symlinks=False).st_mtime < before:
+                    self._fs.remove(path)
+                    count += 1
+            except (FileNotFoundError, NotFoundError):
+                continue
+            except OSError as error:
+                raise map_os_error(error, "stat", path) from error
+        return count
+
+    def _name(self, source: str, target: str, *, is_exclusive: bool) -> None:
+        if not is_exclusive:
+            self._fs.rename(source, target)
+            return
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except FileExistsError as error:
+            raise AlreadyExistsError("put failed: there is such an object", path=target) from error
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise UnsupportedOperationError(
+                    "put failed: this file system has no links", path=target
+                ) from error
+            raise map_os_error(error, "link", target) from error
+
+    def _make(self, directory: str) -> None:
+        with self._lock:
+            if directory in self._durable:
+                return
+        self._fs.make_directories(directory)
+        with self._lock:
+            self._durable.add(directory)

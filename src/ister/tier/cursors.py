@@ -1,0 +1,56 @@
+"""Subscriptions' cursors in the metadata store: each only ever moves forward.
+
+A cursor is the first offset that a subscription has not acknowledged. It is written with a compare
+on what was read, so that an owner that was replaced cannot put it back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ister.errors import CommitUnknownError, ConflictError
+from ister.format.records import Progress, decode_progress, encode_progress
+from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
+
+__all__ = ["load_progress", "save_progress"]
+
+_ATTEMPTS: Final = 5
+
+
+def load_progress(store: MetadataStore, key: str) -> Progress | None:
+    """A cursor, or None if there is none."""
+    found = store.get(key)
+    return None if found is None else decode_progress(found.value, key=key)
+
+
+def save_progress(store: MetadataStore, key: str, progress: Progress) -> Progress:
+    """Moves a cursor forward; one that is further already stays, with the newer timestamp.
+
+    Returns:
+        What the store has now.
+
+    Raises:
+        ConflictError: Others keep changing it.
+        UnavailableError: The store does not answer.
+    """
+    for _ in range(_ATTEMPTS):
+        found = store.get(key)
+        wanted = progress
+        compare: Compare = Absent(key)
+        if found is not None:
+            compare = RevisionIs(key, found.revision)
+            known = decode_progress(found.value, key=key)
+            if known.incarnation == progress.incarnation:
+                wanted = Progress(
+                    offset=max(known.offset, progress.offset),
+                    timestamp=max(known.timestamp, progress.timestamp),
+                    incarnation=progress.incarnation,
+                    more={**known.more, **progress.more},
+                )
+        try:
+            if store.transact([compare], [Put(key, encode_progress(wanted))]) is not None:
+                return wanted
+        except CommitUnknownError:
+            # The next round reads what has become of it.
+            continue
+    raise ConflictError("the cursor keeps changing", path=key)

@@ -1,0 +1,125 @@
+"""Names in the bucket and in the metadata store, both directions.
+
+    storage/topics/<ns>/<topic>/
+        objects/data-<start>-<end>.dnb1             of a topic's first owner
+        objects/data-<start>-<end>-<epoch>.dnb1     of every later one
+        objects/data-<start>-pending-<epoch>.dnb1   being written, gets its name by a copy
+        topic.json                                  what `ister recover` needs to know
+
+`end` in a name is inclusive, as Danube's is, and converted here. The epoch in the name is what
+keeps an owner that was fenced, and writes on without knowing, away from its successor's objects.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from ister.errors import TopicNameError
+from ister.model import TopicName
+
+__all__ = [
+    "TOPICS_PREFIX",
+    "ObjectName",
+    "TopicKeys",
+    "format_object_id",
+    "format_pending_id",
+    "manifest_key",
+    "object_key",
+    "objects_prefix",
+    "parse_object_id",
+    "parse_topic_of_key",
+]
+
+TOPICS_PREFIX: Final = "storage/topics/"
+_OBJECT_ID: Final = re.compile(r"data-(0|[1-9]\d{0,19})-(0|[1-9]\d{0,19})(?:-([1-9]\d*))?\.dnb1")
+_FIRST_EPOCH: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectName:
+    """What an object's name says; `end` is exclusive."""
+
+    start: int
+    end: int
+    epoch: int
+
+
+def format_object_id(start: int, end: int, epoch: int) -> str:
+    """The name of the object with the offsets `start` up to, not including, `end`."""
+    suffix = "" if epoch == _FIRST_EPOCH else f"-{epoch}"
+    return f"data-{start}-{end - 1}{suffix}.dnb1"
+
+
+def format_pending_id(start: int, epoch: int) -> str:
+    """The name under which an object is written that gets its final one by a copy."""
+    return f"data-{start}-pending-{epoch}.dnb1"
+
+
+def parse_object_id(object_id: str) -> ObjectName | None:
+    """Takes an object's name apart; None for pending and foreign ones."""
+    match = _OBJECT_ID.fullmatch(object_id)
+    if match is None:
+        return None
+    start, last, epoch = match.groups()
+    if int(last) < int(start):
+        return None
+    return ObjectName(
+        start=int(start), end=int(last) + 1, epoch=int(epoch) if epoch else _FIRST_EPOCH
+    )
+
+
+def objects_prefix(topic: TopicName) -> str:
+    """What the keys of a topic's objects begin with."""
+    return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/objects/"
+
+
+def object_key(topic: TopicName, object_id: str) -> str:
+    """The key of an object in the store."""
+    return objects_prefix(topic) + object_id
+
+
+def manifest_key(topic: TopicName) -> str:
+    """The key of the small object that says what the topic is."""
+    return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/topic.json"
+
+
+def parse_topic_of_key(key: str) -> TopicName | None:
+    """The topic that an object key belongs to; None if it is none of ours."""
+    parts = key.removeprefix(TOPICS_PREFIX).split("/")
+    if not key.startswith(TOPICS_PREFIX) or len(parts) < 3:
+        return None
+    try:
+        return TopicName.parse(f"/{parts[0]}/{parts[1]}")
+    except TopicNameError:
+        return None
+
+
+class TopicKeys:
+    """The metadata keys of one topic."""
+
+    def __init__(self, root_prefix: str, topic: TopicName) -> None:
+        path = f"{topic.namespace}/{topic.topic}"
+        self.topic = topic
+        self.record = f"{root_prefix}/topics/{path}"
+        self.owner = f"{root_prefix}/cluster/owners/{path}"
+        self.storage = f"{root_prefix}/storage/topics/{path}/"
+        self.objects = f"{self.storage}objects/"
+        self.current = f"{self.objects}cur"
+        self.session = f"{self.storage}upload/session"
+        self.sealed = f"{self.storage}state"
+        self.subscriptions = f"{root_prefix}/subscriptions/{path}/"
+
+    def descriptor(self, start: int) -> str:
+        """The key of the descriptor of the object that starts at `start`."""
+        return f"{self.objects}{start:020d}"
+
+    @property
+    def objects_end(self) -> str:
+        """After every descriptor, and before `cur`."""
+        return f"{self.objects}:"
+
+    def progress(self, subscription: str) -> str:
+        """The key of a subscription's cursor."""
+        return f"{self.subscriptions}{subscription}/progress"

@@ -1,0 +1,358 @@
+"""Reads frames back from a topic's objects, a chunk at a time.
+
+Owns: one descriptor, one position in its object, one chunk fetched ahead. Does not own: which
+offsets may be seen, local files, message bodies.
+
+Every call asks which object holds the wanted offset if it is not the one at hand, so objects may be
+replaced or expire under a reader. Within an object it begins at the last index entry before the
+offset, checks that the frame there is the one that the entry names (an index is a hint), and scans
+on from it; each frame's crc and offset are checked. A chunk that does not check out is fetched once
+more, because stores and networks have been seen to flip bits on the way; damage that stays raises
+`CorruptDataError` with the object's key, the position and the offset, or is left out (`skip`).
+
+Memory: one chunk (or one frame where that is larger), and one more that is fetched ahead while the
+caller is busy with the first. A frame that a chunk cuts in two is read again from its first byte.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from ister.clock import Clock
+from ister.errors import CorruptDataError, DataGapError, NotFoundError, check
+from ister.format.descriptor import ObjectDescriptor
+from ister.format.frame import (
+    FRAME_HEADER_SIZE,
+    Corrupt,
+    Frame,
+    FrameBatch,
+    NeedMore,
+    Scan,
+    decode_frame,
+    find_frame,
+    scan_frames,
+)
+from ister.format.message import decode_publish_times, recognise
+from ister.limits import FRAME_BODY_BYTES_MAX, KIB
+from ister.metrics import Metrics
+from ister.model import Codec
+from ister.objectstore.base import ObjectStore
+from ister.tier.catalog import Catalog
+from ister.tier.names import object_key
+
+__all__ = ["HistoryReader", "ReaderSettings"]
+
+_log = logging.getLogger("ister.tier.reader")
+
+_CHUNK_BYTES_MIN = 64 * KIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderSettings:
+    """What a reader of history is told."""
+
+    chunk_bytes: int
+    ranged: bool = True
+    """Read parts of objects; else whole ones, and hold one."""
+    skips_damage: bool = False
+    """Leave damaged messages out instead of raising."""
+
+
+class HistoryReader:
+    """One reader of one topic's objects. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        store: ObjectStore,
+        *,
+        settings: ReaderSettings,
+        clock: Clock,
+        metrics: Metrics,
+        ahead: Executor | None = None,
+    ) -> None:
+        """A reader; with `ahead`, the next chunk is fetched on it meanwhile."""
+        self._catalog = catalog
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._metrics = metrics
+        self._ahead = ahead
+        self._object: ObjectDescriptor | None = None
+        self._codec: Codec | None = None
+        self._position = 0
+        self._next = -1
+        self._whole: bytes | None = None
+        self._coming: tuple[int, int, Future[bytes]] | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held between calls: a chunk on its way, or a whole object."""
+        coming = self._coming
+        ahead = coming[1] if coming is not None else 0
+        return ahead + (len(self._whole) if self._whole is not None else 0)
+
+    def close(self) -> None:
+        """Drops what it holds. May be called twice."""
+        self._drop_coming()
+        self._whole = None
+        self._object = None
+        self._next = -1
+
+    def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
+        """Frames from `start` on, at least one, none at or after `end`, about `bytes_max` of them.
+
+        With `skips_damage` the first frame may be a later one than `start`.
+
+        Raises:
+            DataGapError: No object holds `start`.
+            NotFoundError: The object that does is lost.
+            CorruptDataError: The frame is damaged.
+            UnavailableError: A store does not answer.
+        """
+        check(start < end, "a fetch asks for something")
+        while True:
+            described = self._seek(start)
+            try:
+                return self._fetch(described, start, min(end, described.end), bytes_max)
+            except NotFoundError as error:
+                # Replaced or expired between looking and reading: look again, once per change.
+                self.close()
+                found = self._catalog.find(start)
+                if found is None or found.object_id == described.object_id:
+                    raise self._lost(described, start) from error
+            except _PassedEndError:
+                start = described.end
+                self.close()
+                if start >= end:
+                    raise DataGapError(
+                        "nothing whole is left of the range",
+                        start=described.start,
+                        end=described.end,
+                        topic=str(self._catalog.keys.topic),
+                    ) from None
+
+    def find_time(self, publish_time_ms: int, *, end: int) -> int | None:
+        """The first offset before `end` whose message was published at or after the time.
+
+        Whole objects are passed over by their highest publish time, index blocks too.
+        """
+        for described, _ in self._catalog.descriptors(0, end):
+            newest = described.publish_time_max
+            if newest is not None and newest < publish_time_ms:
+                continue
+            offset = max(described.position_before_time(publish_time_ms)[0], described.start)
+            limit = min(described.end, end)
+            while offset < limit:
+                batch = self.fetch(offset, limit, bytes_max=self._settings.chunk_bytes)
+                times = decode_publish_times(batch.chunk, batch.starts, batch.end, batch.codec)
+                for number, time in enumerate(times or ()):
+                    if time >= publish_time_ms:
+                        return batch.first_offset + number
+                offset = batch.next_offset
+        return None
+
+    # -- where ------------------------------------------------------------------------------
+
+    def _seek(self, start: int) -> ObjectDescriptor:
+        """The descriptor of the object that holds `start`, with the position set for it."""
+        described = self._object
+        if described is None or not described.start <= start < described.end:
+            self._drop_coming()
+            self._whole = None
+            described = self._catalog.find(start)
+            if described is None or described.end <= start:
+                following = self._catalog.following(start)
+                raise DataGapError(
+                    "no object holds the offset",
+                    start=start if described is None else described.end,
+                    end=following.start if following is not None else start + 1,
+                    topic=str(self._catalog.keys.topic),
+                )
+            self._object = described
+            self._codec = described.codec
+            self._next = -1
+            self._metrics.count("cloud_reader.objects_opened_total")
+        if self._next != start:
+            self._drop_coming()
+            self._next, self._position = described.position_before(start)
+        return described
+
+    def _fetch(
+        self, described: ObjectDescriptor, start: int, end: int, bytes_max: int
+    ) -> FrameBatch:
+        size = min(self._settings.chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN))
+        is_second_try = False
+        while True:
+            chunk = self._read(described, size)
+            scan = scan_frames(chunk, expected_offset=self._next, end_offset=end)
+            if scan.starts:
+                batch = self._take(chunk, scan, start)
+                if batch is None:
+                    continue  # only frames before `start` so far
+                if self._next < described.end:
+                    self._read_ahead(described)
+                return batch
+            if isinstance(scan.stop, NeedMore) and scan.stop.size_bytes > len(chunk) == size:
+                # One frame larger than a chunk.
+                size = min(scan.stop.size_bytes, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX)
+                continue
+            self._drop_coming()
+            self._whole = None
+            if not is_second_try:
+                is_second_try = True
+                if self._next != start or self._position:
+                    # The index may be wrong; the object's beginning is not.
+                    self._next, self._position = described.position_before(start)
+                    if not self._agrees(described):
+                        self._next, self._position = described.start, 0
+                continue
+            start = self._pass_damage(described, scan, start)
+            is_second_try = False
+
+    def _take(self, chunk: bytes, scan: Scan, start: int) -> FrameBatch | None:
+        """Moves over the frames of `scan` and returns those from `start` on."""
+        count = len(scan.starts)
+        first = self._next
+        self._next = first + count
+        self._position += scan.end
+        skip = start - first
+        if skip >= count:
+            return None
+        starts = scan.starts[skip:] if skip > 0 else scan.starts
+        self._metrics.count("cloud_reader.bytes_used", scan.end - starts[0])
+        if self._codec is None:
+            self._codec = _recognise(chunk, starts[0])
+        return FrameBatch(chunk, starts, scan.end, max(start, first), self._codec)
+
+    def _agrees(self, described: ObjectDescriptor) -> bool:
+        """Whether the frame at the position says that it is the next one."""
+        header = self._get(described, self._position, 8)
+        return header == self._next.to_bytes(8, "little")
+
+    # -- bytes ------------------------------------------------------------------------------
+
+    def _read(self, described: ObjectDescriptor, size: int) -> bytes:
+        """The next `size` bytes, from what was fetched ahead where that fits."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            position, coming_size, future = coming
+            if position == self._position and coming_size >= size:
+                return future.result()
+            future.cancel()
+        return self._get(described, self._position, size)
+
+    def _read_ahead(self, described: ObjectDescriptor) -> None:
+        if self._ahead is None or not self._settings.ranged:
+            return
+        size = self._settings.chunk_bytes
+        self._coming = (
+            self._position,
+            size,
+            self._ahead.submit(self._get, described, self._position, size),
+        )
+
+    def _drop_coming(self) -> None:
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming[2].cancel()
+
+    def _get(self, described: ObjectDescriptor, position: int, size: int) -> bytes:
+        """Bytes of the object, never past the end that its descriptor gives."""
+        key = object_key(self._catalog.keys.topic, described.object_id)
+        if not self._settings.ranged:
+            if self._whole is None:
+                self._whole = self._fetch_bytes(key, 0, described.size_bytes)
+            return self._whole[position : position + size]
+        return self._fetch_bytes(key, position, min(size, described.size_bytes - position))
+
+    def _fetch_bytes(self, key: str, position: int, size: int) -> bytes:
+        if size <= 0:
+            return b""
+        began = self._clock.monotonic()
+        data = self._store.read(key, position, size)
+        elapsed_ms = (self._clock.monotonic() - began) * 1000
+        self._metrics.observe("cloud_reader.fetch_latency_ms", elapsed_ms)
+        self._metrics.count("cloud_reader.range_requests_total")
+        self._metrics.count("cloud_reader.bytes_read_total", len(data))
+        return data
+
+    # -- damage -----------------------------------------------------------------------------
+
+    def _pass_damage(self, described: ObjectDescriptor, scan: Scan, start: int) -> int:
+        """Moves behind a damaged frame, if it lies before `start` or damage may be left out.
+
+        Returns:
+            The offset to go on with.
+        """
+        self._metrics.count("cloud_reader.errors_total")
+        error = self._damage(described, scan)
+        if not (self._settings.skips_damage or self._next < start):
+            raise error
+        bad = self._next
+        found = self._find_behind(described, max(bad + 1, start))
+        if found is None:
+            if self._settings.skips_damage:
+                _log.error("damaged messages left out", extra={"error": str(error)})
+                raise _PassedEndError
+            raise error
+        self._position, self._next = found
+        if self._settings.skips_damage and self._next > start:
+            _log.error(
+                "damaged messages left out",
+                extra={"error": str(error), "offset": start, "next": self._next},
+            )
+            return self._next
+        return start
+
+    def _find_behind(self, described: ObjectDescriptor, offset: int) -> tuple[int, int] | None:
+        """The position and offset of the first whole frame at or after `offset`."""
+        position = self._position + 1
+        size = self._settings.chunk_bytes
+        while position < described.size_bytes:
+            chunk = self._get(described, position, size)
+            found = find_frame(chunk, 0, offset_min=offset, offset_max=described.end)
+            if found is not None:
+                return position + found[0], found[1]
+            if len(chunk) < size:
+                return None
+            # A frame may lie across two chunks; one of the largest kind may be missed.
+            position += max(1, len(chunk) // 2)
+        return None
+
+    def _damage(self, described: ObjectDescriptor, scan: Scan) -> CorruptDataError:
+        if isinstance(scan.stop, Corrupt):
+            reason = f"{scan.stop.reason} ({scan.stop.detail})"
+        else:
+            reason = "the object ends before its frames do"
+        return CorruptDataError(
+            f"damaged object: {reason}",
+            topic=str(self._catalog.keys.topic),
+            offset=self._next,
+            path=object_key(self._catalog.keys.topic, described.object_id),
+            position=self._position,
+            hint="`ister repair` restores it where the local files still have the range",
+        )
+
+    def _lost(self, described: ObjectDescriptor, start: int) -> NotFoundError:
+        self._metrics.count("cloud_reader.errors_total")
+        return NotFoundError(
+            f"the object with the offsets {described.start} up to {described.end} is lost",
+            topic=str(self._catalog.keys.topic),
+            offset=start,
+            path=object_key(self._catalog.keys.topic, described.object_id),
+            hint="`ister repair` restores it where the local files still have the range",
+        )
+
+
+class _PassedEndError(Exception):
+    """Damage reaches to the end of the object, and is to be left out."""
+
+
+def _recognise(chunk: bytes, position: int) -> Codec:
+    """The codec of an object that does not say, by one of its frames."""
+    frame = decode_frame(chunk, position)
+    found = recognise(frame.body) if isinstance(frame, Frame) else None
+    return found or Codec.BINCODE2

@@ -1,0 +1,397 @@
+"""A topic's metadata from its bucket alone: what `ister recover` does, and adoption.
+
+Objects describe themselves: the name has the offsets and the owner's epoch, the frames have
+everything else. Each object is read once, checked frame by frame, and gets the descriptor that its
+uploader would have written. Which objects belong to the topic: those that overlap one of a later
+epoch do not (their owner had been fenced); of the others, the ones that make up the longest history
+without a gap. What fits nowhere is left out and reported.
+
+Commit point: the topic's record, written last and only if there is none. What a crash leaves
+before it: descriptors without a record, which the next run writes again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ister.clock import Clock
+from ister.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptDataError,
+    IsterError,
+    NotFoundError,
+)
+from ister.format.descriptor import ObjectDescriptor, encode_descriptor
+from ister.format.frame import (
+    FRAME_HEADER_SIZE,
+    Corrupt,
+    Frame,
+    FrameBatch,
+    decode_frame,
+    scan_frames,
+)
+from ister.format.message import recognise
+from ister.format.records import TopicRecord, encode_current, encode_topic
+from ister.limits import FRAME_BODY_BYTES_MAX, MIB
+from ister.metadata.base import Absent, MetadataStore, Put
+from ister.model import AckLevel, Codec, TopicName
+from ister.objectstore.base import ObjectInfo, ObjectStore
+from ister.tier.names import (
+    TOPICS_PREFIX,
+    ObjectName,
+    TopicKeys,
+    manifest_key,
+    object_key,
+    objects_prefix,
+    parse_object_id,
+    parse_topic_of_key,
+)
+from ister.tier.summary import ObjectSummary
+
+__all__ = [
+    "Manifest",
+    "TopicReport",
+    "choose_objects",
+    "describe_object",
+    "find_continuation",
+    "find_topics",
+    "load_manifest",
+    "rebuild_topic",
+    "save_manifest",
+]
+
+_log = logging.getLogger("ister.tier.rebuild")
+
+_CHUNK_BYTES = 4 * MIB
+_INDEX_EVERY = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The small object that says what a topic is."""
+
+    ack: AckLevel
+    codec: Codec
+    incarnation: str
+    created_at: int
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicReport:
+    """What was found of one topic, and what was done."""
+
+    topic: str
+    objects: list[ObjectDescriptor] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Objects that belong to no gapless history."""
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    errors: list[IsterError] = field(default_factory=list)
+    is_written: bool = False
+    """Whether metadata was written; not so if there was some already."""
+
+
+def save_manifest(store: ObjectStore, topic: TopicName, manifest: Manifest) -> None:
+    """Writes the manifest of a topic, replacing the one that is there."""
+    fields = {
+        "topic": str(topic),
+        "ack": manifest.ack,
+        "codec": manifest.codec,
+        "incarnation": manifest.incarnation,
+        "created_at": manifest.created_at,
+    }
+    store.put(manifest_key(topic), json.dumps(fields).encode())
+
+
+def load_manifest(store: ObjectStore, topic: TopicName) -> Manifest | None:
+    """The manifest of a topic; None if there is none, or it is damaged."""
+    try:
+        fields = json.loads(store.read(manifest_key(topic), 0, MIB))
+        return Manifest(
+            ack=AckLevel(fields["ack"]),
+            codec=Codec(fields["codec"]),
+            incarnation=str(fields["incarnation"]),
+            created_at=int(fields["created_at"]),
+        )
+    except NotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        _log.warning("the topic's manifest is damaged", extra={"topic": str(topic)})
+        return None
+
+
+def find_topics(store: ObjectStore) -> dict[TopicName, list[ObjectInfo]]:
+    """Every topic that has something in the bucket, with its objects (not its manifest)."""
+    found: dict[TopicName, list[ObjectInfo]] = {}
+    for info in store.list(TOPICS_PREFIX):
+        topic = parse_topic_of_key(info.key)
+        if topic is not None:
+            objects = found.setdefault(topic, [])
+            if info.key.startswith(objects_prefix(topic)):
+                objects.append(info)
+    return found
+
+
+def choose_objects(
+    names: Iterable[ObjectName], *, start: int | None = None
+) -> tuple[list[ObjectName], list[ObjectName], list[tuple[int, int]]]:
+    """Which objects make up a topic, which do not, and where there are gaps.
+
+    Args:
+        names: All there are.
+        start: Begin at this offset and stop at the first gap; by default, with the first object,
+            over all gaps.
+    """
+    everything = sorted(names, key=lambda n: (n.start, n.end, n.epoch))
+    by_start: dict[int, list[ObjectName]] = {}
+    for name in _without_fenced(everything):
+        by_start.setdefault(name.start, []).append(name)
+    # How far a gapless history gets from each start, and through which object.
+    reach: dict[int, tuple[int, ObjectName]] = {}
+    for begin in sorted(by_start, reverse=True):
+        reach[begin] = max(
+            ((reach[n.end][0] if n.end in reach else n.end, n) for n in by_start[begin]),
+            key=lambda item: (item[0], item[1].end),
+        )
+    chosen: list[ObjectName] = []
+    gaps: list[tuple[int, int]] = []
+    starts = sorted(by_start)
+    at = start if start is not None else (starts[0] if starts else 0)
+    while True:
+        while at in reach:
+            chosen.append(reach[at][1])
+            at = chosen[-1].end
+        following = bisect_left(starts, at)
+        if start is not None or following == len(starts):
+            break
+        gaps.append((at, starts[following]))
+        at = starts[following]
+    taken = set(chosen)
+    return chosen, [name for name in everything if name not in taken], gaps
+
+
+def _without_fenced(names: list[ObjectName]) -> list[ObjectName]:
+    """Leaves out objects that overlap one of a later epoch: their owner had been fenced."""
+    kept: list[ObjectName] = []
+    later: list[tuple[int, int]] = []  # what later epochs cover: disjoint, ascending
+    for epoch in sorted({name.epoch for name in names}, reverse=True):
+        group = [name for name in names if name.epoch == epoch]
+        kept += [name for name in group if not _overlaps(later, name)]
+        later = _merge([*later, *((name.start, name.end) for name in group)])
+    return kept
+
+
+def _overlaps(ranges: list[tuple[int, int]], name: ObjectName) -> bool:
+    at = bisect_left(ranges, (name.end, 0))
+    return at > 0 and ranges[at - 1][1] > name.start
+
+
+def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def describe_object(
+    store: ObjectStore,
+    topic: TopicName,
+    object_id: str,
+    name: ObjectName,
+    *,
+    incarnation: str,
+    created_at: int,
+) -> ObjectDescriptor:
+    """Reads an object whole and describes it.
+
+    Raises:
+        CorruptDataError: It does not hold exactly the frames that its name says.
+        NotFoundError: There is none.
+    """
+    key = object_key(topic, object_id)
+    summary = ObjectSummary(name.start, index_every_messages=_INDEX_EVERY)
+    codec: Codec | None = None
+    position, size = 0, _CHUNK_BYTES
+    while summary.end < name.end:
+        chunk = store.read(key, position, size)
+        scan = scan_frames(chunk, expected_offset=summary.end, end_offset=name.end)
+        if not scan.starts:
+            needed = getattr(scan.stop, "size_bytes", 0)
+            if len(chunk) == size < needed <= FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX:
+                size = needed
+                continue
+            reason = scan.stop.reason if isinstance(scan.stop, Corrupt) else "it ends too early"
+            raise CorruptDataError(
+                f"damaged object: {reason}",
+                topic=str(topic),
+                path=key,
+                position=position,
+                offset=summary.end,
+            )
+        if codec is None:
+            frame = decode_frame(chunk)
+            codec = recognise(frame.body, offset=name.start) if isinstance(frame, Frame) else None
+            codec = codec or Codec.BINCODE2
+        summary.add(FrameBatch(chunk, scan.starts, scan.end, summary.end, codec))
+        position += scan.end
+        size = _CHUNK_BYTES
+    info = store.stat(key)
+    if info.size != position:
+        raise CorruptDataError(
+            f"the object has {info.size} bytes, its frames {position}", path=key, topic=str(topic)
+        )
+    return summary.describe(
+        object_id,
+        epoch=name.epoch,
+        incarnation=incarnation,
+        created_at=created_at,
+        etag=info.etag,
+    )
+
+
+def find_continuation(
+    store: ObjectStore, topic: TopicName, start: int, *, incarnation: str
+) -> list[ObjectDescriptor]:
+    """Whole objects in the bucket that continue a topic from `start` on, without a gap.
+
+    For a catalog that has forgotten them: an older copy of it was restored.
+    """
+    prefix = objects_prefix(topic)
+    names: dict[ObjectName, ObjectInfo] = {}
+    for info in store.list(prefix):
+        name = parse_object_id(info.key.removeprefix(prefix))
+        if name is not None and name.start >= start:
+            names[name] = info
+    chosen, _, _ = choose_objects(names, start=start)
+    found: list[ObjectDescriptor] = []
+    for name in chosen:
+        info = names[name]
+        try:
+            found.append(
+                describe_object(
+                    store,
+                    topic,
+                    info.key.removeprefix(prefix),
+                    name,
+                    incarnation=incarnation,
+                    created_at=int(info.modified_at or 0),
+                )
+            )
+        except (CorruptDataError, NotFoundError):
+            break
+    return found
+
+
+def rebuild_topic(
+    store: ObjectStore,
+    metadata: MetadataStore,
+    keys: TopicKeys,
+    objects: list[ObjectInfo],
+    *,
+    clock: Clock,
+    dry_run: bool,
+) -> TopicReport:
+    """Writes the metadata of a topic from its objects, if there is none.
+
+    Args:
+        store: The bucket.
+        metadata: Where to write.
+        keys: The topic's.
+        objects: Its objects, as listed.
+        clock: For the record of a topic without a manifest.
+        dry_run: Look and report, write nothing.
+
+    Returns:
+        What was found. Damaged objects are in `errors`; a descriptor for the range that their names
+        say is written all the same, so that what is whole in them can be read.
+    """
+    topic = keys.topic
+    report = TopicReport(topic=str(topic))
+    prefix = objects_prefix(topic)
+    named: dict[ObjectName, ObjectInfo] = {}
+    for info in objects:
+        name = parse_object_id(info.key.removeprefix(prefix))
+        if name is None:
+            report.left_out.append(info.key.removeprefix(prefix))
+        else:
+            named[name] = info
+    chosen, rest, report.gaps = choose_objects(named)
+    report.left_out += [named[name].key.removeprefix(prefix) for name in rest]
+    manifest = load_manifest(store, topic)
+    incarnation = manifest.incarnation if manifest is not None else secrets.token_hex(8)
+    for name in chosen:
+        report.objects.append(
+            _describe_anyway(store, topic, name, named[name], incarnation, report)
+        )
+    if metadata.get(keys.record) is not None:
+        report.errors.append(
+            AlreadyExistsError("the metadata store knows this topic", topic=str(topic))
+        )
+        return report
+    if not dry_run:
+        now = clock.now_ns() // 1_000_000_000
+        codecs = [described.codec for described in report.objects if described.codec is not None]
+        record = TopicRecord(
+            epoch=max((name.epoch for name in named), default=0),
+            incarnation=incarnation,
+            ack=manifest.ack if manifest is not None else AckLevel.SYNCED,
+            codec=manifest.codec
+            if manifest is not None
+            else (codecs[-1] if codecs else Codec.BINCODE2),
+            created_at=manifest.created_at if manifest is not None else now,
+        )
+        _write(metadata, keys, record, report.objects)
+        report.is_written = True
+    return report
+
+
+def _describe_anyway(  # noqa: PLR0917
+    store: ObjectStore,
+    topic: TopicName,
+    name: ObjectName,
+    info: ObjectInfo,
+    incarnation: str,
+    report: TopicReport,
+) -> ObjectDescriptor:
+    object_id = info.key.removeprefix(objects_prefix(topic))
+    created_at = int(info.modified_at or 0)
+    try:
+        return describe_object(
+            store, topic, object_id, name, incarnation=incarnation, created_at=created_at
+        )
+    except CorruptDataError as error:
+        report.errors.append(error)
+        return ObjectDescriptor(
+            object_id=object_id,
+            start=name.start,
+            end=name.end,
+            size_bytes=info.size,
+            created_at=created_at,
+            epoch=name.epoch,
+            incarnation=incarnation,
+            messages=name.end - name.start,
+        )
+
+
+def _write(
+    metadata: MetadataStore,
+    keys: TopicKeys,
+    record: TopicRecord,
+    objects: list[ObjectDescriptor],
+) -> None:
+    metadata.delete_prefix(keys.objects)
+    for described in objects:
+        metadata.put(keys.descriptor(described.start), encode_descriptor(described))
+    if objects:
+        metadata.put(keys.current, encode_current(objects[-1].start))
+    written = metadata.transact([Absent(keys.record)], [Put(keys.record, encode_topic(record))])
+    if written is None:
+        raise ConflictError("somebody made the topic meanwhile", topic=str(keys.topic))

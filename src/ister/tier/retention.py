@@ -1,0 +1,96 @@
+"""Which objects of a topic have become too old or too many, and their removal.
+
+Objects go from the oldest on, so that what is left has no hole, and the newest one always stays: it
+says where the topic ends. Descriptors go first, in a transaction of the owner's, then the objects;
+a crash in between leaves objects that nobody names, which garbage collection takes.
+
+An object's age is that of its newest message or of the object itself, whichever is younger. One
+whose age is not known is kept, and with it everything behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ister import failpoints
+from ister.errors import IsterError
+from ister.format.descriptor import ObjectDescriptor
+from ister.limits import MIB
+from ister.metrics import Metrics
+from ister.objectstore.base import ObjectStore
+from ister.tier.names import object_key
+from ister.tier.ownership import OwnedTopic
+
+__all__ = ["expire", "plan_expiry"]
+
+_log = logging.getLogger("ister.tier.retention")
+
+_MINUTE_MS = 60_000
+
+
+def plan_expiry(
+    descriptors: Iterable[ObjectDescriptor],
+    *,
+    now_ms: int,
+    time_minutes: int | None,
+    size_mb: int | None,
+) -> list[ObjectDescriptor]:
+    """The objects that have to go, oldest first; never the newest one.
+
+    Args:
+        descriptors: All of the topic's, ascending.
+        now_ms: The time.
+        time_minutes: Objects older than this go; None keeps them.
+        size_mb: The oldest go until no more than this is left; None keeps them.
+    """
+    if time_minutes is None and size_mb is None:
+        return []
+    everything = list(descriptors)
+    excess = 0
+    if size_mb is not None:
+        excess = sum(d.size_bytes for d in everything) - size_mb * MIB
+    expired: list[ObjectDescriptor] = []
+    for described in everything[:-1]:
+        is_old = time_minutes is not None and _is_older(described, now_ms, time_minutes)
+        if not is_old and excess <= 0:
+            break
+        expired.append(described)
+        excess -= described.size_bytes
+    return expired
+
+
+def _is_older(described: ObjectDescriptor, now_ms: int, minutes: int) -> bool:
+    newest = max(described.publish_time_max or 0, described.created_at * 1000)
+    return newest > 0 and now_ms - newest > minutes * _MINUTE_MS
+
+
+def expire(
+    owned: OwnedTopic, store: ObjectStore, expired: list[ObjectDescriptor], *, metrics: Metrics
+) -> int:
+    """Takes objects out of the topic, and then out of the store.
+
+    Returns:
+        How many objects were removed; one that could not be is left to garbage collection.
+
+    Raises:
+        FencedError: Somebody else owns the topic; nothing was removed.
+        UnavailableError: The metadata store does not answer.
+    """
+    if not expired:
+        return 0
+    owned.expire(expired)
+    removed = 0
+    for described in expired:
+        try:
+            store.delete(object_key(owned.catalog.keys.topic, described.object_id))
+            removed += 1
+        except IsterError as error:
+            _log.warning(
+                "an expired object is left for later",
+                extra={"topic": owned.topic, "object": described.object_id, "error": str(error)},
+            )
+        failpoints.reach("tier.after_delete_object")
+    metrics.count("cloud.expired_objects", removed)
+    _log.info("expired", extra={"topic": owned.topic, "objects": removed})
+    return removed

@@ -1,0 +1,169 @@
+"""What a log does on its own: renew its lease, upload, remove what retention does not keep.
+
+    keeper   renews the lease every third of its time; holds appends back when it cannot
+    tender   looks at every topic a few times a second and hands out cycles that are due
+    pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
+
+Owns: threads and when things are due. Does not own: how anything is done (`tier`).
+
+One topic's trouble is its own: an error is logged and counted where it happens, the topic pauses,
+and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from ister.clock import Clock
+from ister.config import Engine, StorageConfig
+from ister.errors import FencedError, IsterError
+from ister.topic.tiers import Tiers
+from ister.topic.topic import Topic
+
+__all__ = ["Background"]
+
+_log = logging.getLogger("ister.topic.background")
+
+_TICK_SECONDS: Final = 0.25
+_ORPHAN_CHECK_SECONDS: Final = 3600.0
+
+
+class Background:
+    """The threads of one log; see the module header."""
+
+    def __init__(
+        self,
+        topics: Callable[[], list[Topic]],
+        tiers: Tiers,
+        storage: StorageConfig,
+        clock: Clock,
+    ) -> None:
+        """Starts the threads."""
+        self._topics = topics
+        self._tiers = tiers
+        self._storage = storage
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._look = threading.Event()
+        self._uploads = storage.uploader.engine in (Engine.AUTO, Engine.EMBEDDED)
+        now = clock.monotonic()
+        self._retention_at = now + storage.wal.retention.check_interval_minutes * 60
+        self._orphans_at = now + _ORPHAN_CHECK_SECONDS
+        self._pool = ThreadPoolExecutor(storage.uploader.threads, thread_name_prefix="ister-upload")
+        self._threads = [
+            threading.Thread(target=self._keep, name="ister-lease", daemon=True),
+            threading.Thread(target=self._tend, name="ister-tender", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, topic: Topic) -> None:
+        """A topic was opened."""
+        if topic.tier is not None:
+            topic.tier.on_wanted = self._look.set
+        self._look.set()
+
+    def stop(self) -> None:
+        """Ends the threads; a cycle under way is finished first."""
+        self._stopping.set()
+        self._look.set()
+        for thread in self._threads:
+            thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # -- the lease --------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        ttl = self._storage.metadata.lease_ttl_seconds
+        pause = ttl / 3
+        while not self._stopping.wait(pause):
+            try:
+                self._tiers.membership.renew()
+            except IsterError as error:
+                _log.warning("lease not renewed", extra={"error": str(error)})
+                pause = ttl / 15
+            else:
+                pause = ttl / 3
+            self._hold_or_let_go()
+
+    def _hold_or_let_go(self) -> None:
+        is_valid = self._tiers.membership.is_valid
+        for topic in self._topics():
+            if topic.tier is None:
+                continue
+            if is_valid:
+                topic.wal.unhold("lease")
+            else:
+                topic.wal.hold("lease", topic.tier.lapsed_error, waits=False)
+
+    # -- uploads and retention --------------------------------------------------------------
+
+    def _tend(self) -> None:
+        while not self._stopping.is_set():
+            self._look.wait(_TICK_SECONDS)
+            self._look.clear()
+            if self._stopping.is_set():
+                return
+            try:
+                self._hand_out(self._clock.monotonic())
+            except Exception:  # noqa: BLE001
+                # A fault in here must not end uploads for every topic.
+                _log.exception("tender")
+
+    def _hand_out(self, now: float) -> None:
+        has_retention, has_orphans = now >= self._retention_at, now >= self._orphans_at
+        if has_retention:
+            self._retention_at = now + self._storage.wal.retention.check_interval_minutes * 60
+        if has_orphans:
+            self._orphans_at = now + _ORPHAN_CHECK_SECONDS
+        for topic in self._topics():
+            tier = topic.tier
+            if tier is None:
+                continue
+            tier.apply_pressure()
+            if self._uploads and not tier.is_submitted and tier.is_due(now):
+                tier.is_submitted = True
+                self._pool.submit(self._upload, topic)
+            if has_retention:
+                self._pool.submit(self._retain, topic)
+            if has_orphans:
+                self._pool.submit(self._collect, topic)
+
+    def _upload(self, topic: Topic) -> None:
+        tier = topic.tier
+        if tier is None:
+            return
+        try:
+            tier.upload()
+        except IsterError:
+            # Noted by the tier, which decides when to try again.
+            _log.debug("upload", exc_info=True)
+        except Exception:  # noqa: BLE001 - a fault of ours; the thread has other topics to serve
+            _log.exception("upload", extra={"topic": topic.name})
+        finally:
+            tier.is_submitted = False
+
+    def _retain(self, topic: Topic) -> None:
+        tier = topic.tier
+        if tier is None:
+            return
+        for what in (tier.trim, tier.expire):
+            try:
+                what()
+            except FencedError:
+                return
+            except IsterError as error:
+                self._tiers.metrics.count("retention.errors_total")
+                _log.warning("retention", extra={"topic": topic.name, "error": str(error)})
+
+    def _collect(self, topic: Topic) -> None:
+        if topic.tier is None:
+            return
+        try:
+            topic.tier.collect_orphans()
+        except IsterError as error:
+            _log.warning("orphans", extra={"topic": topic.name, "error": str(error)})

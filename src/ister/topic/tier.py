@@ -1,0 +1,469 @@
+"""One topic's second tier: its uploads, its history, its retention, and who owns it.
+
+Owns: the order of things between the local log and the bucket, and how far behind uploads are.
+Does not own: threads (`background`), the local files (`ister.wal`), the bucket's rules
+(`ister.tier`).
+
+Invariants:
+
+- only synced messages are uploaded, and `tiered` moves over a gapless prefix;
+- a local file goes only after the bucket's copy of all its offsets was found in the catalog and
+  checked, byte for byte unless configured otherwise; a copy that is lost or damaged is uploaded
+  again first;
+- a process that is not surely the owner acknowledges nothing.
+
+One upload runs at a time; retention does not run beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ister.config import Verify
+from ister.errors import (
+    CapacityError,
+    CorruptDataError,
+    DataGapError,
+    FencedError,
+    IsterError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
+from ister.format.checkpoint import UploaderCheckpoint
+from ister.format.descriptor import ObjectDescriptor
+from ister.tier.names import object_key
+from ister.tier.orphans import collect_orphans
+from ister.tier.ownership import OwnedTopic
+from ister.tier.reader import HistoryReader
+from ister.tier.retention import expire, plan_expiry
+from ister.tier.verify import verify_content, verify_size
+from ister.topic.retention import LocalFile, plan_trim
+from ister.topic.tiers import Tiers
+from ister.wal.log import Wal
+from ister.wal.reader import WalReader
+
+__all__ = ["Tiered", "TopicTier"]
+
+_log = logging.getLogger("ister.topic.tier")
+
+_RETRY_SECONDS_MIN: Final = 0.5
+_RETRY_SECONDS_MAX: Final = 60.0
+# A hold on producers ends when the lag is clearly below its limit, not just under it.
+_RELIEF: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiered:
+    """What an upload cycle has moved: the offsets `start` up to, not including, `end`."""
+
+    start: int
+    end: int
+    objects: tuple[ObjectDescriptor, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the objects."""
+        return sum(described.size_bytes for described in self.objects)
+
+
+class TopicTier:
+    """See the module header. Thread-safe."""
+
+    def __init__(self, *, wal: Wal, owned: OwnedTopic, tiers: Tiers, backlog_bytes: int) -> None:
+        """Takes over a topic that was claimed and whose log was recovered.
+
+        Args:
+            wal: The topic's log.
+            owned: The claim.
+            tiers: The stores.
+            backlog_bytes: About how much of the local files is not tiered yet.
+        """
+        self._wal = wal
+        self.owned = owned
+        self._tiers = tiers
+        self._clock = tiers.clock
+        self._metrics = tiers.metrics
+        self._uploader = tiers.uploader(owned)
+        self._uploading = threading.Lock()
+        self._lag_base = backlog_bytes
+        self._lag_mark = 0
+        self._cycle_at = -float("inf")
+        self._retry_at = -float("inf")
+        self._failures = 0
+        self.last_error: IsterError | None = None
+        """Why the last cycle failed; None after one that did not."""
+        self.is_wanted = False
+        """Whether somebody waits for `tiered`."""
+        self.is_submitted = False
+        """Whether a cycle is on its way to a thread; kept by `background`."""
+        self.on_wanted: Callable[[], None] = lambda: None
+        """Called when an upload should not wait for its time."""
+        owned.on_fenced = self._on_fenced
+        wal.on_tier_wanted = self._on_wanted
+        wal.note_tiered(min(owned.tiered, wal.synced))
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def earliest(self) -> int:
+        """The first offset that any tier holds."""
+        first = self.owned.first
+        trimmed = self._wal.trimmed
+        return trimmed if first is None else min(first.start, trimmed)
+
+    @property
+    def lag_bytes(self) -> int:
+        """About how many synced bytes are not in the bucket yet."""
+        if self._wal.synced <= (self._wal.tiered or 0):
+            return 0
+        return max(0, self._lag_base + self._wal.synced_bytes_total - self._lag_mark)
+
+    def check_owner(self) -> None:
+        """Makes sure that this process may acknowledge something now.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            UnavailableError: The lease may have ended; the metadata store has not answered.
+        """
+        if self.owned.is_fenced:
+            raise self._fenced_error()
+        if not self._tiers.membership.is_valid:
+            raise self.lapsed_error()
+
+    def lapsed_error(self) -> UnavailableError:
+        """What callers get while it is not sure that this process owns the topic."""
+        return UnavailableError(
+            "the metadata store has not answered in time, so the topic may have another owner",
+            topic=self.owned.topic,
+            hint="whether the message is stored is unknown; it goes on when the store answers",
+        )
+
+    def _fenced_error(self) -> FencedError:
+        return FencedError("another owner has the topic", topic=self.owned.topic)
+
+    def _on_fenced(self, error: FencedError) -> None:
+        self._wal.hold("fenced", self._fenced_error, waits=False)
+
+    def _on_wanted(self) -> None:
+        self.is_wanted = True
+        self.on_wanted()
+
+    def history(self) -> HistoryReader:
+        """A reader of the topic's objects."""
+        return self._tiers.reader(self.owned.catalog)
+
+    # -- uploads ----------------------------------------------------------------------------
+
+    def is_due(self, now: float) -> bool:
+        """Whether a cycle should begin: by time, by size, or because somebody waits."""
+        if self.owned.is_fenced or now < self._retry_at:
+            return False
+        if self._wal.synced <= (self._wal.tiered or 0):
+            return False
+        settings = self._tiers.storage.uploader
+        return (
+            self.is_wanted
+            or now - self._cycle_at >= settings.interval_seconds
+            or self.lag_bytes >= settings.max_batch_bytes
+        )
+
+    def upload(self) -> Tiered:
+        """One cycle: everything that is synced by now goes into the bucket.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            DataGapError: The bucket ends before the local files begin.
+            CorruptDataError: A local frame is damaged; what lies before it was uploaded.
+            UnavailableError: A store does not answer; the next cycle goes on where this one ended.
+            PermissionDeniedError: A store refuses.
+        """
+        with self._uploading:
+            began = self._clock.monotonic()
+            self._cycle_at = began
+            self.is_wanted = False
+            try:
+                tiered = self._upload()
+            except IsterError as error:
+                self._note_failure(error)
+                raise
+            finally:
+                self._metrics.observe(
+                    "uploader.cycle_duration_seconds", self._clock.monotonic() - began
+                )
+            self._failures = 0
+            self._retry_at = -float("inf")
+            self.last_error = None
+            return tiered
+
+    def _upload(self) -> Tiered:
+        wal = self._wal
+        mark, synced = wal.synced_bytes_total, wal.synced
+        first = start = self._next_start()
+        objects: list[ObjectDescriptor] = []
+        source = self._source()
+        try:
+            while (described := self._uploader.upload(source, start, synced)) is not None:
+                start = described.end
+                objects.append(described)
+                self._note_object(described, source.place)
+        finally:
+            source.close()
+            self.apply_pressure()
+        self._lag_base, self._lag_mark = 0, mark
+        self.apply_pressure()
+        return Tiered(start=first, end=start, objects=tuple(objects))
+
+    def _next_start(self) -> int:
+        start = self.owned.tiered if self.owned.last is not None else self._wal.trimmed
+        if start < self._wal.trimmed:
+            raise DataGapError(
+                "the bucket ends before the local files begin",
+                start=start,
+                end=self._wal.trimmed,
+                topic=self.owned.topic,
+            )
+        return start
+
+    def _note_object(self, described: ObjectDescriptor, place: tuple[int, int]) -> None:
+        self._wal.note_tiered(described.end)
+        self._lag_base -= described.size_bytes
+        self.apply_pressure()
+        directory = self._wal.directory
+        if directory is None:
+            return
+        checkpoint = UploaderCheckpoint(
+            last_committed_offset=described.end - 1,
+            last_read_file_seq=place[0],
+            last_read_byte_position=place[1],
+            last_object_id=described.object_id,
+            updated_at=self._clock.now_ns() // 1_000_000_000,
+        )
+        try:
+            directory.save_uploader(checkpoint)
+        except IsterError as error:
+            # The catalog is the truth; this is for those who look at the directory alone.
+            _log.warning(
+                "uploader checkpoint not saved",
+                extra={"topic": self.owned.topic, "error": str(error)},
+            )
+
+    def _note_failure(self, error: IsterError) -> None:
+        self.last_error = error
+        self._failures += 1
+        pause = min(_RETRY_SECONDS_MAX, _RETRY_SECONDS_MIN * 2 ** min(self._failures, 10))
+        # Topics that failed together must not come back together.
+        pause *= random.uniform(0.5, 1.0)  # noqa: S311
+        self._retry_at = self._clock.monotonic() + pause
+        self._metrics.count("uploader.errors_total")
+        _log.warning(
+            "upload failed",
+            extra={"topic": self.owned.topic, "error": str(error), "retry_seconds": pause},
+        )
+
+    def _source(self) -> WalReader:
+        return WalReader(
+            self._wal,
+            chunk_bytes=self._tiers.storage.uploader.stream_chunk_size // 2,
+            metrics=self._metrics,
+            clock=self._clock,
+        )
+
+    def apply_pressure(self) -> None:
+        """Keeps producers back while too much waits for its upload, and lets them go after."""
+        limit = self._tiers.storage.uploader.max_lag_bytes
+        lag = self.lag_bytes
+        if lag > limit:
+            self._wal.hold("lag", self._lag_error, waits=True)
+            self._on_wanted()
+        elif lag <= limit * _RELIEF:
+            self._wal.unhold("lag")
+
+    def _lag_error(self) -> CapacityError:
+        reason = f": {self.last_error.message}" if self.last_error is not None else ""
+        return CapacityError(
+            f"{self.lag_bytes} bytes wait for their upload{reason}",
+            topic=self.owned.topic,
+            hint="it goes on when the bucket has caught up; "
+            "storage.uploader.max_lag_bytes sets the limit",
+        )
+
+    # -- retention --------------------------------------------------------------------------
+
+    def trim(self) -> int:
+        """Removes the local files that retention does not keep, once the bucket surely has them.
+
+        Returns:
+            How many.
+
+        Raises:
+            IsterError: Something is not as it should be; nothing was removed.
+        """
+        wal, retention = self._wal, self._tiers.storage.wal.retention
+        with self._uploading:
+            before = plan_trim(
+                self._local_files(),
+                safe_before=min(self.owned.tiered, self._subscription_floor()),
+                now_ms=self._clock.now_ns() // 1_000_000,
+                time_minutes=retention.time_minutes,
+                size_mb=retention.size_mb,
+            )
+            if before is None or before <= wal.trimmed:
+                return 0
+            self.check_owner()
+            self._assure(wal.trimmed, before)
+            return wal.trim(before)
+
+    def _local_files(self) -> list[LocalFile]:
+        directory = self._wal.directory
+        if directory is None:
+            return []
+        found: list[LocalFile] = []
+        for file in self._wal.files:
+            path = directory.log_path(file.seq)
+            handle = directory.fs.open_read(path)
+            try:
+                size = handle.size()
+            finally:
+                handle.close()
+            found.append(
+                LocalFile(
+                    first_offset=file.first_offset,
+                    size_bytes=size,
+                    modified_ms=directory.fs.modified_ms(path),
+                )
+            )
+        return found
+
+    def _subscription_floor(self) -> int:
+        """The first offset that an active subscription has yet to read."""
+        retention = self._tiers.storage.wal.retention
+        oldest = self._clock.now_ns() // 1_000_000 - (
+            retention.active_subscription_grace_seconds * 1000
+        )
+        return min(
+            (
+                found.progress.offset
+                for found in self.owned.catalog.subscriptions()
+                if found.progress.timestamp >= oldest
+                and found.progress.incarnation in ("", self.owned.record.incarnation)
+            ),
+            default=1 << 64,
+        )
+
+    def _assure(self, start: int, end: int) -> None:
+        """Makes sure that the bucket holds a range, whole and readable, and repairs what is not.
+
+        Raises:
+            DataGapError: The catalog has a hole there.
+            IsterError: An object is bad and could not be uploaded again.
+        """
+        content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
+        at = start
+        for described, revision in self.owned.catalog.descriptors(start, end):
+            if described.start > at:
+                break
+            self._assure_object(described, revision, content=content)
+            at = described.end
+        if at < end:
+            raise DataGapError(
+                "no object holds the offset", start=at, end=end, topic=self.owned.topic
+            )
+
+    def _assure_object(self, described: ObjectDescriptor, revision: int, *, content: bool) -> bool:
+        """Checks an object, and uploads it again where it is bad; whether it was."""
+        key = object_key(self.owned.catalog.keys.topic, described.object_id)
+        chunk_bytes = self._tiers.storage.cloud_reader.fetch_chunk_size
+        try:
+            if content:
+                verify_content(self._tiers.objects, key, described, chunk_bytes=chunk_bytes)
+            else:
+                verify_size(self._tiers.objects, key, described.size_bytes)
+        except (NotFoundError, CorruptDataError) as error:
+            if described.start < self._wal.trimmed:
+                raise
+            _log.error(
+                "an object is lost or damaged; uploading it again from the local files",
+                extra={"topic": self.owned.topic, "error": str(error)},
+            )
+            source = self._source()
+            try:
+                self._uploader.upload_again(source, described, revision)
+            finally:
+                source.close()
+            return True
+        return False
+
+    def repair_objects(self, *, content: bool = True) -> tuple[list[str], list[IsterError]]:
+        """Checks every object, and uploads those again that are bad and still in local files.
+
+        Args:
+            content: Read them; else only look whether they are there, with their size.
+
+        Returns:
+            The names of the objects that were uploaded again, and what could not be repaired.
+        """
+        repaired: list[str] = []
+        errors: list[IsterError] = []
+        at: int | None = None
+        with self._uploading:
+            for described, revision in list(self.owned.catalog.descriptors()):
+                if at is not None and described.start > at:
+                    errors.append(
+                        DataGapError(
+                            "no object holds the offset",
+                            start=at,
+                            end=described.start,
+                            topic=self.owned.topic,
+                        )
+                    )
+                at = described.end
+                try:
+                    if self._assure_object(described, revision, content=content):
+                        repaired.append(described.object_id)
+                except (NotFoundError, CorruptDataError, OffsetOutOfRangeError) as error:
+                    error.topic = self.owned.topic
+                    error.offset = described.start if error.offset is None else error.offset
+                    errors.append(error)
+        return repaired, errors
+
+    def expire(self) -> int:
+        """Removes the objects that bucket retention does not keep; how many."""
+        retention = self._tiers.storage.cloud.retention
+        if retention.time_minutes is None and retention.size_mb is None:
+            return 0
+        with self._uploading:
+            planned = plan_expiry(
+                (described for described, _ in self.owned.catalog.descriptors()),
+                now_ms=self._clock.now_ns() // 1_000_000,
+                time_minutes=retention.time_minutes,
+                size_mb=retention.size_mb,
+            )
+            return expire(self.owned, self._tiers.objects, planned, metrics=self._metrics)
+
+    def collect_orphans(self) -> list[str]:
+        """Removes objects that belong to nothing, after their grace period; their names."""
+        with self._uploading:
+            return collect_orphans(
+                self.owned,
+                self._tiers.objects,
+                grace_seconds=self._tiers.storage.cloud.orphan_grace_minutes * 60,
+                clock=self._clock,
+                metrics=self._metrics,
+            )
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Gives the topic back after its log was closed; it is not handed over."""
+        self._tiers.membership.remove(self.owned)
+        try:
+            self.owned.release()
+        except IsterError as error:
+            # The lease ends by itself.
+            _log.warning("not released", extra={"topic": self.owned.topic, "error": str(error)})

@@ -1,0 +1,282 @@
+"""The stores behind a log's topics, opened from its settings and shared by all of them.
+
+    Tiers = object store + metadata store + this node's membership + threads that read ahead
+
+Owns: their opening and closing, and the node's identity. Does not own: any topic's state.
+
+The node's identity is a file beside the topics' directories, under the same lock: whoever has the
+files is the node. See `ister.tier.ownership` for what that is good for.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from ister import failpoints
+from ister.clock import Clock
+from ister.config import (
+    CloudBackend,
+    Finalize,
+    MetadataBackend,
+    MetadataConfig,
+    OnDamage,
+    StorageConfig,
+)
+from ister.errors import ConflictError, IsterError, NotFoundError
+from ister.fs.base import FileSystem
+from ister.limits import KIB
+from ister.metadata.base import MetadataStore
+from ister.metrics import Metrics
+from ister.model import TopicName
+from ister.objectstore.base import ObjectStore
+from ister.tier.catalog import Catalog
+from ister.tier.names import TOPICS_PREFIX, TopicKeys, objects_prefix
+from ister.tier.ownership import Membership, NewTopic, OwnedTopic, claim, resume_delete
+from ister.tier.reader import HistoryReader, ReaderSettings
+from ister.tier.rebuild import Manifest, save_manifest
+from ister.tier.uploader import Uploader, UploadSettings
+
+__all__ = ["NODE_NAME", "Tiers", "open_metadata", "open_objects", "read_node"]
+
+_log = logging.getLogger("ister.topic.tiers")
+
+NODE_NAME: Final = ".node"
+_READ_AHEAD_THREADS: Final = 4
+_NODE_BYTES: Final = 8
+
+
+def open_objects(storage: StorageConfig, clock: Clock) -> ObjectStore:
+    """The object store that the settings name.
+
+    Raises:
+        ConfigError: The settings do not make sense, or a library is missing.
+    """
+    from ister.objectstore.opendal_store import open_store  # noqa: PLC0415 - loads a large library
+
+    cloud = storage.cloud
+    backend = CloudBackend.FS if cloud.backend is CloudBackend.LOCAL else cloud.backend
+    return open_store(
+        backend.value,
+        cloud.root or "",
+        cloud.options,
+        clock=clock,
+        call_timeout_seconds=float(cloud.call_timeout_seconds),
+    )
+
+
+def open_metadata(
+    config: MetadataConfig, clock: Clock, *, read_only: bool = False
+) -> MetadataStore:
+    """The metadata store that the settings name.
+
+    Raises:
+        ConfigError: The settings do not make sense, or a library is missing.
+        UnavailableError: It does not answer.
+        CorruptDataError: SQLite's file is damaged.
+    """
+    if config.backend is MetadataBackend.MEMORY:
+        from ister.metadata.memory import MemoryMetadata  # noqa: PLC0415
+
+        return MemoryMetadata(clock)
+    if config.backend is MetadataBackend.ETCD:
+        from ister.metadata.etcd import EtcdMetadata  # noqa: PLC0415 - an extra
+
+        return EtcdMetadata(
+            config.endpoints, clock=clock, username=config.username, password=config.password
+        )
+    from ister.metadata.sqlite import SqliteMetadata  # noqa: PLC0415
+
+    return SqliteMetadata(config.path or "", clock=clock, read_only=read_only)
+
+
+def read_node(fs: FileSystem, root: str) -> str:
+    """The identity of the node whose files these are; made at the first call.
+
+    The caller holds the directory's lock.
+    """
+    path = f"{root}/{NODE_NAME}"
+    try:
+        file = fs.open_read(path)
+    except NotFoundError:
+        return _make_node(fs, root, path)
+    try:
+        node = file.read_at(0, KIB).decode("ascii", errors="replace").strip()
+    finally:
+        file.close()
+    # A crash in the middle of making it leaves an empty file, or none: nobody has used it then.
+    return node if len(node) == 2 * _NODE_BYTES else _make_node(fs, root, path)
+
+
+def _make_node(fs: FileSystem, root: str, path: str) -> str:
+    node = secrets.token_hex(_NODE_BYTES)
+    temporary = f"{path}.tmp"
+    file = fs.create(temporary)
+    try:
+        file.write_at(0, [f"{node}\n".encode()])
+        file.sync()
+    finally:
+        file.close()
+    fs.rename(temporary, path)
+    fs.sync_directory(root)
+    return node
+
+
+class Tiers:
+    """What the topics of one log share beside their files. Thread-safe."""
+
+    def __init__(
+        self,
+        storage: StorageConfig,
+        *,
+        node: str,
+        objects: ObjectStore,
+        metadata: MetadataStore,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        """Joins the metadata store as `node`; the stores are closed with this."""
+        self.storage = storage
+        self.objects = objects
+        self.metadata = metadata
+        self.clock = clock
+        self.metrics = metrics
+        self.membership = Membership(
+            metadata, node=node, ttl_seconds=storage.metadata.lease_ttl_seconds, clock=clock
+        )
+        self._ahead: ThreadPoolExecutor | None = None
+        self.upload_memory_bytes = 0
+        """What uploads under way may hold now."""
+
+    # -- topics -----------------------------------------------------------------------------
+
+    def keys(self, name: TopicName) -> TopicKeys:
+        """The metadata keys of a topic."""
+        return TopicKeys(self.storage.metadata.root_prefix, name)
+
+    def catalog(self, name: TopicName) -> Catalog:
+        """What the metadata store knows about a topic."""
+        return Catalog(self.metadata, self.keys(name), clock=self.clock, metrics=self.metrics)
+
+    def claim(self, name: TopicName, *, new: NewTopic | None, take_over: bool) -> OwnedTopic:
+        """Makes this node the owner of a topic.
+
+        Raises:
+            NotFoundError: There is no such topic, and `new` is None.
+            ConflictError: Another node has it, or the bucket knows more than the metadata store.
+            UnavailableError: A store does not answer.
+        """
+        catalog = self.catalog(name)
+        is_known = catalog.record() is not None
+        if not is_known and new is not None:
+            self._refuse_forgotten(name)
+        owned = claim(
+            catalog,
+            self.membership,
+            new=new,
+            take_over=take_over,
+            clock=self.clock,
+            metrics=self.metrics,
+        )
+        if owned.record.epoch == 1 or not is_known:
+            self._save_manifest(name, owned)
+        return owned
+
+    def _refuse_forgotten(self, name: TopicName) -> None:
+        """Refuses to begin a topic anew whose history lies in the bucket."""
+        if next(iter(self.objects.list(objects_prefix(name))), None) is not None:
+            raise ConflictError(
+                "the bucket has objects of this topic, and the metadata store does not know it",
+                topic=str(name),
+                hint="`ister recover` rebuilds the metadata from the bucket",
+            )
+
+    def _save_manifest(self, name: TopicName, owned: OwnedTopic) -> None:
+        record = owned.record
+        try:
+            save_manifest(
+                self.objects,
+                name,
+                Manifest(
+                    ack=record.ack,
+                    codec=record.codec,
+                    incarnation=record.incarnation,
+                    created_at=record.created_at,
+                ),
+            )
+        except IsterError as error:
+            # Only `ister recover` reads it, and does without if need be.
+            _log.warning("manifest not saved", extra={"topic": str(name), "error": str(error)})
+
+    def delete(self, name: TopicName, owned: OwnedTopic | None) -> None:
+        """Removes what the stores hold of a topic that this node owns, or had begun to delete.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            UnavailableError: A store does not answer; call it again.
+        """
+        if owned is None:
+            owned = resume_delete(self.catalog(name), clock=self.clock, metrics=self.metrics)
+        else:
+            owned.mark_deleting()
+        failpoints.reach("tier.after_mark_deleting")
+        for info in list(self.objects.list(f"{TOPICS_PREFIX}{name.namespace}/{name.topic}/")):
+            self.objects.delete(info.key)
+            failpoints.reach("tier.after_delete_object")
+        owned.finish_delete()
+        self.membership.remove(owned)
+
+    def uploader(self, owned: OwnedTopic) -> Uploader:
+        """What uploads a topic."""
+        settings = self.storage.uploader
+        return Uploader(
+            owned,
+            self.objects,
+            settings=UploadSettings(
+                copies=settings.finalize is Finalize.COPY,
+                chunk_bytes=settings.stream_chunk_size,
+                concurrent_parts=settings.concurrent_parts,
+                index_every_messages=settings.index_every_messages,
+                object_bytes_max=settings.max_object_bytes,
+                object_span_ms_max=settings.max_object_seconds * 1000,
+            ),
+            clock=self.clock,
+            metrics=self.metrics,
+            on_memory=self._note_memory,
+        )
+
+    def _note_memory(self, change: int) -> None:
+        self.upload_memory_bytes += change
+
+    def reader(self, catalog: Catalog) -> HistoryReader:
+        """A reader of a topic's objects."""
+        settings = self.storage.cloud_reader
+        return HistoryReader(
+            catalog,
+            self.objects,
+            settings=ReaderSettings(
+                chunk_bytes=settings.fetch_chunk_size,
+                ranged=settings.enable_ranged_reads,
+                skips_damage=settings.on_damage is OnDamage.SKIP,
+            ),
+            clock=self.clock,
+            metrics=self.metrics,
+            ahead=self._read_ahead() if settings.read_ahead else None,
+        )
+
+    def _read_ahead(self) -> ThreadPoolExecutor:
+        if self._ahead is None:
+            self._ahead = ThreadPoolExecutor(
+                _READ_AHEAD_THREADS, thread_name_prefix="ister-read-ahead"
+            )
+        return self._ahead
+
+    def close(self) -> None:
+        """Gives up every topic and lets go of the stores. May be called twice."""
+        if self._ahead is not None:
+            self._ahead.shutdown(wait=True, cancel_futures=True)
+        self.membership.end()
+        self.metadata.close()
+        self.objects.close()

@@ -1,0 +1,1 @@
+"""Real servers on loopback ports, and a proxy that misbehaves in front of them."""

@@ -1,0 +1,496 @@
+"""SQLite's own: settings that keep commits, several processes, kill -9, damage, versions."""
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ister.clock import ManualClock, SystemClock
+from ister.errors import (
+    CapacityError,
+    CommitUnknownError,
+    ConfigError,
+    CorruptDataError,
+    DiskError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedOperationError,
+    UnsupportedVersionError,
+)
+from ister.metadata import sqlite
+from ister.metadata.base import Put, RevisionIs
+from ister.metadata.sqlite import SqliteMetadata
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "meta.db")
+
+
+@pytest.fixture
+def open_store(path):
+    opened = []
+
+    def open_it(**options):
+        opened.append(SqliteMetadata(path, **{"clock": SystemClock(), **options}))
+        return opened[-1]
+
+    yield open_it
+    for store in opened:
+        store.close()
+
+
+def _pragma(connection, name):
+    return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def _raw(path, *statements):
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        return [connection.execute(statement).fetchall() for statement in statements]
+    finally:
+        connection.close()
+
+
+# -- opening ------------------------------------------------------------------------------------
+
+
+def test_every_connection_syncs_every_commit(open_store):
+    store = open_store()
+    assert _pragma(store._writer, "journal_mode") == "wal"
+    assert _pragma(store._writer, "synchronous") == 2
+    with store._reader("test") as connection:
+        assert _pragma(connection, "synchronous") == 2
+
+
+def test_file_and_directories_are_made_and_not_for_everyone(tmp_path):
+    store = SqliteMetadata(str(tmp_path / "a" / "b" / "meta.db"), clock=SystemClock())
+    store.put("/a", b"")
+    for name in ("meta.db", "meta.db-wal", "meta.db-shm"):
+        assert (tmp_path / "a" / "b" / name).stat().st_mode & 0o117 == 0
+    store.close()
+    assert os.listdir(tmp_path / "a" / "b") == ["meta.db"]
+
+
+def test_path_with_characters_of_a_uri_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "a?mode=memory#%41 b"
+    with_name = SqliteMetadata(str(path), clock=SystemClock())
+    with_name.put("/a", b"1")
+    with_name.close()
+    assert path.stat().st_size > 0
+
+
+def test_content_survives_closing(open_store):
+    store = open_store()
+    revision = store.put("/a", b"1")
+    store.close()
+    again = open_store()
+    assert again.get("/a").revision == revision
+    assert again.put("/a", b"2") == revision + 1
+
+
+@pytest.mark.parametrize("size", [0, 1], ids=["empty file", "no tables"])
+def test_crash_while_making_the_file_is_mended(path, open_store, size):
+    if size:
+        _raw(path, "PRAGMA journal_mode = WAL")
+    else:
+        open(path, "w").close()
+    with pytest.raises(NotFoundError):
+        open_store(read_only=True)
+    assert open_store().put("/a", b"") == 1
+
+
+def test_file_system_without_wal_is_refused(path, open_store, monkeypatch):
+    class Network(sqlite3.Connection):
+        def execute(self, statement, *values):
+            if statement == "PRAGMA journal_mode = WAL":
+                statement = "PRAGMA journal_mode"
+            return super().execute(statement, *values)
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Network)
+    )
+    with pytest.raises(UnavailableError) as refused:
+        open_store()
+    assert "local file system" in str(refused.value)
+
+
+def test_synchronous_that_cannot_be_set_is_refused(path, open_store, monkeypatch):
+    class Fast(sqlite3.Connection):
+        def execute(self, statement, *values):
+            return super().execute(statement.replace("FULL", "NORMAL"), *values)
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Fast))
+    with pytest.raises(ConfigError):
+        open_store()
+
+
+def test_many_open_a_new_file_at_once(path):
+    """Eight processes race for making it; all of them get to write."""
+    children = [_child(path, f"print(store.put('/{number}', b''))") for number in range(8)]
+    revisions = [int(child.communicate(timeout=60)[0]) for child in children]
+    assert sorted(revisions) == list(range(1, 9))
+
+
+# -- damage and versions ------------------------------------------------------------------------
+
+
+def test_file_that_is_no_database_is_damage(path, open_store):
+    with open(path, "wb") as file:
+        file.write(b"certainly not SQLite\n" * 500)
+    for read_only in (False, True):
+        with pytest.raises(CorruptDataError) as damaged:
+            open_store(read_only=read_only)
+        assert "ister recover" in damaged.value.hint
+        assert damaged.value.path == path
+
+
+def test_damaged_page_is_found_at_open(path, open_store):
+    store = open_store()
+    for number in range(200):
+        store.put(f"/{number}", b"x" * 300)
+    store.close()
+    with open(path, "r+b") as file:
+        for page in range(2, os.path.getsize(path) // 4096):
+            file.seek(page * 4096)
+            file.write(b"\xa5" * 200)
+    for read_only in (False, True):
+        with pytest.raises(CorruptDataError) as damaged:
+            open_store(read_only=read_only)
+        assert damaged.value.hint == "restore it, or delete it and run `ister recover`"
+
+
+def test_damage_met_later_stops_the_store(path, open_store):
+    store = open_store()
+    for number in range(200):
+        store.put(f"/{number}", b"x" * 300)
+    store.close()
+    store = open_store()
+    with open(path, "r+b") as file:
+        file.seek(4096)
+        file.write(b"\xa5" * (os.path.getsize(path) - 4096))
+    with pytest.raises(CorruptDataError):
+        store.range("/")
+    with pytest.raises(CorruptDataError):
+        store.put("/1", b"")
+
+
+def test_newer_schema_is_refused_and_left_alone(path, open_store):
+    open_store().close()
+    _raw(path, "PRAGMA user_version = 2", "PRAGMA wal_checkpoint(TRUNCATE)")
+    for read_only in (False, True):
+        with pytest.raises(UnsupportedVersionError) as newer:
+            open_store(read_only=read_only)
+        assert "upgrade" in newer.value.hint
+    assert _raw(path, "PRAGMA user_version") == [[(2,)]]
+
+
+def test_database_of_another_program_is_refused(path, open_store):
+    _raw(path, "CREATE TABLE theirs (x)", "INSERT INTO theirs VALUES (1)")
+    with pytest.raises(ConfigError):
+        open_store()
+    assert _raw(path, "SELECT * FROM theirs") == [[(1,)]]
+
+
+# -- several processes --------------------------------------------------------------------------
+
+_PREAMBLE = """
+import sys
+from ister.clock import SystemClock
+from ister.metadata.base import Put, RevisionIs
+from ister.metadata.sqlite import SqliteMetadata
+store = SqliteMetadata(sys.argv[1], clock=SystemClock(), busy_timeout_seconds=30)
+"""
+
+
+def _child(path, program):
+    return subprocess.Popen(
+        [sys.executable, "-c", _PREAMBLE + program, path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(sqlite.__file__) + "/..")},
+    )
+
+
+def test_two_processes_share_the_file(path, open_store):
+    """Both add one, fifty times, by comparing revisions; nothing is lost."""
+    store = open_store()
+    store.put("/n", b"0")
+    program = """
+for _ in range(50):
+    while True:
+        seen = store.get("/n")
+        put = Put("/n", b"%d" % (int(seen.value) + 1))
+        if store.transact([RevisionIs("/n", seen.revision)], [put]): break
+store.close()
+"""
+    child = _child(path, program)
+    for _ in range(50):
+        while True:
+            seen = store.get("/n")
+            put = Put("/n", b"%d" % (int(seen.value) + 1))
+            if store.transact([RevisionIs("/n", seen.revision)], [put]):
+                break
+    assert child.wait(60) == 0
+    child.stdout.close()
+    assert store.get("/n").value == b"100"
+
+
+@pytest.mark.parametrize("answers", [1, 30, 150])
+def test_kill_in_the_middle_of_commits_loses_nothing_answered(path, open_store, answers):
+    """A child prints every revision it was answered and is killed; all of them are there."""
+    program = """
+number = 0
+while True:
+    number += 1
+    print(store.transact([], [Put(f"/{number:06d}", b"%d" % number), Put("/last", b"x" * 5000)]),
+          flush=True)
+"""
+    child = _child(path, program)
+    try:
+        answered = [int(child.stdout.readline()) for _ in range(answers)]
+    finally:
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read().splitlines()
+        child.stdout.close()
+        child.wait()
+    answered += [int(line) for line in rest if line]
+    store = open_store()
+    found = store.range("/0")
+    assert [pair.revision for pair in found][: len(answered)] == answered
+    assert len(found) - len(answered) in (0, 1)
+    assert [pair.value for pair in found] == [b"%d" % (n + 1) for n in range(len(found))]
+    assert store.get("/last").revision == found[-1].revision
+    assert store.put("/next", b"") == found[-1].revision + 1
+
+
+def test_lease_of_a_killed_process_ends(path, open_store):
+    program = """
+lease = store.grant_lease(1)
+print(store.put("/owner", b"child", lease), lease.valid_until, flush=True)
+sys.stdin.read()
+"""
+    child = _child(path, program)
+    _, valid_until = child.stdout.readline().split()
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    store = open_store()
+    while (owner := store.get("/owner")) is not None:
+        assert owner.value == b"child"
+        assert time.monotonic() < float(valid_until) + 1
+        time.sleep(0.01)
+    assert time.monotonic() >= float(valid_until)
+
+
+def test_watch_sees_another_process(path, open_store):
+    heard = threading.Event()
+    watch = open_store().watch("/t/", lambda key: heard.set() if key == "/t/a" else None)
+    child = _child(path, "store.put('/t/a', b'')")
+    assert heard.wait(20)
+    watch.close()
+    child.communicate(timeout=20)
+
+
+# -- locks and full disks -----------------------------------------------------------------------
+
+
+def test_lock_held_for_too_long_is_unavailable(path, open_store):
+    store = open_store(busy_timeout_seconds=0.2)
+    store.put("/a", b"1")
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    try:
+        before = time.monotonic()
+        with pytest.raises(UnavailableError) as busy:
+            store.put("/a", b"2")
+        assert 0.15 < time.monotonic() - before < 5
+        assert not isinstance(busy.value, CommitUnknownError)
+        assert store.get("/a").value == b"1"
+    finally:
+        holder.execute("ROLLBACK")
+        holder.close()
+    assert store.put("/a", b"2")
+
+
+def test_full_file_is_capacity_and_leaves_the_store_usable(open_store):
+    store = open_store()
+    store.put("/a", b"1")
+    pages = _pragma(store._writer, "page_count")
+    store._writer.execute(f"PRAGMA max_page_count = {pages + 4}")
+    with pytest.raises(CapacityError):
+        store.put("/b", b"x" * 200_000)
+    assert store.get("/b") is None
+    assert store.put("/c", b"1") == 2
+
+
+def test_failed_sync_of_a_commit_is_an_unknown_outcome(open_store, monkeypatch):
+    store = open_store()
+    store.put("/a", b"1")
+
+    class Broken:
+        def __init__(self, connection):
+            self.connection = connection
+
+        def __getattr__(self, name):
+            return getattr(self.connection, name)
+
+        def execute(self, statement, *values):
+            if statement == "COMMIT":
+                error = sqlite3.OperationalError("disk I/O error")
+                error.sqlite_errorcode = sqlite3.SQLITE_IOERR | (4 << 8)
+                raise error
+            return self.connection.execute(statement, *values)
+
+    writer = store._writer
+    monkeypatch.setattr(store, "_writer", Broken(writer))
+    with pytest.raises(CommitUnknownError):
+        store.put("/a", b"2")
+    monkeypatch.setattr(store, "_writer", writer)
+    assert not writer.in_transaction
+    assert store.put("/a", b"3")
+
+
+_CODES = {
+    sqlite3.SQLITE_FULL: CapacityError,
+    sqlite3.SQLITE_CORRUPT: CorruptDataError,
+    sqlite3.SQLITE_NOTADB: CorruptDataError,
+    sqlite3.SQLITE_BUSY: UnavailableError,
+    sqlite3.SQLITE_IOERR: DiskError,
+    sqlite3.SQLITE_CANTOPEN: UnavailableError,
+}
+
+
+@pytest.mark.parametrize("code", _CODES)
+def test_errors_of_sqlite_become_ours(open_store, path, code):
+    error = sqlite3.OperationalError("what it said")
+    error.sqlite_errorcode = code | (3 << 8)
+    mapped = open_store()._map_error(error, "put")
+    assert type(mapped) is _CODES[code]
+    assert mapped.path == path
+    assert "put failed: what it said" in str(mapped)
+
+
+# -- leases -------------------------------------------------------------------------------------
+
+
+def test_lease_ends_by_the_clock_and_its_keys_at_the_next_change(open_store, path):
+    clock = ManualClock()
+    store = open_store(clock=clock)
+    lease = store.grant_lease(10)
+    assert lease.valid_until == 10
+    put = store.put("/a", b"", lease)
+    clock.advance(9.9)
+    assert store.get("/a") is not None
+    clock.advance(0.1)
+    assert store.get("/a") is None
+    assert store.range("/") == []
+    assert _raw(path, "SELECT key FROM entries") == [[(b"/a",)]]
+    assert store.put("/b", b"") == put + 2
+    assert _raw(path, "SELECT key FROM entries", "SELECT * FROM leases") == [[(b"/b",)], []]
+
+
+def test_lease_of_another_boot_has_ended(open_store, monkeypatch):
+    store = open_store()
+    lease = store.grant_lease(1000)
+    store.put("/a", b"", lease)
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: "the next boot")
+    rebooted = open_store()
+    assert rebooted.get("/a") is None
+    rebooted.put("/b", b"")
+    with pytest.raises(NotFoundError):
+        lease.renew()
+
+
+def test_numbers_of_leases_are_not_used_again(open_store):
+    store = open_store()
+    first = store.grant_lease(10)
+    first.revoke()
+    store.close()
+    second = open_store().grant_lease(10)
+    assert second.id != first.id
+
+
+def test_watch_is_told_of_keys_that_ended(open_store):
+    store = open_store()
+    heard = threading.Event()
+    watch = store.watch("/a", lambda key: heard.set())
+    store.put("/a", b"", store.grant_lease(0.3))
+    assert heard.wait(5)
+    heard.clear()
+    assert heard.wait(5)
+    watch.close()
+
+
+def test_watch_that_is_too_late_is_told_of_every_key(open_store, monkeypatch):
+    monkeypatch.setattr(sqlite, "_CHANGES_KEPT", 3)
+    store = open_store()
+    for number in range(9):
+        store.put(f"/{number}", b"")
+    assert store.changed_since(7) == (9, [b"/7", b"/8"])
+    assert store.changed_since(2) == (9, [b"/%d" % number for number in range(9)])
+
+
+# -- to read only -------------------------------------------------------------------------------
+
+
+def test_read_only_makes_nothing(tmp_path):
+    with pytest.raises(NotFoundError):
+        SqliteMetadata(str(tmp_path / "x" / "meta.db"), clock=SystemClock(), read_only=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_read_only_reads_and_changes_nothing(path, open_store, tmp_path):
+    store = open_store()
+    store.put("/a", b"1")
+    store.close()
+    before = Path(path).read_bytes()
+    tmp_path.chmod(0o555)
+    try:
+        reader = open_store(read_only=True)
+        assert reader.get("/a").value == b"1"
+        assert len(reader.range("")) == 1
+        for change in (
+            lambda: reader.put("/a", b"2"),
+            lambda: reader.delete("/a"),
+            lambda: reader.transact([], []),
+            lambda: reader.grant_lease(1),
+        ):
+            with pytest.raises(UnsupportedOperationError):
+                change()
+        reader.close()
+    finally:
+        tmp_path.chmod(0o755)
+    assert os.listdir(tmp_path) == ["meta.db"]
+    assert Path(path).read_bytes() == before
+
+
+def test_read_only_sees_a_live_writer(open_store):
+    reader_opened_before = open_store()
+    reader_opened_before.put("/a", b"1")
+    reader = open_store(read_only=True)
+    assert reader.get("/a").value == b"1"
+    reader_opened_before.put("/a", b"2")
+    assert reader.get("/a").value == b"2"
+    reader_opened_before.close()
+    assert reader.get("/a").value == b"2"
+
+
+def test_read_only_sees_what_a_crash_left_in_the_log(path, open_store, tmp_path):
+    store = open_store()
+    store.put("/a", b"1")
+    (tmp_path / "copy").mkdir()
+    for name in ("meta.db", "meta.db-wal"):
+        shutil.copy(tmp_path / name, tmp_path / "copy" / name)
+    reader = SqliteMetadata(str(tmp_path / "copy" / "meta.db"), clock=SystemClock(), read_only=True)
+    assert reader.get("/a").value == b"1"
+    reader.close()
