@@ -141,6 +141,14 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def remove_stale_parts(self, older_than_seconds: float) -> int:
+        """Removes what writers of killed processes have left, where this store can see it.
+
+        Returns:
+            How many leftovers; 0 from stores that hide them (a bucket's lifecycle rule has to).
+        """
+        ...
+
     def close(self) -> None:
         """Lets go of connections. May be called twice."""
         ...

@@ -153,6 +153,9 @@ class MemoryObjectStore:
             )
             return self._capabilities
 
+    def remove_stale_parts(self, older_than_seconds: float) -> int:
+        return 0
+
     def close(self) -> None:
         """Nothing to let go of: the objects outlive the process that a test simulates."""
 

@@ -231,7 +231,8 @@ class OpendalStore:
                     if not is_there
                 ]
                 if missing:
-                    _logger.warning(
+                    # For the record: whoever needs it asks before, and has another way.
+                    _logger.info(
                         "the object store cannot do everything",
                         extra={"location": self.location, "missing": ", ".join(missing)},
                     )

@@ -60,11 +60,14 @@ class Background:
         ]
         for thread in self._threads:
             thread.start()
+        self._pool.submit(tiers.probe)
 
     def add(self, topic: Topic) -> None:
         """A topic was opened."""
         if topic.tier is not None:
             topic.tier.on_wanted = self._look.set
+            if self._uploads:
+                self._pool.submit(self._check, topic)
         self._look.set()
 
     def stop(self) -> None:
@@ -132,6 +135,8 @@ class Background:
                 self._pool.submit(self._retain, topic)
             if has_orphans:
                 self._pool.submit(self._collect, topic)
+        if has_orphans:
+            self._pool.submit(self._tiers.probe)
 
     def _upload(self, topic: Topic) -> None:
         tier = topic.tier
@@ -159,6 +164,15 @@ class Background:
             except IsterError as error:
                 self._tiers.metrics.count("retention.errors_total")
                 _log.warning("retention", extra={"topic": topic.name, "error": str(error)})
+
+    def _check(self, topic: Topic) -> None:
+        """Objects may have been lost while nobody looked; local files may still have them."""
+        if topic.tier is None:
+            return
+        try:
+            topic.tier.check_recent()
+        except IsterError as error:
+            _log.warning("objects not checked", extra={"topic": topic.name, "error": str(error)})
 
     def _collect(self, topic: Topic) -> None:
         if topic.tier is None:

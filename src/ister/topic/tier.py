@@ -12,7 +12,7 @@ Invariants:
   again first;
 - a process that is not surely the owner acknowledges nothing.
 
-One upload runs at a time; retention does not run beside it.
+One upload runs at a time. Retention runs beside it, except where it changes objects.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class TopicTier:
         self._metrics = tiers.metrics
         self._uploader = tiers.uploader(owned)
         self._uploading = threading.Lock()
+        self._trimming = threading.Lock()
         self._lag_base = backlog_bytes
         self._lag_mark = 0
         self._cycle_at = -float("inf")
@@ -204,6 +205,8 @@ class TopicTier:
     def _upload(self) -> Tiered:
         wal = self._wal
         mark, synced = wal.synced_bytes_total, wal.synced
+        # A commit that had been given up on may have happened after all.
+        wal.note_tiered(min(self.owned.tiered, synced))
         first = start = self._next_start()
         objects: list[ObjectDescriptor] = []
         source = self._source()
@@ -305,7 +308,7 @@ class TopicTier:
             IsterError: Something is not as it should be; nothing was removed.
         """
         wal, retention = self._wal, self._tiers.storage.wal.retention
-        with self._uploading:
+        with self._trimming:
             before = plan_trim(
                 self._local_files(),
                 safe_before=min(self.owned.tiered, self._subscription_floor()),
@@ -391,13 +394,34 @@ class TopicTier:
                 "an object is lost or damaged; uploading it again from the local files",
                 extra={"topic": self.owned.topic, "error": str(error)},
             )
+            self._upload_again(described, revision)
+            return True
+        return False
+
+    def _upload_again(self, described: ObjectDescriptor, revision: int) -> None:
+        with self._uploading:
             source = self._source()
             try:
                 self._uploader.upload_again(source, described, revision)
             finally:
                 source.close()
-            return True
-        return False
+
+    def check_recent(self) -> list[str]:
+        """Looks whether the objects are there whose offsets local files still have.
+
+        Returns:
+            The names of those that were not, and were uploaded again.
+
+        Raises:
+            IsterError: A store does not answer, or a local frame is damaged.
+        """
+        wal = self._wal
+        return [
+            described.object_id
+            for described, revision in list(self.owned.catalog.descriptors(wal.trimmed))
+            if described.start >= wal.trimmed
+            and self._assure_object(described, revision, content=False)
+        ]
 
     def repair_objects(self, *, content: bool = True) -> tuple[list[str], list[IsterError]]:
         """Checks every object, and uploads those again that are bad and still in local files.
@@ -411,25 +435,24 @@ class TopicTier:
         repaired: list[str] = []
         errors: list[IsterError] = []
         at: int | None = None
-        with self._uploading:
-            for described, revision in list(self.owned.catalog.descriptors()):
-                if at is not None and described.start > at:
-                    errors.append(
-                        DataGapError(
-                            "no object holds the offset",
-                            start=at,
-                            end=described.start,
-                            topic=self.owned.topic,
-                        )
+        for described, revision in list(self.owned.catalog.descriptors()):
+            if at is not None and described.start > at:
+                errors.append(
+                    DataGapError(
+                        "no object holds the offset",
+                        start=at,
+                        end=described.start,
+                        topic=self.owned.topic,
                     )
-                at = described.end
-                try:
-                    if self._assure_object(described, revision, content=content):
-                        repaired.append(described.object_id)
-                except (NotFoundError, CorruptDataError, OffsetOutOfRangeError) as error:
-                    error.topic = self.owned.topic
-                    error.offset = described.start if error.offset is None else error.offset
-                    errors.append(error)
+                )
+            at = described.end
+            try:
+                if self._assure_object(described, revision, content=content):
+                    repaired.append(described.object_id)
+            except (NotFoundError, CorruptDataError, OffsetOutOfRangeError) as error:
+                error.topic = self.owned.topic
+                error.offset = described.start if error.offset is None else error.offset
+                errors.append(error)
         return repaired, errors
 
     def expire(self) -> int:
@@ -437,7 +460,7 @@ class TopicTier:
         retention = self._tiers.storage.cloud.retention
         if retention.time_minutes is None and retention.size_mb is None:
             return 0
-        with self._uploading:
+        with self._trimming:
             planned = plan_expiry(
                 (described for described, _ in self.owned.catalog.descriptors()),
                 now_ms=self._clock.now_ns() // 1_000_000,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -31,7 +32,7 @@ from ister.limits import KIB
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
-from ister.objectstore.base import ObjectStore
+from ister.objectstore.base import Capabilities, ObjectStore
 from ister.tier.catalog import Catalog
 from ister.tier.names import TOPICS_PREFIX, TopicKeys, objects_prefix
 from ister.tier.ownership import Membership, NewTopic, OwnedTopic, claim, resume_delete
@@ -46,6 +47,7 @@ _log = logging.getLogger("ister.topic.tiers")
 NODE_NAME: Final = ".node"
 _READ_AHEAD_THREADS: Final = 4
 _NODE_BYTES: Final = 8
+_STALE_SECONDS_MIN: Final = 3600
 
 
 def open_objects(storage: StorageConfig, clock: Clock) -> ObjectStore:
@@ -146,9 +148,12 @@ class Tiers:
         self.membership = Membership(
             metadata, node=node, ttl_seconds=storage.metadata.lease_ttl_seconds, clock=clock
         )
+        self._lock = threading.Lock()
         self._ahead: ThreadPoolExecutor | None = None
         self.upload_memory_bytes = 0
         """What uploads under way may hold now."""
+        self.capabilities: Capabilities | None = None
+        """What the object store turned out to be able to do; None until it was tried."""
 
     # -- topics -----------------------------------------------------------------------------
 
@@ -248,7 +253,25 @@ class Tiers:
         )
 
     def _note_memory(self, change: int) -> None:
-        self.upload_memory_bytes += change
+        with self._lock:
+            self.upload_memory_bytes += change
+
+    def probe(self) -> None:
+        """Tries what the object store can do, says what it cannot, and removes old leftovers.
+
+        Nothing depends on the answer (names are unique, and commits go through the metadata
+        store), and a bucket that does not answer is no reason not to take messages.
+        """
+        try:
+            self.capabilities = self.objects.probe()
+            # Another process may be writing: leftovers are what nobody has touched for long.
+            grace = self.storage.cloud.orphan_grace_minutes * 60
+            self.objects.remove_stale_parts(max(grace, _STALE_SECONDS_MIN))
+        except IsterError as error:
+            _log.error(
+                "the object store cannot be used; messages stay in local files meanwhile",
+                extra={"store": self.objects.location, "error": str(error)},
+            )
 
     def reader(self, catalog: Catalog) -> HistoryReader:
         """A reader of a topic's objects."""
@@ -267,11 +290,12 @@ class Tiers:
         )
 
     def _read_ahead(self) -> ThreadPoolExecutor:
-        if self._ahead is None:
-            self._ahead = ThreadPoolExecutor(
-                _READ_AHEAD_THREADS, thread_name_prefix="ister-read-ahead"
-            )
-        return self._ahead
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = ThreadPoolExecutor(
+                    _READ_AHEAD_THREADS, thread_name_prefix="ister-read-ahead"
+                )
+            return self._ahead
 
     def close(self) -> None:
         """Gives up every topic and lets go of the stores. May be called twice."""

@@ -1,0 +1,1084 @@
+"""Two machines, one bucket and one metadata store that crash and fail, driven by one seed.
+
+A `TierWorld` has two nodes, each with a disk of its own, and a topic that they write in turns. A
+process of a node lives from its opening, which goes through recovery, to a power cut, a kill or a
+close; its machine may lose its disk. The stores outlive every process. A life ends before or after
+any operation on files, objects or metadata, or at a named failpoint. Answers of both stores get
+lost, changes of metadata land late or never, objects rot while a local copy is left. In the middle
+of one node's work the other one may get its turn, with time passing, so that an owner wakes up as
+one that was fenced.
+
+What is checked, by looking at the stores directly after every turn (`Observer`) and by reading the
+whole topic through a chained reader after every opening (`TierWorld.check_opened`):
+
+- a message acknowledged at a level that survives what happened is there, once, unchanged: `written`
+  a kill, `synced` a power cut, `tiered` the loss of the disk;
+- what is there was sent, at that offset, by an owner that had the right to;
+- descriptors follow each other without a hole or an overlap, each names an object that exists, with
+  its size and checksum, and with the messages that were sent;
+- `trimmed` ≤ `tiered` ≤ `synced` ≤ `written` ≤ `next`;
+- an owner that was fenced changes nothing, and acknowledges nothing;
+- only bucket retention takes messages out of a topic, and only the oldest ones;
+- a deleted topic leaves nothing behind, and nothing of it comes back;
+- when the faults are over, uploads catch up, retention works and garbage goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from ister import failpoints
+from ister.clock import ManualClock
+from ister.config import Config, load_config
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    CorruptDataError,
+    FencedError,
+    InvariantError,
+    IsterError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
+from ister.format.crc import crc32
+from ister.format.descriptor import ObjectDescriptor, decode_descriptor, format_checksum
+from ister.format.frame import scan_frames
+from ister.format.records import (
+    SealedState,
+    TopicRecord,
+    decode_current,
+    decode_sealed,
+    decode_topic,
+)
+from ister.fs.memory import MemoryFileSystem, SimulatedCrash
+from ister.metadata.memory import MemoryMetadata
+from ister.model import AckLevel, Codec, TopicName, TopicState
+from ister.objectstore.memory import MemoryObjectStore
+from ister.tier.names import TOPICS_PREFIX, TopicKeys, object_key, objects_prefix
+from ister.topic.log import Log
+from ister.topic.message import MessageBatch
+from ister.topic.reader import Reader
+from ister.topic.topic import Topic
+from tests.sim.world import BrokenPromiseError, InlineSchedule
+
+TOPIC: Final = "/ns/a"
+NAME: Final = TopicName.parse(TOPIC)
+LEASE_SECONDS: Final = 5
+GRACE_MINUTES: Final = 2
+LEVELS: Final = ("synced", "tiered", "written")
+_CHANGES: Final = frozenset({"put", "delete", "delete_prefix", "transact"})
+_LATE_SECONDS_MAX: Final = 30.0
+
+
+# -- what is promised -----------------------------------------------------------------------
+
+
+@dataclass
+class Promises:
+    """What one incarnation of the topic owes its users."""
+
+    sent: dict[int, set[bytes]] = field(default_factory=dict)
+    """Every payload that an owner with the right to has given this offset."""
+    written: dict[int, bytes] = field(default_factory=dict)
+    """Acknowledged at `written`: survives a kill."""
+    durable: dict[int, bytes] = field(default_factory=dict)
+    """Acknowledged at `synced`, seen by a reader, or found by a recovery: survives a power cut."""
+    tiered: dict[int, bytes] = field(default_factory=dict)
+    """Acknowledged at `tiered`, or in a committed object: survives the loss of the disk."""
+    expired: int = 0
+    """Below this, bucket retention has taken messages out."""
+
+    def give_up_from(self, start: int) -> None:
+        """Another node goes on from `start`, and the messages behind it were not handed over."""
+        for offset in self.tiered:
+            if offset >= start:
+                raise BrokenPromiseError(f"{offset} was tiered, and the new owner is at {start}")
+        for promised in (self.sent, self.written, self.durable):
+            for offset in [o for o in promised if o >= start]:
+                del promised[offset]
+
+    def check(self, found: dict[int, bytes], *, first: int, next_offset: int, kill: bool) -> None:
+        """Compares a topic that was just opened with what was promised."""
+        owed = {**self.tiered, **self.durable, **(self.written if kill else {})}
+        for offset, payload in owed.items():
+            if offset < first:
+                if offset >= self.expired:
+                    raise BrokenPromiseError(f"{offset} was promised, the topic begins at {first}")
+                continue
+            if found.get(offset) != payload:
+                raise BrokenPromiseError(
+                    f"{offset} was {payload[:20]!r} and is {found.get(offset, b'gone')[:20]!r}"
+                )
+        if first > self.expired:
+            raise BrokenPromiseError(f"begins at {first}, and only {self.expired} have expired")
+        if sorted(found) != list(range(first, next_offset)):
+            raise BrokenPromiseError(f"a hole between {first} and {next_offset}: {sorted(found)}")
+        for offset, payload in found.items():
+            if payload not in self.sent.get(offset, ()):
+                raise BrokenPromiseError(f"{offset} holds {payload[:20]!r}, never sent there")
+        self.durable.update(found)
+        self.written.clear()
+
+
+# -- what the stores hold -------------------------------------------------------------------
+
+
+@dataclass
+class Observer:
+    """Looks at the stores after every turn, without the code under test, and judges what it sees.
+
+    Owns what is known about the topic: its record, its seal, its descriptors, and the promises.
+    """
+
+    meta: MemoryMetadata
+    store: MemoryObjectStore
+    keys: TopicKeys
+    promises: Promises = field(default_factory=Promises)
+    record: TopicRecord | None = None
+    sealed: SealedState | None = None
+    described: dict[int, ObjectDescriptor] = field(default_factory=dict)
+    rotten: set[str] = field(default_factory=set)
+    """Objects that were lost or damaged on purpose and not yet uploaded again."""
+    _verified: dict[str, bytes] = field(default_factory=dict)
+    _revision: int = -1
+
+    @property
+    def epoch(self) -> int:
+        """Of the owner with the right to write."""
+        return self.record.epoch if self.record is not None else 0
+
+    @property
+    def writer(self) -> str | None:
+        """The node that wrote last."""
+        record = self.record
+        return record.lineage[-1].node if record is not None and record.lineage else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a topic."""
+        return self.record is not None and self.record.is_open
+
+    @property
+    def end(self) -> int:
+        """The first offset that no committed object holds."""
+        return max((d.end for d in self.described.values()), default=0)
+
+    def look(self, *, may_expire: bool = True) -> None:
+        """Takes in what has changed, and checks it."""
+        if self.meta.revision != self._revision:
+            self._revision = self.meta.revision
+            self._look_at_record()
+            if self.is_open:
+                self._look_at_descriptors(may_expire=may_expire)
+        self._look_at_objects()
+
+    def _look_at_record(self) -> None:
+        before, sealed_before = self.record, self.sealed
+        found = self.meta.get(self.keys.record)
+        self.record = None if found is None else decode_topic(found.value, key=found.key)
+        found = self.meta.get(self.keys.sealed)
+        self.sealed = None if found is None else decode_sealed(found.value, key=found.key)
+        now = self.record
+        if before is not None and (now is None or now.epoch < before.epoch):
+            raise BrokenPromiseError(f"the record went from {before} to {now}")
+        if now is None or not now.is_open:
+            self._forget()
+            return
+        if before is None or before.incarnation != now.incarnation:
+            if before is not None and before.is_open:
+                raise BrokenPromiseError("a topic was made anew that had not been deleted")
+            self._forget()
+            return
+        last = now.lineage[-1] if now.lineage else None
+        if last is not None and before.lineage and last != before.lineage[-1]:
+            if sealed_before is None:
+                self.promises.give_up_from(last.start)
+            elif last.start != sealed_before.next_offset:
+                raise BrokenPromiseError(f"sealed at {sealed_before.next_offset}, goes on: {last}")
+
+    def _forget(self) -> None:
+        """The topic is gone, or begins anew: nothing is owed."""
+        self.promises = Promises()
+        self.described = {}
+        self.rotten = set()
+        self._verified = {}
+
+    def _look_at_descriptors(self, *, may_expire: bool) -> None:
+        found = self.meta.range(self.keys.objects, end=self.keys.objects_end)
+        now: dict[int, ObjectDescriptor] = {}
+        at: int | None = None
+        for entry in found:
+            described = decode_descriptor(entry.value, key=entry.key)
+            if entry.key != self.keys.descriptor(described.start):
+                raise BrokenPromiseError(f"{entry.key} describes {described.start}")
+            if at is not None and described.start != at:
+                raise BrokenPromiseError(f"descriptors: {at} is followed by {described.start}")
+            at = described.end
+            now[described.start] = described
+        current = self.meta.get(self.keys.current)
+        last = max(now, default=None)
+        if current is not None and decode_current(current.value, key=current.key) != last:
+            raise BrokenPromiseError(f"cur is {current.value!r}, the newest object {last}")
+        before, self.described = self.described, now
+        self._look_for_removed(before, now, may_expire=may_expire)
+        for start, described in now.items():
+            if before.get(start) != described:
+                self._check_new(before.get(start), described)
+
+    def _look_for_removed(
+        self,
+        before: dict[int, ObjectDescriptor],
+        now: dict[int, ObjectDescriptor],
+        *,
+        may_expire: bool,
+    ) -> None:
+        removed = sorted(before.keys() - now.keys())
+        if not removed:
+            return
+        if not now or removed[-1] > min(now):
+            raise BrokenPromiseError(f"the objects at {removed} are gone, of {sorted(before)}")
+        if not may_expire:
+            raise BrokenPromiseError(f"the objects at {removed} expired, and nothing expires")
+        self.promises.expired = max(self.promises.expired, min(now))
+        for start in removed:
+            self.rotten.discard(before[start].object_id)
+        for offset in [o for o in self.promises.tiered if o < min(now)]:
+            del self.promises.tiered[offset]
+
+    def _check_new(self, before: ObjectDescriptor | None, described: ObjectDescriptor) -> None:
+        record = self.record
+        if record is None or (described.epoch, described.incarnation) != (
+            record.epoch,
+            record.incarnation,
+        ):
+            raise BrokenPromiseError(f"{described} came from another owner than {record}")
+        if before is not None:
+            if (before.start, before.end) != (described.start, described.end):
+                raise BrokenPromiseError(f"{before} became {described}")
+            self.rotten.discard(before.object_id)
+        self._check_content(described)
+
+    def _check_content(self, described: ObjectDescriptor) -> None:
+        key = object_key(NAME, described.object_id)
+        data = self.peek(key)
+        if data is None:
+            raise BrokenPromiseError(f"{described.object_id} is described and does not exist")
+        if len(data) != described.size_bytes:
+            raise BrokenPromiseError(f"{described.object_id}: {len(data)} bytes, {described}")
+        if described.checksum != format_checksum(crc32(data)):
+            raise BrokenPromiseError(f"{described.object_id} has another checksum")
+        scan = scan_frames(data, expected_offset=described.start)
+        if scan.end != len(data) or len(scan.starts) != described.end - described.start:
+            raise BrokenPromiseError(f"{described.object_id} holds other frames than described")
+        for offset, position in described.offset_index:
+            if scan.starts[offset - described.start] != position:
+                raise BrokenPromiseError(f"{described.object_id}: a wrong index entry {offset}")
+        ends = [*scan.starts[1:], scan.end]
+        codec = described.codec or Codec.BINCODE2
+        for message in MessageBatch(data, scan.starts, ends, described.start, codec):
+            self._take_tiered(message.offset, message.payload)
+        self._verified[key] = data
+
+    def _take_tiered(self, offset: int, payload: bytes) -> None:
+        promises = self.promises
+        for promised in (promises.durable, promises.tiered):
+            if promised.get(offset, payload) != payload:
+                raise BrokenPromiseError(f"{offset} went to the bucket as {payload[:20]!r}")
+        if payload not in promises.sent.get(offset, ()):
+            raise BrokenPromiseError(f"{offset} in the bucket was never sent: {payload[:20]!r}")
+        promises.tiered[offset] = payload
+
+    def _look_at_objects(self) -> None:
+        if not self.is_open:
+            return
+        for described in self.described.values():
+            key = object_key(NAME, described.object_id)
+            data = self.peek(key)
+            if data is not None and data is self._verified.get(key):
+                continue
+            if described.object_id in self.rotten and (
+                data is None or format_checksum(crc32(data)) != described.checksum
+            ):
+                continue
+            self._check_content(described)
+            self.rotten.discard(described.object_id)
+
+    def peek(self, key: str) -> bytes | None:
+        """An object's bytes, past all faults."""
+        entry = self.store._objects.get(key)
+        return None if entry is None else entry.data
+
+
+# -- who lives ------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    """Where a life ends: at the operation number `left` on `where`, or at a failpoint."""
+
+    where: str = ""
+    left: int = 0
+    interrupt_in: int = 0
+
+
+class Process:
+    """One life of a node."""
+
+    def __init__(self, node: Node, plan: Plan) -> None:
+        self.node = node
+        self.plan = plan
+        self.log: Log | None = None
+        self.schedule = InlineSchedule()
+        self.topic: Topic | None = None
+        self.current: dict[int, bytes] = {}
+        """What this process has appended or found."""
+        self.readers: list[Reader] = []
+        self.is_dead = False
+        self.had_fault = False
+        self.has_unknown = False
+        """Whether a change of this life may yet land."""
+
+
+@dataclass
+class Node:
+    """A machine."""
+
+    number: int
+    fs: MemoryFileSystem
+    process: Process | None = None
+    id: str | None = None
+    kill: bool = True
+    """Whether everything since the last check that ended a life was a kill."""
+
+
+class TierWorld:
+    """See the module header."""
+
+    def __init__(self, seed: int, *, failpoint: str | None = None) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.failpoint = failpoint
+        self.clock = ManualClock()
+        self.finalize = rng.choice(("direct", "direct", "copy"))
+        self.store = MemoryObjectStore(
+            clock=self.clock,
+            supports_copy=rng.random() < 0.7,
+            half_written_visible=self.finalize == "copy" and rng.random() < 0.5,
+        )
+        self.meta = MemoryMetadata(self.clock)
+        self.meta.close = lambda: None  # it outlives the processes
+        self.ack = rng.choice(LEVELS)
+        self.expires = rng.random() < 0.3
+        self.fault_rate = rng.choice((0.0, 0.0, 0.02, 0.08))
+        self.config = self._make_config()
+        self.nodes = [Node(number, self._make_disk()) for number in range(2)]
+        self.seen = Observer(self.meta, self.store, TopicKeys("/danube", NAME))
+        self.turns = self.sent = self.crashes = self.takeovers = self.faults = 0
+        self.crashed_at: set[str] = set()
+        self._running: list[Process | None] = []
+        self._depth = 0
+        self._late_since: float | None = None
+        self.trace: Callable[[str], None] = lambda text: None
+        self.store.before = lambda kind, key: self._operation("store", "before", kind)
+        self.store.after = lambda kind, key: self._operation("store", "after", kind)
+        self.meta.before = lambda kind, key: self._operation("meta", "before", kind)
+        self.meta.after = lambda kind, key: self._operation("meta", "after", kind)
+
+    def _make_config(self) -> Config:
+        rng = self.rng
+        return load_config(
+            {
+                "storage": {
+                    "mode": "wal_cloud",
+                    "ack": self.ack,
+                    "wal": {
+                        "dir": "/data/wal",
+                        "rotate_max_bytes": 4096,
+                        "rotate_max_seconds": 30,
+                        "cache_capacity": rng.choice((1, 3, 64)),
+                        "fsync_max_batch_bytes": rng.choice((1, 2000, 1 << 20)),
+                        "stream_chunk_size": 65536,
+                        "retention": rng.choice(
+                            (
+                                {"time_minutes": 0, "size_mb": None},
+                                {"time_minutes": 1, "size_mb": None},
+                                {"time_minutes": None, "size_mb": 0},
+                            )
+                        ),
+                    },
+                    "uploader": {
+                        "engine": "none",
+                        "max_object_bytes": rng.choice((4096, 4096, 65536)),
+                        "max_object_seconds": rng.choice((1, 30, 300)),
+                        "index_every_messages": rng.choice((1, 2, 1000)),
+                        "stream_chunk_size": 65536,
+                        "finalize": self.finalize,
+                    },
+                    "cloud": {
+                        "backend": "memory",
+                        "orphan_grace_minutes": GRACE_MINUTES,
+                        "retention": {"time_minutes": 1 if self.expires else None},
+                    },
+                    "cloud_reader": {
+                        "fetch_chunk_size": 65536,
+                        "read_ahead": False,
+                        "enable_ranged_reads": rng.random() < 0.8,
+                    },
+                    "metadata": {"backend": "memory", "lease_ttl_seconds": LEASE_SECONDS},
+                }
+            },
+            {},
+        )
+
+    def _make_disk(self) -> MemoryFileSystem:
+        fs = MemoryFileSystem()
+        fs.now_ms = lambda: self.clock.now_ns() // 1_000_000
+        return fs
+
+    # -- faults -----------------------------------------------------------------------------
+
+    def _operation(self, where: str, when: str, kind: str) -> None:
+        """Every operation of every process comes through here, before and after it happens."""
+        process = self._running[-1] if self._running else None
+        if process is None:
+            return
+        if process.is_dead:
+            raise SimulatedCrash(kind)
+        plan = process.plan
+        if plan.where == where:
+            plan.left -= 1
+            if plan.left <= 0:
+                self._die(process, f"{where}: {when} {kind}")
+        if where == "fs":
+            return
+        if plan.interrupt_in and self._depth == 0:
+            plan.interrupt_in -= 1
+            if not plan.interrupt_in:
+                self._interrupt(process)
+        if self.fault_rate and self.rng.random() < self.fault_rate:
+            self._fail(process, where, when, kind)
+
+    def _die(self, process: Process, where: str) -> None:
+        self.trace(f"node {process.node.number}: crash at {where}")
+        process.is_dead = True
+        raise SimulatedCrash(where)
+
+    def _fail(self, process: Process, where: str, when: str, kind: str) -> None:
+        self.faults += 1
+        process.had_fault = True
+        self.trace(f"node {process.node.number}: fault {when} {where} {kind}")
+        if where == "meta" and kind in _CHANGES:
+            fate = self.rng.random()
+            if when == "after" or fate < 0.3:
+                raise CommitUnknownError(f"no answer to {kind}")
+            if fate < 0.6:
+                process.has_unknown = True
+                self._late_since = self._late_since or self.clock.monotonic()
+                self.meta.delay_next_change()
+                return
+        raise UnavailableError(f"no answer to {kind}")
+
+    def _arm_failpoint(self, process: Process, name: str, visit: int) -> None:
+        left = visit
+
+        def act() -> None:
+            nonlocal left
+            if self._running and self._running[-1] is process and not process.is_dead:
+                left -= 1
+                if left <= 0:
+                    self.crashed_at.add(name)
+                    self._die(process, name)
+
+        failpoints.arm(name, act)
+
+    def _interrupt(self, process: Process) -> None:
+        """Time passes, and the other node has its turn, in the middle of this one's operation."""
+        self._depth += 1
+        self.trace(f"node {process.node.number}: interrupted")
+        try:
+            self.pass_time(self.rng.choice((0.0, 1.0, 7.0, 7.0, 150.0)))
+            for _ in range(self.rng.randrange(1, 5)):
+                self.turn(self.nodes[1 - process.node.number])
+        finally:
+            self._depth -= 1
+            self.trace(f"node {process.node.number}: goes on")
+
+    def pass_time(self, seconds: float) -> None:
+        """Moves the clock. Changes that are under way land, or are lost, before long."""
+        now = self.clock.monotonic()
+        if self._late_since is not None and (
+            now + seconds - self._late_since > _LATE_SECONDS_MAX or self.rng.random() < 0.5
+        ):
+            self.deliver_late()
+        self.clock.advance(seconds)
+
+    def deliver_late(self) -> None:
+        """What was under way to the metadata store lands there, or does not."""
+        self._late_since = None
+        with self._quietly():
+            if self.rng.random() < 0.3:
+                self.meta.delayed.clear()
+            else:
+                self.meta.deliver_delayed()
+
+    # -- lives ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _running_as(self, process: Process | None) -> Iterator[None]:
+        self._running.append(process)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def _quietly(self) -> contextmanager:
+        """Nothing fails in here."""
+        return self._running_as(None)
+
+    def live(self, turns: int) -> None:
+        """Lives through `turns` turns, heals, and checks that everything is in order."""
+        logging.disable(logging.CRITICAL)
+        try:
+            for _ in range(turns):
+                self.turns += 1
+                self.turn(self._whose_turn())
+            self.heal()
+        finally:
+            logging.disable(logging.NOTSET)
+            failpoints.disarm()
+
+    def _whose_turn(self) -> Node:
+        """Mostly the owner's."""
+        for node in self.nodes:
+            if node.id is not None and node.id == self.seen.writer and self.rng.random() < 0.75:
+                return node
+        return self.rng.choice(self.nodes)
+
+    def turn(self, node: Node) -> None:
+        """One thing that happens to a node."""
+        process = node.process
+        if process is None:
+            self.start(node)
+            return
+        action = self._choose(process)
+        self.trace(f"node {node.number}: {action.__name__}")
+        process.had_fault = False
+        try:
+            with self._running_as(process):
+                action(process)
+        except SimulatedCrash:
+            self.end_life(node)
+        except IsterError as error:
+            self._judge(process, error)
+        finally:
+            self.look()
+        if self.rng.random() < 0.5 and node.process is process:
+            try:
+                with self._running_as(process):
+                    process.schedule.run()
+            except SimulatedCrash:
+                self.end_life(node)
+
+    def look(self) -> None:
+        """Compares the stores with what is known."""
+        with self._quietly():
+            self.seen.look(may_expire=self.expires)
+            for node in self.nodes:
+                process = node.process
+                if process is not None and process.topic is not None and self.is_right(process):
+                    _check_order(process.topic, self.seen.end)
+
+    def start(self, node: Node) -> None:
+        """A process begins, and may end before it has begun."""
+        self.trace(f"node {node.number}: start")
+        process = node.process = Process(node, self._make_plan())
+        node.fs.before = lambda kind, path: self._operation("fs", "before", kind)
+        if self.failpoint is not None or self.rng.random() < 0.3:
+            name = self.failpoint or self.rng.choice(sorted(failpoints.FAILPOINTS))
+            self._arm_failpoint(process, name, self.rng.randrange(1, 4))
+        try:
+            with self._running_as(process):
+                self._open_log(process)
+                self.open_topic(process)
+        except SimulatedCrash:
+            self.end_life(node)
+        except IsterError as error:
+            if process.log is None:
+                node.process = None
+            self._judge(process, error)
+        finally:
+            self.look()
+
+    def _open_log(self, process: Process) -> None:
+        process.log = Log(
+            self.config,
+            fs=process.node.fs,
+            clock=self.clock,
+            scheduler=process.schedule,
+            objects=self.store,
+            metadata=self.meta,
+            background=False,
+        )
+        process.node.id = process.log.tiers.membership.node
+
+    def _make_plan(self) -> Plan:
+        rng = self.rng
+        plan = Plan(interrupt_in=rng.randrange(1, 120) if rng.random() < 0.5 else 0)
+        if self.failpoint is None and rng.random() < 0.7:
+            plan.where = rng.choice(("fs", "store", "store", "meta", "meta"))
+            plan.left = rng.randrange(1, 150 if plan.where == "fs" else 50)
+        return plan
+
+    def end_life(self, node: Node, *, is_clean: bool = False) -> None:
+        """The process is gone: killed, or with the power, or together with its disk."""
+        node.process = None
+        if is_clean:
+            return
+        self.crashes += 1
+        if self.rng.random() < 0.3:
+            node.fs.kill()
+        else:
+            node.kill = False
+            node.fs.crash(self.rng)
+        if self.rng.random() < 0.06 and not self.seen.rotten:
+            self.trace(f"node {node.number}: its disk is lost")
+            node.fs = self._make_disk()
+            node.id = None
+
+    def is_right(self, process: Process) -> bool:
+        """Whether a process has the topic, by what the metadata store says."""
+        topic = process.topic
+        return (
+            topic is not None
+            and topic.tier is not None
+            and self.seen.is_open
+            and topic.tier.owned.epoch == self.seen.epoch
+        )
+
+    def _judge(self, process: Process, error: IsterError) -> None:
+        """Whether an error is one that callers have to expect now."""
+        self.trace(f"node {process.node.number}: {error!r}")
+        if isinstance(error, InvariantError):
+            raise error
+        if process.had_fault and isinstance(error, UnavailableError):
+            return
+        with self._quietly():
+            self.seen.look(may_expire=self.expires)
+        is_lapsed = process.log is None or not process.log.tiers.membership.is_valid
+        if not self.is_right(process):
+            if isinstance(error, ConflictError | NotFoundError | OffsetOutOfRangeError) or (
+                is_lapsed and isinstance(error, UnavailableError)
+            ):
+                return
+            if process.topic is not None and isinstance(error, CorruptDataError):
+                return  # a reader of one that was fenced; the topic is another one by now
+        elif is_lapsed and isinstance(error, UnavailableError):
+            return
+        if isinstance(error, ConflictError) and (process.had_fault or process.has_unknown):
+            return
+        raise error
+
+    def open_topic(self, process: Process, *, take_over: bool | None = None) -> Topic:
+        """The topic, as its owner; the one that is open if there is one."""
+        if take_over is None:
+            take_over = self.rng.random() < 0.3 and not self.seen.rotten
+        try:
+            topic = process.log.topic(TOPIC, create=True, take_over=take_over)
+        except NotFoundError:
+            if self.seen.record is None or self.seen.record.state != "deleting":
+                raise
+            process.log.delete(TOPIC)
+            raise
+        if topic is not process.topic:
+            self.takeovers += take_over
+            process.topic = topic
+            process.readers = []
+            process.current = {}
+            self.check_opened(process)
+        return topic
+
+    def check_opened(self, process: Process) -> None:
+        """Reads everything, and compares it with what was promised."""
+        topic = process.topic
+        with self._quietly():
+            self.look()
+            if not self.is_right(process):
+                return
+            if topic.state is TopicState.QUARANTINED:
+                raise BrokenPromiseError(f"a crash made the topic quarantined: {topic.damage}")
+            node = process.node
+            process.current = read_all(topic)
+            self.seen.promises.check(
+                process.current,
+                first=topic.earliest,
+                next_offset=topic.wal.next,
+                kill=node.kill,
+            )
+            node.kill = True
+
+    # -- work -------------------------------------------------------------------------------
+
+    def _choose(self, process: Process) -> Callable[[Process], None]:
+        actions: dict[Callable[[Process], None], float] = {
+            self.append: 8,
+            self.wait: 5,
+            self.upload: 5,
+            self.read: 3,
+            self.follow: 2,
+            self.idle: 3,
+            self.renew: 3,
+            self.trim: 2.5,
+            self.expire: 1 if self.expires else 0,
+            self.collect: 1,
+            self.rot: 0.8,
+            self.repair: 0.5,
+            self.seal: 0.8,
+            self.delete: 0.25,
+            self.close: 0.4,
+            self.kill: 0.4,
+        }
+        return self.rng.choices(list(actions), list(actions.values()))[0]
+
+    def append(self, process: Process) -> None:
+        topic = self.open_topic(process)
+        for _ in range(self.rng.randrange(1, 6)):
+            self.sent += 1
+            payload = b"%d:" % self.sent + bytes(self.rng.choice((0, 20, 400, 1500)))
+            offset = topic.append(payload)
+            process.current[offset] = payload
+            if self.is_right(process):
+                self.seen.promises.sent.setdefault(offset, set()).add(payload)
+
+    def wait(self, process: Process) -> None:
+        topic = self.open_topic(process)
+        if topic.wal.next == topic.earliest:
+            return
+        offset = self.rng.randrange(topic.earliest, topic.wal.next)
+        level = self.rng.choice(("synced", "synced", "written", "tiered"))
+        if level == "tiered":
+            topic.upload()
+        topic.wait(offset, level)
+        self._note_ack(process, topic, offset, level)
+
+    def _note_ack(self, process: Process, topic: Topic, offset: int, level: str) -> None:
+        self.look()
+        if not self.is_right(process):
+            raise BrokenPromiseError(f"{offset} was acknowledged by an owner that was fenced")
+        marks = topic.watermarks
+        if getattr(marks, level) <= offset:
+            raise BrokenPromiseError(f"told that {offset} is {level}, watermarks say {marks}")
+        promises = self.seen.promises
+        if level == "tiered" and self.seen.end <= offset:
+            raise BrokenPromiseError(f"told that {offset} is tiered, the bucket: {self.seen.end}")
+        promised = promises.written if level == "written" else promises.durable
+        for below in range(topic.earliest, offset + 1):
+            promised.setdefault(below, process.current[below])
+
+    def upload(self, process: Process) -> None:
+        topic = self.open_topic(process)
+        target = topic.wal.next
+        tiered = topic.upload()
+        self.look()
+        if self.is_right(process) and not tiered.end == self.seen.end == target:
+            if tiered.end or self.seen.end or target != self.seen.record.lineage[-1].start:
+                raise BrokenPromiseError(f"{tiered}, the bucket: {self.seen.end}, log: {target}")
+
+    def read(self, process: Process) -> None:
+        """A reader from anywhere, to the end."""
+        topic = self.open_topic(process)
+        start = self.rng.randrange(topic.earliest, topic.wal.next + 1)
+        with topic.reader(start) as reader:
+            while self._poll(process, topic, reader):
+                pass
+
+    def follow(self, process: Process) -> None:
+        """Readers that stay, while files are trimmed and objects come and go under them."""
+        topic = self.open_topic(process)
+        if len(process.readers) < 2:
+            process.readers.append(topic.reader(self.rng.choice(("earliest", "latest"))))
+        reader = self.rng.choice(process.readers)
+        try:
+            self._poll(process, topic, reader)
+        except OffsetOutOfRangeError:
+            process.readers.remove(reader)
+            if self.is_right(process) and reader.next_offset >= self.seen.promises.expired:
+                raise
+
+    def _poll(self, process: Process, topic: Topic, reader: Reader) -> bool:
+        at = reader.next_offset
+        messages = reader.poll(self.rng.randrange(1, 50), self.rng.choice((1, 1 << 20)))
+        is_right = self.is_right(process)
+        promises = self.seen.promises
+        for message in messages:
+            if message.offset != at:
+                raise BrokenPromiseError(f"a reader at {at} was given {message.offset}")
+            at += 1
+            if not is_right:
+                continue
+            if process.current.get(message.offset) != message.payload:
+                raise BrokenPromiseError(f"{message.offset} reads as {message.payload[:20]!r}")
+            if topic.ack is AckLevel.WRITTEN:
+                promises.written.setdefault(message.offset, message.payload)
+            else:
+                promises.durable.setdefault(message.offset, message.payload)
+        return bool(messages)
+
+    def idle(self, process: Process) -> None:
+        self.pass_time(self.rng.choice((0.01, 0.3, 1.1, 4.0, 7.0, 40.0, 70.0, 150.0)))
+
+    def renew(self, process: Process) -> None:
+        process.log.tiers.membership.renew()
+
+    def trim(self, process: Process) -> None:
+        topic = self.open_topic(process)
+        before = topic.wal.trimmed
+        topic.tier.trim()
+        if topic.wal.trimmed > before and not self.is_right(process):
+            # What it gave up is not in the topic any more; its files were all that was left.
+            self._check_given_up(process, topic, before)
+
+    def _check_given_up(self, process: Process, topic: Topic, before: int) -> None:
+        for offset in range(before, topic.wal.trimmed):
+            if self.seen.promises.tiered.get(offset) != process.current.get(offset):
+                raise BrokenPromiseError(f"{offset} was removed by an owner that was fenced")
+
+    def expire(self, process: Process) -> None:
+        self.open_topic(process).tier.expire()
+
+    def collect(self, process: Process) -> None:
+        self.open_topic(process).tier.collect_orphans()
+
+    def rot(self, process: Process) -> None:
+        """The bucket loses or damages an object of which there is a local copy."""
+        topic = self.open_topic(process)
+        if not self.is_right(process):
+            return
+        local = [d for s, d in self.seen.described.items() if s >= topic.wal.trimmed]
+        if not local or self.seen.rotten:
+            return
+        described = self.rng.choice(local)
+        key = object_key(NAME, described.object_id)
+        if self.rng.random() < 0.5:
+            self.store.drop(key)
+        else:
+            self.store.corrupt(key, self.rng.randrange(described.size_bytes))
+        self.seen.rotten.add(described.object_id)
+
+    def repair(self, process: Process) -> None:
+        topic = self.open_topic(process)
+        _, errors = topic.tier.repair_objects()
+        self.look()
+        if self.is_right(process) and (errors or self.seen.rotten):
+            raise BrokenPromiseError(f"not repaired: {self.seen.rotten}, {errors}")
+
+    def seal(self, process: Process) -> None:
+        self.open_topic(process)
+        epoch = process.topic.tier.owned.epoch
+        owed = dict(process.current)
+        process.topic.flush()
+        next_offset = process.log.seal(TOPIC)
+        self.look()
+        if epoch == self.seen.epoch:
+            sealed = self.seen.sealed
+            if sealed is None or sealed.next_offset != next_offset:
+                raise BrokenPromiseError(f"sealed at {next_offset}, the store says {sealed}")
+            for offset, payload in owed.items():
+                if offset >= self.seen.promises.expired and (
+                    self.seen.promises.tiered.get(offset) != payload
+                ):
+                    raise BrokenPromiseError(f"sealed, and {offset} is not in the bucket")
+
+    def delete(self, process: Process) -> None:
+        self.open_topic(process)
+        epoch = process.topic.tier.owned.epoch
+        process.log.delete(TOPIC)
+        with self._quietly():
+            self.look()
+            if self.seen.epoch == epoch:
+                self.check_deleted()
+
+    def check_deleted(self) -> None:
+        """Nothing is left of a topic but its record."""
+        if self.seen.record is not None and self.seen.record.state != "deleted":
+            raise BrokenPromiseError(f"deleted, and the record says {self.seen.record}")
+        objects = [i.key for i in self.store.list(f"{TOPICS_PREFIX}ns/a/")]
+        keys = [found.key for found in self.meta.range(self.seen.keys.storage)]
+        if objects or keys:
+            raise BrokenPromiseError(f"deleted, and there is {objects} {keys}")
+
+    def close(self, process: Process) -> None:
+        """The process ends in peace; what it had appended is durable."""
+        is_right = self.is_right(process)
+        process.log.close()
+        if is_right:
+            self.seen.promises.durable.update(process.current)
+        process.is_dead = True
+        self.end_life(process.node, is_clean=True)
+
+    def kill(self, process: Process) -> None:
+        self._die(process, "any time")
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """No more faults: everything has to come right."""
+        failpoints.disarm()
+        self.fault_rate = 0.0
+        self.failpoint = None
+        self.deliver_late()
+        for node in self.nodes:
+            if node.process is not None:
+                self.end_life(node)
+        self.look()
+        self.pass_time(LEASE_SECONDS + 1)
+        with self._quietly():
+            node = next((n for n in self.nodes if n.id and n.id == self.seen.writer), None)
+            topic = self._heal_on(node or self.nodes[0])
+            self._check_bucket(topic)
+            self._check_handover(self.nodes[0] if node is self.nodes[1] else self.nodes[1])
+
+    def _heal_on(self, node: Node) -> Topic:
+        process = node.process = Process(node, Plan())
+        self._open_log(process)
+        if self.seen.record is not None and self.seen.record.state == "deleting":
+            process.log.delete(TOPIC)
+            self.look()
+            self.check_deleted()
+        topic = self.open_topic(process, take_over=True)
+        _, errors = topic.tier.repair_objects()
+        if errors:
+            raise BrokenPromiseError(f"not repaired: {errors}")
+        topic.upload()
+        for _ in range(3):
+            self.append(process)
+        topic.upload()
+        self._note_ack(process, topic, topic.wal.next - 1, "tiered")
+        marks = topic.watermarks
+        if not marks.tiered == marks.synced == marks.next == self.seen.end:
+            raise BrokenPromiseError(f"uploads do not catch up: {marks}")
+        return topic
+
+    def _check_bucket(self, topic: Topic) -> None:
+        """Retention and garbage collection do their work, and history is read from the bucket."""
+        self.clock.advance(GRACE_MINUTES * 60 + 61)
+        topic.tier._tiers.membership.renew()
+        topic.tier.expire()
+        self.look()
+        topic.tier.trim()
+        if len(topic.wal.files) > 1 and topic.wal.files[1].first_offset < topic.wal.synced:
+            raise BrokenPromiseError("old files that are in the bucket are not trimmed")
+        topic.tier.collect_orphans()
+        self.look()
+        described = {object_key(NAME, d.object_id) for d in self.seen.described.values()}
+        garbage = {i.key for i in self.store.list(objects_prefix(NAME))} - described
+        if garbage:
+            raise BrokenPromiseError(f"garbage stays: {garbage}")
+        self.seen.promises.check(
+            read_all(topic), first=topic.earliest, next_offset=topic.wal.next, kill=True
+        )
+
+    def _check_handover(self, other: Node) -> None:
+        """The other node goes on where this one ends."""
+        owner = next(n for n in self.nodes if n.process is not None).process
+        next_offset = owner.log.seal(TOPIC)
+        self.look()
+        owner.log.close()
+        process = other.process = Process(other, Plan())
+        other.fs.before = lambda kind, path: None
+        self._open_log(process)
+        topic = self.open_topic(process, take_over=False)
+        if topic.append(b"next") != next_offset:
+            raise BrokenPromiseError(f"sealed at {next_offset}, and goes on elsewhere")
+        process.log.close()
+
+
+def _check_order(topic: Topic, bucket_end: int) -> None:
+    wal = topic.wal
+    marks = topic.watermarks
+    order = (marks.trimmed, marks.tiered, marks.synced, marks.written, marks.next)
+    if list(order) != sorted(order):
+        raise BrokenPromiseError(f"watermarks out of order: {marks}")
+    if marks.tiered > max(bucket_end, 0):
+        raise BrokenPromiseError(f"tiered is {marks.tiered}, the bucket ends at {bucket_end}")
+    if wal.state is TopicState.OPEN and bucket_end > marks.synced:
+        raise BrokenPromiseError(f"the bucket ends at {bucket_end}, the synced log: {marks}")
+
+
+def read_all(topic: Topic) -> dict[int, bytes]:
+    """Everything that the topic holds now."""
+    found: dict[int, bytes] = {}
+    with topic.reader("earliest", end=topic.wal.next) as reader:
+        while messages := reader.poll():
+            for message in messages:
+                if message.offset in found:
+                    raise BrokenPromiseError(f"{message.offset} came twice")
+                found[message.offset] = message.payload
+    return found
+
+
+def run_seed(
+    seed: int,
+    *,
+    turns: int = 40,
+    failpoint: str | None = None,
+    trace: Callable[[str], None] | None = None,
+) -> TierWorld:
+    """One world from its beginning to its end.
+
+    Raises:
+        BrokenPromiseError: With the command that shows it again.
+    """
+    world = TierWorld(seed, failpoint=failpoint)
+    if trace is not None:
+        world.trace = trace
+    try:
+        world.live(turns)
+    except (BrokenPromiseError, IsterError) as error:
+        extra = f" --failpoint {failpoint}" if failpoint is not None else ""
+        raise BrokenPromiseError(
+            f"seed {seed}: {error!r}\n"
+            f"replay: python -m tests.sim.tier_world {seed} --turns {turns}{extra}"
+        ) from error
+    return world
+
+
+def find_break(seeds: range, run: Callable[[int], object]) -> int | None:
+    """The first seed that breaks a promise, or None."""
+    for seed in seeds:
+        try:
+            run(seed)
+        except (BrokenPromiseError, IsterError, LookupError, ValueError, OSError):
+            return seed
+    return None
+
+
+def main() -> None:
+    """Runs one seed, for replay."""
+    import argparse  # noqa: PLC0415
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--failpoint", default=None)
+    parser.add_argument("--trace", action="store_true", help="show every turn")
+    arguments = parser.parse_args()
+    world = run_seed(
+        arguments.seed,
+        turns=arguments.turns,
+        failpoint=arguments.failpoint,
+        trace=print if arguments.trace else None,
+    )
+    print(
+        f"seed {arguments.seed}: {world.crashes} crashes, {world.faults} faults, "
+        f"{world.sent} messages, nothing broken"
+    )
+
+
+if __name__ == "__main__":
+    main()

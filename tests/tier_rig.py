@@ -1,0 +1,249 @@
+"""Stores in memory, frames made to measure, and nodes that own topics: for tests of the bucket."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from builders import a_message
+from ister.clock import ManualClock
+from ister.errors import CorruptDataError
+from ister.format.crc import crc32
+from ister.format.descriptor import ObjectDescriptor, format_checksum
+from ister.format.frame import FrameBatch, encode_frame
+from ister.format.message import encode_message
+from ister.metadata.memory import MemoryMetadata
+from ister.metrics import Metrics
+from ister.model import AckLevel, Codec, TopicName
+from ister.objectstore.memory import MemoryObjectStore
+from ister.tier.catalog import Catalog
+from ister.tier.names import TopicKeys, format_object_id, object_key
+from ister.tier.ownership import Membership, NewTopic, OwnedTopic, claim
+from ister.tier.reader import HistoryReader, ReaderSettings
+from ister.tier.uploader import Uploader, UploadSettings
+
+NAME = TopicName(namespace="default", topic="orders")
+PREFIX = "/danube"
+KIB = 1024
+TTL_SECONDS = 15.0
+NOW_MS = 1_700_000_000_000
+
+
+class KeptMetadata(MemoryMetadata):
+    """Metadata that outlives the processes that use it, as a server does."""
+
+    def close(self) -> None:
+        """Only the connection ends."""
+
+
+class Cluster:
+    """One bucket, one metadata store, one clock; and the nodes that share them."""
+
+    def __init__(self, **store) -> None:
+        self.clock = ManualClock(now_ms=NOW_MS)
+        self.metrics = Metrics()
+        self.objects = MemoryObjectStore(clock=self.clock, **store)
+        self.metadata = KeptMetadata(self.clock)
+        self.keys = TopicKeys(PREFIX, NAME)
+
+    def node(self, name: str) -> Membership:
+        """A process that has just joined."""
+        return Membership(self.metadata, node=name, ttl_seconds=TTL_SECONDS, clock=self.clock)
+
+    def catalog(self, name: TopicName = NAME) -> Catalog:
+        """What the metadata store knows about a topic."""
+        return Catalog(
+            self.metadata, TopicKeys(PREFIX, name), clock=self.clock, metrics=self.metrics
+        )
+
+    def claim(
+        self,
+        node: Membership | str = "a",
+        *,
+        name: TopicName = NAME,
+        create: bool = True,
+        take_over: bool = False,
+        ack: AckLevel = AckLevel.SYNCED,
+        codec: Codec = Codec.BINCODE2,
+    ) -> OwnedTopic:
+        """Makes a node the topic's owner."""
+        return claim(
+            self.catalog(name),
+            self.node(node) if isinstance(node, str) else node,
+            new=NewTopic(ack=ack, codec=codec) if create else None,
+            take_over=take_over,
+            clock=self.clock,
+            metrics=self.metrics,
+        )
+
+    def uploader(self, owned: OwnedTopic, *, on_memory=lambda change: None, **settings) -> Uploader:
+        """What uploads a topic, in small pieces."""
+        defaults = UploadSettings(
+            copies=False,
+            chunk_bytes=128 * KIB,
+            concurrent_parts=2,
+            index_every_messages=10,
+            object_bytes_max=1 << 30,
+            object_span_ms_max=1 << 40,
+        )
+        return Uploader(
+            owned,
+            self.objects,
+            settings=replace(defaults, **settings),
+            clock=self.clock,
+            metrics=self.metrics,
+            on_memory=on_memory,
+        )
+
+    def reader(self, *, chunk_bytes: int = 64 * KIB, ahead=None, **settings) -> HistoryReader:
+        """A reader of the topic's objects."""
+        return HistoryReader(
+            self.catalog(),
+            self.objects,
+            settings=ReaderSettings(chunk_bytes=chunk_bytes, **settings),
+            clock=self.clock,
+            metrics=self.metrics,
+            ahead=ahead,
+        )
+
+    def filled(self, frames: "Frames", *ends: int, **settings) -> OwnedTopic:
+        """A topic whose objects end at `ends`; the first one begins with the frames."""
+        owned = self.claim("a")
+        start = frames.first
+        for end in ends:
+            assert self.uploader(owned, **settings).upload(frames, start, end).end == end
+            start = end
+        return owned
+
+    def key(self, object_id: str) -> str:
+        """An object's key."""
+        return object_key(NAME, object_id)
+
+    def object_bytes(self, object_id: str) -> bytes:
+        """An object whole."""
+        return self.objects.read(self.key(object_id), 0, 1 << 40)
+
+    def data_keys(self) -> list[str]:
+        """The names of all objects of the topic."""
+        prefix = self.key("")
+        return [
+            key.removeprefix(prefix)
+            for key in map(str, self.objects.keys())
+            if key.startswith(prefix)
+        ]
+
+
+class Frames:
+    """Frames of messages with consecutive offsets, as an uploader's source."""
+
+    def __init__(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        first: int = 0,
+        times: Sequence[int] | None = None,
+        codec: Codec = Codec.BINCODE2,
+        batch: int = 7,
+    ) -> None:
+        self.first = first
+        self.end = first + len(payloads)
+        self.payloads = list(payloads)
+        self.codec = codec
+        self.times = list(times) if times is not None else [NOW_MS] * len(payloads)
+        self.frames = [
+            encode_frame(
+                first + number,
+                encode_message(
+                    a_message(
+                        topic_offset=first + number,
+                        payload=payload,
+                        publish_time=self.times[number],
+                    ),
+                    codec,
+                ),
+            )
+            for number, payload in enumerate(payloads)
+        ]
+        self.batch = batch
+        """Frames that one fetch gives at the most."""
+        self.damaged_at: int | None = None
+        """Fetching this offset raises."""
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def between(self, start: int, end: int) -> bytes:
+        """The bytes of a range."""
+        return b"".join(self.frames[start - self.first : end - self.first])
+
+    def size(self, offset: int) -> int:
+        """The size of a frame."""
+        return len(self.frames[offset - self.first])
+
+    def plan(self, start: int, end: int, *, bytes_max: int, span_ms_max: int) -> int:
+        """See `FrameSource.plan`."""
+        at, size = start + 1, self.size(start)
+        first_time = self.times[start - self.first]
+        while (
+            at < end
+            and size + self.size(at) <= bytes_max
+            and self.times[at - self.first] - first_time <= span_ms_max
+        ):
+            size += self.size(at)
+            at += 1
+        return at
+
+    def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
+        """See `FrameSource.fetch`."""
+        upto = min(end, start + self.batch)
+        if self.damaged_at is not None:
+            if start == self.damaged_at:
+                raise CorruptDataError("damaged", offset=start)
+            if start < self.damaged_at:
+                upto = min(upto, self.damaged_at)
+        return a_batch(self.frames[start - self.first : upto - self.first], start, self.codec)
+
+    def close(self) -> None:
+        """See `FrameSource.close`."""
+        self.is_closed = True
+
+
+def a_batch(frames: Sequence[bytes], first: int, codec: Codec = Codec.BINCODE2) -> FrameBatch:
+    """Frames in a chunk with other bytes around them."""
+    starts, position = [], 3
+    for frame in frames:
+        starts.append(position)
+        position += len(frame)
+    return FrameBatch(b"xyz" + b"".join(frames) + b"uvw", starts, position, first, codec)
+
+
+def frames_of(batch: FrameBatch) -> list[bytes]:
+    """The frames of a batch, apart."""
+    ends = [*batch.starts[1:], batch.end]
+    return [batch.chunk[head:tail] for head, tail in zip(batch.starts, ends, strict=True)]
+
+
+def read_all(reader: HistoryReader, start: int, end: int, *, bytes_max: int = 1 << 20) -> list:
+    """(offset, frame) of everything between two offsets."""
+    found: list[tuple[int, bytes]] = []
+    while start < end:
+        batch = reader.fetch(start, end, bytes_max=bytes_max)
+        found += enumerate(frames_of(batch), batch.first_offset)
+        start = batch.next_offset
+    return found
+
+
+def a_descriptor(start: int, end: int, *, epoch: int = 1, **fields) -> ObjectDescriptor:
+    """A descriptor of an object that nobody has looked at."""
+    described = ObjectDescriptor(
+        object_id=format_object_id(start, end, epoch),
+        start=start,
+        end=end,
+        size_bytes=100 * (end - start),
+        created_at=NOW_MS // 1000,
+        codec=Codec.BINCODE2,
+        epoch=epoch,
+        incarnation="0123456789abcdef",
+        messages=end - start,
+        checksum=format_checksum(crc32(b"%d" % start, 0)),
+    )
+    return replace(described, **fields)

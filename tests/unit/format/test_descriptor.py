@@ -1,0 +1,307 @@
+"""Descriptors: both directions, Danube's own, and what is refused by its key."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ister.errors import CorruptDataError, InvariantError, UnsupportedVersionError
+from ister.format.descriptor import (
+    ObjectDescriptor,
+    decode_descriptor,
+    encode_descriptor,
+    format_checksum,
+)
+from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
+from ister.model import Codec
+
+_GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+_KEY = "/danube/storage/topics/default/orders/objects/00000000000000001000"
+
+FULL = ObjectDescriptor(
+    object_id="data-1000-5000.dnb1",
+    start=1000,
+    end=5001,
+    size_bytes=524_288,
+    etag='"abc"',
+    created_at=1_703_001_234,
+    offset_index=((1000, 0), (2000, 131_072)),
+    codec=Codec.BINCODE2,
+    epoch=1,
+    incarnation="0123456789abcdef",
+    messages=4001,
+    publish_time_min=1_703_001_000_000,
+    publish_time_max=1_703_001_200_000,
+    publish_time_index=(0, 1_703_001_100_000),
+    checksum="crc32:0a1b2c3d",
+)
+# What Danube itself writes: its own fields and no others.
+DANUBE = {
+    "object_id": "data-1000-5000.dnb1",
+    "start_offset": 1000,
+    "end_offset": 5000,
+    "size": 524_288,
+    "etag": None,
+    "created_at": 1_703_001_234,
+    "completed": True,
+    "offset_index": [[1000, 0], [2000, 131_072]],
+}
+_NUMBERS = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def _descriptors(draw):
+    start = draw(st.integers(0, 2**64 - 2))
+    index = draw(st.lists(st.tuples(_NUMBERS, _NUMBERS), max_size=20))
+    return ObjectDescriptor(
+        object_id=draw(st.text(min_size=1).filter(lambda text: "/" not in text)),
+        start=start,
+        end=draw(st.integers(start + 1, 2**64)),
+        size_bytes=draw(_NUMBERS),
+        etag=draw(st.none() | st.text()),
+        created_at=draw(_NUMBERS),
+        completed=draw(st.booleans()),
+        offset_index=tuple(index),
+        codec=draw(st.none() | st.sampled_from(Codec)),
+        epoch=draw(_NUMBERS),
+        incarnation=draw(st.text()),
+        messages=draw(_NUMBERS),
+        publish_time_min=draw(st.none() | _NUMBERS),
+        publish_time_max=draw(st.none() | _NUMBERS),
+        publish_time_index=tuple(draw(st.lists(_NUMBERS, max_size=20))),
+        checksum=draw(st.none() | st.text()),
+    )
+
+
+@given(_descriptors())
+def test_descriptor_comes_back_as_it_was(descriptor):
+    assert decode_descriptor(encode_descriptor(descriptor), key=_KEY) == descriptor
+
+
+def test_golden_bytes_are_these():
+    golden = (_GOLDEN / "descriptor.json").read_bytes().rstrip(b"\n")
+    assert encode_descriptor(FULL) == golden
+    assert decode_descriptor(golden, key=_KEY) == FULL
+
+
+def test_descriptor_without_an_index_leaves_the_field_out():
+    fields = json.loads(encode_descriptor(replace(FULL, offset_index=())))
+    assert "offset_index" not in fields
+    assert {"object_id", "start_offset", "end_offset", "size"} <= set(fields)
+
+
+def test_descriptor_of_danube_is_read_and_what_it_does_not_say_is_unknown():
+    found = decode_descriptor(json.dumps(DANUBE).encode(), key=_KEY)
+    assert (found.object_id, found.start, found.end) == ("data-1000-5000.dnb1", 1000, 5001)
+    assert (found.size_bytes, found.created_at, found.completed) == (524_288, 1_703_001_234, True)
+    assert found.offset_index == ((1000, 0), (2000, 131_072))
+    assert (found.codec, found.checksum, found.etag) == (None, None, None)
+    assert (found.publish_time_min, found.publish_time_max) == (None, None)
+    assert (found.epoch, found.incarnation, found.publish_time_index) == (0, "", ())
+
+
+@pytest.mark.parametrize("missing", ["etag", "created_at", "completed", "offset_index"])
+def test_descriptor_of_danube_without_an_optional_field_is_read(missing):
+    fields = {key: value for key, value in DANUBE.items() if key != missing}
+    found = decode_descriptor(json.dumps(fields).encode(), key=_KEY)
+    assert (found.start, found.end) == (1000, 5001)
+
+
+def test_danube_finds_its_own_fields_in_ours():
+    assert json.loads(encode_descriptor(replace(FULL, etag=None))).items() >= DANUBE.items()
+
+
+def test_fields_of_a_newer_writer_are_passed_over():
+    fields = {**json.loads(encode_descriptor(FULL)), "compression": "none"}
+    assert decode_descriptor(json.dumps(fields).encode(), key=_KEY) == FULL
+
+
+def test_end_is_inclusive_in_json_and_exclusive_in_code():
+    one = replace(FULL, start=7, end=8)
+    fields = json.loads(encode_descriptor(one))
+    assert (fields["start_offset"], fields["end_offset"]) == (7, 7)
+    assert decode_descriptor(encode_descriptor(one), key=_KEY).end == 8
+
+
+def test_largest_descriptor_stays_below_its_limit():
+    top = 2**64 - 1
+    largest = ObjectDescriptor(
+        object_id=f"data-{top}-{top}-{top}.dnb1",
+        start=top,
+        end=top + 1,
+        size_bytes=top,
+        etag='"' + "f" * 200 + '"',
+        created_at=top,
+        offset_index=((top, top),) * OBJECT_INDEX_ENTRIES_MAX,
+        codec=Codec.BINCODE2,
+        epoch=top,
+        incarnation="f" * 16,
+        messages=top,
+        publish_time_min=top,
+        publish_time_max=top,
+        publish_time_index=(top,) * OBJECT_INDEX_ENTRIES_MAX,
+        checksum=format_checksum(2**32 - 1),
+    )
+    data = encode_descriptor(largest)
+    assert len(data) < DESCRIPTOR_BYTES_MAX == 65_536
+    assert decode_descriptor(data, key=_KEY) == largest
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start": 5, "end": 5},
+        {"start": 6, "end": 5},
+        {"offset_index": ((0, 0),) * (OBJECT_INDEX_ENTRIES_MAX + 1)},
+        {"etag": "x" * DESCRIPTOR_BYTES_MAX},
+    ],
+    ids=["empty range", "backward range", "too many entries", "too many bytes"],
+)
+def test_descriptor_that_must_not_be_is_not_written(wrong):
+    with pytest.raises(InvariantError):
+        encode_descriptor(replace(FULL, **wrong))
+
+
+_WRONG_JSON = {
+    "empty": b"",
+    "cut": encode_descriptor(FULL)[:-1],
+    "not UTF-8": b"\xff\xfe",
+    "a list": b"[]",
+    "a number": b"5",
+    "null": b"null",
+    "nothing in it": b"{}",
+    "nested without an end": b"[" * 60_000,
+}
+
+
+@pytest.mark.parametrize("data", _WRONG_JSON.values(), ids=_WRONG_JSON)
+def test_bytes_that_are_no_descriptor_are_refused_with_their_key(data):
+    with pytest.raises(CorruptDataError) as refused:
+        decode_descriptor(data, key=_KEY)
+    assert refused.value.path == _KEY
+
+
+_WRONG_FIELDS = [
+    *((name, None) for name in ("start_offset", "end_offset", "size")),
+    *((name, -1) for name in ("start_offset", "end_offset", "size", "created_at", "epoch")),
+    *((name, "5") for name in ("start_offset", "end_offset", "size", "messages")),
+    *((name, 1.5) for name in ("start_offset", "publish_time_min", "publish_time_max")),
+    ("start_offset", True),
+    ("end_offset", 999),
+    ("object_id", "a/b"),
+    ("object_id", "../x"),
+    ("format", 5),
+    ("codec", "bincode9"),
+    ("codec", 5),
+    ("offset_index", [1000]),
+    ("offset_index", [[1000]]),
+    ("offset_index", [[1000, 0, 1]]),
+    ("offset_index", [[1000, -1]]),
+    ("offset_index", 5),
+    ("publish_time_index", [None]),
+    ("publish_time_index", 5),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), _WRONG_FIELDS, ids=repr)
+def test_field_of_another_kind_is_refused_with_its_key(name, value):
+    fields = {**json.loads(encode_descriptor(FULL)), name: value}
+    with pytest.raises(CorruptDataError) as refused:
+        decode_descriptor(json.dumps(fields).encode(), key=_KEY)
+    assert refused.value.path == _KEY
+
+
+@pytest.mark.parametrize("name", ["object_id", "start_offset", "end_offset", "size"])
+def test_field_that_is_missing_is_refused_by_name(name):
+    fields = json.loads(encode_descriptor(FULL))
+    del fields[name]
+    with pytest.raises(CorruptDataError, match=name):
+        decode_descriptor(json.dumps(fields).encode(), key=_KEY)
+
+
+def test_format_of_a_newer_ister_is_refused_as_newer():
+    fields = {**json.loads(encode_descriptor(FULL)), "format": "dnb2", "offset_index": "elsewhere"}
+    with pytest.raises(UnsupportedVersionError, match="dnb2") as refused:
+        decode_descriptor(json.dumps(fields).encode(), key=_KEY)
+    assert refused.value.path == _KEY
+
+
+# -- looking up ---------------------------------------------------------------------------------
+
+INDEXED = replace(
+    FULL,
+    start=100,
+    end=400,
+    offset_index=((100, 0), (200, 5000), (300, 9000)),
+    # The highest publish time before 100, 200 and 300.
+    publish_time_index=(0, 50, 70),
+)
+
+
+@pytest.mark.parametrize(
+    ("offset", "expected"),
+    [
+        (100, (100, 0)),
+        (199, (100, 0)),
+        (200, (200, 5000)),
+        (201, (200, 5000)),
+        (399, (300, 9000)),
+    ],
+)
+def test_position_is_that_of_the_last_entry_at_or_before(offset, expected):
+    assert INDEXED.position_before(offset) == expected
+
+
+def test_position_without_an_entry_before_is_the_beginning():
+    assert replace(INDEXED, offset_index=()).position_before(250) == (100, 0)
+    assert replace(INDEXED, offset_index=((200, 5000),)).position_before(150) == (100, 0)
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        (0, (100, 0)),
+        (1, (100, 0)),
+        (50, (100, 0)),
+        (51, (200, 5000)),
+        (70, (200, 5000)),
+        (71, (300, 9000)),
+        (10**15, (300, 9000)),
+    ],
+)
+def test_position_by_time_passes_over_what_was_published_before(time, expected):
+    assert INDEXED.position_before_time(time) == expected
+
+
+def test_position_by_time_without_times_is_the_beginning():
+    assert replace(INDEXED, publish_time_index=()).position_before_time(60) == (100, 0)
+    assert replace(INDEXED, publish_time_index=(0, 1)).position_before_time(60) == (100, 0)
+
+
+@given(
+    st.lists(st.integers(0, 100), min_size=1, max_size=60),
+    st.integers(1, 9),
+    st.integers(0, 110),
+)
+def test_position_by_time_is_never_behind_the_first_message_of_that_time(times, stride, wanted):
+    entries = range(0, len(times), stride)
+    described = replace(
+        FULL,
+        start=0,
+        end=len(times),
+        offset_index=tuple((offset, offset * 10) for offset in entries),
+        publish_time_index=tuple(max(times[:offset], default=0) for offset in entries),
+    )
+    first = next((at for at, time in enumerate(times) if time >= wanted), None)
+    offset, position = described.position_before_time(wanted)
+    assert position == offset * 10
+    if first is not None:
+        assert offset <= first
+
+
+@pytest.mark.parametrize(("crc", "text"), [(0, "crc32:00000000"), (2**32 - 1, "crc32:ffffffff")])
+def test_checksum_has_eight_digits(crc, text):
+    assert format_checksum(crc) == text

@@ -1,0 +1,225 @@
+"""The other values in the metadata store: both directions, Danube's form, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ister.errors import CorruptDataError
+from ister.format.records import (
+    Lineage,
+    OwnerRecord,
+    Progress,
+    SealedState,
+    TopicRecord,
+    UploadSession,
+    decode_current,
+    decode_owner,
+    decode_progress,
+    decode_sealed,
+    decode_session,
+    decode_topic,
+    encode_current,
+    encode_owner,
+    encode_progress,
+    encode_sealed,
+    encode_session,
+    encode_topic,
+)
+from ister.model import AckLevel, Codec
+
+_GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+_KEY = "/danube/somewhere"
+
+TOPIC = TopicRecord(
+    epoch=3,
+    incarnation="0123456789abcdef",
+    ack=AckLevel.SYNCED,
+    codec=Codec.BINCODE2,
+    created_at=1_703_001_234,
+    lineage=(
+        Lineage(epoch=1, start=0, node="node-a"),
+        Lineage(epoch=3, start=5001, node="node-b"),
+    ),
+)
+OWNER = OwnerRecord(node="node-b", epoch=3)
+SESSION = UploadSession(
+    object_id="data-5001-6000-3.dnb1", start=5001, end=6001, epoch=3, started_at=1_703_001_300
+)
+SEALED = SealedState(next_offset=5001, node="node-a", epoch=1, sealed_at=1_703_001_290)
+PROGRESS = Progress(offset=4000, timestamp=1_703_001_280_000, incarnation="0123456789abcdef")
+
+_KINDS = {
+    "topic": (encode_topic, decode_topic, TOPIC),
+    "owner": (encode_owner, decode_owner, OWNER),
+    "current": (encode_current, decode_current, 5001),
+    "session": (encode_session, decode_session, SESSION),
+    "sealed": (encode_sealed, decode_sealed, SEALED),
+    "progress": (encode_progress, decode_progress, PROGRESS),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_record_comes_back_as_it_was(kind):
+    encode, decode, record = _KINDS[kind]
+    assert decode(encode(record), key=_KEY) == record
+
+
+@pytest.mark.parametrize(("name", "kind"), [("topic_record", "topic"), ("sealed_state", "sealed")])
+def test_golden_bytes_are_these(name, kind):
+    encode, decode, record = _KINDS[kind]
+    golden = (_GOLDEN / f"{name}.json").read_bytes().rstrip(b"\n")
+    assert encode(record) == golden
+    assert decode(golden, key=_KEY) == record
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_pointer_has_twenty_digits_and_comes_back(start):
+    data = encode_current(start)
+    assert len(json.loads(data)["start"]) == 20
+    assert decode_current(data, key=_KEY) == start
+
+
+# -- topics -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "is_open"), [("open", True), ("deleting", False), ("deleted", False)]
+)
+def test_topic_is_open_in_one_state_alone(state, is_open):
+    fields = {**json.loads(encode_topic(TOPIC)), "state": state}
+    assert decode_topic(json.dumps(fields).encode(), key=_KEY).is_open is is_open
+
+
+def test_topic_record_keeps_what_others_put_into_it():
+    fields = {**json.loads(encode_topic(TOPIC)), "partitions": 4, "owner": {"team": "blue"}}
+    found = decode_topic(json.dumps(fields).encode(), key=_KEY)
+    assert found.more == {"partitions": 4, "owner": {"team": "blue"}}
+    assert json.loads(encode_topic(found)) == fields
+
+
+def test_topic_record_of_the_first_kind_has_no_lineage_and_is_open():
+    fields = json.loads(encode_topic(TOPIC))
+    del fields["lineage"], fields["state"]
+    found = decode_topic(json.dumps(fields).encode(), key=_KEY)
+    assert (found.lineage, found.is_open) == ((), True)
+
+
+def test_what_others_put_into_a_record_never_hides_its_own_fields():
+    found = TopicRecord(
+        epoch=3,
+        incarnation="x",
+        ack=AckLevel.WRITTEN,
+        codec=Codec.BINCODE1,
+        created_at=1,
+        more={"epoch": 99, "state": "deleted"},
+    )
+    again = decode_topic(encode_topic(found), key=_KEY)
+    assert (again.epoch, again.is_open) == (3, True)
+
+
+# -- seals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("next_offset", "last"), [(0, 0), (1, 0), (2, 1), (5001, 5000)], ids=["empty", "one", "2", "n"]
+)
+def test_seal_is_inclusive_for_danube_and_tells_empty_from_one_message(next_offset, last):
+    state = SealedState(next_offset=next_offset, node="n", epoch=1, sealed_at=5)
+    fields = json.loads(encode_sealed(state))
+    assert (fields["sealed"], fields["last_committed_offset"]) == (True, last)
+    assert decode_sealed(encode_sealed(state), key=_KEY).next_offset == next_offset
+
+
+def test_seal_of_danube_is_read_by_its_own_fields():
+    fields = {"sealed": True, "last_committed_offset": 41, "broker_id": 7, "timestamp": 5}
+    found = decode_sealed(json.dumps(fields).encode(), key=_KEY)
+    assert found == SealedState(next_offset=42, node="7", epoch=0, sealed_at=5)
+
+
+def test_seal_that_was_taken_back_is_none():
+    fields = {"sealed": False, "last_committed_offset": 0, "broker_id": 7, "timestamp": 5}
+    assert decode_sealed(json.dumps(fields).encode(), key=_KEY) is None
+
+
+# -- sessions and cursors -----------------------------------------------------------------------
+
+
+def test_session_is_inclusive_in_json():
+    fields = json.loads(encode_session(SESSION))
+    assert (fields["start_offset"], fields["end_offset"]) == (5001, 6000)
+
+
+def test_cursor_keeps_what_others_put_into_it():
+    fields = {"offset": 7, "timestamp": 9, "incarnation": "x", "pending": [1, 2]}
+    found = decode_progress(json.dumps(fields).encode(), key=_KEY)
+    assert found.more == {"pending": [1, 2]}
+    assert json.loads(encode_progress(found)) == fields
+
+
+def test_cursor_without_an_incarnation_belongs_to_any():
+    found = decode_progress(b'{"offset": 7, "timestamp": 9}', key=_KEY)
+    assert found.incarnation == ""
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+_WRONG = {
+    "empty": b"",
+    "cut": b'{"epoch": 1',
+    "not UTF-8": b"\xff\xfe",
+    "a list": b"[1]",
+    "a text": b'"open"',
+    "null": b"null",
+    "nothing in it": b"{}",
+    "nested without an end": b"[" * 60_000,
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("data", _WRONG.values(), ids=_WRONG)
+def test_bytes_that_are_no_record_are_refused_with_their_key(kind, data):
+    _, decode, _ = _KINDS[kind]
+    with pytest.raises(CorruptDataError) as refused:
+        decode(data, key=_KEY)
+    assert refused.value.path == _KEY
+
+
+_NUMBERS = {
+    "topic": "epoch",
+    "owner": "epoch",
+    "current": "start",
+    "session": "end_offset",
+    "sealed": "timestamp",
+    "progress": "offset",
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("text", ["null", '"x"', "[]", "{}", "NaN", "Infinity"])
+def test_number_of_another_kind_is_refused_with_its_key(kind, text):
+    encode, decode, record = _KINDS[kind]
+    fields = json.loads(encode(record))
+    fields[_NUMBERS[kind]] = "@"
+    data = json.dumps(fields).replace('"@"', text).encode()
+    with pytest.raises(CorruptDataError) as refused:
+        decode(data, key=_KEY)
+    assert refused.value.path == _KEY
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ack", "sometimes"),
+        ("codec", "bincode9"),
+        ("lineage", None),
+        ("lineage", [5]),
+        ("lineage", [{"epoch": 1}]),
+    ],
+)
+def test_topic_record_with_a_field_of_another_kind_is_refused(name, value):
+    fields = {**json.loads(encode_topic(TOPIC)), name: value}
+    with pytest.raises(CorruptDataError):
+        decode_topic(json.dumps(fields).encode(), key=_KEY)
