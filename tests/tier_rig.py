@@ -1,15 +1,19 @@
 """Stores in memory, frames made to measure, and nodes that own topics: for tests of the bucket."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Self
 
 from builders import a_message
-from ister.clock import ManualClock
-from ister.errors import CorruptDataError
+from ister.clock import Clock, ManualClock
+from ister.config import load_config
+from ister.errors import CorruptDataError, IsterError
 from ister.format.crc import crc32
 from ister.format.descriptor import ObjectDescriptor, format_checksum
 from ister.format.frame import FrameBatch, encode_frame
 from ister.format.message import encode_message
+from ister.fs.memory import MemoryFileSystem
 from ister.metadata.memory import MemoryMetadata
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName
@@ -19,6 +23,9 @@ from ister.tier.names import TopicKeys, format_object_id, object_key
 from ister.tier.ownership import Membership, NewTopic, OwnedTopic, claim
 from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.uploader import Uploader, UploadSettings
+from ister.topic.log import Log
+from ister.wal.scheduler import Threads
+from rig import ROOT
 
 NAME = TopicName(namespace="default", topic="orders")
 PREFIX = "/danube"
@@ -247,3 +254,83 @@ def a_descriptor(start: int, end: int, *, epoch: int = 1, **fields) -> ObjectDes
         checksum=format_checksum(crc32(b"%d" % start, 0)),
     )
     return replace(described, **fields)
+
+
+class Site:
+    """Machines with disks of their own that share a bucket and a metadata store."""
+
+    def __init__(self, *, clock: Clock | None = None, **store) -> None:
+        self.clock = ManualClock(now_ms=NOW_MS) if clock is None else clock
+        self.objects = MemoryObjectStore(clock=self.clock, **store)
+        self.metadata = KeptMetadata(self.clock)
+        self.disks: dict[str, MemoryFileSystem] = {}
+        self._logs: list[tuple[str, Log]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.objects.before = self.objects.after = lambda kind, key: None
+        self.metadata.before = self.metadata.after = lambda kind, key: None
+        for disk, log in self._logs:
+            self.disks[disk].before = lambda kind, path: None
+            with suppress(IsterError):
+                log.close()
+
+    def disk(self, name: str = "a") -> MemoryFileSystem:
+        """A machine's disk."""
+        if name not in self.disks:
+            self.disks[name] = fs = MemoryFileSystem()
+            fs.now_ms = lambda: self.clock.now_ns() // 1_000_000
+        return self.disks[name]
+
+    def open(
+        self,
+        disk: str = "a",
+        *,
+        background: bool = False,
+        scheduler: Threads | None = None,
+        storage: dict | None = None,
+        **wal,
+    ) -> Log:
+        """A process on a machine; `wal` are settings below `storage.wal`."""
+        tree = {"storage": {**(storage or {}), "wal": {"dir": ROOT, **wal}}}
+        is_tiered = tree["storage"].get("mode", "wal_cloud") == "wal_cloud"
+        stores = {"objects": self.objects, "metadata": self.metadata} if is_tiered else {}
+        log = Log(
+            load_config(tree, {}),
+            fs=self.disk(disk),
+            clock=self.clock,
+            background=background,
+            scheduler=scheduler,
+            **stores,
+        )
+        self._logs.append((disk, log))
+        return log
+
+    def kill(self, log: Log) -> None:
+        """Ends a process: nothing of it touches disk or stores again."""
+        ((disk, _),) = [item for item in self._logs if item[1] is log]
+        self._logs.remove((disk, log))
+        log._scheduler.stop()
+        if log._background is not None:
+            log._background.stop()
+        if log.tiers is not None and log.tiers._ahead is not None:
+            log.tiers._ahead.shutdown(wait=True)
+        self.disks[disk].kill()
+
+    def catalog(self, name: TopicName = NAME) -> Catalog:
+        """What the metadata store knows about a topic."""
+        return Catalog(self.metadata, TopicKeys(PREFIX, name), clock=self.clock, metrics=Metrics())
+
+    def bucket_keys(self) -> list[str]:
+        """The keys of everything in the bucket."""
+        return list(self.objects.keys())
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The offsets of every object, as the catalog has them."""
+        return [(d.start, d.end) for d, _ in self.catalog().descriptors()]
+
+    def key(self, offset: int) -> str:
+        """The key of the object that holds an offset."""
+        return object_key(NAME, self.catalog().find(offset).object_id)

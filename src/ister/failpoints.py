@@ -32,6 +32,7 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "wal.recovery_before_cut",
         "wal.recovery_after_cut",  # the torn tail is gone, the cut is not synced
         "wal.recovery_before_checkpoint",
+        "tier.after_set_aside",  # the old directory has another name, the new one not yet its own
         "tier.after_claim",  # the epoch has risen, nothing local knows yet
         "tier.before_session",
         "tier.after_session",  # the store knows what is coming

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from tests.servers.etcd import EtcdServer
 
 from ister.clock import SystemClock
 from ister.errors import (
@@ -26,7 +27,6 @@ from ister.metadata.base import (
 from ister.metadata.etcd import EtcdMetadata
 from ister.metadata.memory import MemoryMetadata
 from ister.metadata.sqlite import SqliteMetadata
-from tests.servers.etcd import EtcdServer
 
 _BACKENDS = ["memory", "sqlite", "etcd"]
 _roots = itertools.count()

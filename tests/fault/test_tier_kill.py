@@ -164,7 +164,7 @@ def test_repeated_kill_loses_nothing(tmp_path, request):
     Method: processes that append to two topics from two threads, upload in the background and on
     demand, trim, read and collect garbage, each killed after 30 to 300 ms.
     """
-    run_cycles(tmp_path, request, 20, 1)
+    run_cycles(tmp_path, request, 7, 2)
 
 
 @pytest.mark.fault

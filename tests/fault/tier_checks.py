@@ -49,7 +49,7 @@ def tier_settings(
         "wal": {
             "dir": f"{directory}/{node}",
             "rotate_max_bytes": 8192,
-            "cache_capacity": 64,
+            "cache_capacity": 4,
             "fsync_interval_ms": 50,
             # Every rotated file that the bucket has goes.
             "retention": {"size_mb": 0},

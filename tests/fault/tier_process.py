@@ -28,13 +28,16 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import ister
+from ister import errors, failpoints
 
 try:
     from oracle import payload_of
@@ -60,6 +63,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def stop_precisely() -> None:
+    """Has a failpoint's signal stop the thread that reaches it right there.
+
+    Sent to the process it is taken by whichever thread the kernel picks, and until that one runs
+    the others go on, into the next transaction for example.
+    """
+
+    def kill(_: int, number: signal.Signals) -> None:
+        signal.pthread_kill(threading.get_ident(), number)
+
+    failpoints.os = SimpleNamespace(kill=kill, getpid=os.getpid)
+
+
 def say(*words: object) -> None:
     """One line, one write."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
@@ -67,7 +83,7 @@ def say(*words: object) -> None:
 
 def public_name(error: ister.IsterError) -> str:
     """The class as users know it."""
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in ister.__all__)
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in errors.__all__)
 
 
 class Worker:
@@ -253,6 +269,7 @@ def check_read(topic: ister.Topic, chance: random.Random) -> None:
 def main() -> int:
     options = parse_arguments()
     sys.setswitchinterval(0.001)
+    stop_precisely()
     with ister.open(json.loads(Path(options.settings).read_text())) as log:
         worker = Worker(log, options)
         worker.open_topics()

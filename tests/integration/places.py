@@ -11,6 +11,7 @@ Uploads run only when a test asks for them, unless a node is opened with `upload
 the same stores in memory, for faults that have to be injected.
 """
 
+import os
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from ister.metadata.memory import MemoryMetadata
 from ister.model import StreamMessage, TopicName
 from ister.objectstore.memory import MemoryObjectStore
 from ister.topic.factory import StartPosition, TopicStream, WalStorage, WalStorageFactory
-from rig import PATIENCE_SECONDS
+from rig import PATIENCE_SECONDS, numbered
 
 TOPIC = "/default/orders"
 PUBLISHED_MS = 1_700_000_000_000
@@ -228,6 +229,31 @@ def read_from(storage: WalStorage, start: int) -> list[StreamMessage]:
 def offsets(messages: Iterable[StreamMessage]) -> list[int]:
     """Their offsets, as stamped into them."""
     return [message.msg_id.topic_offset for message in messages]
+
+
+def three_files(storage: WalStorage) -> None:
+    """200 messages: 100 in the first file, 50 in the second, 50 in the active one."""
+    for count in (100, 50, 50):
+        fill(storage, numbered(count, first=storage.topic.wal.next, size=100))
+    assert [file.first_offset for file in storage.topic.wal.files] == [0, 100, 150]
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def grow_old(path: Path) -> None:
+    """Has a file last written to an hour ago."""
+    status = path.stat()
+    os.utime(path, (status.st_atime - 3600, status.st_mtime - 3600))
+
+
+def flip_byte(path: Path, position: int) -> None:
+    """Changes one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 0xFF]))
 
 
 # -- what the stores hold -----------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`ister inspect wal|checkpoint PATH`: what is on disk, in words or as JSON.
 
-Owns: arguments, output, exit code. Does not own: finding it out (`survey`), the formats.
+Owns: arguments, output, exit code. Does not own: finding it out (`survey`), the formats, the other
+kinds (`inspect_object`, `inspect_topic`).
 
 Exit code 1 means that damage was found. A torn tail is none: a crash leaves one, and opening the
 topic cuts it off.
@@ -14,10 +15,18 @@ import os
 import stat
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from ister.cli.survey import FileSurvey, Kind, Listing, TopicSurvey, find_topics, survey
+from ister.cli import inspect_object, inspect_topic
+from ister.cli.survey import FileSurvey, TopicSurvey, find_topics, survey
+from ister.cli.survey_view import (
+    add_listing_arguments,
+    format_published,
+    format_state,
+    make_listing,
+    print_bad_ranges,
+    print_frames,
+)
 from ister.cli.table import format_table
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.checkpoint import (
@@ -28,16 +37,13 @@ from ister.format.checkpoint import (
 )
 from ister.fs.local import LocalFileSystem
 from ister.limits import CHECKPOINT_BYTES_MAX
-from ister.wal.directory import CHECKPOINT_NAME
+from ister.wal.directory import CHECKPOINT_NAME, UPLOADER_CHECKPOINT_NAME
 
 if TYPE_CHECKING:
     # argparse has no public name for it.
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 __all__ = ["register"]
-
-_LISTED_FRAMES_DEFAULT: Final = 1000
-"""Enough to look at, and a list that fits into memory and onto a screen with a pager."""
 
 
 def register(commands: Subparsers) -> None:
@@ -50,42 +56,26 @@ def register(commands: Subparsers) -> None:
         help="files, frames, offsets and damage of a write-ahead log",
         description="Reads WAL files without changing them, also while the log is open elsewhere. "
         "Exit code 1 if there is damage; a torn tail, which a crash leaves, is none.",
+        epilog="Example: ister inspect wal ./ister-data/wal/default/orders --frames --limit 10",
     )
     wal.add_argument("path", metavar="PATH", help="a WAL file, a topic's or a data directory")
     wal.add_argument("--json", action="store_true", help="one JSON object")
-    wal.add_argument("--frames", action="store_true", help="list single frames too")
-    wal.add_argument(
-        "--limit",
-        type=_count,
-        default=_LISTED_FRAMES_DEFAULT,
-        metavar="N",
-        help=f"with --frames: list at most N (default {_LISTED_FRAMES_DEFAULT})",
-    )
-    wal.add_argument(
-        "--from",
-        dest="from_offset",
-        type=_count,
-        default=0,
-        metavar="OFFSET",
-        help="with --frames: begin at this offset",
-    )
+    add_listing_arguments(wal)
     wal.set_defaults(run=_run_wal)
 
     checkpoint = kinds.add_parser(
         "checkpoint",
         help="the fields of wal.ckpt or uploader.ckpt",
-        description="Shows a checkpoint. Exit code 1 if it is damaged or of a newer version.",
+        description="Shows a checkpoint; of a topic's directory, both. Exit code 1 if one is "
+        "damaged or of a newer version.",
+        epilog="Example: ister inspect checkpoint ./ister-data/wal/default/orders",
     )
     checkpoint.add_argument("path", metavar="PATH", help="the file, or a topic's directory")
     checkpoint.add_argument("--json", action="store_true", help="one JSON object")
     checkpoint.set_defaults(run=_run_checkpoint)
 
-
-def _count(text: str) -> int:
-    """A number of frames or an offset, for argparse."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
+    inspect_object.register(kinds)
+    inspect_topic.register(kinds)
 
 
 def _resolve(path: str) -> str:
@@ -110,9 +100,7 @@ def _resolve(path: str) -> str:
 
 def _run_wal(options: argparse.Namespace) -> int:
     path = _resolve(options.path)
-    listing = Listing(
-        start_offset=options.from_offset, remaining=options.limit if options.frames else 0
-    )
+    listing = make_listing(options)
     if os.path.isdir(path):
         topics = [survey(directory, listing=listing) for directory in find_topics(path)]
     else:
@@ -176,24 +164,12 @@ def _print_topics(topics: list[TopicSurvey]) -> None:
         titles = ("file", "codec", "first", "next", "frames", "bytes", "published", "state")
         print(format_table(titles, [_file_as_row(file) for file in topic.files]))
         for file in topic.files:
-            _print_bad_ranges(file)
+            print_bad_ranges(file)
         for file in topic.files:
-            _print_frames(file)
+            print_frames(file)
 
 
 def _file_as_row(file: FileSurvey) -> tuple[object, ...]:
-    published = None
-    if file.publish_time_min is not None:
-        published = f"{_time(file.publish_time_min)} … {_time(file.publish_time_max)}"
-    kinds = {bad.kind for bad in file.damage}
-    if file.is_missing:
-        state = "MISSING"
-    elif Kind.DAMAGE in kinds:
-        state = "DAMAGED"
-    else:
-        state = "torn tail" if kinds else "whole"
-    if file.undecodable:
-        state += f", {file.undecodable} bodies are no {file.codec or ''} messages"
     return (
         file.name,
         file.codec,
@@ -201,42 +177,9 @@ def _file_as_row(file: FileSurvey) -> tuple[object, ...]:
         file.next_offset,
         file.frames,
         file.bytes,
-        published,
-        state,
+        format_published(file),
+        format_state(file),
     )
-
-
-def _print_bad_ranges(file: FileSurvey) -> None:
-    for bad in file.damage:
-        offsets = f"offset {'?' if bad.offset is None else bad.offset}"
-        if bad.end_offset is not None:
-            offsets += f" up to {bad.end_offset}"
-        print(
-            f"{bad.kind}: {file.name} position {bad.position} up to {bad.end_position}, "
-            f"{offsets}: {bad.reason}"
-        )
-
-
-def _print_frames(file: FileSurvey) -> None:
-    if not file.listed:
-        return
-    print(f"\nframes of {file.name}")
-    rows = [
-        (line.offset, line.position, line.size, _time(line.publish_time), line.producer)
-        for line in file.listed
-    ]
-    print(format_table(("offset", "position", "size", "published", "producer"), rows))
-
-
-def _time(milliseconds: int | None) -> str | None:
-    """A point in time for people; a number where the calendar ends."""
-    if milliseconds is None:
-        return None
-    try:
-        moment = datetime.fromtimestamp(milliseconds / 1000, tz=UTC)
-    except (OverflowError, ValueError, OSError):
-        return str(milliseconds)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # -- checkpoint -----------------------------------------------------------------------------
@@ -244,19 +187,60 @@ def _time(milliseconds: int | None) -> str | None:
 
 def _run_checkpoint(options: argparse.Namespace) -> int:
     path = _resolve(options.path)
+    beside: str | None = None
     if os.path.isdir(path):
+        beside = os.path.join(path, UPLOADER_CHECKPOINT_NAME)
         path = os.path.join(path, CHECKPOINT_NAME)
+    found = _load_checkpoint(path)
+    shown: dict[str, Any] = {
+        "path": path,
+        "damaged": found is None,
+        **_checkpoint_fields(found),
+    }
+    damaged = path if found is None else None
+    if beside is not None and not os.path.lexists(beside):
+        shown["uploader"] = None  # nothing was uploaded yet
+    elif beside is not None:
+        uploader = _load_checkpoint(beside)
+        shown["uploader"] = {
+            "path": beside,
+            "damaged": uploader is None,
+            **_checkpoint_fields(uploader),
+        }
+        damaged = damaged or (beside if uploader is None else None)
+    if options.json:
+        print(json.dumps(shown))
+    else:
+        _print_checkpoints(shown)
+    if damaged is not None:
+        raise CorruptDataError(
+            "the checkpoint is damaged",
+            path=damaged,
+            hint="it is a hint: opening the topic works from the files and writes a new one",
+        )
+    return 0
+
+
+def _load_checkpoint(path: str) -> WalState | UploaderCheckpoint | None:
+    """A checkpoint of either kind; None if it is damaged."""
     file = LocalFileSystem().open_read(path)
     try:
         data = file.read_at(0, CHECKPOINT_BYTES_MAX + 1)
     finally:
         file.close()
-    is_whole = len(data) <= CHECKPOINT_BYTES_MAX
-    found = decode_wal_checkpoint(data) or decode_uploader_checkpoint(data) if is_whole else None
-    fields = _checkpoint_fields(found)
-    if options.json:
-        print(json.dumps({"path": path, "damaged": found is None, **fields}))
-    elif found is not None:
+    if len(data) > CHECKPOINT_BYTES_MAX:
+        return None
+    return decode_wal_checkpoint(data) or decode_uploader_checkpoint(data)
+
+
+def _print_checkpoints(shown: dict[str, Any]) -> None:
+    uploader = shown.pop("uploader", None)
+    for number, fields in enumerate((shown, uploader)):
+        if fields is None or fields.pop("damaged"):
+            continue
+        if number:
+            print()
+        del fields["path"]
         for name, value in fields.items():
             if isinstance(value, list):
                 print(f"{name}: {len(value)}")
@@ -264,13 +248,6 @@ def _run_checkpoint(options: argparse.Namespace) -> int:
                     print("  " + ", ".join(f"{key} {entry}" for key, entry in item.items()))
             else:
                 print(f"{name}: {'-' if value is None else value}")
-    if found is None:
-        raise CorruptDataError(
-            "the checkpoint is damaged",
-            path=path,
-            hint="it is a hint: opening the topic works from the files and writes a new one",
-        )
-    return 0
 
 
 def _checkpoint_fields(found: WalState | UploaderCheckpoint | None) -> dict[str, Any]:

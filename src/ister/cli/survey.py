@@ -1,4 +1,4 @@
-"""What a topic's WAL files hold, found out from outside: read-only, no lock, bounded memory.
+"""What WAL files and objects hold, found out from outside: read-only, no lock, bounded memory.
 
     whole frames ─► bad range ─► whole frames ─► … ─► torn tail
 
@@ -37,6 +37,7 @@ from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.limits import MIB, RECOVERY_CHUNK_BYTES
 from ister.model import Codec
+from ister.tier.names import ObjectName
 from ister.wal.directory import (
     CHECKPOINT_NAME,
     LOCK_NAME,
@@ -46,7 +47,17 @@ from ister.wal.directory import (
 )
 from ister.wal.scan import describe_stop, scan_file
 
-__all__ = ["BadRange", "FileSurvey", "FrameLine", "Kind", "TopicSurvey", "find_topics", "survey"]
+__all__ = [
+    "BadRange",
+    "FileSurvey",
+    "FrameLine",
+    "Kind",
+    "Listing",
+    "TopicSurvey",
+    "find_topics",
+    "survey",
+    "survey_object",
+]
 
 _SEARCH_STEP_BYTES: Final = 2 * MIB
 """Behind a bad header every byte is tried, in windows of `RECOVERY_CHUNK_BYTES` that overlap by
@@ -195,6 +206,71 @@ def survey(
         result.checkpoint = error.message
     _TopicWalk(directory, result, listing or Listing()).run(only)
     return result
+
+
+def survey_object(
+    file: File, *, name: str, topic: str, expected: ObjectName | None, listing: Listing
+) -> FileSurvey:
+    """Looks at the frames of an object. Nothing in one is ever torn: what is bad is damaged.
+
+    Args:
+        file: Its bytes.
+        name: What it is called.
+        topic: Whose it is, for the report.
+        expected: The offsets that its name says, if it says any.
+        listing: Frames to list; counted down.
+
+    Raises:
+        NotFoundError: There is no such object.
+        IsterError: It cannot be read.
+    """
+    entry = FileSurvey(name=name, path=file.path, topic=topic)
+    first = _object_start(file, expected)
+    walk = _FileWalk(file, entry, listing, durable=None, successor=None, is_last=False)
+    walk.run(first)
+    if expected is not None:
+        _compare_with_name(entry, expected)
+    return entry
+
+
+def _object_start(file: File, expected: ObjectName | None) -> int | None:
+    """The offset of an object's first frame: as its name says, unless two frames say otherwise.
+
+    One alone does not: the offset in a header has no checksum.
+    """
+    first = _frame_at(file, 0)
+    if expected is None:
+        return first.offset if first is not None else None
+    if first is not None and first.offset != expected.start:
+        second = _frame_at(file, first.end)
+        if second is not None and second.offset == first.offset + 1:
+            return first.offset
+    return expected.start
+
+
+def _compare_with_name(entry: FileSurvey, expected: ObjectName) -> None:
+    """Notes as damage that an object's frames are not those that its name says."""
+    first, end = entry.first_offset or 0, entry.next_offset or 0
+    is_open = bool(entry.damage) and entry.damage[-1].end_offset is None
+    if first != expected.start:
+        position, offset, end_offset = 0, expected.start, None
+        reason = f"the name says {expected.start}, the first frame {first}"
+    elif end > expected.end or (end < expected.end and not is_open):
+        position, offset = entry.bytes, end
+        end_offset = expected.end if end < expected.end else None
+        reason = f"the name says up to offset {expected.end}, the frames end at {end}"
+    else:
+        return
+    entry.damage.append(
+        BadRange(
+            position=position,
+            end_position=entry.bytes,
+            offset=offset,
+            end_offset=end_offset,
+            reason=reason,
+            kind=Kind.DAMAGE,
+        )
+    )
 
 
 class _TopicWalk:

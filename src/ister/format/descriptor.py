@@ -122,7 +122,9 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
     try:
         fields = json.loads(data)
         kind = fields.get("format", FORMAT_FRAMES)
-        if isinstance(kind, str) and kind not in _FORMATS:
+        if not isinstance(kind, str):
+            raise TypeError(f"the format {kind!r}")
+        if kind not in _FORMATS:
             raise UnsupportedVersionError(
                 f"an object of the format {kind!r}",
                 path=key,
@@ -148,7 +150,7 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
             publish_time_index=tuple(map(_whole, fields.get("publish_time_index") or ())),
             checksum=fields.get("checksum"),
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"not a descriptor: {error!r}", path=key) from error
     if descriptor.start >= descriptor.end or "/" in descriptor.object_id:
         raise CorruptDataError("a descriptor with an impossible range or name", path=key)

@@ -242,7 +242,9 @@ def decode_publish_time(
 def decode_publish_times(
     chunk: Buffer, starts: list[int], end: int, codec: Codec
 ) -> list[int] | None:
-    """The publish times of frames that follow each other in `chunk`; None if one has none.
+    """The publish times of frames that follow each other in `chunk`.
+
+    None if one of them has none, or one that no clock gives (it does not fit into 63 bits).
 
     Args:
         chunk: Bytes with whole frames.
@@ -253,12 +255,13 @@ def decode_publish_times(
     if compiled.is_loaded():
         return compiled.publish_times(chunk, starts, end, is_varint=codec is Codec.BINCODE2)
     try:
-        return [
+        times = [
             decode_publish_time(chunk, codec, start=start + FRAME_HEADER_SIZE, end=stop)
             for start, stop in zip(starts, [*starts[1:], end], strict=True)
         ]
     except CorruptDataError:
         return None
+    return times if max(times, default=0) < 1 << 63 else None
 
 
 def _find_payload(body: Buffer, codec: Codec, start: int, limit: int) -> tuple[int, int]:
@@ -285,7 +288,7 @@ def _find_payload(body: Buffer, codec: Codec, start: int, limit: int) -> tuple[i
                 position += 8
                 if is_text:
                     position += size
-    except (LookupError, struct.error) as error:
+    except (LookupError, struct.error, OverflowError) as error:
         raise CorruptDataError(f"not a {codec} message: {error!r}") from error
     if position + size > limit:
         raise CorruptDataError(f"not a {codec} message: its payload runs past its end")

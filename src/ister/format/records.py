@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 _OPEN: Final = "open"
+# What a field of another kind, or a missing one, raises. OverflowError: JSON knows infinity.
+_MISFITS: Final = (ValueError, TypeError, KeyError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,7 @@ def decode_topic(data: bytes, *, key: str) -> TopicRecord:
                 for i in fields.pop("lineage", ())
             ),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except _MISFITS as error:
         raise _corrupt("topic record", error, key) from error
     return replace(record, more=fields)
 
@@ -180,7 +182,7 @@ def decode_owner(data: bytes, *, key: str) -> OwnerRecord:
     fields = _load(data, key)
     try:
         return OwnerRecord(node=str(fields["node"]), epoch=int(fields["epoch"]))
-    except (ValueError, TypeError, KeyError) as error:
+    except _MISFITS as error:
         raise _corrupt("owner record", error, key) from error
 
 
@@ -198,7 +200,7 @@ def decode_current(data: bytes, *, key: str) -> int:
     fields = _load(data, key)
     try:
         return int(fields["start"])
-    except (ValueError, TypeError, KeyError) as error:
+    except _MISFITS as error:
         raise _corrupt("pointer", error, key) from error
 
 
@@ -230,7 +232,7 @@ def decode_session(data: bytes, *, key: str) -> UploadSession:
             epoch=int(fields["epoch"]),
             started_at=int(fields["started_at"]),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except _MISFITS as error:
         raise _corrupt("upload session", error, key) from error
 
 
@@ -264,7 +266,7 @@ def decode_sealed(data: bytes, *, key: str) -> SealedState | None:
             epoch=int(fields.get("epoch", 0)),
             sealed_at=int(fields["timestamp"]),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except _MISFITS as error:
         raise _corrupt("sealed state", error, key) from error
 
 
@@ -294,7 +296,7 @@ def decode_progress(data: bytes, *, key: str) -> Progress:
             incarnation=str(fields.pop("incarnation", "")),
             more=fields,
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except _MISFITS as error:
         raise _corrupt("cursor", error, key) from error
 
 
@@ -305,7 +307,7 @@ def _dump(fields: Mapping[str, Any]) -> bytes:
 def _load(data: bytes, key: str) -> dict[str, Any]:
     try:
         fields = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptDataError("not JSON", path=key) from error
     if not isinstance(fields, dict):
         raise CorruptDataError("not a JSON object", path=key)

@@ -164,10 +164,14 @@ class MemoryFileSystem:
             target, new_name = self._parent(new)
             if old_name not in source.entries:
                 raise NotFoundError("rename failed: no such file", path=old)
+            taken = target.entries.get(new_name)
+            if isinstance(taken, _Directory) and taken.entries:
+                raise DiskError("rename failed: not empty", errno=errno.ENOTEMPTY, path=new)
             target.entries[new_name] = source.entries.pop(old_name)
 
     def modified_ms(self, path: str) -> int | None:
         with self._lock:
+            self._enter("stat", path)
             inode = self._find(path)
             if inode is None:
                 raise NotFoundError("stat failed: no such file", path=path)
@@ -178,8 +182,10 @@ class MemoryFileSystem:
             self._enter("remove_directory", path)
             directory, name = self._parent(path)
             found = directory.entries.get(name)
-            if not isinstance(found, _Directory):
+            if found is None:
                 raise NotFoundError("remove failed: no such directory", path=path)
+            if not isinstance(found, _Directory):
+                raise DiskError("remove failed: not a directory", errno=errno.ENOTDIR, path=path)
             if found.entries:
                 raise DiskError("remove failed: not empty", errno=errno.ENOTEMPTY, path=path)
             del directory.entries[name]

@@ -91,6 +91,8 @@ def _s3_settings(bucket: str, options: Mapping[str, str]) -> dict[str, str]:
             "virtual_host_style": "enable_virtual_host_style",
         },
     )
+    if "endpoint" not in settings and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
+        settings["endpoint"] = endpoint
     has_key, has_secret = "access_key_id" in settings, "secret_access_key" in settings
     if has_key != has_secret:
         raise ConfigError(

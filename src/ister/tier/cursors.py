@@ -6,13 +6,14 @@ on what was read, so that an owner that was replaced cannot put it back.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from ister.errors import CommitUnknownError, ConflictError
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
 
-__all__ = ["load_progress", "save_progress"]
+__all__ = ["clip_progress", "load_progress", "save_progress"]
 
 _ATTEMPTS: Final = 5
 
@@ -21,6 +22,31 @@ def load_progress(store: MetadataStore, key: str) -> Progress | None:
     """A cursor, or None if there is none."""
     found = store.get(key)
     return None if found is None else decode_progress(found.value, key=key)
+
+
+def clip_progress(store: MetadataStore, prefix: str, next_offset: int) -> list[str]:
+    """Puts cursors back that are ahead of a topic's end; returns their keys.
+
+    After a take-over, or a restore of older files, offsets behind the end are given out again: a
+    cursor that stays ahead would pass over the messages that get them.
+    """
+    clipped: list[str] = []
+    for _ in range(_ATTEMPTS):
+        is_done = True
+        for found in store.range(prefix):
+            if not found.key.endswith("/progress"):
+                continue
+            known = decode_progress(found.value, key=found.key)
+            if known.offset > next_offset:
+                value = encode_progress(replace(known, offset=next_offset))
+                compare = RevisionIs(found.key, found.revision)
+                if store.transact([compare], [Put(found.key, value)]) is None:
+                    is_done = False
+                else:
+                    clipped.append(found.key)
+        if is_done:
+            return clipped
+    raise ConflictError("the cursors keep changing", path=prefix)
 
 
 def save_progress(store: MetadataStore, key: str, progress: Progress) -> Progress:

@@ -29,11 +29,14 @@ __all__ = [
     "object_key",
     "objects_prefix",
     "parse_object_id",
+    "parse_pending_epoch",
     "parse_topic_of_key",
 ]
 
 TOPICS_PREFIX: Final = "storage/topics/"
-_OBJECT_ID: Final = re.compile(r"data-(0|[1-9]\d{0,19})-(0|[1-9]\d{0,19})(?:-([1-9]\d*))?\.dnb1")
+_NUMBER: Final = r"(0|[1-9][0-9]{0,19})"
+_OBJECT_ID: Final = re.compile(rf"data-{_NUMBER}-{_NUMBER}(?:-([2-9]|[1-9][0-9]+))?\.dnb1")
+_PENDING_ID: Final = re.compile(rf"data-{_NUMBER}-pending(?:-{_NUMBER})?\.dnb1")
 _FIRST_EPOCH: Final = 1
 
 
@@ -68,6 +71,15 @@ def parse_object_id(object_id: str) -> ObjectName | None:
     return ObjectName(
         start=int(start), end=int(last) + 1, epoch=int(epoch) if epoch else _FIRST_EPOCH
     )
+
+
+def parse_pending_epoch(object_id: str) -> int | None:
+    """The epoch of the owner that wrote a pending object; None if it is not one."""
+    match = _PENDING_ID.fullmatch(object_id)
+    if match is None:
+        return None
+    epoch = match.group(2)
+    return int(epoch) if epoch else _FIRST_EPOCH
 
 
 def objects_prefix(topic: TopicName) -> str:

@@ -16,7 +16,12 @@ import logging
 from ister.clock import Clock
 from ister.metrics import Metrics
 from ister.objectstore.base import ObjectInfo, ObjectStore
-from ister.tier.names import objects_prefix, parse_object_id
+from ister.tier.names import (
+    format_pending_id,
+    objects_prefix,
+    parse_object_id,
+    parse_pending_epoch,
+)
 from ister.tier.ownership import OwnedTopic
 
 __all__ = ["collect_orphans"]
@@ -44,11 +49,15 @@ def collect_orphans(
     prefix = objects_prefix(owned.catalog.keys.topic)
     oldest = clock.now_ns() / 1e9 - grace_seconds
     session = owned.session()
-    under_way = session.object_id if session is not None else None
+    under_way = (
+        (session.object_id, format_pending_id(session.start, session.epoch))
+        if session is not None
+        else ()
+    )
     removed: list[str] = []
     for info in list(store.list(prefix)):
         object_id = info.key.removeprefix(prefix)
-        if object_id == under_way or not _is_past(info, oldest):
+        if object_id in under_way or not _is_past(info, oldest):
             continue
         if _is_garbage(owned, object_id):
             owned.check()
@@ -67,8 +76,9 @@ def _is_past(info: ObjectInfo, oldest: float) -> bool:
 def _is_garbage(owned: OwnedTopic, object_id: str) -> bool:
     name = parse_object_id(object_id)
     if name is None:
-        # A pending object; its upload is over, or it would be the one under way.
-        return object_id.startswith("data-") and "-pending" in object_id
+        # A pending object's upload is over, or it would be the one under way.
+        pending = parse_pending_epoch(object_id)
+        return pending is not None and pending <= owned.epoch
     if name.epoch > owned.epoch:
         return False
     described = owned.catalog.find(name.start)

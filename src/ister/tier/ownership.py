@@ -261,6 +261,8 @@ class OwnedTopic:
                     ],
                     is_done=lambda: self._holds(key, data),
                 )
+            except FencedError:
+                raise
             except ConflictError:
                 # A commit of our own that had been given up on has happened after all.
                 self._resync()
@@ -294,14 +296,37 @@ class OwnedTopic:
                     [Put(key, data)],
                     is_done=lambda: self._holds(key, data),
                 )
+            except FencedError:
+                raise
             except ConflictError:
-                self.check()
                 return False
             if self.last is not None and self.last.start == new.start:
                 self.last = new
             if self.first is not None and self.first.start == new.start:
                 self.first = new
             return True
+
+    def insert(self, descriptor: ObjectDescriptor) -> None:
+        """Publishes an object that fills a hole between two others.
+
+        Raises:
+            FencedError: Somebody else owns the topic; nothing was published.
+            ConflictError: There is an object that begins there.
+            UnavailableError: The metadata store does not answer.
+        """
+        key = self.catalog.keys.descriptor(descriptor.start)
+        data = encode_descriptor(descriptor)
+        with self._lock:
+            check(
+                self.last is not None and descriptor.end <= self.last.start,
+                "a hole lies before the newest object",
+            )
+            self._change(
+                [Absent(key)],
+                [Put(key, data), Delete(self.catalog.keys.session)],
+                is_done=lambda: self._holds(key, data),
+            )
+            self.first = self.catalog.first()
 
     def adopt(self, descriptors: Sequence[ObjectDescriptor]) -> None:
         """Takes objects into the catalog that it has forgotten; each continues the one before."""
@@ -375,29 +400,32 @@ class OwnedTopic:
 
     def mark_deleting(self) -> None:
         """Ends the topic: from here on nobody opens it, and its deletion goes on after a crash."""
-        self._put_record(replace(self.record, state="deleting"))
+        self._put_record(lambda record: replace(record, state="deleting"))
 
     def finish_delete(self) -> None:
         """The last step of a deletion; the record stays, so that the epoch goes on rising."""
         store, keys = self.catalog.store, self.catalog.keys
-        store.delete_prefix(keys.storage)
-        store.delete_prefix(keys.subscriptions)
-        self._put_record(replace(self.record, state="deleted", lineage=()))
+        # Key by key, each under the epoch: somebody else may have finished it, and the name may
+        # be in use again.
+        for prefix in (keys.storage, keys.subscriptions):
+            while found := store.range(prefix, limit=_BATCH):
+                self._change([], [Delete(item.key) for item in found])
+        self._put_record(lambda record: replace(record, state="deleted", lineage=()))
         self.release()
 
-    def _put_record(self, record: TopicRecord) -> None:
+    def _put_record(self, change: Callable[[TopicRecord], TopicRecord]) -> None:
+        """Changes the record; what others have put into it meanwhile stays."""
         with self._lock:
-            revision = self._change([], [Put(self.catalog.keys.record, encode_topic(record))])
-            self.record = record
-            if revision is not None:
-                self._revision = revision
+            key = self.catalog.keys.record
+            self._change([], lambda: [Put(key, encode_topic(change(self.record)))])
+            self._refresh_record()
 
     # -- transactions -----------------------------------------------------------------------
 
     def _change(
         self,
         compares: list[Compare],
-        operations: list[Operation],
+        operations: list[Operation] | Callable[[], list[Operation]],
         *,
         is_done: Callable[[], bool] | None = None,
     ) -> int | None:
@@ -405,7 +433,7 @@ class OwnedTopic:
 
         Args:
             compares: What has to hold besides the epoch.
-            operations: What to do.
+            operations: What to do; a function is asked anew at every attempt.
             is_done: Whether it has been done already, asked when an answer was lost or a compare
                 failed. Without one, doing it twice is harmless.
 
@@ -419,8 +447,9 @@ class OwnedTopic:
         for _ in range(_ATTEMPTS):
             with self._lock:
                 fenced = RevisionIs(self.catalog.keys.record, self._revision)
+                doing = operations() if callable(operations) else operations
                 try:
-                    revision = store.transact([fenced, *compares], operations)
+                    revision = store.transact([fenced, *compares], doing)
                 except CommitUnknownError as error:
                     unknown = error
                     if is_done is not None and is_done():
@@ -445,6 +474,8 @@ class OwnedTopic:
         Raises:
             FencedError: It has another epoch, or the topic is gone.
         """
+        if self._fence is not None:
+            raise self._fence.again()
         found = self.catalog.record()
         if found is None or found[0].epoch != self.epoch:
             self._fence = FencedError(

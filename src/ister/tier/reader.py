@@ -31,7 +31,6 @@ from ister.format.frame import (
     NeedMore,
     Scan,
     decode_frame,
-    find_frame,
     scan_frames,
 )
 from ister.format.message import decode_publish_times, recognise
@@ -42,11 +41,13 @@ from ister.objectstore.base import ObjectStore
 from ister.tier.catalog import Catalog
 from ister.tier.names import object_key
 
-__all__ = ["HistoryReader", "ReaderSettings"]
+__all__ = ["DamageSkippedError", "HistoryReader", "ReaderSettings"]
 
 _log = logging.getLogger("ister.tier.reader")
 
 _CHUNK_BYTES_MIN = 64 * KIB
+# How many offsets behind a damaged frame are looked for one by one.
+_SEARCHED_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,7 @@ class HistoryReader:
 
         Raises:
             DataGapError: No object holds `start`.
+            DamageSkippedError: With `skips_damage`: nothing whole is left before `end`.
             NotFoundError: The object that does is lost.
             CorruptDataError: The frame is damaged.
             UnavailableError: A store does not answer.
@@ -127,12 +129,7 @@ class HistoryReader:
                 start = described.end
                 self.close()
                 if start >= end:
-                    raise DataGapError(
-                        "nothing whole is left of the range",
-                        start=described.start,
-                        end=described.end,
-                        topic=str(self._catalog.keys.topic),
-                    ) from None
+                    raise DamageSkippedError(start) from None
 
     def find_time(self, publish_time_ms: int, *, end: int) -> int | None:
         """The first offset before `end` whose message was published at or after the time.
@@ -308,19 +305,38 @@ class HistoryReader:
         return start
 
     def _find_behind(self, described: ObjectDescriptor, offset: int) -> tuple[int, int] | None:
-        """The position and offset of the first whole frame at or after `offset`."""
-        position = self._position + 1
-        size = self._settings.chunk_bytes
-        while position < described.size_bytes:
+        """The position and offset of the first whole frame at or after `offset`.
+
+        Frames near the damage are looked for by the bytes of their offsets; beyond those, the
+        index knows where to go on.
+        """
+        wanted = range(offset, min(offset + _SEARCHED_MAX, described.end))
+        position, size = self._position + 1, self._settings.chunk_bytes
+        while position < described.size_bytes and wanted:
             chunk = self._get(described, position, size)
-            found = find_frame(chunk, 0, offset_min=offset, offset_max=described.end)
-            if found is not None:
-                return position + found[0], found[1]
+            for candidate in wanted:
+                at = chunk.find(candidate.to_bytes(8, "little"))
+                while at >= 0:
+                    if self._is_frame(described, position + at, candidate):
+                        return position + at, candidate
+                    at = chunk.find(candidate.to_bytes(8, "little"), at + 1)
             if len(chunk) < size:
-                return None
-            # A frame may lie across two chunks; one of the largest kind may be missed.
-            position += max(1, len(chunk) // 2)
+                break
+            # The bytes of an offset may lie across two chunks.
+            position += len(chunk) - 7
+        for entry_offset, entry_position in described.offset_index:
+            if entry_offset >= offset and self._is_frame(described, entry_position, entry_offset):
+                return entry_position, entry_offset
         return None
+
+    def _is_frame(self, described: ObjectDescriptor, position: int, offset: int) -> bool:
+        """Whether a whole frame with this offset begins here."""
+        header = self._get(described, position, FRAME_HEADER_SIZE)
+        size = FRAME_HEADER_SIZE + int.from_bytes(header[8:12], "little")
+        if size > FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX:
+            return False
+        whole = self._get(described, position, size)
+        return isinstance(decode_frame(whole, expected_offset=offset), Frame)
 
     def _damage(self, described: ObjectDescriptor, scan: Scan) -> CorruptDataError:
         if isinstance(scan.stop, Corrupt):
@@ -345,6 +361,14 @@ class HistoryReader:
             path=object_key(self._catalog.keys.topic, described.object_id),
             hint="`ister repair` restores it where the local files still have the range",
         )
+
+
+class DamageSkippedError(Exception):
+    """Damaged messages were left out, up to, not including, `next_offset`; nothing follows yet."""
+
+    def __init__(self, next_offset: int) -> None:
+        super().__init__(next_offset)
+        self.next_offset = next_offset
 
 
 class _PassedEndError(Exception):

@@ -16,7 +16,7 @@ import json
 import logging
 import secrets
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ister.clock import Clock
@@ -28,17 +28,8 @@ from ister.errors import (
     NotFoundError,
 )
 from ister.format.descriptor import ObjectDescriptor, encode_descriptor
-from ister.format.frame import (
-    FRAME_HEADER_SIZE,
-    Corrupt,
-    Frame,
-    FrameBatch,
-    decode_frame,
-    scan_frames,
-)
-from ister.format.message import recognise
 from ister.format.records import TopicRecord, encode_current, encode_topic
-from ister.limits import FRAME_BODY_BYTES_MAX, MIB
+from ister.limits import MIB
 from ister.metadata.base import Absent, MetadataStore, Put
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
@@ -53,6 +44,7 @@ from ister.tier.names import (
     parse_topic_of_key,
 )
 from ister.tier.summary import ObjectSummary
+from ister.tier.verify import walk_frames
 
 __all__ = [
     "Manifest",
@@ -62,6 +54,7 @@ __all__ = [
     "find_continuation",
     "find_topics",
     "load_manifest",
+    "manifest_of",
     "rebuild_topic",
     "save_manifest",
 ]
@@ -120,7 +113,7 @@ def load_manifest(store: ObjectStore, topic: TopicName) -> Manifest | None:
         )
     except NotFoundError:
         return None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         _log.warning("the topic's manifest is damaged", extra={"topic": str(topic)})
         return None
 
@@ -218,42 +211,18 @@ def describe_object(
     """
     key = object_key(topic, object_id)
     summary = ObjectSummary(name.start, index_every_messages=_INDEX_EVERY)
-    codec: Codec | None = None
-    position, size = 0, _CHUNK_BYTES
-    while summary.end < name.end:
-        chunk = store.read(key, position, size)
-        scan = scan_frames(chunk, expected_offset=summary.end, end_offset=name.end)
-        if not scan.starts:
-            needed = getattr(scan.stop, "size_bytes", 0)
-            if len(chunk) == size < needed <= FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX:
-                size = needed
-                continue
-            reason = scan.stop.reason if isinstance(scan.stop, Corrupt) else "it ends too early"
-            raise CorruptDataError(
-                f"damaged object: {reason}",
-                topic=str(topic),
-                path=key,
-                position=position,
-                offset=summary.end,
-            )
-        if codec is None:
-            frame = decode_frame(chunk)
-            codec = recognise(frame.body, offset=name.start) if isinstance(frame, Frame) else None
-            codec = codec or Codec.BINCODE2
-        summary.add(FrameBatch(chunk, scan.starts, scan.end, summary.end, codec))
-        position += scan.end
-        size = _CHUNK_BYTES
-    info = store.stat(key)
-    if info.size != position:
-        raise CorruptDataError(
-            f"the object has {info.size} bytes, its frames {position}", path=key, topic=str(topic)
-        )
+    try:
+        for batch in walk_frames(store, key, name.start, name.end, chunk_bytes=_CHUNK_BYTES):
+            summary.add(batch)
+    except CorruptDataError as error:
+        error.topic = str(topic)
+        raise
     return summary.describe(
         object_id,
         epoch=name.epoch,
         incarnation=incarnation,
         created_at=created_at,
-        etag=info.etag,
+        etag=store.stat(key).etag,
     )
 
 
@@ -298,6 +267,7 @@ def rebuild_topic(
     *,
     clock: Clock,
     dry_run: bool,
+    on_object: Callable[[], None] = lambda: None,
 ) -> TopicReport:
     """Writes the metadata of a topic from its objects, if there is none.
 
@@ -308,6 +278,7 @@ def rebuild_topic(
         objects: Its objects, as listed.
         clock: For the record of a topic without a manifest.
         dry_run: Look and report, write nothing.
+        on_object: Called when an object has been read.
 
     Returns:
         What was found. Damaged objects are in `errors`; a descriptor for the range that their names
@@ -331,6 +302,7 @@ def rebuild_topic(
         report.objects.append(
             _describe_anyway(store, topic, name, named[name], incarnation, report)
         )
+        on_object()
     if metadata.get(keys.record) is not None:
         report.errors.append(
             AlreadyExistsError("the metadata store knows this topic", topic=str(topic))
@@ -348,9 +320,22 @@ def rebuild_topic(
             else (codecs[-1] if codecs else Codec.BINCODE2),
             created_at=manifest.created_at if manifest is not None else now,
         )
+        if manifest is None:
+            # So that a second rebuilding gives the same topic.
+            save_manifest(store, topic, manifest_of(record))
         _write(metadata, keys, record, report.objects)
         report.is_written = True
     return report
+
+
+def manifest_of(record: TopicRecord) -> Manifest:
+    """The manifest of a topic with this record."""
+    return Manifest(
+        ack=record.ack,
+        codec=record.codec,
+        incarnation=record.incarnation,
+        created_at=record.created_at,
+    )
 
 
 def _describe_anyway(  # noqa: PLR0917

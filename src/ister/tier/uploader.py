@@ -123,19 +123,25 @@ class Uploader:
         if start >= synced:
             return None
         settings = self._settings
-        end = source.plan(
-            start,
-            synced,
-            bytes_max=settings.object_bytes_max,
-            span_ms_max=settings.object_span_ms_max,
-        )
         try:
+            end = source.plan(
+                start,
+                synced,
+                bytes_max=settings.object_bytes_max,
+                span_ms_max=settings.object_span_ms_max,
+            )
             descriptor = self._make_object(source, start, end)
         except CorruptDataError as error:
-            if error.offset is None or not start < error.offset < end:
+            if error.offset is None or not start < error.offset < synced:
                 raise
             # What lies before the damage is whole, and all the more worth a second copy.
-            descriptor = self._make_object(source, start, error.offset)
+            end = source.plan(
+                start,
+                error.offset,
+                bytes_max=settings.object_bytes_max,
+                span_ms_max=settings.object_span_ms_max,
+            )
+            descriptor = self._make_object(source, start, end)
         self._owned.commit(descriptor)
         self._metrics.count("uploader.objects_created_total")
         self._metrics.count("uploader.bytes_uploaded_total", descriptor.size_bytes)
@@ -175,6 +181,28 @@ class Uploader:
             "uploaded again", extra={"topic": self._owned.topic, "object": descriptor.object_id}
         )
         return descriptor
+
+    def fill(self, source: FrameSource, start: int, end: int) -> list[ObjectDescriptor]:
+        """Uploads offsets that no object has, between two others.
+
+        Raises:
+            As `upload`.
+        """
+        settings = self._settings
+        filled: list[ObjectDescriptor] = []
+        while start < end:
+            upto = source.plan(
+                start,
+                end,
+                bytes_max=settings.object_bytes_max,
+                span_ms_max=settings.object_span_ms_max,
+            )
+            descriptor = self._make_object(source, start, upto)
+            self._owned.insert(descriptor)
+            self._metrics.count("uploader.objects_repaired_total")
+            filled.append(descriptor)
+            start = upto
+        return filled
 
     # -- one object -------------------------------------------------------------------------
 
@@ -217,10 +245,10 @@ class Uploader:
         settings = self._settings
         summary = ObjectSummary(start, index_every_messages=settings.index_every_messages)
         held = settings.chunk_bytes * (settings.concurrent_parts + 2)
-        self._on_memory(held)
         writer = self._store.open_writer(
             key, chunk_bytes=settings.chunk_bytes, concurrent_parts=settings.concurrent_parts
         )
+        self._on_memory(held)
         try:
             while summary.end < end:
                 batch = source.fetch(summary.end, end, bytes_max=settings.read_bytes)

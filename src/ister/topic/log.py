@@ -32,6 +32,7 @@ from ister.errors import (
     NotFoundError,
     OffsetOutOfRangeError,
     TopicNameError,
+    UnavailableError,
 )
 from ister.fs.base import FileLock, FileSystem
 from ister.fs.local import LocalFileSystem
@@ -40,10 +41,16 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName, TopicState
 from ister.objectstore.base import ObjectStore
 from ister.tier.catalog import list_topics
+from ister.tier.cursors import clip_progress
 from ister.tier.ownership import NewTopic, OwnedTopic
 from ister.topic.background import Background
 from ister.topic.cache import Cache
-from ister.topic.opening import measure_backlog, recover_tiered, remove_directory
+from ister.topic.opening import (
+    finish_set_aside,
+    measure_backlog,
+    recover_tiered,
+    remove_directory,
+)
 from ister.topic.tier import TopicTier
 from ister.topic.tiers import NODE_NAME, Tiers, open_metadata, open_objects, read_node
 from ister.topic.topic import Topic
@@ -315,17 +322,23 @@ class Log:
     ) -> Topic:
         text = str(name)
         directory = WalDirectory(self._fs, self._path_of(name))
-        has_files = self._fs.exists(directory.path)
+        finish_set_aside(directory)
+        has_files = not directory.is_blank()
         if create and not has_files:
             self._refuse_twin(name)
         new: NewTopic | None = None
-        if create or has_files:
-            state = directory.load_state() if has_files else None
+        is_unknown = tiers.catalog(name).record() is None
+        if create or (has_files and is_unknown):
+            # Files without a record were made before there was a bucket: they say what they are.
+            state = directory.load_state() if has_files and is_unknown else None
             new = NewTopic(
                 ack=AckLevel(state.ack) if state is not None else ack or self._default_ack(),
                 codec=state.codec if state is not None else codec or self.config.storage.codec,
             )
         try:
+            if not has_files:
+                tiers.check_claim(name, new=new, take_over=take_over)
+                directory.mark()
             owned = tiers.claim(name, new=new, take_over=take_over)
         except NotFoundError:
             raise self._not_found(text) from None
@@ -354,6 +367,10 @@ class Log:
             recovered.codec or owned.record.codec,
         )
         self._report(topic, recovered)
+        if not recovered.damage:
+            prefix = owned.catalog.keys.subscriptions
+            if clipped := clip_progress(tiers.metadata, prefix, recovered.next_offset):
+                _log.warning("cursors put back to the end", extra={"topic": text, "keys": clipped})
         topic.tier = TopicTier(
             wal=topic.wal,
             owned=owned,
@@ -539,13 +556,14 @@ class Log:
     def repair(self, name: str, *, content: bool = True) -> Repaired:
         """Restores what one tier has lost from the other one, in both directions.
 
-        Local files that are damaged are replaced: what the bucket holds is served from there, and
-        what it does not is copied into a new file. Objects that are lost or damaged, and whose
-        offsets local files still have, are uploaded again.
+        First objects that are lost, damaged or missing are uploaded again, as far as local files
+        have their offsets. Then local files that are damaged are replaced, if the bucket is whole
+        there: what it holds is served from it, and what it does not is copied into a new file.
 
         Args:
             name: The topic.
-            content: Read every object; else only look whether each is there, with its size.
+            content: Read everything; else only look whether each object is there, with its size,
+                and at what opening the topic has found.
 
         Returns:
             What was done, and what cannot be repaired.
@@ -560,35 +578,52 @@ class Log:
             raise InvalidRequestError(
                 "this log has no object store to repair from", topic=topic.name
             )
-        errors: list[IsterError] = []
+        found = topic.tier.repair_objects(content=content)
+        errors = list(found.errors)
         rewritten: int | None = None
-        if topic.state is TopicState.QUARANTINED:
+        damage = self._local_damage(topic, topic.tier, content=content)
+        if damage is not None and any(end > topic.wal.trimmed for _, end in found.bad):
+            # Local files may hold the only copy of something: they stay as they are.
+            errors.append(damage)
+        elif damage is not None:
             try:
                 rewritten = self._rewrite(topic, topic.tier)
-                topic = self.topic(name)
-            except (CorruptDataError, OffsetOutOfRangeError) as error:
+            except (CorruptDataError, NotFoundError, OffsetOutOfRangeError) as error:
                 errors.append(error)
-        objects: list[str] = []
-        if topic.tier is not None:
-            objects, more = topic.tier.repair_objects(content=content)
-            errors += more
+            else:
+                self.topic(name)
         return Repaired(
             topic=topic.name,
             local_frames=rewritten,
-            objects=tuple(objects),
+            objects=tuple(found.objects),
             errors=tuple(errors),
         )
 
+    def _local_damage(self, topic: Topic, tier: TopicTier, *, content: bool) -> IsterError | None:
+        if topic.state is TopicState.QUARANTINED:
+            return topic.damage[0].as_error(topic.name)
+        return tier.find_local_damage() if content else None
+
     def _rewrite(self, topic: Topic, tier: TopicTier) -> int:
+        """Replaces the local files by one with what the bucket does not have, and closes them."""
         with self._opening[topic.name]:
-            start = max(tier.owned.tiered, tier.owned.start)
-            frames = rewrite_log(
-                topic.wal,
-                start,
-                chunk_bytes=self.config.storage.wal.stream_chunk_size,
-                clock=self._clock,
-                metrics=self.metrics,
+            topic.wal.hold(
+                "repair",
+                lambda: UnavailableError("the topic is being repaired", topic=topic.name),
+                waits=False,
             )
+            try:
+                if topic.state is TopicState.OPEN:
+                    topic.flush()
+                frames = rewrite_log(
+                    topic.wal,
+                    max(tier.owned.tiered, tier.owned.start),
+                    chunk_bytes=self.config.storage.wal.stream_chunk_size,
+                    clock=self._clock,
+                    metrics=self.metrics,
+                )
+            finally:
+                topic.wal.unhold("repair")
             self._retire(topic)
             return frames
 
@@ -621,7 +656,8 @@ class Log:
             if tiers is not None:
                 owned = topic.tier.owned if topic is not None and topic.tier is not None else None
                 tiers.delete(parsed, owned)
-            remove_directory(self._fs, self._path_of(parsed))
+            if self._root is not None:
+                remove_directory(self._fs, self._path_of(parsed))
 
     def _is_half_deleted(self, tiers: Tiers, name: TopicName) -> bool:
         found = tiers.catalog(name).record()

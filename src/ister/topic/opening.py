@@ -23,7 +23,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Final
 
+from ister import failpoints
+from ister.errors import ConflictError, CorruptDataError, NotFoundError
+from ister.format.frame import Scan
 from ister.fs.base import FileSystem
 from ister.model import TopicName
 from ister.tier.ownership import OwnedTopic
@@ -31,10 +35,20 @@ from ister.tier.rebuild import find_continuation
 from ister.topic.tiers import Tiers
 from ister.wal.directory import WalDirectory
 from ister.wal.recovery import Damage, Recovered, recover
+from ister.wal.scan import scan_file
 
-__all__ = ["measure_backlog", "recover_tiered", "remove_directory", "set_aside"]
+__all__ = [
+    "finish_set_aside",
+    "measure_backlog",
+    "recover_tiered",
+    "remove_directory",
+    "set_aside",
+]
 
 _log = logging.getLogger("ister.topic.opening")
+
+# A directory that is about to take the place of one that is set aside.
+_FRESH_SUFFIX: Final = ".fresh"
 
 
 def recover_tiered(
@@ -58,6 +72,8 @@ def recover_tiered(
         bool(recovered.damage) and recovered.next_offset <= owned.tiered
     )
     if is_behind:
+        if owned.is_local_current:
+            _refuse_divergence(directory, recovered, owned, tiers)
         set_aside(directory, owned.epoch, "everything in it that was durable is in the bucket")
         recovered = recover(directory, floor=max(owned.start, recovered.next_offset))
     missing = range(owned.tiered, _first_offset(recovered))
@@ -75,6 +91,60 @@ def recover_tiered(
 
 def _first_offset(recovered: Recovered) -> int:
     return recovered.files[0].first_offset if recovered.files else recovered.next_offset
+
+
+def _refuse_divergence(
+    directory: WalDirectory, recovered: Recovered, owned: OwnedTopic, tiers: Tiers
+) -> None:
+    """Refuses to set files aside that hold other messages than the bucket under the same offsets.
+
+    It takes a catalog that was rebuilt while an object of a fenced owner lay in the bucket. The
+    newest local frame tells: up to it both hold the same, or they do not.
+    """
+    last = _last_frame(directory, recovered)
+    if last is None or last[0] >= owned.tiered:
+        return
+    offset, frame = last
+    history = tiers.reader(owned.catalog)
+    try:
+        batch = history.fetch(offset, offset + 1, bytes_max=len(frame))
+    except (CorruptDataError, NotFoundError):
+        return  # what the bucket has there is no witness
+    finally:
+        history.close()
+    if batch.chunk[batch.starts[0] : batch.end] != frame:
+        raise ConflictError(
+            "the local files and the bucket hold different messages under the same offsets",
+            topic=owned.topic,
+            offset=offset,
+            path=directory.path,
+            hint="one of them belongs to an owner that was replaced; look at both with "
+            "`ister inspect`, and move away what is not wanted",
+        )
+
+
+def _last_frame(directory: WalDirectory, recovered: Recovered) -> tuple[int, bytes] | None:
+    """The newest whole frame of the last local file, with its offset."""
+    if not recovered.files or recovered.damage:
+        return None
+    file = recovered.files[-1]
+    entry = recovered.index.entries[-1] if recovered.index.entries else None
+    found: list[bytes] = []
+
+    def visit(chunk: bytes, position: int, scan: Scan) -> None:
+        found[:] = [chunk[scan.starts[-1] : scan.end]]
+
+    handle = directory.fs.open_read(directory.log_path(file.seq))
+    try:
+        scan_file(
+            handle,
+            position=entry.position if entry is not None else 0,
+            expected_offset=entry.offset if entry is not None else file.first_offset,
+            visit=visit,
+        )
+    finally:
+        handle.close()
+    return (recovered.next_offset - 1, found[0]) if found else None
 
 
 def _adopt(owned: OwnedTopic, tiers: Tiers) -> None:
@@ -97,10 +167,30 @@ def set_aside(directory: WalDirectory, epoch: int, reason: str) -> str:
     number = 0
     while fs.exists(aside := f"{path}.aside-{epoch}" + (f"-{number}" if number else "")):
         number += 1
+    # The new directory is made first: a crash between the two names must not look like a loss.
+    parent = path.rpartition("/")[0]
+    WalDirectory(fs, f"{path}{_FRESH_SUFFIX}").mark()
     fs.rename(path, aside)
-    fs.sync_directory(path.rpartition("/")[0])
+    fs.sync_directory(parent)
+    failpoints.reach("tier.after_set_aside")
+    fs.rename(f"{path}{_FRESH_SUFFIX}", path)
+    fs.sync_directory(parent)
     _log.error("local files set aside", extra={"path": aside, "reason": reason})
     return aside
+
+
+def finish_set_aside(directory: WalDirectory) -> None:
+    """Goes on where a crash has interrupted `set_aside`."""
+    fs, path = directory.fs, directory.path
+    fresh = f"{path}{_FRESH_SUFFIX}"
+    if not fs.exists(fresh):
+        return
+    if fs.exists(path):
+        remove_directory(fs, fresh)
+    else:
+        WalDirectory(fs, fresh).mark()
+        fs.rename(fresh, path)
+        fs.sync_directory(path.rpartition("/")[0])
 
 
 def remove_directory(fs: FileSystem, path: str) -> None:

@@ -38,7 +38,7 @@ from ister.errors import (
 from ister.format.frame import FrameBatch
 from ister.metrics import Metrics
 from ister.model import AckLevel
-from ister.tier.reader import HistoryReader
+from ister.tier.reader import DamageSkippedError, HistoryReader
 from ister.topic.message import Message, MessageBatch
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
@@ -173,7 +173,9 @@ class Reader:
         if not messages:
             messages = self._from_tiers(start, end, max_bytes)
             # Damaged messages that are left out by configuration end before the first one here.
-            start = self.next_offset
+            is_skipped, start = self.next_offset > start, self.next_offset
+            if is_skipped and not messages:
+                return []
         check(bool(messages), "what is visible can be read")
         if messages[0].offset != start:
             raise InvariantError(
@@ -276,7 +278,16 @@ class Reader:
         readable = min(wal.visible, wal.written)
         if self._end is not None:
             readable = min(readable, self._end)
-        batch = self._fetch(start, readable, max_bytes)
+        while True:
+            try:
+                batch = self._fetch(start, readable, max_bytes)
+            except DamageSkippedError as skipped:
+                self.next_offset = start = skipped.next_offset
+                if start >= readable:
+                    return []
+                end = max(end, start + 1)
+            else:
+                break
         self._batch = batch
         if batch.first_offset > start:
             self.next_offset = start = batch.first_offset
@@ -295,7 +306,7 @@ class Reader:
             except OffsetOutOfRangeError:
                 # Trimmed between looking and reading; the bucket has it.
                 continue
-            except CorruptDataError:
+            except (CorruptDataError, NotFoundError):
                 if self._open_history is None or start >= (wal.tiered or 0):
                     raise
                 # The other tier has a copy.

@@ -21,7 +21,8 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from ister.config import Verify
@@ -48,7 +49,7 @@ from ister.topic.tiers import Tiers
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 
-__all__ = ["Tiered", "TopicTier"]
+__all__ = ["RepairedObjects", "Tiered", "TopicTier"]
 
 _log = logging.getLogger("ister.topic.tier")
 
@@ -70,6 +71,17 @@ class Tiered:
     def size_bytes(self) -> int:
         """The size of the objects."""
         return sum(described.size_bytes for described in self.objects)
+
+
+@dataclass(slots=True)
+class RepairedObjects:
+    """What a repair of a topic's objects has done."""
+
+    objects: list[str] = field(default_factory=list)
+    """Uploaded again, or for the first time."""
+    errors: list[IsterError] = field(default_factory=list)
+    bad: list[tuple[int, int]] = field(default_factory=list)
+    """Offsets that the bucket does not have."""
 
 
 class TopicTier:
@@ -150,6 +162,7 @@ class TopicTier:
 
     def _on_fenced(self, error: FencedError) -> None:
         self._wal.hold("fenced", self._fenced_error, waits=False)
+        self._wal.end_tiering(error)
 
     def _on_wanted(self) -> None:
         self.is_wanted = True
@@ -187,11 +200,14 @@ class TopicTier:
         with self._uploading:
             began = self._clock.monotonic()
             self._cycle_at = began
-            self.is_wanted = False
+            was_wanted, self.is_wanted = self.is_wanted, False
             try:
                 tiered = self._upload()
-            except IsterError as error:
-                self._note_failure(error)
+            except BaseException as error:
+                # Whoever waits still does.
+                self.is_wanted = self.is_wanted or was_wanted
+                if isinstance(error, IsterError):
+                    self._note_failure(error)
                 raise
             finally:
                 self._metrics.observe(
@@ -329,7 +345,12 @@ class TopicTier:
         found: list[LocalFile] = []
         for file in self._wal.files:
             path = directory.log_path(file.seq)
-            handle = directory.fs.open_read(path)
+            try:
+                handle = directory.fs.open_read(path)
+            except NotFoundError:
+                # Somebody has removed it: nothing to keep.
+                found.append(LocalFile(first_offset=file.first_offset, size_bytes=0, modified_ms=0))
+                continue
             try:
                 size = handle.size()
             finally:
@@ -423,37 +444,69 @@ class TopicTier:
             and self._assure_object(described, revision, content=False)
         ]
 
-    def repair_objects(self, *, content: bool = True) -> tuple[list[str], list[IsterError]]:
-        """Checks every object, and uploads those again that are bad and still in local files.
+    def repair_objects(self, *, content: bool = True) -> RepairedObjects:
+        """Checks every object, and restores from local files what is lost, damaged or missing.
 
         Args:
             content: Read them; else only look whether they are there, with their size.
-
-        Returns:
-            The names of the objects that were uploaded again, and what could not be repaired.
         """
-        repaired: list[str] = []
-        errors: list[IsterError] = []
+        report = RepairedObjects()
         at: int | None = None
         for described, revision in list(self.owned.catalog.descriptors()):
             if at is not None and described.start > at:
-                errors.append(
-                    DataGapError(
-                        "no object holds the offset",
-                        start=at,
-                        end=described.start,
-                        topic=self.owned.topic,
-                    )
-                )
+                self._repair(report, at, described.start, partial(self._fill, at, described.start))
             at = described.end
+            self._repair(
+                report,
+                described.start,
+                described.end,
+                partial(self._restore, described, revision, content),
+            )
+        return report
+
+    def _repair(
+        self, report: RepairedObjects, start: int, end: int, repair: Callable[[], list[str]]
+    ) -> None:
+        try:
+            report.objects += repair()
+        except (NotFoundError, CorruptDataError, OffsetOutOfRangeError) as error:
+            lost = DataGapError(error.message, start=start, end=end, topic=self.owned.topic)
+            lost.path, lost.position = error.path, error.position
+            lost.__cause__ = error
+            report.errors.append(lost)
+            report.bad.append((start, end))
+
+    def _restore(self, described: ObjectDescriptor, revision: int, content: bool) -> list[str]:
+        is_restored = self._assure_object(described, revision, content=content)
+        return [described.object_id] if is_restored else []
+
+    def _fill(self, start: int, end: int) -> list[str]:
+        if start < self._wal.trimmed:
+            raise DataGapError(
+                "no object holds the offset", start=start, end=end, topic=self.owned.topic
+            )
+        with self._uploading:
+            source = self._source()
             try:
-                if self._assure_object(described, revision, content=content):
-                    repaired.append(described.object_id)
-            except (NotFoundError, CorruptDataError, OffsetOutOfRangeError) as error:
-                error.topic = self.owned.topic
-                error.offset = described.start if error.offset is None else error.offset
-                errors.append(error)
-        return repaired, errors
+                return [d.object_id for d in self._uploader.fill(source, start, end)]
+            finally:
+                source.close()
+
+    def find_local_damage(self) -> IsterError | None:
+        """Reads the local files whole; what is wrong with them, or None."""
+        wal = self._wal
+        source = self._source()
+        try:
+            at = wal.trimmed
+            while at < wal.synced:
+                at = source.fetch(at, wal.synced, bytes_max=1 << 30).next_offset
+        except (CorruptDataError, NotFoundError) as error:
+            return error
+        except OffsetOutOfRangeError:
+            return None  # trimmed meanwhile: what is left has been read, or was written just now
+        finally:
+            source.close()
+        return None
 
     def expire(self) -> int:
         """Removes the objects that bucket retention does not keep; how many."""
@@ -479,14 +532,3 @@ class TopicTier:
                 clock=self._clock,
                 metrics=self._metrics,
             )
-
-    # -- the end ----------------------------------------------------------------------------
-
-    def release(self) -> None:
-        """Gives the topic back after its log was closed; it is not handed over."""
-        self._tiers.membership.remove(self.owned)
-        try:
-            self.owned.release()
-        except IsterError as error:
-            # The lease ends by itself.
-            _log.warning("not released", extra={"topic": self.owned.topic, "error": str(error)})

@@ -37,7 +37,7 @@ from ister.tier.catalog import Catalog
 from ister.tier.names import TOPICS_PREFIX, TopicKeys, objects_prefix
 from ister.tier.ownership import Membership, NewTopic, OwnedTopic, claim, resume_delete
 from ister.tier.reader import HistoryReader, ReaderSettings
-from ister.tier.rebuild import Manifest, save_manifest
+from ister.tier.rebuild import manifest_of, save_manifest
 from ister.tier.uploader import Uploader, UploadSettings
 
 __all__ = ["NODE_NAME", "Tiers", "open_metadata", "open_objects", "read_node"]
@@ -165,6 +165,32 @@ class Tiers:
         """What the metadata store knows about a topic."""
         return Catalog(self.metadata, self.keys(name), clock=self.clock, metrics=self.metrics)
 
+    def check_claim(self, name: TopicName, *, new: NewTopic | None, take_over: bool) -> None:
+        """Makes sure that a topic of which nothing is on this disk may be opened here.
+
+        Raises:
+            NotFoundError: There is no such topic, and `new` is None.
+            ConflictError: This node wrote it last and has not sealed it: its files were lost.
+        """
+        catalog = self.catalog(name)
+        found = catalog.record()
+        if found is None or not found[0].is_open:
+            if new is None:
+                raise NotFoundError(f"there is no topic {name}", topic=str(name))
+            return
+        lineage = found[0].lineage
+        is_mine = bool(lineage) and lineage[-1].node == self.membership.node
+        if is_mine and not take_over and catalog.sealed() is None:
+            last = catalog.last()
+            tiered = last.end if last is not None else 0
+            raise ConflictError(
+                "the topic's local files are gone, and they may have held messages that were "
+                "acknowledged and not uploaded",
+                topic=str(name),
+                offset=tiered,
+                hint=f"restore them; if they are lost, take_over=True goes on from offset {tiered}",
+            )
+
     def claim(self, name: TopicName, *, new: NewTopic | None, take_over: bool) -> OwnedTopic:
         """Makes this node the owner of a topic.
 
@@ -174,8 +200,9 @@ class Tiers:
             UnavailableError: A store does not answer.
         """
         catalog = self.catalog(name)
-        is_known = catalog.record() is not None
-        if not is_known and new is not None:
+        found = catalog.record()
+        is_known = found is not None and found[0].is_open
+        if found is None and new is not None:
             self._refuse_forgotten(name)
         owned = claim(
             catalog,
@@ -185,7 +212,7 @@ class Tiers:
             clock=self.clock,
             metrics=self.metrics,
         )
-        if owned.record.epoch == 1 or not is_known:
+        if not is_known:
             self._save_manifest(name, owned)
         return owned
 
@@ -199,18 +226,8 @@ class Tiers:
             )
 
     def _save_manifest(self, name: TopicName, owned: OwnedTopic) -> None:
-        record = owned.record
         try:
-            save_manifest(
-                self.objects,
-                name,
-                Manifest(
-                    ack=record.ack,
-                    codec=record.codec,
-                    incarnation=record.incarnation,
-                    created_at=record.created_at,
-                ),
-            )
+            save_manifest(self.objects, name, manifest_of(owned.record))
         except IsterError as error:
             # Only `ister recover` reads it, and does without if need be.
             _log.warning("manifest not saved", extra={"topic": str(name), "error": str(error)})

@@ -372,10 +372,8 @@ class Topic:
         Raises:
             InvalidRequestError: It cannot, or there is no such level.
         """
-        if level is None:
-            return self.ack
         try:
-            level = AckLevel(level)
+            level = AckLevel(level) if level is not None else self.ack
         except ValueError as error:
             raise InvalidRequestError(
                 f"there is no ack level {level!r}", hint=f"one of: {', '.join(AckLevel)}"
@@ -384,6 +382,8 @@ class Topic:
             raise InvalidRequestError("this log has no object store, so nothing becomes tiered")
         if level is not AckLevel.MEMORY and self.wal.directory is None:
             raise InvalidRequestError(f"this log is in memory, so nothing becomes {level}")
+        if level is AckLevel.TIERED and self.tier is not None and self.tier.owned.is_fenced:
+            self.tier.check_owner()
         return level
 
     def flush(self, timeout: float | None = None) -> int:

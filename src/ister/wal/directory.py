@@ -2,6 +2,8 @@
 
     wal.log  wal.1.log  wal.2.log …     frames; the highest number is the active file
     wal.idx  wal.1.idx  wal.2.idx …     the sparse index beside each
+    wal.origin                          empty, made with the directory; where not even this is,
+                                        files were lost
     wal.ckpt                            the checkpoint, a hint
     uploader.ckpt                       how far uploads have come, a hint
     wal.ckpt.tmp  wal.4.log.tmp         what was being written when a crash came; ignored
@@ -18,6 +20,7 @@ possibly a `.tmp` that the next replacement overwrites.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Final
 
 from ister import failpoints
@@ -37,6 +40,7 @@ from ister.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
 __all__ = [
     "CHECKPOINT_NAME",
     "LOCK_NAME",
+    "ORIGIN_NAME",
     "UPLOADER_CHECKPOINT_NAME",
     "WalDirectory",
     "format_log_name",
@@ -45,6 +49,7 @@ __all__ = [
 
 CHECKPOINT_NAME: Final = "wal.ckpt"
 UPLOADER_CHECKPOINT_NAME: Final = "uploader.ckpt"
+ORIGIN_NAME: Final = "wal.origin"
 LOCK_NAME: Final = ".lock"
 """Above all topics; a dot, so that no namespace can have the name."""
 _LOG_NAME: Final = re.compile(r"wal(?:\.([1-9][0-9]{0,17}))?\.log")
@@ -90,6 +95,16 @@ class WalDirectory:
         else:
             self.fs.make_directories(self.path)
 
+    def is_blank(self) -> bool:
+        """Whether nothing is here, not even a mark: the files were lost, or never made."""
+        return not self.fs.exists(self.path) or not self.fs.list_directory(self.path)
+
+    def mark(self) -> None:
+        """Makes the directory, marked so that its loss can be told; durable on return."""
+        self.fs.make_directories(self.path)
+        self.fs.create(f"{self.path}/{ORIGIN_NAME}").close()
+        self.fs.sync_directory(self.path)
+
     def sync(self) -> None:
         """Returns once the names in the directory, and its own name, are durable."""
         self.fs.sync_directory(self.path)
@@ -115,9 +130,9 @@ class WalDirectory:
 
     def remove_log(self, seq: int) -> None:
         """Removes a file and its index; durable on return, so that files go in their order."""
-        self.fs.remove(self.log_path(seq))
-        if self.fs.exists(self.index_path(seq)):
-            self.fs.remove(self.index_path(seq))
+        for path in (self.log_path(seq), self.index_path(seq)):
+            with suppress(NotFoundError):
+                self.fs.remove(path)
         self.fs.sync_directory(self.path)
 
     def load_state(self) -> WalState | None:

@@ -267,10 +267,10 @@ class Wal:
                 self._metrics.count("wal.append_refused")
                 raise self._refusal()
             if self._holds:
-                reason, waits = next(iter(self._holds.values()))
-                if not (waits and self.settings.blocks_when_full):
-                    self._metrics.count("wal.append_refused")
-                    raise reason()
+                for reason, waits in self._holds.values():
+                    if not (waits and self.settings.blocks_when_full):
+                        self._metrics.count("wal.append_refused")
+                        raise reason()
                 self._wait_for_room()
                 continue
             if self.buffer.has_room(size_bytes):
@@ -376,6 +376,7 @@ class Wal:
         with self.lock:
             self._holds[name] = (reason, waits)
             self.buffer.is_refusing = True
+            self._room.notify_all()
 
     def unhold(self, name: str) -> None:
         """Ends a hold; one that does not exist is fine."""
@@ -383,6 +384,13 @@ class Wal:
             if self._holds.pop(name, None) is not None:
                 self.buffer.is_refusing = self._refusal is not None or bool(self._holds)
                 self._room.notify_all()
+
+    def end_tiering(self, error: IsterError) -> None:
+        """Nothing more becomes tiered: tells those who wait for it."""
+        with self.lock:
+            everyone = self._waiters[AckLevel.TIERED].take_all()
+        for waiter in everyone:
+            waiter.finish(error.again())
 
     def note_tiered(self, tiered: int) -> None:
         """Takes note that everything below `tiered` is covered by committed descriptors."""

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.servers.etcd import EtcdCluster, EtcdServer, etcd_binary, free_port
 
 from ister.clock import ManualClock, SystemClock
 from ister.errors import (
@@ -22,7 +23,6 @@ from ister.errors import (
 from ister.metadata import etcd
 from ister.metadata.base import Absent, Put
 from ister.metadata.etcd import EtcdMetadata
-from tests.servers.etcd import EtcdCluster, EtcdServer, etcd_binary, free_port
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,253 @@
+"""`ister repair [TOPIC …]`: restores what one tier has lost from the other one.
+
+Owns: arguments, output, exit code, which topics, and that everything is as before afterwards but
+for the damage: a topic that was sealed is sealed again. Does not own: repairing (`Log.repair`).
+
+The log is opened for it, so no other process may have it open. Without names, topics that another
+node wrote last are left alone: their local files are not here, and claiming them would take them
+away from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ister.cli.place import (
+    add_place_arguments,
+    load_place,
+    parse_topic,
+    require_bucket,
+    wal_root,
+)
+from ister.cli.report import answer, error_as_json, print_errors, print_json
+from ister.cli.survey import BadRange, FileSurvey, Kind, survey
+from ister.cli.table import format_table
+from ister.errors import CorruptDataError, InvariantError, IsterError
+from ister.fs.local import LocalFileSystem
+from ister.model import TopicName, TopicState
+from ister.tier.catalog import Catalog
+from ister.topic.log import Log
+from ister.topic.tiers import Tiers
+
+if TYPE_CHECKING:
+    # argparse has no public name for it.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+__all__ = ["register"]
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "repair",
+        help="restore what one tier has lost from the other",
+        description="Checks topics in both tiers and repairs them: damaged local files are "
+        "replaced where the bucket has their messages, lost and damaged objects are uploaded again "
+        "where local files have theirs. Nothing is removed: files that were replaced stay beside "
+        "the new ones, with `.aside` in their names. Exit code 1 if something cannot be repaired.",
+        epilog="Example: ister repair /default/orders --data ./ister-data",
+    )
+    parser.add_argument(
+        "topics",
+        metavar="TOPIC",
+        nargs="*",
+        type=parse_topic,
+        help="such as /default/orders (default: all that this node wrote last)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="read no object and no local file whole: only look whether each object is there, "
+        "with its size",
+    )
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the named topics from a node whose disk is lost: what that node had not "
+        "uploaded is given up",
+    )
+    add_place_arguments(parser)
+
+    def run(options: argparse.Namespace) -> int:
+        if options.take_over and not options.topics:
+            # Of all topics, those of a node that is only being restarted would lose messages.
+            parser.error("--take-over needs the names of the topics")
+        return _run(options)
+
+    parser.set_defaults(run=run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    def failed(error: IsterError) -> dict[str, Any]:
+        return _as_json([], [error])
+
+    return answer(lambda: _repair(options), as_json=options.json, on_error=failed)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """What was found of one topic, and what was done."""
+
+    topic: str
+    status: str = "failed"
+    """`whole`, `repaired`, `damaged`; `failed` if it could not be looked at; `skipped` if it is
+    another node's."""
+    local_frames: int | None = None
+    objects: list[str] = field(default_factory=list)
+    errors: list[IsterError] = field(default_factory=list)
+
+
+def _repair(options: argparse.Namespace) -> int:
+    config = load_place(options)
+    require_bucket(config.storage)
+    wal_root(config.storage)
+    rows: list[_Row] = []
+    # Without the log's own threads: they would also upload, trim local files and remove orphans,
+    # and a repair takes nothing away that it may need. Only the lease has to be kept meanwhile.
+    with Log(config, background=False) as log, _kept_lease(log) as tiers:
+        names: Sequence[TopicName] = sorted(set(options.topics), key=str)
+        for name in names or map(TopicName.parse, log.topics()):
+            row = _Row(topic=str(name))
+            rows.append(row)
+            try:
+                _repair_topic(log, tiers, name, row, options, is_named=bool(names))
+            except InvariantError:
+                raise
+            except IsterError as error:
+                row.errors.append(error)
+            for found in row.errors:
+                found.topic = found.topic or row.topic
+    errors = [error for row in rows for error in row.errors]
+    if options.json:
+        print_json(_as_json(rows, errors))
+    else:
+        _print_rows(rows)
+    print_errors(errors)
+    return 1 if errors else 0
+
+
+def _repair_topic(
+    log: Log,
+    tiers: Tiers,
+    name: TopicName,
+    row: _Row,
+    options: argparse.Namespace,
+    *,
+    is_named: bool,
+) -> None:
+    catalog = tiers.catalog(name)
+    if not is_named and not _is_of_node(catalog, tiers.membership.node):
+        row.status = "skipped"
+        return
+    is_sealed = catalog.sealed() is not None
+    if options.take_over:
+        log.topic(row.topic, take_over=True)
+    repaired = log.repair(row.topic, content=not options.quick)
+    row.local_frames, row.objects = repaired.local_frames, list(repaired.objects)
+    row.errors += repaired.errors
+    if not options.quick and log.topic(row.topic).state is not TopicState.QUARANTINED:
+        # Opening a log reads its end alone; damage further up is found by reading everything.
+        row.errors += _local_damage(log, name)
+    if row.errors:
+        row.status = "damaged"
+    elif row.local_frames is not None or row.objects:
+        row.status = "repaired"
+    else:
+        row.status = "whole"
+    if is_sealed:
+        # Opening it has taken the seal, and whoever was to have the topic would be refused.
+        log.seal(row.topic)
+
+
+def _is_of_node(catalog: Catalog, node: str) -> bool:
+    """Whether a topic was last written here; so it is if nobody knows."""
+    found = catalog.record()
+    return found is None or not found[0].lineage or found[0].lineage[-1].node == node
+
+
+def _local_damage(log: Log, name: TopicName) -> list[IsterError]:
+    path = f"{wal_root(log.config.storage)}/{name.namespace}/{name.topic}"
+    if not LocalFileSystem().exists(path):
+        return []
+    return [
+        _as_error(file, bad)
+        for file in survey(path).files
+        for bad in file.damage
+        if bad.kind is Kind.DAMAGE
+    ]
+
+
+def _as_error(file: FileSurvey, bad: BadRange) -> CorruptDataError:
+    upto = f" up to {bad.end_offset}" if bad.end_offset is not None else ""
+    offsets = f", offsets {bad.offset}{upto}" if bad.offset is not None else ""
+    return CorruptDataError(
+        f"a local file is damaged: {bad.reason}{offsets}",
+        topic=file.topic,
+        offset=bad.offset,
+        path=file.path,
+        position=bad.position,
+        hint="readers take these messages from the bucket where it has them",
+    )
+
+
+@contextmanager
+def _kept_lease(log: Log) -> Iterator[Tiers]:
+    """Renews the log's lease in the background: a repair may take longer than it lasts."""
+    tiers = log.tiers
+    if tiers is None:
+        raise InvariantError("a log with a bucket has stores")
+    stopping = threading.Event()
+
+    def keep() -> None:
+        while not stopping.wait(log.config.storage.metadata.lease_ttl_seconds / 3):
+            try:
+                tiers.membership.renew()
+            except IsterError:
+                # Whether the topics are still this node's is checked by every transaction; the
+                # next renewal puts the owner keys back.
+                continue
+
+    thread = threading.Thread(target=keep, name="ister-repair-lease", daemon=True)
+    thread.start()
+    try:
+        yield tiers
+    finally:
+        stopping.set()
+        thread.join()
+
+
+def _as_json(rows: Sequence[_Row], errors: Sequence[IsterError]) -> dict[str, Any]:
+    return {
+        "ok": not errors,
+        "job": "repair",
+        "topics": [
+            {
+                "topic": row.topic,
+                "status": row.status,
+                "local_frames": row.local_frames,
+                "objects": row.objects,
+            }
+            for row in rows
+        ],
+        "errors": [error_as_json(error) for error in errors],
+    }
+
+
+def _print_rows(rows: Sequence[_Row]) -> None:
+    if not rows:
+        print("no topics")
+        return
+    print(
+        format_table(
+            ("topic", "status", "local frames", "objects"),
+            [(row.topic, row.status, row.local_frames, len(row.objects)) for row in rows],
+        )
+    )
+    for row in rows:
+        for name in row.objects:
+            print(f"uploaded again: {row.topic} {name}")

@@ -1,0 +1,113 @@
+"""What a survey found, in words: bad ranges, single frames, points in time; and which to list."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from typing import Final
+
+from ister.cli.survey import FileSurvey, Kind, Listing
+from ister.cli.table import format_table
+
+__all__ = [
+    "add_listing_arguments",
+    "format_published",
+    "format_state",
+    "format_time",
+    "make_listing",
+    "print_bad_ranges",
+    "print_frames",
+]
+
+_LISTED_FRAMES_DEFAULT: Final = 1000
+"""Enough to look at, and a list that fits into memory and onto a screen with a pager."""
+
+
+def add_listing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--frames`, `--limit` and `--from`."""
+    parser.add_argument("--frames", action="store_true", help="list single frames too")
+    parser.add_argument(
+        "--limit",
+        type=_count,
+        default=_LISTED_FRAMES_DEFAULT,
+        metavar="N",
+        help=f"with --frames: list at most N (default {_LISTED_FRAMES_DEFAULT})",
+    )
+    parser.add_argument(
+        "--from",
+        dest="from_offset",
+        type=_count,
+        default=0,
+        metavar="OFFSET",
+        help="with --frames: begin at this offset",
+    )
+
+
+def make_listing(options: argparse.Namespace) -> Listing:
+    """Which frames the arguments ask for."""
+    return Listing(
+        start_offset=options.from_offset, remaining=options.limit if options.frames else 0
+    )
+
+
+def _count(text: str) -> int:
+    """A number of frames or an offset, for argparse."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def format_state(file: FileSurvey) -> str:
+    """Whether a file is whole, in a word or two."""
+    kinds = {bad.kind for bad in file.damage}
+    if file.is_missing:
+        state = "MISSING"
+    elif Kind.DAMAGE in kinds:
+        state = "DAMAGED"
+    else:
+        state = "torn tail" if kinds else "whole"
+    if file.undecodable:
+        state += f", {file.undecodable} bodies are no {file.codec or ''} messages"
+    return state
+
+
+def format_published(file: FileSurvey) -> str | None:
+    """From when to when the messages of a file were published."""
+    if file.publish_time_min is None:
+        return None
+    return f"{format_time(file.publish_time_min)} … {format_time(file.publish_time_max)}"
+
+
+def print_bad_ranges(file: FileSurvey) -> None:
+    """One line for each."""
+    for bad in file.damage:
+        offsets = f"offset {'?' if bad.offset is None else bad.offset}"
+        if bad.end_offset is not None:
+            offsets += f" up to {bad.end_offset}"
+        print(
+            f"{bad.kind}: {file.name} position {bad.position} up to {bad.end_position}, "
+            f"{offsets}: {bad.reason}"
+        )
+
+
+def print_frames(file: FileSurvey) -> None:
+    """The frames that were listed, if any."""
+    if not file.listed:
+        return
+    print(f"\nframes of {file.name}")
+    rows = [
+        (line.offset, line.position, line.size, format_time(line.publish_time), line.producer)
+        for line in file.listed
+    ]
+    print(format_table(("offset", "position", "size", "published", "producer"), rows))
+
+
+def format_time(milliseconds: int | None) -> str | None:
+    """A point in time for people; a number where the calendar ends."""
+    if milliseconds is None:
+        return None
+    try:
+        moment = datetime.fromtimestamp(milliseconds / 1000, tz=UTC)
+    except (OverflowError, ValueError, OSError):
+        return str(milliseconds)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

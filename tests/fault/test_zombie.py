@@ -1,0 +1,302 @@
+"""An owner that is stopped in the middle of an upload and wakes up after somebody took its topic.
+
+The first one is a real process, stopped by SIGSTOP at a failpoint for longer than its lease; this
+process takes the topic over with a directory of its own, from what the bucket holds. What the first
+one had acknowledged and not uploaded is given up with it: that is what `take_over` says. What must
+never be: an acknowledgement of its after that, a descriptor of its, or its objects in the topic.
+
+A process that is stopped inside of a SQLite transaction keeps the file locked for everybody, and
+nobody can take anything over until it is ended; so the stops are where it has none under way (its
+lease is renewed after a second at the earliest), or metadata is in etcd.
+"""
+
+import random
+import signal
+import time
+
+import pytest
+from tests.servers.etcd import EtcdServer
+
+import ister
+from fault.oracle import History
+from fault.tier_checks import (
+    TOPIC,
+    Producer,
+    check_catalog,
+    converge,
+    eventually,
+    orphans,
+    tier_settings,
+    verify_topic,
+)
+from fault.tier_child import TierChild
+from fault.writer_child import HEAVY, new_seed, say_replay
+from ister.errors import ConflictError, FencedError, UnavailableError
+from ister.tier.ownership import Membership
+from ister.topic.log import Log
+
+TTL = 3
+TOLD = {"FencedError", "UnavailableError"}
+
+
+@pytest.fixture(scope="module")
+def etcd():
+    with EtcdServer(heartbeat_ms=50, election_ms=500) as server:
+        yield server
+
+
+def settings_of(directory, node, etcd=None):
+    """Of one of two nodes on the same bucket and metadata."""
+    metadata = {"lease_ttl_seconds": TTL}
+    if etcd is not None:
+        metadata |= {
+            "backend": "etcd",
+            "endpoints": [etcd.endpoint],
+            "root_prefix": f"/{directory.name}",
+            "path": None,
+        }
+    return tier_settings(directory, node=node, metadata=metadata, cloud={"orphan_grace_minutes": 0})
+
+
+def take_over(log, seconds=4 * TTL):
+    """Opens the topic as soon as its owner's lease has ended, and not before."""
+    deadline = time.monotonic() + seconds
+    refusals = 0
+    while True:
+        try:
+            return log.topic(TOPIC, take_over=True), refusals
+        except ConflictError as error:
+            assert "open on node" in str(error)
+            refusals += 1
+            assert time.monotonic() < deadline, "the lease never ends"
+            time.sleep(0.05)
+
+
+def give_up(history, start):
+    """Strikes out what the first owner acknowledged and had not uploaded."""
+    given_up = 0
+    for sent in history._topics[TOPIC].sent.values():
+        if sent.offset is not None and sent.offset >= start:
+            assert "tiered" not in sent.levels, f"{sent.offset} was acknowledged as tiered"
+            sent.levels = {"given up"}
+            given_up += 1
+    return given_up
+
+
+def epochs(topic):
+    return [(d.start, d.epoch) for d, _ in topic.tier.owned.catalog.descriptors()]
+
+
+def replaced_while_stopped(directory, history, child, etcd=None):
+    """The parent becomes the owner while the child stands still, and the child goes on then."""
+    sent_before = history.sends
+    log = ister.open(settings_of(directory, "b", etcd))
+    try:
+        topic, refusals = take_over(log)
+        assert refusals, "the owner had a lease"
+        start = topic.watermarks.next
+        before = epochs(topic)
+        give_up(history, start)
+        producer = Producer(history, TOPIC, "b")
+        producer.send(topic, 20)
+        topic.upload()
+        acks = len(child.acked)
+        assert history.sends == sent_before + 20, "a stopped process sends nothing"
+        child.signal(signal.SIGCONT)
+        deadline = time.monotonic() + 10
+        while child.errors["FencedError"] < 3:
+            assert child.listen(0.1), child.complaints()
+            assert time.monotonic() < deadline, f"its producers are told {dict(child.errors)}"
+        # A line that was about to be written when the stop came may come now, of a wait that had
+        # ended before; nothing else does.
+        assert len(child.acked) - acks <= 1, "acknowledged by an owner that is none"
+        child.listen(0.3)
+        assert len(child.acked) - acks <= 1, "acknowledged by an owner that is none"
+        told = {name for name in child.errors if ":" not in name}
+        assert told <= TOLD, dict(child.errors)
+        producer.send(topic, 20)
+        topic.upload()
+        after = epochs(topic)
+        assert after[: len(before)] == before
+        assert {epoch for _, epoch in after[len(before) :]} == {topic.tier.owned.epoch}
+        verify_topic(history, topic)
+        child.kill()
+        check_catalog(topic)
+        garbage = orphans(topic)
+        time.sleep(0.02)
+        assert sorted(topic.tier.collect_orphans()) == garbage
+        assert not orphans(topic)
+        converge(history, topic)
+    finally:
+        log.close()
+    return garbage
+
+
+@pytest.mark.parametrize(
+    ("point", "leaves_garbage"),
+    [("tier.before_commit", True), ("tier.after_part", True), ("tier.before_session", False)],
+)
+def test_owner_stopped_in_an_upload_and_replaced_publishes_nothing(tmp_path, point, leaves_garbage):
+    history = History()
+    with TierChild(
+        settings_of(tmp_path, "a"),
+        history,
+        failpoints=f"{point}=pause@3",
+        mode="single",
+        topics=1,
+        session="a",
+        pause_ms=5,
+        tiered_share=0.0,
+    ) as child:
+        child.listen_until_stopped(20)
+        assert history.acks > 3
+        garbage = replaced_while_stopped(tmp_path, history, child)
+    assert bool(garbage) == leaves_garbage, garbage
+
+
+def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
+    history = History()
+    with TierChild(
+        settings_of(tmp_path, "a", etcd),
+        history,
+        failpoints="tier.before_commit=pause@3",
+        mode="single",
+        topics=1,
+        session="a",
+        pause_ms=5,
+        tiered_share=0.0,
+    ) as child:
+        child.listen_until_stopped(20)
+        garbage = replaced_while_stopped(tmp_path, history, child, etcd)
+    assert garbage
+
+
+def test_producer_that_waits_for_the_bucket_is_told_of_the_new_owner(tmp_path):
+    """Waits up to `tiered` do not last for ever where uploads have ended for good."""
+    history = History()
+    with TierChild(
+        settings_of(tmp_path, "a"),
+        history,
+        failpoints="tier.before_commit=pause@3",
+        mode="single",
+        topics=1,
+        session="a",
+        tiered_share=1.0,
+    ) as child:
+        child.listen_until_stopped(20)
+        assert history.acks >= 2
+        replaced_while_stopped(tmp_path, history, child)
+
+
+def test_owner_stopped_for_less_than_its_lease_goes_on(tmp_path):
+    """Nobody can take the topic, and after the pause everything is acknowledged as before."""
+    history = History()
+    settings = settings_of(tmp_path, "a")
+    with TierChild(
+        settings,
+        history,
+        failpoints="tier.before_commit=pause@3",
+        mode="single",
+        topics=1,
+        session="a",
+        pause_ms=5,
+    ) as child:
+        child.listen_until_stopped(20)
+        with (
+            ister.open(settings_of(tmp_path, "b")) as log,
+            pytest.raises(ConflictError, match="open on node"),
+        ):
+            log.topic(TOPIC, take_over=True)
+        acks = history.acks
+        child.signal(signal.SIGCONT)
+        for _ in range(20):
+            assert child.listen(10.0, until="ack"), child.complaints()
+        assert history.acks >= acks + 20
+        assert not child.errors, child.errors
+        child.kill()
+    with ister.open(settings) as log:
+        converge(history, log.topic(TOPIC))
+
+
+def test_stopped_owner_that_nobody_replaced_goes_on_after_its_lease(tmp_path):
+    """It says that it is not sure, takes its lease anew, and goes on; its messages stay its own."""
+    history = History()
+    settings = settings_of(tmp_path, "a")
+    with TierChild(
+        settings,
+        history,
+        failpoints="tier.before_commit=pause@3",
+        mode="single",
+        topics=1,
+        session="a",
+        pause_ms=5,
+        tiered_share=0.0,
+    ) as child:
+        child.listen_until_stopped(20)
+        time.sleep(TTL + 0.5)
+        acks = history.acks
+        child.signal(signal.SIGCONT)
+        eventually(lambda: child.listen(0.05) and history.acks >= acks + 20, "it goes on", 3 * TTL)
+        assert set(child.errors) <= {"UnavailableError"}, child.errors
+        child.kill()
+    with ister.open(settings) as log:
+        converge(history, log.topic(TOPIC))
+
+
+def test_owner_replaced_between_two_looks_at_its_rights_acknowledges_nothing(tmp_path, monkeypatch):
+    """Goal: a wait that returns has found the topic its own, at one moment.
+
+    Method: the lease has ended and another node has the topic; the thread that renews the lease
+    runs just when a waiting one has seen that nobody has fenced it yet, and before it looks at the
+    lease, as it may after the process was stopped there.
+    """
+    log_a = Log(ister.load_config(settings_of(tmp_path, "a"), {}), background=False)
+    log_b = ister.open(settings_of(tmp_path, "b"))
+    try:
+        topic_a = log_a.topic(TOPIC, create=True)
+        topic_a.wait(topic_a.append(b"before"))
+        topic_a.upload()
+        take_over(log_b)
+        offset = topic_a.append(b"after")
+        look = Membership.is_valid.fget
+
+        def is_valid(membership):
+            monkeypatch.undo()
+            log_a.tiers.membership.renew()
+            return look(membership)
+
+        monkeypatch.setattr(Membership, "is_valid", property(is_valid))
+        with pytest.raises((FencedError, UnavailableError)):
+            topic_a.wait(offset)
+        with pytest.raises(FencedError):
+            topic_a.wait(offset)
+    finally:
+        log_a.close()
+        log_b.close()
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(900)
+def test_owners_stopped_at_any_moment_publish_nothing(tmp_path, request, etcd):
+    """The same under full load and without a failpoint: stopped wherever it is."""
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    chance = random.Random(seed)
+    for number in range(12 if HEAVY else 2):
+        directory = tmp_path / f"{tmp_path.name}-{number}"
+        directory.mkdir()
+        history = History()
+        with TierChild(
+            settings_of(directory, "a", etcd),
+            history,
+            mode="load",
+            topics=1,
+            session="a",
+            seed=seed + number,
+            tiered_share=0.1,
+        ) as child:
+            assert child.listen(20, until="ready"), child.complaints()
+            child.listen(chance.uniform(0.2, 0.8))
+            child.signal(signal.SIGSTOP)
+            child.listen_until_stopped(5)
+            replaced_while_stopped(directory, history, child, etcd)

@@ -1,0 +1,326 @@
+"""Bugs planted into the tiers on purpose, each of which the simulation has to catch.
+
+Each entry breaks one rule of uploading, owning, retention or reading in the way real systems have
+broken it. Proof that the worlds of `tier_world` can fail, and that a situation of
+`test_tier_crashes` can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+import ister.tier.orphans
+import ister.tier.ownership
+import ister.tier.uploader
+import ister.topic.log
+import ister.topic.opening
+import ister.topic.tier
+from ister.errors import CommitUnknownError, UnavailableError
+from ister.tier.catalog import Catalog
+from ister.tier.names import format_object_id, object_key, objects_prefix
+from ister.tier.ownership import OwnedTopic, _Claimant
+from ister.tier.summary import ObjectSummary
+from ister.tier.uploader import Uploader
+from ister.topic.log import Log
+from ister.topic.opening import remove_directory
+from ister.topic.reader import Reader
+from ister.topic.retention import plan_trim
+from ister.topic.tier import Tiered, TopicTier
+from ister.topic.tiers import Tiers
+from ister.topic.topic import Topic
+from ister.wal.directory import WalDirectory
+from tests.sim.test_tier_crashes import collect_late
+from tests.sim.tier_world import find_break, run_seed
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+SEEDS_MAX = 500
+TURNS = 80
+
+
+def commit_without_comparing_the_epoch(patch: pytest.MonkeyPatch) -> None:
+    def change(self: OwnedTopic, compares, operations, *, is_done=None):
+        return self.catalog.store.transact(compares, operations)
+
+    patch.setattr(OwnedTopic, "_change", change)
+
+
+def claim_without_a_new_epoch(patch: pytest.MonkeyPatch) -> None:
+    real = _Claimant._next_record
+
+    def next_record(self: _Claimant, known, sealed):
+        record = real(self, known, sealed)
+        return replace(record, epoch=known.epoch) if known is not None else record
+
+    patch.setattr(_Claimant, "_next_record", next_record)
+
+
+def descriptor_before_object(patch: pytest.MonkeyPatch) -> None:
+    def upload(self: Uploader, source, start, synced):
+        if start >= synced:
+            return None
+        settings = self._settings
+        end = source.plan(
+            start,
+            synced,
+            bytes_max=settings.object_bytes_max,
+            span_ms_max=settings.object_span_ms_max,
+        )
+        summary = ObjectSummary(start, index_every_messages=settings.index_every_messages)
+        while summary.end < end:
+            summary.add(source.fetch(summary.end, end, bytes_max=settings.read_bytes))
+        name = format_object_id(start, end, self._owned.epoch)
+        described = self._describe(summary, name, None)
+        self._owned.commit(described)
+        self._make_object(source, start, end)
+        return described
+
+    patch.setattr(Uploader, "upload", upload)
+
+
+def tiered_is_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    real = TopicTier._upload
+
+    def upload(self: TopicTier):
+        self._wal.note_tiered(self._wal.synced)
+        return real(self)
+
+    patch.setattr(TopicTier, "_upload", upload)
+
+
+def lost_answers_are_taken_for_success(patch: pytest.MonkeyPatch) -> None:
+    real = OwnedTopic._change
+
+    def change(self: OwnedTopic, compares, operations, *, is_done=None):
+        try:
+            return real(self, compares, operations, is_done=lambda: False)
+        except CommitUnknownError:
+            return None
+
+    patch.setattr(OwnedTopic, "_change", change)
+    patch.setattr(ister.tier.ownership, "_ATTEMPTS", 1)
+
+
+def a_failed_commit_is_only_logged(patch: pytest.MonkeyPatch) -> None:
+    real = OwnedTopic.commit
+
+    def commit(self: OwnedTopic, descriptor) -> None:
+        try:
+            real(self, descriptor)
+        except UnavailableError:
+            self.last = descriptor
+
+    patch.setattr(OwnedTopic, "commit", commit)
+
+
+def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
+    def upload(self: Topic):
+        if self.wal.next:
+            self.wal.wait(self.wal.next - 1, ister.topic.tier.AckLevel.WRITTEN)
+        with self.tier._uploading:
+            return self.tier._upload()
+
+    real = TopicTier._upload
+
+    def upload_written(self: TopicTier):
+        synced, self._wal.synced = self._wal.synced, self._wal.written
+        try:
+            return real(self)
+        finally:
+            self._wal.synced = synced
+
+    patch.setattr(ister.topic.tier, "AckLevel", ister.model.AckLevel, raising=False)
+    patch.setattr(TopicTier, "_upload", upload_written)
+    patch.setattr(Topic, "upload", upload)
+
+
+def trim_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    def trim(self: TopicTier) -> int:
+        before = plan_trim(
+            self._local_files(),
+            safe_before=self._wal.synced,
+            now_ms=self._clock.now_ns() // 1_000_000,
+            time_minutes=0,
+            size_mb=0,
+        )
+        return 0 if before is None else self._wal.trim(before)
+
+    patch.setattr(TopicTier, "trim", trim)
+
+
+def trim_without_a_look_at_the_object(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TopicTier, "_assure", lambda self, start, end: None)
+
+
+def trim_looks_at_the_size_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ister.topic.tier, "verify_content", _verify_size)
+
+
+def _verify_size(store, key, descriptor, *, chunk_bytes) -> None:
+    store.stat(key)
+
+
+def the_checkpoint_is_trusted_over_the_catalog(patch: pytest.MonkeyPatch) -> None:
+    def next_start(self: TopicTier) -> int:
+        checkpoint = self._wal.directory.load_uploader()
+        return self._wal.trimmed if checkpoint is None else checkpoint.last_committed_offset + 1
+
+    patch.setattr(TopicTier, "_next_start", next_start)
+
+
+def garbage_collection_asks_nobody(patch: pytest.MonkeyPatch) -> None:
+    """What the catalog does not name goes, whoever owns the topic and is about to commit it."""
+
+    def collect(owned: OwnedTopic, store, *, grace_seconds, clock, metrics) -> list[str]:
+        prefix = objects_prefix(owned.catalog.keys.topic)
+        oldest = clock.now_ns() / 1e9 - grace_seconds
+        named = {described.object_id for described, _ in owned.catalog.descriptors()}
+        found = [
+            info.key.removeprefix(prefix)
+            for info in store.list(prefix)
+            if info.modified_at < oldest
+        ]
+        for object_id in found:
+            if object_id not in named:
+                store.delete(prefix + object_id)
+        return found
+
+    patch.setattr(ister.topic.tier, "collect_orphans", collect)
+
+
+def garbage_collection_goes_by_epoch(patch: pytest.MonkeyPatch) -> None:
+    """Objects of earlier owners are taken for garbage."""
+    real = ister.tier.orphans._is_garbage
+
+    def is_garbage(owned: OwnedTopic, object_id: str) -> bool:
+        name = ister.tier.orphans.parse_object_id(object_id)
+        return real(owned, object_id) or (name is not None and name.epoch < owned.epoch)
+
+    patch.setattr(ister.tier.orphans, "_is_garbage", is_garbage)
+
+
+def lookups_begin_at_the_next_object(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Catalog, "find", lambda self, offset: self.following(offset))
+
+
+def seal_before_the_upload(patch: pytest.MonkeyPatch) -> None:
+    """The seal is committed, and the files go, whatever the bucket holds."""
+    real = Log.seal
+
+    def seal(self: Log, name: str) -> int:
+        tier = self.topic(name).tier
+        tier.upload = lambda: Tiered(start=0, end=0)
+        return real(self, name)
+
+    patch.setattr(Log, "seal", seal)
+    patch.setattr(ister.tier.ownership, "check", lambda condition, message: None)
+
+
+def files_that_are_set_aside_are_removed(patch: pytest.MonkeyPatch) -> None:
+    def remove(directory: WalDirectory, epoch: int, reason: str) -> str:
+        remove_directory(directory.fs, directory.path)
+        return directory.path
+
+    patch.setattr(ister.topic.opening, "set_aside", remove)
+
+
+def old_files_are_taken_for_the_topic(patch: pytest.MonkeyPatch) -> None:
+    """Another node has written since, and the files here are used all the same."""
+    patch.setattr(ister.topic.opening, "set_aside", lambda directory, epoch, reason: "")
+
+
+def readers_jump_over_what_is_not_local(patch: pytest.MonkeyPatch) -> None:
+    real = Reader._fetch
+
+    def fetch(self: Reader, start: int, readable: int, max_bytes: int):
+        start = min(max(start, self._wal.trimmed), readable - 1)
+        return real(self, start, readable, max_bytes)
+
+    patch.setattr(Reader, "_fetch", fetch)
+
+
+def acknowledged_without_the_lease(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TopicTier, "check_owner", lambda self: None)
+
+
+def object_names_without_the_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        ister.tier.uploader, "format_object_id", lambda start, end, epoch: f"data-{start}-0.dnb1"
+    )
+
+
+def retention_takes_from_the_middle(patch: pytest.MonkeyPatch) -> None:
+    def plan(descriptors, *, now_ms, time_minutes, size_mb):
+        return list(descriptors)[1:-1]
+
+    patch.setattr(ister.topic.tier, "plan_expiry", plan)
+
+
+def objects_expire_before_their_descriptors(patch: pytest.MonkeyPatch) -> None:
+    def expire(owned: OwnedTopic, store, expired, *, metrics) -> int:
+        for described in expired:
+            store.delete(object_key(owned.catalog.keys.topic, described.object_id))
+        if expired:
+            owned.expire(expired)
+        return len(expired)
+
+    patch.setattr(ister.topic.tier, "expire", expire)
+
+
+def a_deletion_is_not_marked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OwnedTopic, "mark_deleting", lambda self: None)
+
+
+def a_deletion_leaves_the_objects(patch: pytest.MonkeyPatch) -> None:
+    def delete(self: Tiers, name, owned) -> None:
+        if owned is not None:
+            owned.mark_deleting()
+            owned.finish_delete()
+
+    patch.setattr(Tiers, "delete", delete)
+
+
+BY_WORLDS: list[Plant] = [
+    commit_without_comparing_the_epoch,
+    claim_without_a_new_epoch,
+    descriptor_before_object,
+    tiered_is_told_before_the_commit,
+    lost_answers_are_taken_for_success,
+    a_failed_commit_is_only_logged,
+    upload_of_what_is_not_synced,
+    trim_before_the_commit,
+    trim_without_a_look_at_the_object,
+    trim_looks_at_the_size_alone,
+    the_checkpoint_is_trusted_over_the_catalog,
+    garbage_collection_goes_by_epoch,
+    lookups_begin_at_the_next_object,
+    seal_before_the_upload,
+    files_that_are_set_aside_are_removed,
+    old_files_are_taken_for_the_topic,
+    readers_jump_over_what_is_not_local,
+    acknowledged_without_the_lease,
+    object_names_without_the_epoch,
+    retention_takes_from_the_middle,
+    objects_expire_before_their_descriptors,
+    a_deletion_is_not_marked,
+    a_deletion_leaves_the_objects,
+]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("plant", BY_WORLDS, ids=lambda plant: plant.__name__)
+def test_worlds_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    seed = find_break(range(SEEDS_MAX), lambda seed: run_seed(seed, turns=TURNS))
+    print(f"{plant.__name__}: caught by seed {seed}")
+    assert seed is not None
+
+
+@pytest.mark.sim
+def test_a_late_collection_catches(monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage_collection_asks_nobody(monkeypatch)
+    number = find_break(range(1, 100), collect_late)
+    print(f"garbage_collection_asks_nobody: caught at operation {number}")
+    assert number is not None

@@ -1,0 +1,281 @@
+"""`ister inspect object` on whole and damaged objects: files, names in a bucket, URLs."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+import ister
+from builders import a_message, bincode_body, frames, with_bit_flipped, with_bytes_at
+from ister.cli.main import main
+from ister.config import load_config
+from ister.format.frame import encode_frame, scan_frames
+from ister.limits import RECOVERY_CHUNK_BYTES
+from ister.model import Codec
+from ister.topic.log import Log
+from servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server
+
+TOPIC = "/default/orders"
+COUNT = 20
+FIELDS = {
+    "start_offset",
+    "next_offset",
+    "frames",
+    "bytes",
+    "codec",
+    "damage",
+    "publish_time_min",
+    "publish_time_max",
+}
+KEY = "storage/topics/default/orders/objects/data-0-19.dnb1"
+
+
+def bodies(first, count, codec=Codec.BINCODE2):
+    return [
+        bincode_body(
+            a_message(topic_offset=n, payload=b"%03d" % n * 50, publish_time=1000 + n), codec
+        )
+        for n in range(first, first + count)
+    ]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A whole object."""
+    path = tmp_path / "data-0-19.dnb1"
+    path.write_bytes(frames(0, bodies(0, COUNT)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A log with two topics and an object of the same name in each."""
+    path = tmp_path_factory.mktemp("written") / "data"
+    with Log(load_config(str(path)), background=False) as log:
+        for name in (TOPIC, "/default/other"):
+            topic = log.topic(name, create=True)
+            topic.append_many([b"x"] * COUNT)
+            topic.upload()
+        log.topic(TOPIC).append(b"y")
+        log.topic(TOPIC).upload()
+    return path
+
+
+def inspect(target, capsys, *options):
+    """The exit code and the JSON that was printed."""
+    code = main(["inspect", "object", str(target), "--json", *map(str, options)])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.keys() >= FIELDS
+    for bad in printed["damage"]:
+        assert bad.keys() >= {"position", "offset", "reason"}
+    return code, printed
+
+
+def positions(path):
+    """Where each frame begins."""
+    return scan_frames(path.read_bytes(), expected_offset=None).starts
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_whole_object_shows_its_fields(path, codec, capsys):
+    path.write_bytes(frames(0, bodies(0, COUNT, codec)))
+    code, printed = inspect(path, capsys)
+    assert code == 0
+    assert (printed["start_offset"], printed["next_offset"], printed["frames"]) == (0, COUNT, COUNT)
+    assert printed["bytes"] == path.stat().st_size
+    assert printed["codec"] == codec
+    assert (printed["publish_time_min"], printed["publish_time_max"]) == (1000, 1019)
+    assert (printed["damage"], printed["errors"], printed["epoch"]) == ([], [], 1)
+    assert "name_start" not in printed
+
+
+def test_every_damage_is_listed_and_what_is_behind_it_counted(path, capsys):
+    at = positions(path)
+    data = with_bit_flipped(path.read_bytes(), 8 * (at[3] + 40))
+    data = with_bytes_at(data, at[7], b"\xff" * 16)
+    path.write_bytes(with_bytes_at(data, at[12], b"\0" * (at[14] - at[12])))
+    code, printed = inspect(path, capsys)
+    assert code == 1
+    assert (printed["frames"], printed["next_offset"]) == (COUNT - 4, COUNT)
+    assert [(bad["position"], bad["offset"], bad["end_offset"]) for bad in printed["damage"]] == [
+        (at[3], 3, 4),
+        (at[7], 7, 8),
+        (at[12], 12, 14),
+    ]
+    assert all(bad["kind"] == "damage" for bad in printed["damage"])
+
+
+@pytest.mark.parametrize("frame", [0, COUNT - 1], ids=["first", "last"])
+@pytest.mark.parametrize("byte", [0, 9, 13, 40], ids=["offset", "length", "crc", "body"])
+def test_damage_at_either_end_costs_one_frame(path, frame, byte, capsys):
+    at = positions(path)[frame]
+    path.write_bytes(with_bit_flipped(path.read_bytes(), 8 * (at + byte) + 2))
+    code, printed = inspect(path, capsys)
+    assert (code, printed["frames"]) == (1, COUNT - 1)
+    assert [(bad["position"], bad["offset"]) for bad in printed["damage"]] == [(at, frame)]
+    assert printed["start_offset"] == 0
+
+
+@pytest.mark.parametrize("extra", [b"\0" * 50, b"junk", frames(COUNT, bodies(COUNT, 1))])
+def test_bytes_behind_the_last_frame_are_damage(path, extra, capsys):
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + extra)
+    code, printed = inspect(path, capsys)
+    assert code == 1
+    (bad,) = printed["damage"]
+    assert bad["position"] in (size, size + len(extra))
+
+
+@pytest.mark.parametrize("frame", [0, 7])
+def test_object_that_was_cut_between_frames_is_damaged(path, frame, capsys):
+    at = positions(path)[frame]
+    path.write_bytes(path.read_bytes()[:at])
+    code, printed = inspect(path, capsys)
+    assert (code, printed["frames"], printed["next_offset"]) == (1, frame, frame)
+    (bad,) = printed["damage"]
+    assert (bad["position"], bad["offset"], bad["end_offset"]) == (at, frame, COUNT)
+    assert (printed["name_start"], printed["name_end"]) == (0, COUNT)
+
+
+def test_object_that_was_cut_within_a_frame_is_damaged(path, capsys):
+    at = positions(path)[-1]
+    path.write_bytes(path.read_bytes()[:-5])
+    code, printed = inspect(path, capsys)
+    assert (code, printed["frames"]) == (1, COUNT - 1)
+    assert [(bad["position"], bad["offset"]) for bad in printed["damage"]] == [(at, COUNT - 1)]
+
+
+def test_name_that_disagrees_with_the_frames_is_damage(path, tmp_path, capsys):
+    renamed = tmp_path / "data-5-24-3.dnb1"
+    path.rename(renamed)
+    code, printed = inspect(renamed, capsys)
+    assert code == 1
+    assert (printed["start_offset"], printed["next_offset"], printed["frames"]) == (0, COUNT, COUNT)
+    assert (printed["name_start"], printed["name_end"], printed["epoch"]) == (5, 25, 3)
+    (bad,) = printed["damage"]
+    assert "the name says 5" in bad["reason"]
+
+
+def test_file_of_another_name_is_taken_as_it_is(path, tmp_path, capsys):
+    renamed = tmp_path / "copy.bin"
+    path.rename(renamed)
+    code, printed = inspect(renamed, capsys)
+    assert (code, printed["frames"], printed["epoch"]) == (0, COUNT, None)
+    renamed.write_bytes(b"")
+    code, printed = inspect(renamed, capsys)
+    assert (code, printed["frames"], printed["start_offset"]) == (0, 0, None)
+    renamed.write_bytes(b"no frames at all, and nothing to go by")
+    code, printed = inspect(renamed, capsys)
+    assert (code, printed["frames"]) == (1, 0)
+
+
+def test_object_larger_than_a_chunk_is_read_whole(tmp_path, capsys):
+    path = tmp_path / "data-0-2.dnb1"
+    big = b"x" * (RECOVERY_CHUNK_BYTES + 1000)
+    path.write_bytes(b"".join(encode_frame(offset, big) for offset in range(3)))
+    code, printed = inspect(path, capsys)
+    assert (code, printed["frames"], printed["undecodable"]) == (0, 3, 3)
+
+
+def test_frames_are_listed_on_request(path, capsys):
+    code, printed = inspect(path, capsys, "--frames", "--limit", "2", "--from", "4")
+    assert code == 0
+    assert [line["offset"] for line in printed["frame_list"]] == [4, 5]
+
+
+def test_object_in_the_bucket_is_found_by_key_and_by_name(written, capsys):
+    code, printed = inspect(KEY, capsys, "--data", written)
+    assert (code, printed["frames"], printed["topic"]) == (0, COUNT, TOPIC)
+    code, printed = inspect("data-20-20.dnb1", capsys, "--data", written)
+    assert (code, printed["frames"], printed["topic"]) == (0, 1, TOPIC)
+    url = printed["path"]
+    assert url.startswith("fs:///")
+    code, printed = inspect(url, capsys)
+    assert (code, printed["frames"], printed["topic"]) == (0, 1, TOPIC)
+
+
+def test_damaged_object_in_the_bucket_is_found_out(written, tmp_path, capsys):
+    shutil.copytree(written, tmp_path / "data")
+    path = tmp_path / "data" / "objects" / KEY
+    path.write_bytes(with_bit_flipped(path.read_bytes(), 8 * 100))
+    code, printed = inspect(KEY, capsys, "--data", tmp_path / "data")
+    assert (code, printed["frames"], len(printed["damage"])) == (1, COUNT - 1, 1)
+    assert main(["inspect", "object", KEY, "--data", str(tmp_path / "data")]) == 1
+    shown = capsys.readouterr()
+    assert "DAMAGED" in shown.out
+    assert "damage: data-0-19.dnb1 position" in shown.out
+    assert "the object is damaged" in shown.err
+
+
+def test_name_in_two_topics_is_not_enough(written, capsys):
+    assert main(["inspect", "object", "data-0-19.dnb1", "--data", str(written), "--json"]) == 1
+    shown = capsys.readouterr()
+    (error,) = json.loads(shown.out)["errors"]
+    assert error["code"] == "INVALID_ARGUMENT"
+    assert KEY in error["hint"]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("data-7-8.dnb1", "no object 'data-7-8.dnb1'"),
+        (KEY.replace("0-19", "0-18"), "not found"),
+        ("ftp://host/key", "not the URL of an object"),
+        ("s3://bucket", "not the URL of an object"),
+        ("", "no object ''"),
+    ],
+)
+def test_object_that_is_not_there_is_an_error(written, target, words, capsys):
+    assert main(["inspect", "object", target, "--data", str(written), "--json"]) == 1
+    shown = capsys.readouterr()
+    assert words.lower() in json.loads(shown.out)["errors"][0]["message"].lower()
+    assert shown.err.startswith("ister: ")
+
+
+def test_missing_file_without_a_log_is_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ISTER_CONFIG", raising=False)
+    assert main(["inspect", "object", "none.dnb1"]) == 1
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_people_get_a_table(path, capsys):
+    assert main(["inspect", "object", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert "bincode2" in shown.out
+    assert "whole" in shown.out
+    assert shown.err == ""
+
+
+def test_object_in_s3_is_read_by_url(path, tmp_path, monkeypatch, capsys):
+    """Credentials come from the config's options, or from the environment without a config."""
+    with rclone_server() as server:
+        storage = {
+            "wal": {"dir": str(tmp_path / "wal")},
+            "cloud": {"backend": "s3", "root": f"s3://{BUCKET}/ister", "options": server.options()},
+        }
+        config = tmp_path / "ister.yml"
+        config.write_text(yaml.safe_dump({"storage": storage}))
+        with ister.open(config) as log:
+            topic = log.topic(TOPIC, create=True)
+            topic.append_many([b"x"] * COUNT)
+            topic.upload()
+        url = f"s3://{BUCKET}/ister/{KEY}"
+        for target in (url, KEY, "data-0-19.dnb1"):
+            code, printed = inspect(target, capsys, "--config", config)
+            assert (code, printed["frames"], printed["topic"]) == (0, COUNT, TOPIC)
+        for path in tmp_path.glob("metadata.db*"):
+            path.unlink()
+        assert main(["recover", "--config", str(config), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["topics"][0]["messages"] == COUNT
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("ISTER_CONFIG", raising=False)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        code, printed = inspect(url, capsys)
+        assert (code, printed["frames"]) == (0, COUNT)
+        assert main(["inspect", "object", f"{url}.none"]) == 1
+        assert SECRET_KEY not in capsys.readouterr().err

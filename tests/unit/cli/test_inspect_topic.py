@@ -1,0 +1,307 @@
+"""`ister inspect topic`: a topic in both tiers, from outside, in every state it may be in."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from ister.cli.main import main
+from ister.config import load_config
+from ister.format.records import Progress
+from ister.model import TopicName
+from ister.tier.cursors import save_progress
+from ister.topic.log import Log
+
+TOPIC = "/default/orders"
+COUNT = 30
+TIERED = 20
+
+
+class Place:
+    """A data directory with a config file."""
+
+    def __init__(self, path, **storage):
+        path.mkdir(exist_ok=True)
+        wal = {"dir": str(path / "wal"), "rotate_max_bytes": 4096, "retention": {"size_mb": 0}}
+        self.path = path
+        self.config = path / "ister.yml"
+        self.config.write_text(yaml.safe_dump({"storage": {**storage, "wal": wal}}))
+        self.files = path / "wal" / "default" / "orders"
+
+    def open(self):
+        return Log(load_config(str(self.config)), background=False)
+
+    def write(self):
+        """Two objects, several files, a tail, and a subscription half way."""
+        with self.open() as log:
+            topic = log.topic(TOPIC, create=True, ack="written")
+            for first in range(0, COUNT, 5):
+                topic.append_many([b"%03d" % n * 150 for n in range(first, first + 5)])
+                topic.flush()
+                if log.tiers is not None and first in (5, 15):
+                    topic.upload()
+            if log.tiers is not None:
+                keys = topic.tier.owned.catalog.keys
+                progress = Progress(offset=12, timestamp=0)
+                save_progress(log.tiers.metadata, keys.progress("billing"), progress)
+        return self
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return Place(tmp_path_factory.mktemp("written") / "data").write().path
+
+
+@pytest.fixture
+def place(tmp_path, written):
+    shutil.copytree(written, tmp_path / "data")
+    return Place(tmp_path / "data")
+
+
+def inspect(place, capsys, *options, topic=TOPIC):
+    """The exit code and the JSON that was printed."""
+    code = main(["inspect", "topic", topic, "--config", str(place.config), "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def marks(trimmed, tiered, synced, written, next):
+    return {
+        "trimmed": trimmed,
+        "tiered": tiered,
+        "synced": synced,
+        "written": written,
+        "next": next,
+    }
+
+
+def test_closed_topic_shows_both_tiers(place, capsys):
+    code, printed = inspect(place, capsys)
+    assert code == 0
+    assert (printed["topic"], printed["ack"], printed["codec"]) == (TOPIC, "written", "bincode2")
+    assert (printed["epoch"], printed["state"]) == (1, "open")
+    assert len(printed["incarnation"]) == 16
+    assert (printed["owner"], printed["sealed"], printed["errors"]) == (None, None, [])
+    assert printed["watermarks"] == marks(0, TIERED, COUNT, COUNT, COUNT)
+    files = printed["files"]
+    assert len(files) > 2
+    assert [file["first_offset"] for file in files[1:]] == [f["next_offset"] for f in files[:-1]]
+    assert (files[0]["first_offset"], files[-1]["next_offset"]) == (0, COUNT)
+    for file in files:
+        assert file["bytes"] == (place.files / file["name"]).stat().st_size
+    assert [(o["object_id"], o["start_offset"], o["end_offset"]) for o in printed["objects"]] == [
+        ("data-0-9.dnb1", 0, 9),
+        ("data-10-19.dnb1", 10, 19),
+    ]
+    assert all(len(o["checksum"]) == 14 and "offset_index" not in o for o in printed["objects"])
+    assert printed["subscriptions"] == [{"name": "billing", "type": None, "cursor": 12, "lag": 18}]
+
+
+def test_index_is_shown_on_request(place, capsys):
+    _, printed = inspect(place, capsys, "--index")
+    assert [o["offset_index"] for o in printed["objects"]] == [[[0, 0]], [[10, 0]]]
+
+
+def test_looking_changes_nothing(place, capsys):
+    def files():
+        return {path: path.read_bytes() for path in place.path.rglob("*") if path.is_file()}
+
+    before = files()
+    assert inspect(place, capsys)[0] == 0
+    assert files() == before
+
+
+def test_open_topic_is_seen_as_far_as_it_is_written(place, capsys):
+    with place.open() as log:
+        topic = log.topic(TOPIC)
+        assert topic.tier.trim() > 0
+        topic.append_many([b"more"] * 3)
+        topic.flush()
+        code, printed = inspect(place, capsys)
+        assert code == 0
+        node = log.tiers.membership.node
+        assert (printed["owner"], printed["epoch"]) == ({"node": node, "epoch": 2}, 2)
+        seen, actual = printed["watermarks"], topic.watermarks
+        assert (seen["trimmed"], seen["tiered"]) == (actual.trimmed, actual.tiered)
+        assert (seen["written"], seen["next"]) == (COUNT + 3, COUNT + 3)
+        assert COUNT <= seen["synced"] <= actual.synced
+        assert printed["files"][0]["first_offset"] == actual.trimmed > 0
+        topic.upload()
+        code, printed = inspect(place, capsys)
+        assert printed["watermarks"]["tiered"] == printed["watermarks"]["synced"] == COUNT + 3
+
+
+def test_sealed_topic_has_no_files(place, capsys):
+    with place.open() as log:
+        log.seal(TOPIC)
+    code, printed = inspect(place, capsys)
+    assert code == 0
+    assert printed["sealed"]["next_offset"] == COUNT
+    assert (printed["files"], printed["path"], printed["owner"]) == ([], None, None)
+    assert printed["watermarks"] == marks(COUNT, COUNT, COUNT, COUNT, COUNT)
+    assert main(["inspect", "topic", TOPIC, "--config", str(place.config)]) == 0
+    assert f"at offset {COUNT}" in capsys.readouterr().out
+
+
+def test_new_topic_is_empty(place, capsys):
+    with place.open() as log:
+        log.topic("/default/new", create=True)
+    code, printed = inspect(place, capsys, topic="/default/new")
+    assert code == 0
+    assert printed["watermarks"] == marks(0, 0, 0, 0, 0)
+    assert (printed["files"], printed["objects"], printed["subscriptions"]) == ([], [], [])
+
+
+def test_torn_tail_does_not_count(place, capsys):
+    last = sorted(place.files.glob("wal.*.log"))[-1]
+    with last.open("ab") as file:
+        file.write(b"\x1e" + b"\0" * 40)
+    code, printed = inspect(place, capsys)
+    assert (code, printed["watermarks"]["next"]) == (0, COUNT)
+
+
+def test_topic_without_its_checkpoint_is_read_from_its_files(place, capsys):
+    (place.files / "wal.ckpt").unlink()
+    code, printed = inspect(place, capsys)
+    assert code == 0
+    seen = printed["watermarks"]
+    assert (seen["trimmed"], seen["tiered"], seen["next"]) == (0, TIERED, COUNT)
+    assert seen["synced"] == printed["files"][-1]["first_offset"]
+
+
+def test_files_of_a_node_that_is_not_the_last_owner_do_not_count(place, capsys):
+    (place.path / "wal" / ".node").write_text("0123456789abcdef\n")
+    code, printed = inspect(place, capsys)
+    assert (code, printed["is_local_current"]) == (0, False)
+    assert printed["watermarks"] == marks(TIERED, TIERED, TIERED, TIERED, TIERED)
+    assert len(printed["files"]) > 2
+    assert main(["inspect", "topic", TOPIC, "--config", str(place.config)]) == 0
+    assert "another node has written the topic since" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
+def test_lost_metadata_is_named_and_the_files_are_shown(place, harm, capsys):
+    for path in place.path.glob("metadata.db*"):
+        path.unlink()
+    if harm == "damaged":
+        (place.path / "metadata.db").write_bytes(b"something else " * 1000)
+    code, printed = inspect(place, capsys)
+    assert code == 1
+    assert (printed["ack"], printed["epoch"]) == ("written", None)
+    assert (printed["watermarks"]["next"], printed["objects"]) == (COUNT, [])
+    assert len(printed["files"]) > 2
+    (error,) = printed["errors"]
+    assert "ister recover" in error["hint"]
+    code, printed = inspect(place, capsys, topic="/shop/other")
+    assert (code, printed["errors"][0]["code"]) == (1, "NOT_FOUND")
+    assert "ister recover" in printed["errors"][0]["hint"]
+
+
+def test_descriptor_that_cannot_be_read_is_named(place, capsys):
+    with place.open() as log:
+        keys = log.tiers.keys(TopicName.parse(TOPIC))
+        log.tiers.metadata.put(keys.descriptor(10), b"{}")
+    code, printed = inspect(place, capsys)
+    assert (code, printed["ack"]) == (1, "written")
+    assert printed["errors"][0]["code"] == "DATA_LOSS"
+
+
+def test_unknown_topic_hints_at_near_names(place, capsys):
+    code, printed = inspect(place, capsys, topic="/default/order")
+    assert code == 1
+    (error,) = printed["errors"]
+    assert (error["code"], error["topic"]) == ("NOT_FOUND", "/default/order")
+    assert f"did you mean {TOPIC}?" in error["hint"]
+    assert main(["inspect", "topic", "/x/y", "--config", str(place.config)]) == 1
+    assert f"there are: {TOPIC}" in capsys.readouterr().err
+
+
+def test_deleted_topic_is_not_there(place, capsys):
+    with place.open() as log:
+        log.delete(TOPIC)
+    code, printed = inspect(place, capsys)
+    assert (code, printed["errors"][0]["code"]) == (1, "NOT_FOUND")
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_log_without_a_bucket_has_files_alone(tmp_path, is_open, capsys):
+    place = Place(tmp_path / "data", mode="local_only").write()
+    log = place.open() if is_open else None
+    try:
+        code, printed = inspect(place, capsys)
+    finally:
+        if log is not None:
+            log.close()
+    assert code == 0
+    assert (printed["ack"], printed["codec"], printed["epoch"]) == ("written", "bincode2", None)
+    assert printed["watermarks"] == marks(0, 0, COUNT, COUNT, COUNT)
+    assert (printed["objects"], printed["subscriptions"], printed["errors"]) == ([], [], [])
+    # By its directory alone nobody knows that there is to be no bucket.
+    assert main(["inspect", "topic", TOPIC, "--data", str(place.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["errors"] == []
+
+
+def test_log_in_memory_is_refused(tmp_path, capsys):
+    config = tmp_path / "ister.yml"
+    config.write_text("storage: {mode: memory}")
+    assert main(["inspect", "topic", TOPIC, "--config", str(config), "--json"]) == 1
+    assert "in memory" in json.loads(capsys.readouterr().out)["errors"][0]["message"]
+
+
+def test_people_get_a_short_table(place, capsys):
+    assert main(["inspect", "topic", TOPIC, "--data", str(place.path)]) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == TOPIC
+    assert lines[3] == f"trimmed 0 ≤ tiered {TIERED} ≤ synced {COUNT} ≤ written {COUNT} ≤ next 30"
+    assert any(line.startswith("bucket") and "2 objects" in line for line in lines)
+    assert any(line.startswith("local") and "files" in line for line in lines)
+    assert any(line.split() == ["billing", "12", "18"] for line in lines)
+    assert shown.err == ""
+
+
+def test_both_checkpoints_of_a_directory_are_shown(place, capsys):
+    assert main(["inspect", "checkpoint", str(place.files), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["kind"], printed["synced"]) == ("wal", COUNT)
+    assert printed["uploader"]["kind"] == "uploader"
+    assert printed["uploader"]["damaged"] is False
+    assert printed["uploader"]["last_committed_offset"] == TIERED - 1
+    assert printed["uploader"]["last_object_id"] == "data-10-19.dnb1"
+    assert main(["inspect", "checkpoint", str(place.files)]) == 0
+    shown = capsys.readouterr().out
+    assert "kind: wal\n" in shown
+    assert "\nkind: uploader\n" in shown
+    path = place.files / "uploader.ckpt"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["inspect", "checkpoint", str(place.files), "--json"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["uploader"]["damaged"] is True
+    assert "uploader.ckpt" in shown.err
+    path.unlink()
+    assert main(["inspect", "checkpoint", str(place.files), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["uploader"] is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["recover"], ["repair"], ["inspect", "object"], ["inspect", "topic"], ["inspect", "wal"]],
+    ids=" ".join,
+)
+def test_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert f"Example: ister {' '.join(command)}" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["topic"], ["topic", "orders"], ["topic", TOPIC, "--data", "a", "--config", "b"], ["object"]],
+    ids=" ".join,
+)
+def test_wrong_usage_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["inspect", *arguments])
+    assert stop.value.code == 2
+    assert "usage: ister inspect" in capsys.readouterr().err

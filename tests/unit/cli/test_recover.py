@@ -1,0 +1,486 @@
+"""`ister recover`: the metadata is lost, damaged or incomplete, and the bucket has everything."""
+
+import io
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from builders import a_message, bincode_body, frames, with_bit_flipped
+from ister.cli import recover as command
+from ister.cli.main import main
+from ister.config import load_config
+from ister.errors import IsterError
+from ister.model import Codec
+from ister.tier import rebuild
+from ister.topic.log import Log
+
+ORDERS, OLD, SEALED, EMPTY = "/default/orders", "/default/old", "/shop/sealed", "/shop/empty"
+TOPIC_FIELDS = {
+    "topic",
+    "status",
+    "objects",
+    "messages",
+    "bytes",
+    "start_offset",
+    "next_offset",
+    "left_out",
+    "gaps",
+}
+
+
+class Place:
+    """A data directory with a config file, and what tests do to it."""
+
+    def __init__(self, path):
+        self.path = path
+        self.config = path / "ister.yml"
+        path.mkdir(exist_ok=True)
+        wal = {"dir": str(path / "wal"), "rotate_max_bytes": 4096, "retention": {"size_mb": 0}}
+        self.config.write_text(yaml.safe_dump({"storage": {"wal": wal}}))
+
+    def open(self):
+        return Log(load_config(str(self.config)), background=False)
+
+    def objects(self, topic=ORDERS):
+        return self.path / "objects" / "storage" / "topics" / topic.strip("/") / "objects"
+
+    def lose_metadata(self):
+        for path in self.path.glob("metadata.db*"):
+            path.unlink()
+
+    def files(self):
+        """Every file with its content."""
+        return {
+            str(path.relative_to(self.path)): path.read_bytes()
+            for path in sorted(self.path.rglob("*"))
+            if path.is_file()
+        }
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The topics, made once: a disk takes its time over every sync."""
+    path = tmp_path_factory.mktemp("written") / "data"
+    write_topics(Place(path))
+    return path
+
+
+@pytest.fixture
+def place(tmp_path, written):
+    """A copy of the topics."""
+    shutil.copytree(written, tmp_path / "data")
+    return Place(tmp_path / "data")
+
+
+def fill(topic, count, *, first=0):
+    """Messages that differ, with some syncs in between, so that files are rotated."""
+    for number in range(first, first + count):
+        topic.append(
+            b"%03d" % number * 150, producer_name="shop", attributes={"number": str(number)}
+        )
+        if number % 10 == 9:
+            topic.flush()
+    topic.flush()
+
+
+def write_topics(place):
+    """Topics in every state: several owners, trimmed files, a tail, sealed, empty, old codec."""
+    with place.open() as log:
+        orders = log.topic(ORDERS, create=True, ack="written")
+        fill(orders, 20)
+        orders.upload()
+        fill(log.topic(OLD, create=True, codec="bincode1"), 5)
+        log.topic(OLD).upload()
+        fill(log.topic(SEALED, create=True), 7)
+        log.seal(SEALED)
+        log.topic(EMPTY, create=True, ack="tiered")
+    with place.open() as log:
+        orders = log.topic(ORDERS)
+        fill(orders, 20, first=20)
+        orders.upload()
+        assert orders.tier.trim() > 0
+        fill(orders, 5, first=40)
+
+
+def read(place, *names):
+    """Everything that can be read and is known of each topic."""
+    found = {}
+    with place.open() as log:
+        for name in names or log.topics():
+            topic = log.topic(name)
+            messages = [
+                (m.offset, m.payload, m.publish_time, m.producer_name, m.attributes)
+                for m in topic.read()
+            ]
+            record = topic.tier.owned.record
+            found[name] = {
+                "messages": messages,
+                "next": topic.watermarks.next,
+                "ack": topic.ack,
+                "codec": topic.codec,
+                "incarnation": record.incarnation,
+                "created_at": record.created_at,
+            }
+    return found
+
+
+def recover(place, capsys, *arguments):
+    """The exit code and the JSON that was printed."""
+    code = main(["recover", "--config", str(place.config), "--json", *arguments])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.keys() >= {"ok", "job", "dry_run", "topics", "errors"}
+    assert printed["job"] == "recover"
+    assert printed["ok"] is (code == 0)
+    for topic in printed["topics"]:
+        assert topic.keys() >= TOPIC_FIELDS
+    for error in printed["errors"]:
+        assert error.keys() >= {"code", "message", "topic", "offset"}
+    return code, printed
+
+
+def test_lost_metadata_is_rebuilt_and_every_topic_reads_as_before(place, written, capsys):
+    """Goal: nothing is different afterwards; what is not in the bucket yet is still in the WAL."""
+    before = read(place)
+    assert [len(topic["messages"]) for topic in before.values()] == [5, 45, 0, 7]
+    # Opening the topics to read them has changed them; what is recovered is the state before.
+    shutil.rmtree(place.path)
+    shutil.copytree(written, place.path)
+    place = Place(place.path)
+    place.lose_metadata()
+    code, printed = recover(place, capsys)
+    assert code == 0
+    assert printed["metadata"]["state"] == "missing"
+    assert [(t["topic"], t["status"], t["next_offset"]) for t in printed["topics"]] == [
+        (OLD, "recovered", 5),
+        (ORDERS, "recovered", 40),
+        (EMPTY, "recovered", 0),
+        (SEALED, "recovered", 7),
+    ]
+    orders = printed["topics"][1]
+    assert (orders["objects"], orders["messages"], orders["start_offset"]) == (2, 40, 0)
+    assert orders["bytes"] == sum(path.stat().st_size for path in place.objects().iterdir())
+    assert (orders["left_out"], orders["gaps"]) == ([], [])
+    assert read(place) == before
+
+
+def test_recovered_topic_goes_on_under_a_later_epoch(place, capsys):
+    place.lose_metadata()
+    recover(place, capsys)
+    with place.open() as log:
+        for name, count, epoch in ((ORDERS, 45, 3), (SEALED, 7, 2), (EMPTY, 0, 1)):
+            topic = log.topic(name)
+            assert topic.tier.owned.epoch == epoch
+            assert topic.append(b"next") == count
+            topic.upload()
+            assert topic.watermarks.tiered == count + 1
+    names = {path.name for path in place.objects().iterdir()}
+    assert names == {"data-0-19.dnb1", "data-20-39-2.dnb1", "data-40-45-3.dnb1"}
+
+
+def test_topic_whose_disk_is_lost_too_reads_what_the_bucket_has(place, capsys):
+    shutil.rmtree(place.path / "wal")
+    place.lose_metadata()
+    code, _ = recover(place, capsys)
+    assert code == 0
+    found = read(place, ORDERS)[ORDERS]
+    assert [message[0] for message in found["messages"]] == list(range(40))
+    assert (found["next"], found["ack"]) == (40, "written")
+
+
+def test_known_topics_are_left_as_they_are(place, capsys):
+    with place.open() as log:
+        record = log.tiers.metadata.get("/danube/topics/default/orders").value
+    code, printed = recover(place, capsys)
+    assert code == 0
+    assert {topic["status"] for topic in printed["topics"]} == {"known"}
+    assert printed["topics"][1]["next_offset"] == 40
+    code, printed = recover(place, capsys, ORDERS)
+    assert (code, [topic["status"] for topic in printed["topics"]]) == (0, ["known"])
+    with place.open() as log:
+        assert log.tiers.metadata.get("/danube/topics/default/orders").value == record
+
+
+def test_named_topics_alone_are_recovered(place, capsys):
+    place.lose_metadata()
+    code, printed = recover(place, capsys, ORDERS, SEALED)
+    assert code == 0
+    assert [topic["topic"] for topic in printed["topics"]] == [ORDERS, SEALED]
+    code, printed = recover(place, capsys)
+    assert [topic["status"] for topic in printed["topics"]] == [
+        "recovered",
+        "known",
+        "recovered",
+        "known",
+    ]
+
+
+def test_topic_that_is_nowhere_fails_alone(place, capsys):
+    place.lose_metadata()
+    code, printed = recover(place, capsys, "/default/order", ORDERS)
+    assert code == 1
+    assert [topic["status"] for topic in printed["topics"]] == ["failed", "recovered"]
+    (error,) = printed["errors"]
+    assert (error["code"], error["topic"]) == ("NOT_FOUND", "/default/order")
+    assert ORDERS in error["hint"]
+
+
+def test_dry_run_writes_nothing(place, capsys):
+    place.lose_metadata()
+    before = place.files()
+    code, printed = recover(place, capsys, "--dry-run")
+    assert code == 0
+    assert printed["dry_run"] is True
+    assert {topic["status"] for topic in printed["topics"]} == {"planned"}
+    assert printed["topics"][1]["messages"] == 40
+    assert place.files() == before
+    (place.path / "metadata.db").write_bytes(b"not a database" * 1000)
+    before = place.files()
+    code, printed = recover(place, capsys, "--dry-run")
+    assert (code, printed["metadata"]["state"]) == (0, "damaged")
+    assert printed["metadata"]["set_aside"] is None
+    assert place.files() == before
+
+
+def test_dry_run_is_possible_while_the_log_is_open(place, capsys):
+    with place.open() as log:
+        log.topic(ORDERS)
+        code, printed = recover(place, capsys, "--dry-run")
+    assert (code, {topic["status"] for topic in printed["topics"]}) == (0, {"known"})
+
+
+@pytest.mark.parametrize("harm", ["foreign", "cut", "page"])
+def test_damaged_metadata_is_set_aside(place, capsys, harm):
+    path = place.path / "metadata.db"
+    data = path.read_bytes()
+    place.lose_metadata()
+    damaged = {
+        "foreign": b"something else " * 1000,
+        "cut": data[: len(data) // 2],
+        "page": data[:4096] + b"\xff" * (len(data) - 4096),
+    }[harm]
+    path.write_bytes(damaged)
+    (place.path / "metadata.db-wal").write_bytes(b"left behind")
+    (place.path / "metadata.db.damaged-1-wal").write_bytes(b"an earlier one")
+    code, printed = recover(place, capsys)
+    assert code == 0
+    aside = place.path / "metadata.db.damaged-2"
+    assert printed["metadata"] == {
+        "location": str(path),
+        "state": "damaged",
+        "set_aside": str(aside),
+    }
+    assert len(aside.read_bytes()) == len(damaged)
+    assert {topic["status"] for topic in printed["topics"]} == {"recovered"}
+    assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert len(read(place, ORDERS)[ORDERS]["messages"]) == 45
+
+
+def test_log_that_is_open_is_refused(place, capsys):
+    with place.open():
+        code, printed = recover(place, capsys)
+        assert code == 1
+        assert printed["topics"] == []
+        assert printed["errors"][0]["code"] == "ABORTED"
+        assert str(os.getpid()) in printed["errors"][0]["message"]
+        assert main(["recover", "--config", str(place.config)]) == 1
+        assert "in use by process" in capsys.readouterr().err
+
+
+def test_objects_of_fenced_owners_and_strays_are_left_out(place, capsys):
+    """Goal: an owner that was fenced may have left whole objects; none of them is history."""
+    before = read(place, ORDERS)[ORDERS]["messages"][:40]
+    place.lose_metadata()
+    bodies = [bincode_body(a_message(topic_offset=n), Codec.BINCODE2) for n in range(20, 30)]
+    strays = {
+        "data-20-29.dnb1": frames(20, bodies),  # fenced: the second owner wrote the range too
+        "data-5-9.dnb1": frames(5, bodies[:5]),  # within another object
+        "data-40-pending-2.dnb1": b"half an obj",
+        "notes.txt": b"by hand",
+    }
+    for name, data in strays.items():
+        (place.objects() / name).write_bytes(data)
+    code, printed = recover(place, capsys, ORDERS)
+    assert code == 0
+    (topic,) = printed["topics"]
+    assert sorted(topic["left_out"]) == sorted(strays)
+    assert (topic["objects"], topic["next_offset"], topic["gaps"]) == (2, 40, [])
+    assert read(place, ORDERS)[ORDERS]["messages"][:40] == before
+
+
+def test_missing_object_leaves_a_gap_that_is_named(place, capsys):
+    with place.open() as log:
+        log.topic(ORDERS).upload()
+    (place.objects() / "data-20-39-2.dnb1").unlink()
+    place.lose_metadata()
+    code, printed = recover(place, capsys, ORDERS)
+    assert code == 1
+    (topic,) = printed["topics"]
+    assert (topic["status"], topic["gaps"], topic["messages"]) == ("recovered", [[20, 40]], 25)
+    (error,) = printed["errors"]
+    assert (error["code"], error["topic"], error["offset"]) == ("DATA_LOSS", ORDERS, 20)
+    assert (error["start_offset"], error["next_offset"]) == (20, 40)
+
+
+def test_damaged_object_is_named_and_the_rest_recovered(place, capsys):
+    path = place.objects() / "data-0-19.dnb1"
+    path.write_bytes(with_bit_flipped(path.read_bytes(), 8 * 3000))
+    place.lose_metadata()
+    code, printed = recover(place, capsys)
+    assert code == 1
+    assert {topic["status"] for topic in printed["topics"]} == {"recovered"}
+    (error,) = printed["errors"]
+    assert (error["code"], error["topic"], error["start_offset"]) == ("DATA_LOSS", ORDERS, 0)
+    with place.open() as log:
+        topic = log.topic(ORDERS)
+        assert [m.offset for m in topic.read(start=20)] == list(range(20, 45))
+
+
+def test_topic_that_was_deleted_and_made_again_keeps_its_ack_level(place, capsys):
+    with place.open() as log:
+        log.delete(OLD)
+        fill(log.topic(OLD, create=True, ack="written"), 3)
+        log.topic(OLD).upload()
+    before = read(place, OLD)
+    place.lose_metadata()
+    code, _ = recover(place, capsys, OLD)
+    assert code == 0
+    assert read(place, OLD) == before
+
+
+def test_people_get_a_table_and_errors_beside_it(place, capsys):
+    place.lose_metadata()
+    path = place.objects() / "data-20-39-2.dnb1"
+    shutil.copyfile(path, place.objects() / "data-20-39.dnb1")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["recover", "--config", str(place.config), "--dry-run"]) == 1
+    shown = capsys.readouterr()
+    assert "the metadata file is missing" in shown.out
+    assert "planned" in shown.out
+    assert "left out of /default/orders: data-20-39.dnb1" in shown.out
+    assert "ister: offsets 20 up to 40: damaged object" in shown.err
+    assert "\r" not in shown.err
+
+
+def test_terminal_shows_progress(place, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    place.lose_metadata()
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["recover", "--config", str(place.config)]) == 0
+    assert f"\rtopic 2 of 4, 3 objects: {ORDERS}" in terminal.getvalue().replace("\x1b[K", "")
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["orders"], ["--data", ".", "--config", "x.yml"], ["--data"], ["/a/b/c"]],
+    ids=" ".join,
+)
+def test_wrong_usage_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["recover", *arguments])
+    assert stop.value.code == 2
+    assert "usage: ister recover" in capsys.readouterr().err
+
+
+def test_place_is_taken_from_the_environment_or_is_the_usual_one(place, monkeypatch, capsys):
+    monkeypatch.setenv("ISTER_CONFIG", str(place.config))
+    assert main(["recover", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["topics"]) == 4
+    monkeypatch.delenv("ISTER_CONFIG")
+    monkeypatch.chdir(place.path.parent)
+    assert main(["recover", "--json"]) == 1
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert "data directory" in error["message"]
+    place.path.rename(place.path.parent / "ister-data")
+    assert main(["recover", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["topics"]) == 4
+    assert main(["recover", "--json", "--data", "ister-data"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("storage", "words"),
+    [
+        ({"mode": "local_only"}, "no bucket"),
+        ({"metadata": {"backend": "memory"}}, "nothing to recover into"),
+        ({"cloud": {"backend": "memory"}}, "memory of its process"),
+        ({}, "no such bucket"),
+        ({"nonsense": 1}, "unknown key"),
+    ],
+    ids=["local", "metadata in memory", "bucket in memory", "bucket missing", "config"],
+)
+def test_log_without_anything_to_recover_from_is_refused(tmp_path, storage, words, capsys):
+    path = tmp_path / "ister.yml"
+    path.write_text(
+        yaml.safe_dump({"storage": {"wal": {"dir": str(tmp_path / "d" / "wal")}, **storage}})
+    )
+    assert main(["recover", "--config", str(path), "--json"]) == 1
+    shown = capsys.readouterr()
+    assert words in json.loads(shown.out)["errors"][0]["message"]
+    assert words in shown.err
+    assert not (tmp_path / "d" / "objects").exists()
+
+
+def test_config_of_another_name_is_refused(tmp_path, capsys):
+    assert main(["recover", "--config", str(tmp_path)]) == 1
+    assert "ends with .yml" in capsys.readouterr().err
+
+
+def test_process_that_was_killed_in_the_middle_is_continued(place, capsys, monkeypatch):
+    """Goal: a run that ends before a topic's record leaves descriptors, which the next replaces."""
+    place.lose_metadata()
+    write = rebuild._write
+
+    def stop(metadata, keys, record, objects):
+        if str(keys.topic) == ORDERS:
+            metadata.put(keys.descriptor(objects[0].start), b"half")
+            raise KeyboardInterrupt
+        write(metadata, keys, record, objects)
+
+    monkeypatch.setattr(rebuild, "_write", stop)
+    assert main(["recover", "--config", str(place.config)]) == 1
+    assert "interrupted" in capsys.readouterr().err
+    monkeypatch.undo()
+    code, printed = recover(place, capsys)
+    assert code == 0
+    assert [topic["status"] for topic in printed["topics"]] == [
+        "known",
+        "recovered",
+        "recovered",
+        "recovered",
+    ]
+    assert len(read(place, ORDERS)[ORDERS]["messages"]) == 45
+
+
+def test_store_that_fails_is_an_error_of_the_topic(place, capsys, monkeypatch):
+    place.lose_metadata()
+
+    def refuse(*_, **__):
+        raise IsterError("no answer")
+
+    monkeypatch.setattr(command, "rebuild_topic", refuse)
+    code, printed = recover(place, capsys)
+    assert code == 1
+    assert {topic["status"] for topic in printed["topics"]} == {"failed"}
+    assert {error["topic"] for error in printed["errors"]} == {ORDERS, OLD, SEALED, EMPTY}
+
+
+def test_installed_command_recovers(place):
+    place.lose_metadata()
+    done = subprocess.run(
+        [sys.executable, "-m", "ister.cli.main", "recover", "--data", str(place.path), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["ok"] is True

@@ -1,0 +1,375 @@
+"""`ister repair`: each tier lost something, or both did, and the other one has it or has not."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from builders import with_bit_flipped
+from ister.cli import repair as command
+from ister.cli.main import main
+from ister.config import load_config
+from ister.errors import UnavailableError
+from ister.topic.log import Log
+from rig import eventually
+
+TOPIC = "/default/orders"
+COUNT = 30
+TIERED = 20
+ROTATING = {"rotate_max_bytes": 4096, "retention": {"size_mb": 0}}
+PAYLOADS = [b"%03d" % number * 100 for number in range(COUNT)]
+
+
+class Place:
+    """A data directory with a config file, and what tests do to it."""
+
+    def __init__(self, path, *, node="", **settings):
+        wal = {"dir": str(path / f"wal{node}"), **settings.pop("wal", {})}
+        shared = {
+            "cloud": {"root": str(path / "objects")},
+            "metadata": {"path": str(path / "metadata.db"), "lease_ttl_seconds": 2},
+        }
+        path.mkdir(exist_ok=True)
+        self.path = path
+        self.config = path / f"ister{node}.yml"
+        self.config.write_text(yaml.safe_dump({"storage": {**shared, **settings, "wal": wal}}))
+        self.files = path / f"wal{node}" / "default" / "orders"
+        self.objects = path / "objects" / "storage" / "topics" / "default" / "orders" / "objects"
+
+    def open(self):
+        return Log(load_config(str(self.config)), background=False)
+
+    def write(self, name=TOPIC):
+        """Two objects of ten messages each, and ten messages in the local files alone."""
+        with self.open() as log:
+            topic = log.topic(name, create=True)
+            for first in range(0, COUNT, 10):
+                for at in (first, first + 5):
+                    topic.append_many(PAYLOADS[at : at + 5])
+                    topic.flush()
+                if first < TIERED:
+                    topic.upload()
+        return self
+
+    def read(self, *, take_over=False):
+        with self.open() as log:
+            return [message.payload for message in log.topic(TOPIC, take_over=take_over).read()]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A topic in one file, made once: a disk takes its time over every sync."""
+    return Place(tmp_path_factory.mktemp("written") / "data").write().path
+
+
+@pytest.fixture(scope="module")
+def written_rotated(tmp_path_factory):
+    """A topic in several files."""
+    return Place(tmp_path_factory.mktemp("rotated") / "data", wal=ROTATING).write().path
+
+
+@pytest.fixture
+def place(tmp_path, written):
+    """A copy of the topic in one file."""
+    shutil.copytree(written, tmp_path / "data")
+    return Place(tmp_path / "data")
+
+
+@pytest.fixture
+def rotated(tmp_path, written_rotated):
+    """A copy of the topic in several files, of which those that are tiered may go."""
+    shutil.copytree(written_rotated, tmp_path / "data")
+    return Place(tmp_path / "data", wal=ROTATING)
+
+
+def flip(path, position):
+    path.write_bytes(with_bit_flipped(path.read_bytes(), 8 * position))
+
+
+def repair(place, capsys, *arguments):
+    """The exit code and the JSON that was printed."""
+    code = main(["repair", "--config", str(place.config), "--json", *arguments])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.keys() >= {"ok", "job", "topics", "errors"}
+    assert printed["job"] == "repair"
+    assert printed["ok"] is (code == 0)
+    for topic in printed["topics"]:
+        assert topic.keys() >= {"topic", "status", "local_frames", "objects"}
+    for error in printed["errors"]:
+        assert error.keys() >= {"code", "message", "topic", "offset"}
+    return code, printed
+
+
+def only(printed):
+    (topic,) = printed["topics"]
+    return topic
+
+
+def test_whole_topic_is_left_as_it_is(place, capsys):
+    names = sorted(path.name for path in place.objects.iterdir())
+    code, printed = repair(place, capsys)
+    assert code == 0
+    assert only(printed) == {
+        "topic": TOPIC,
+        "status": "whole",
+        "local_frames": None,
+        "objects": [],
+    }
+    assert sorted(path.name for path in place.objects.iterdir()) == names
+    assert place.read() == PAYLOADS
+
+
+@pytest.mark.parametrize("harm", ["deleted", "flipped", "cut", "longer"])
+def test_bad_object_is_uploaded_again(place, harm, capsys):
+    path = place.objects / "data-10-19.dnb1"
+    data = path.read_bytes()
+    if harm == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {"flipped": with_bit_flipped(data, 8000), "cut": data[:-7], "longer": data + b"\0"}[
+                harm
+            ]
+        )
+    code, printed = repair(place, capsys)
+    assert code == 0
+    assert (only(printed)["status"], only(printed)["local_frames"]) == ("repaired", None)
+    assert only(printed)["objects"] == ["data-10-19.dnb1"]
+    assert (place.objects / "data-10-19-2.dnb1").read_bytes() == data
+    code, printed = repair(place, capsys)
+    assert (code, only(printed)["status"]) == (0, "whole")
+    shutil.rmtree(place.files)  # from here on, the bucket has the only copy
+    assert place.read(take_over=True) == PAYLOADS[:TIERED]
+
+
+def test_damaged_file_whose_range_is_in_the_bucket_is_replaced(place, capsys):
+    flip(place.files / "wal.log", 1000)
+    code, printed = repair(place, capsys)
+    assert code == 0
+    assert only(printed) == {
+        "topic": TOPIC,
+        "status": "repaired",
+        "local_frames": COUNT - TIERED,
+        "objects": [],
+    }
+    assert (place.files / "wal.log.aside").exists()
+    assert place.read() == PAYLOADS
+    with place.open() as log:
+        assert log.topic(TOPIC).append(b"next") == COUNT
+    code, printed = repair(place, capsys)
+    assert (code, only(printed)["status"]) == (0, "whole")
+
+
+def test_both_tiers_with_damage_in_different_ranges_are_repaired(place, capsys):
+    flip(place.files / "wal.log", 1000)
+    (place.objects / "data-10-19.dnb1").unlink()
+    code, printed = repair(place, capsys)
+    assert code == 0
+    assert only(printed)["status"] == "repaired"
+    assert only(printed)["objects"] == ["data-10-19.dnb1"]
+    assert place.read() == PAYLOADS
+
+
+def test_rotated_file_with_damage_does_not_pass_for_whole(rotated, capsys):
+    """Goal: opening a log reads its end alone; a repair looks at every file."""
+    flip(rotated.files / "wal.log", 1000)
+    code, printed = repair(rotated, capsys)
+    if code == 0:
+        assert only(printed)["status"] == "repaired"
+    else:
+        assert only(printed)["status"] == "damaged"
+        (error,) = printed["errors"]
+        assert (error["code"], error["topic"], error["offset"]) == ("DATA_LOSS", TOPIC, 2)
+        assert error["path"] == str(rotated.files / "wal.log")
+    assert rotated.read() == PAYLOADS
+
+
+def test_rotated_file_whose_range_is_in_the_bucket_is_replaced(rotated, capsys):
+    flip(rotated.files / "wal.log", 1000)
+    code, printed = repair(rotated, capsys)
+    assert (code, only(printed)["status"]) == (0, "repaired")
+
+
+def test_object_that_no_file_has_any_more_cannot_be_repaired(rotated, capsys):
+    with rotated.open() as log:
+        assert log.topic(TOPIC).tier.trim() > 0
+    (rotated.objects / "data-0-9.dnb1").unlink()
+    code, printed = repair(rotated, capsys)
+    assert code == 1
+    assert (only(printed)["status"], only(printed)["objects"]) == ("damaged", [])
+    (error,) = printed["errors"]
+    assert (error["code"], error["topic"], error["offset"]) == ("NOT_FOUND", TOPIC, 0)
+    assert (error["start_offset"], error["next_offset"]) == (0, 10)
+    assert main(["repair", "--config", str(rotated.config)]) == 1
+    shown = capsys.readouterr()
+    assert "damaged" in shown.out
+    assert "ister: offsets 0 up to 10: " in shown.err
+
+
+def test_object_and_file_with_damage_in_the_same_range_cannot_be_repaired(place, capsys):
+    flip(place.files / "wal.log", 1000)
+    flip(place.objects / "data-0-9.dnb1", 1000)
+    code, printed = repair(place, capsys)
+    assert (code, only(printed)["status"]) == (1, "damaged")
+    assert (0, 10) in {(e["start_offset"], e["next_offset"]) for e in printed["errors"]}
+    assert all(error["topic"] == TOPIC for error in printed["errors"])
+
+
+def test_damaged_tail_that_is_nowhere_else_cannot_be_repaired(place, capsys):
+    size = (place.files / "wal.log").stat().st_size
+    flip(place.files / "wal.log", size - 100)
+    code, printed = repair(place, capsys)
+    assert (code, only(printed)["status"]) == (1, "damaged")
+    (error,) = printed["errors"]
+    assert (error["code"], error["offset"]) == ("DATA_LOSS", COUNT - 1)
+    assert sorted(path.name for path in place.files.glob("*.aside")) == []
+
+
+def test_damaged_object_is_repaired_after_its_metadata_was_recovered(place, capsys):
+    flip(place.objects / "data-0-9.dnb1", 1000)
+    for path in place.path.glob("metadata.db*"):
+        path.unlink()
+    assert main(["recover", "--config", str(place.config)]) == 1
+    capsys.readouterr()
+    code, printed = repair(place, capsys)
+    assert (code, only(printed)["status"]) == (0, "repaired")
+
+
+def test_quick_repair_looks_at_sizes_alone(place, capsys):
+    flip(place.objects / "data-0-9.dnb1", 1000)
+    code, printed = repair(place, capsys, "--quick")
+    assert (code, only(printed)["status"]) == (0, "whole")
+    (place.objects / "data-10-19.dnb1").unlink()
+    code, printed = repair(place, capsys, "--quick")
+    assert (code, only(printed)["objects"]) == (0, ["data-10-19.dnb1"])
+    code, printed = repair(place, capsys)
+    assert (code, only(printed)["objects"]) == (0, ["data-0-9.dnb1"])
+
+
+def test_named_topics_alone_are_repaired(place, capsys):
+    place.write("/default/other")
+    (place.objects / "data-0-9.dnb1").unlink()
+    code, printed = repair(place, capsys, "/default/other")
+    assert (code, only(printed)["topic"], only(printed)["status"]) == (
+        0,
+        "/default/other",
+        "whole",
+    )
+    code, printed = repair(place, capsys)
+    assert [(t["topic"], t["status"]) for t in printed["topics"]] == [
+        (TOPIC, "repaired"),
+        ("/default/other", "whole"),
+    ]
+
+
+def test_unknown_topic_fails_alone(place, capsys):
+    code, printed = repair(place, capsys, TOPIC, "/default/none")
+    assert code == 1
+    assert [(t["topic"], t["status"]) for t in printed["topics"]] == [
+        ("/default/none", "failed"),
+        (TOPIC, "whole"),
+    ]
+    assert [(e["code"], e["topic"]) for e in printed["errors"]] == [("NOT_FOUND", "/default/none")]
+
+
+def test_log_that_is_open_is_refused(place, capsys):
+    with place.open():
+        code, printed = repair(place, capsys)
+    assert (code, printed["topics"]) == (1, [])
+    assert printed["errors"][0]["code"] == "ABORTED"
+    assert "in use by process" in printed["errors"][0]["message"]
+
+
+def test_sealed_topic_is_sealed_again(place, capsys):
+    with place.open() as log:
+        assert log.seal(TOPIC) == COUNT
+    code, printed = repair(place, capsys)
+    assert (code, only(printed)["status"]) == (0, "whole")
+    other = Place(place.path, node="-b")
+    with other.open() as log:
+        topic = log.topic(TOPIC)
+        assert topic.append(b"next") == COUNT
+
+
+def test_topics_of_another_node_are_left_alone_unless_named(place, capsys):
+    other = Place(place.path, node="-b")
+    code, printed = repair(other, capsys)
+    assert (code, only(printed)["status"]) == (0, "skipped")
+    code, printed = repair(other, capsys, TOPIC)
+    assert (code, only(printed)["status"]) == (1, "failed")
+    assert printed["errors"][0]["code"] == "ABORTED"
+    assert place.read() == PAYLOADS
+
+
+def test_topic_of_a_node_whose_disk_is_lost_is_taken_over(place, capsys):
+    shutil.rmtree(place.path / "wal")
+    other = Place(place.path, node="-b")
+    code, printed = repair(other, capsys, TOPIC, "--take-over")
+    assert (code, only(printed)["status"]) == (0, "whole")
+    assert other.read() == PAYLOADS[:TIERED]
+
+
+def test_topic_whose_files_are_lost_says_so_and_goes_on_when_told_to(place, capsys):
+    shutil.rmtree(place.files)
+    code, printed = repair(place, capsys)
+    assert (code, only(printed)["status"], printed["errors"][0]["offset"]) == (1, "failed", TIERED)
+    code, printed = repair(place, capsys, TOPIC, "--take-over")
+    assert (code, only(printed)["status"]) == (0, "whole")
+    assert place.read() == PAYLOADS[:TIERED]
+
+
+def test_take_over_needs_names(place, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["repair", "--config", str(place.config), "--take-over"])
+    assert stop.value.code == 2
+    assert "names of the topics" in capsys.readouterr().err
+
+
+def test_lease_is_kept_while_a_repair_takes_its_time(place, capsys, monkeypatch):
+    """Goal: nobody may take a topic away in the middle, even when a renewal fails."""
+    seen = []
+
+    def slow(log, tiers, name, row, options, *, is_named):
+        renew = tiers.membership.renew
+
+        def failing_once():
+            seen.append(tiers.membership.lease.valid_until)
+            if len(seen) == 1:
+                raise UnavailableError("no answer")
+            renew()
+
+        tiers.membership.renew = failing_once
+        eventually(lambda: len(seen) >= 3)
+        assert tiers.membership.is_valid
+        assert seen[-1] > seen[0]
+
+    monkeypatch.setattr(command, "_repair_topic", slow)
+    code, _ = repair(place, capsys)
+    assert code == 0
+
+
+@pytest.mark.parametrize("mode", ["local_only", "memory"])
+def test_log_without_a_bucket_is_refused(tmp_path, mode, capsys):
+    path = tmp_path / "ister.yml"
+    wal = {} if mode == "memory" else {"wal": {"dir": str(tmp_path / "wal")}}
+    path.write_text(yaml.safe_dump({"storage": {"mode": mode, **wal}}))
+    assert main(["repair", "--config", str(path), "--json"]) == 1
+    assert "no bucket" in json.loads(capsys.readouterr().out)["errors"][0]["message"]
+
+
+def test_people_get_a_table(place, capsys):
+    (place.objects / "data-0-9.dnb1").unlink()
+    assert main(["repair", "--data", str(place.path)]) == 0
+    shown = capsys.readouterr()
+    assert f"uploaded again: {TOPIC} data-0-9.dnb1" in shown.out
+    assert main(["repair", "--data", str(place.path)]) == 0
+    shown = capsys.readouterr()
+    assert "whole" in shown.out
+    assert shown.err == ""
+
+
+def test_empty_log_has_nothing_to_repair(tmp_path, capsys):
+    place = Place(tmp_path / "data")
+    assert main(["repair", "--config", str(place.config)]) == 0
+    assert capsys.readouterr().out == "no topics\n"

@@ -1,0 +1,195 @@
+"""Looking up what the metadata store knows: which object, which topic, however many there are."""
+
+import pytest
+
+from ister.errors import CorruptDataError
+from ister.format.descriptor import encode_descriptor
+from ister.format.records import (
+    Progress,
+    SealedState,
+    TopicRecord,
+    encode_current,
+    encode_progress,
+    encode_sealed,
+    encode_topic,
+)
+from ister.model import AckLevel, Codec, TopicName
+from ister.tier.catalog import Subscription, list_topics
+from ister.tier.names import TopicKeys
+from tier_rig import NAME, PREFIX, Cluster, a_descriptor
+
+
+@pytest.fixture
+def cluster():
+    return Cluster()
+
+
+def put_objects(cluster, *ranges, name=NAME):
+    """Descriptors of these ranges, and the pointer to the last one."""
+    keys = TopicKeys(PREFIX, name)
+    found = [a_descriptor(start, end) for start, end in ranges]
+    for described in found:
+        cluster.metadata.put(keys.descriptor(described.start), encode_descriptor(described))
+    cluster.metadata.put(keys.current, encode_current(found[-1].start))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("offset", "expected"),
+    [(0, 0), (1, 0), (99, 0), (100, 1), (150, 1), (199, 1), (200, 2), (249, 2)],
+)
+def test_offset_in_the_middle_belongs_to_the_object_that_starts_before_it(
+    cluster, offset, expected
+):
+    objects = put_objects(cluster, (0, 100), (100, 200), (200, 250))
+    assert cluster.catalog().find(offset) == objects[expected]
+
+
+def test_offset_behind_the_last_object_finds_it_all_the_same(cluster):
+    objects = put_objects(cluster, (0, 100))
+    assert cluster.catalog().find(5000) == objects[0]
+    assert cluster.catalog().find(2**64 - 1) == objects[0]
+
+
+def test_offset_before_the_first_object_finds_nothing(cluster):
+    put_objects(cluster, (50, 100))
+    assert cluster.catalog().find(49) is None
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(0, 0), (1, 1), (100, 1), (101, None)])
+def test_following_object_starts_at_or_after(cluster, offset, expected):
+    objects = put_objects(cluster, (0, 100), (100, 200))
+    found = cluster.catalog().following(offset)
+    assert found == (objects[expected] if expected is not None else None)
+
+
+def test_pointer_is_never_taken_for_an_object(cluster):
+    objects = put_objects(cluster, (0, 100), (100, 200))
+    catalog = cluster.catalog()
+    assert (catalog.first(), catalog.last()) == (objects[0], objects[1])
+    assert [d for d, _ in catalog.descriptors()] == objects
+    assert catalog.find(2**64 - 1) == objects[1]
+    assert catalog.following(150) is None
+
+
+def test_topic_without_objects_has_none(cluster):
+    catalog = cluster.catalog()
+    assert (catalog.first(), catalog.last(), catalog.find(0)) == (None, None, None)
+    assert list(catalog.descriptors()) == []
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (0, None, [0, 1, 2]),
+        (0, 100, [0]),
+        (0, 101, [0, 1]),
+        (50, 60, [0]),
+        (99, 100, [0]),
+        (100, 101, [1]),
+        (150, None, [1, 2]),
+        (250, None, []),
+        (150, 150, [1]),
+    ],
+)
+def test_range_has_every_object_with_offsets_in_it(cluster, start, end, expected):
+    objects = put_objects(cluster, (0, 100), (100, 200), (200, 250))
+    found = [described for described, _ in cluster.catalog().descriptors(start, end)]
+    assert found == [objects[at] for at in expected]
+
+
+def test_range_that_begins_in_a_hole_has_what_follows(cluster):
+    objects = put_objects(cluster, (0, 100), (200, 250))
+    found = [described for described, _ in cluster.catalog().descriptors(150)]
+    assert found == [objects[1]]
+
+
+@pytest.mark.parametrize("count", [255, 256, 257, 512, 600])
+def test_more_objects_than_a_page_are_all_found(cluster, count):
+    objects = put_objects(cluster, *((n * 10, n * 10 + 10) for n in range(count)))
+    found = list(cluster.catalog().descriptors())
+    assert [described for described, _ in found] == objects
+    for described, revision in found[:3]:
+        kept = cluster.metadata.get(cluster.keys.descriptor(described.start))
+        assert kept.revision == revision
+
+
+def test_one_lookup_asks_for_one_key(cluster):
+    put_objects(cluster, *((n * 10, n * 10 + 10) for n in range(300)))
+    limits = []
+    ask = cluster.metadata.range
+
+    def counted(*args, **kwargs):
+        limits.append(kwargs["limit"])
+        return ask(*args, **kwargs)
+
+    cluster.metadata.range = counted
+    catalog = cluster.catalog()
+    catalog.find(1500), catalog.following(1500), catalog.first(), catalog.last()
+    assert limits == [1, 1, 1, 1]
+
+
+def test_topic_with_a_longer_name_is_another_one(cluster):
+    other = TopicName(namespace=NAME.namespace, topic=f"{NAME.topic}2")
+    mine = put_objects(cluster, (0, 100))
+    theirs = put_objects(cluster, (0, 7), (7, 9), name=other)
+    assert [d for d, _ in cluster.catalog().descriptors()] == mine
+    assert [d for d, _ in cluster.catalog(other).descriptors()] == theirs
+    keys = TopicKeys(PREFIX, other)
+    cluster.metadata.put(keys.progress("s"), encode_progress(Progress(offset=1, timestamp=2)))
+    assert cluster.catalog().subscriptions() == []
+
+
+def test_damaged_descriptor_is_refused_with_its_key(cluster):
+    put_objects(cluster, (0, 100), (100, 200))
+    cluster.metadata.put(cluster.keys.descriptor(100), b"{}")
+    with pytest.raises(CorruptDataError) as refused:
+        cluster.catalog().find(150)
+    assert refused.value.path == cluster.keys.descriptor(100)
+    assert cluster.catalog().find(50).start == 0
+
+
+def test_seal_record_and_owner_come_with_their_revisions(cluster):
+    catalog = cluster.catalog()
+    assert (catalog.record(), catalog.owner(), catalog.sealed()) == (None, None, None)
+    state = SealedState(next_offset=5, node="n", epoch=1, sealed_at=0)
+    revision = cluster.metadata.put(cluster.keys.sealed, encode_sealed(state))
+    assert catalog.sealed() == (state, revision)
+    cluster.metadata.put(
+        cluster.keys.sealed,
+        b'{"sealed": false, "last_committed_offset": 0, "broker_id": "n", "timestamp": 0}',
+    )
+    assert catalog.sealed() is None
+
+
+def test_cursors_are_those_of_this_topic_alone(cluster):
+    keys = cluster.keys
+    cursor = Progress(offset=7, timestamp=9)
+    for name in ("a", "b"):
+        cluster.metadata.put(keys.progress(name), encode_progress(cursor))
+    cluster.metadata.put(f"{keys.subscriptions}a/settings", b"something else")
+    assert cluster.catalog().subscriptions() == [
+        Subscription("a", cursor),
+        Subscription("b", cursor),
+    ]
+
+
+def test_topics_are_listed_that_exist(cluster):
+    def put(name, state="open"):
+        record = TopicRecord(
+            epoch=1,
+            incarnation="x",
+            ack=AckLevel.SYNCED,
+            codec=Codec.BINCODE2,
+            created_at=0,
+            state=state,
+        )
+        cluster.metadata.put(f"{PREFIX}/topics/{name}", encode_topic(record))
+
+    for name in ("b/z", "a/y", "a/x"):
+        put(name)
+    put("a/gone", "deleted")
+    put("a/going", "deleting")
+    cluster.metadata.put(f"{PREFIX}/topics/a/x/schema", b"of somebody else")
+    cluster.metadata.put("/other/topics/a/q", b"of another cluster")
+    assert list_topics(cluster.metadata, PREFIX) == ["/a/x", "/a/y", "/b/z"]

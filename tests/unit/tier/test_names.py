@@ -1,0 +1,130 @@
+"""Names in the bucket and in the metadata store, both directions."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ister.model import TopicName
+from ister.tier.names import (
+    ObjectName,
+    TopicKeys,
+    format_object_id,
+    format_pending_id,
+    manifest_key,
+    object_key,
+    objects_prefix,
+    parse_object_id,
+    parse_topic_of_key,
+)
+
+NAME = TopicName(namespace="default", topic="orders")
+_OFFSETS = st.integers(0, 2**64 - 2)
+
+
+@given(_OFFSETS, st.integers(1, 10**6), st.integers(1, 2**63))
+def test_object_name_comes_back_as_it_was(start, count, epoch):
+    name = parse_object_id(format_object_id(start, start + count, epoch))
+    assert name == ObjectName(start=start, end=start + count, epoch=epoch)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "epoch", "text"),
+    [
+        (0, 1, 1, "data-0-0.dnb1"),
+        (1000, 5001, 1, "data-1000-5000.dnb1"),
+        (1000, 5001, 2, "data-1000-5000-2.dnb1"),
+    ],
+)
+def test_name_of_the_first_owner_is_danubes_and_later_ones_have_the_epoch(start, end, epoch, text):
+    assert format_object_id(start, end, epoch) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "cur",
+        "data-5-4.dnb1",
+        "data-05-7.dnb1",
+        "data-5-07.dnb1",
+        "data-5-7-0.dnb1",
+        "data-5-7-01.dnb1",
+        "data--5-7.dnb1",
+        "data-5.dnb1",
+        "data-5-7.dnb2",
+        "data-5-7.dnb1.tmp",
+        "data-5-7.dnb1\n",
+        "data-1٣-70.dnb1",
+        "data-1-7٣.dnb1",
+        "xdata-5-7.dnb1",
+        format_pending_id(5, 1),
+        format_pending_id(5, 7),
+    ],
+)
+def test_foreign_and_pending_names_are_none_of_ours(text):
+    assert parse_object_id(text) is None
+
+
+def test_pending_names_of_two_epochs_differ():
+    assert format_pending_id(5, 1) != format_pending_id(5, 2)
+    assert "-pending" in format_pending_id(5, 1)
+
+
+def test_keys_of_a_topic_lie_below_its_own_prefix():
+    assert objects_prefix(NAME) == "storage/topics/default/orders/objects/"
+    assert object_key(NAME, "x.dnb1") == "storage/topics/default/orders/objects/x.dnb1"
+    assert manifest_key(NAME) == "storage/topics/default/orders/topic.json"
+
+
+@pytest.mark.parametrize("key", [object_key(NAME, "data-0-0.dnb1"), manifest_key(NAME)])
+def test_topic_of_a_key_is_found(key):
+    assert parse_topic_of_key(key) == NAME
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "storage/topics/default/orders",
+        "storage/topics/default",
+        "storage/topics/a b/orders/objects/x",
+        "storage/topics/default/or.ders/objects/x",
+        "storage/other/default/orders/objects/x",
+        "default/orders/objects/x",
+        "",
+    ],
+)
+def test_key_of_no_topic_has_none(key):
+    assert parse_topic_of_key(key) is None
+
+
+# -- metadata keys ------------------------------------------------------------------------------
+
+
+def test_metadata_keys_are_danubes():
+    keys = TopicKeys("/danube", NAME)
+    assert keys.record == "/danube/topics/default/orders"
+    assert keys.owner == "/danube/cluster/owners/default/orders"
+    assert keys.objects == "/danube/storage/topics/default/orders/objects/"
+    assert keys.current == "/danube/storage/topics/default/orders/objects/cur"
+    assert keys.session == "/danube/storage/topics/default/orders/upload/session"
+    assert keys.sealed == "/danube/storage/topics/default/orders/state"
+    assert keys.progress("s") == "/danube/subscriptions/default/orders/s/progress"
+
+
+@given(_OFFSETS, _OFFSETS)
+def test_descriptor_keys_sort_as_their_offsets_do(one, other):
+    keys = TopicKeys("/danube", NAME)
+    assert (keys.descriptor(one) < keys.descriptor(other)) == (one < other)
+
+
+def test_descriptors_end_before_the_pointer():
+    keys = TopicKeys("/danube", NAME)
+    assert keys.descriptor(2**64 - 1) < keys.objects_end < keys.current
+
+
+@pytest.mark.parametrize("attribute", ["objects", "storage", "subscriptions"])
+def test_prefixes_of_a_topic_do_not_cover_one_with_a_longer_name(attribute):
+    longer = TopicKeys("/danube", TopicName(namespace="default", topic="orders2"))
+    prefix = getattr(TopicKeys("/danube", NAME), attribute)
+    for name in ("objects", "storage", "subscriptions", "current", "session", "sealed"):
+        assert not getattr(longer, name).startswith(prefix)

@@ -1,0 +1,289 @@
+"""What a log does on its own, with real threads: uploads when due, leases, retention, the end."""
+
+import threading
+
+import pytest
+
+from ister.clock import SystemClock
+from ister.errors import UnavailableError
+from ister.model import AckLevel
+from rig import Task, TurningClock, eventually, numbered, payloads, waiting
+from tier_rig import NAME, Site
+
+TEXT = str(NAME)
+SLOW = {"interval_seconds": 86_400, "max_batch_bytes": 1 << 40}
+
+
+@pytest.fixture
+def site():
+    with Site(clock=SystemClock()) as site:
+        yield site
+
+
+def opened(site, disk="a", *, uploader=None, storage=None, **wal):
+    return site.open(
+        disk, background=True, storage={"uploader": uploader or {}, **(storage or {})}, **wal
+    )
+
+
+def silent(*_):
+    raise UnavailableError("silent")
+
+
+def ours():
+    return [t.name for t in threading.enumerate() if t.name.startswith("ister-")]
+
+
+# -- when uploads begin -------------------------------------------------------------------------
+
+
+def test_what_is_synced_is_uploaded_after_the_interval(site):
+    topic = opened(site, uploader={**SLOW, "interval_seconds": 1}).topic(TEXT, create=True)
+    topic.append_many(numbered(10))
+    topic.flush()
+    eventually(lambda: topic.watermarks.tiered == 10)
+    assert site.ranges()[-1][1] == 10
+
+
+def test_many_bytes_are_uploaded_before_their_time(site):
+    topic = opened(site, uploader={**SLOW, "max_batch_bytes": 20_000}).topic(TEXT, create=True)
+    topic.append(b"first")
+    topic.flush()
+    eventually(lambda: topic.tier._cycle_at > 0)  # the first cycle is due at once
+    eventually(lambda: topic.watermarks.tiered == 1)
+    for payload in numbered(30, size=1000):
+        topic.append(payload)
+    topic.flush()
+    eventually(lambda: topic.watermarks.tiered == 31)
+
+
+def test_little_waits_for_its_time(site):
+    topic = opened(site, uploader=SLOW).topic(TEXT, create=True)
+    topic.wait(topic.append(b"first"), "tiered")
+    topic.append(b"second")
+    topic.flush()
+    threading.Event().wait(0.7)  # some looks of the thread that hands out cycles
+    assert topic.watermarks.tiered == 1
+
+
+def test_waiter_for_tiered_has_the_upload_begin_at_once(site):
+    topic = opened(site, uploader=SLOW).topic(TEXT, create=True)
+    for number in range(5):
+        topic.wait(topic.append(b"%d" % number), "tiered", timeout=5)
+    assert topic.watermarks.tiered == 5
+
+
+def test_topic_with_ack_tiered_is_acknowledged_by_the_bucket(site):
+    topic = opened(site, uploader=SLOW).topic(TEXT, create=True, ack="tiered")
+    topic.wait(topic.append(b"x"), timeout=5)
+    assert site.ranges() == [(0, 1)]
+
+
+def test_engine_none_leaves_uploads_to_the_caller(site):
+    topic = opened(site, uploader={"engine": "none", "interval_seconds": 1}).topic(
+        TEXT, create=True
+    )
+    topic.append(b"x")
+    topic.flush()
+    threading.Event().wait(1.5)
+    assert topic.watermarks.tiered == 0
+    topic.upload()
+    assert topic.watermarks.tiered == 1
+
+
+def test_topic_opened_with_a_backlog_is_uploaded(site):
+    log = opened(site, uploader={"engine": "none"})
+    topic = log.topic(TEXT, create=True)
+    topic.append_many(numbered(10))
+    topic.flush()
+    log.close()
+    topic = opened(site).topic(TEXT)
+    eventually(lambda: topic.watermarks.tiered == 10)
+
+
+def test_held_producers_go_on_when_the_bucket_has_caught_up(site):
+    uploader = {"max_lag_bytes": 5000, "interval_seconds": 1}
+    topic = opened(site, uploader=uploader).topic(TEXT, create=True)
+    sent = numbered(60, size=500)
+
+    def produce():
+        for payload in sent:
+            topic.append(payload)
+            topic.flush()
+
+    Task(produce).result()
+    assert payloads(topic.read()) == sent
+    eventually(lambda: topic.watermarks.tiered == 60)
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+def test_failing_topic_backs_off_and_the_others_go_on(site):
+    log = opened(site, uploader={"interval_seconds": 1})
+    bad, good = log.topic(TEXT, create=True), log.topic("/default/other", create=True)
+
+    def fail(kind, key):
+        if kind == "open_writer" and "/orders/" in key:
+            raise UnavailableError("silent")
+
+    site.objects.before = fail
+    bad.append(b"x")
+    bad.flush()
+    eventually(lambda: bad.tier.last_error is not None)
+    for number in range(3):
+        good.wait(good.append(b"%d" % number), "tiered", timeout=5)
+    attempts = sum(
+        kind == "open_writer" and "/orders/" in key for kind, key in list(site.objects.calls)
+    )
+    assert attempts <= 4
+    site.objects.before = lambda kind, key: None
+    eventually(lambda: bad.watermarks.tiered == 1)
+    assert bad.tier.last_error is None
+
+
+def test_fault_of_another_kind_does_not_end_uploads(site):
+    log = opened(site, uploader={"interval_seconds": 1})
+    topic = log.topic(TEXT, create=True)
+    raised = []
+
+    def fail(kind, key):
+        if kind == "open_writer" and not raised:
+            raised.append(1)
+            raise ZeroDivisionError
+
+    site.objects.before = fail
+    topic.append(b"x")
+    topic.flush()
+    eventually(lambda: raised)
+    eventually(lambda: topic.watermarks.tiered == 1)
+
+
+@pytest.mark.parametrize("error", [UnavailableError, ZeroDivisionError])
+def test_waiter_for_tiered_outlives_an_upload_that_failed_once(site, error):
+    """Goal: somebody still waits, so the next try does not wait for the interval."""
+    topic = opened(site, uploader=SLOW).topic(TEXT, create=True)
+    raised = []
+
+    def fail(kind, key):
+        if kind == "open_writer" and not raised:
+            raised.append(1)
+            raise error("once")
+
+    site.objects.before = fail
+    topic.wait(topic.append(b"x"), "tiered", timeout=4)
+    assert raised
+
+
+# -- leases -------------------------------------------------------------------------------------
+
+
+def test_lease_is_renewed_by_itself(site):
+    log = opened(site, storage={"metadata": {"lease_ttl_seconds": 2}})
+    log.topic(TEXT, create=True)
+    until = log.tiers.membership.valid_until
+    eventually(lambda: log.tiers.membership.valid_until > until + 1)
+    assert site.catalog().owner() is not None
+
+
+def test_lease_that_cannot_be_renewed_holds_appends_and_lets_go_later(site):
+    log = opened(site, storage={"metadata": {"lease_ttl_seconds": 2}})
+    topic = log.topic(TEXT, create=True)
+    topic.append(b"x")
+    site.metadata.before = silent
+    eventually(lambda: topic.wal._holds, "appends are held")
+    with pytest.raises(UnavailableError, match="may have another owner"):
+        topic.append(b"y")
+    with pytest.raises(UnavailableError, match="may have another owner"):
+        topic.wait(0, "synced")
+    site.metadata.before = lambda kind, key: None
+    eventually(lambda: not topic.wal._holds, "appends go on")
+    topic.wait(topic.append(b"y"), "synced")
+    assert site.catalog().owner()[0].epoch == 1
+
+
+def test_owner_that_slept_too_long_is_fenced_by_its_own_thread():
+    clock = TurningClock()
+    with Site(clock=clock) as site:
+        log = opened(site, storage={"metadata": {"lease_ttl_seconds": 2}})
+        topic = log.topic(TEXT, create=True)
+        topic.wait(topic.append(b"x"), "tiered", timeout=5)
+        site.metadata.before = lambda kind, key: silent() if kind == "renew" else None
+        eventually(lambda: not log.tiers.membership.is_valid)
+        other = site.open("b").topic(TEXT, take_over=True)
+        site.metadata.before = lambda kind, key: None
+        eventually(lambda: topic.tier.owned.is_fenced)
+        assert other.append(b"y") == 1
+
+
+# -- retention ----------------------------------------------------------------------------------
+
+
+def test_retention_runs_when_it_is_due(site):
+    retention = {"time_minutes": 0, "size_mb": 0}
+    log = opened(site, rotate_max_bytes=4096, retention=retention)
+    topic = log.topic(TEXT, create=True)
+    for payload in numbered(40, size=500):
+        topic.append(payload)
+        topic.flush()
+    topic.wait(39, "tiered", timeout=5)
+    log._background._retention_at = log._clock.monotonic()
+    eventually(lambda: topic.watermarks.trimmed > 0)
+    assert payloads(topic.read()) == numbered(40, size=500)
+
+
+# -- the end ------------------------------------------------------------------------------------
+
+
+def test_close_leaves_no_thread(site):
+    log = opened(site)
+    topic = log.topic(TEXT, create=True)
+    topic.wait(topic.append(b"x"), "tiered", timeout=5)
+    assert {"ister-lease", "ister-tender"} <= set(ours())
+    log.close()
+    assert ours() == []
+
+
+def test_close_finishes_the_cycle_under_way(site):
+    log = opened(site, uploader=SLOW)
+    topic = log.topic(TEXT, create=True)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(kind, key):
+        if kind == "close":
+            reached.set()
+            assert go_on.wait(5)
+
+    site.objects.before = hold
+    topic.append(b"x")
+    topic.flush()  # the first cycle is due at once
+    assert reached.wait(5)
+    closing = Task(log.close)
+    closing.join(0.1)
+    assert closing.is_running
+    go_on.set()
+    closing.result()
+    assert site.ranges() == [(0, 1)]
+
+
+def test_close_while_the_bucket_is_silent_ends(site):
+    log = opened(site, uploader={"interval_seconds": 1})
+    topic = log.topic(TEXT, create=True)
+    site.objects.before = silent
+    topic.append(b"x")
+    topic.flush()
+    eventually(lambda: topic.tier.last_error is not None)
+    log.close()
+    assert ours() == []
+    site.objects.before = lambda kind, key: None
+    topic = opened(site).topic(TEXT)
+    eventually(lambda: topic.watermarks.tiered == 1)
+
+
+def test_waiters_for_tiered_are_told_when_the_log_closes(site):
+    log = opened(site, uploader={"engine": "none"})
+    topic = log.topic(TEXT, create=True)
+    task = Task(topic.wait, topic.append(b"x"), "tiered")
+    eventually(lambda: waiting(topic, AckLevel.TIERED) == 1)
+    log.close()
+    assert "closed" in str(task.error())

@@ -1,0 +1,1199 @@
+"""A topic over two tiers: uploads, chained reads, retention, and who may acknowledge."""
+
+import asyncio
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+
+import pytest
+
+from ister import failpoints
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    ConflictError,
+    CorruptDataError,
+    FencedError,
+    InvalidRequestError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from ister.format.frame import scan_frames
+from ister.format.records import Progress, encode_progress
+from ister.fs.memory import SimulatedCrash
+from ister.model import AckLevel, Codec, TopicState
+from ister.tier.rebuild import load_manifest
+from ister.topic.tier import RepairedObjects
+from rig import ROOT, NoThreads, Task, eventually, numbered, payloads, waiting
+from tier_rig import NAME, TTL_SECONDS, Site
+
+TEXT = str(NAME)
+PATH = f"{ROOT}{TEXT}"
+ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
+KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}
+DAY_SECONDS = 86_400
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def a_topic(site, disk="a", *, ack=None, codec=None, take_over=False, **settings):
+    return site.open(disk, **settings).topic(
+        TEXT, create=True, ack=ack, codec=codec, take_over=take_over
+    )
+
+
+def fill(topic, count, *, size=0, first=None):
+    """Appends numbered messages, a file boundary allowed after each; what they were."""
+    start = topic.watermarks.next if first is None else first
+    sent = numbered(count, first=start, size=size)
+    for payload in sent:
+        topic.append(payload)
+        topic.flush()
+    return sent
+
+
+def cold(site, count=40, **settings):
+    """A topic of which all but the end is in the bucket alone."""
+    topic = a_topic(site, **{**ROTATE, **KEEP_NOTHING, **settings})
+    sent = fill(topic, count, size=500)
+    topic.upload()
+    site.clock.advance(DAY_SECONDS)
+    topic.tier._tiers.membership.renew()
+    assert topic.tier.trim() > 2
+    return topic, sent
+
+
+def silent(*_):
+    raise UnavailableError("silent")
+
+
+# -- uploads ------------------------------------------------------------------------------------
+
+
+def test_upload_moves_everything_appended_so_far(site):
+    topic = a_topic(site)
+    topic.append_many(numbered(10))
+    tiered = topic.upload()
+    assert (tiered.start, tiered.end, len(tiered.objects)) == (0, 10, 1)
+    assert tiered.size_bytes == len(site.objects.read(site.key(0), 0, 1 << 20))
+    assert site.ranges() == [(0, 10)]
+    marks = topic.watermarks
+    assert (marks.trimmed, marks.tiered, marks.synced, marks.next) == (0, 10, 10, 10)
+
+
+def test_upload_of_nothing_is_an_empty_range(site):
+    topic = a_topic(site)
+    assert (topic.upload().start, topic.upload().end) == (0, 0)
+    topic.append(b"x")
+    topic.upload()
+    again = topic.upload()
+    assert (again.start, again.end, again.objects) == (1, 1, ())
+    assert site.ranges() == [(0, 1)]
+
+
+def test_uploads_follow_each_other(site):
+    topic = a_topic(site)
+    for end in (3, 4, 10):
+        fill(topic, end - topic.watermarks.next)
+        topic.upload()
+    assert site.ranges() == [(0, 3), (3, 4), (4, 10)]
+
+
+def test_objects_are_cut_by_the_settings(site):
+    topic = a_topic(site, storage={"uploader": {"max_object_bytes": 4096}})
+    fill(topic, 30, size=1000)
+    tiered = topic.upload()
+    assert len(tiered.objects) >= 8
+    assert all(described.size_bytes <= 4096 for described in tiered.objects)
+    assert site.ranges()[-1][1] == 30
+
+
+def test_upload_leaves_a_checkpoint_beside_the_files(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    topic.upload()
+    found = topic.wal.directory.load_uploader()
+    assert found.last_committed_offset == 9
+    assert found.last_object_id == site.catalog().last().object_id
+    assert found.last_read_byte_position == len(site.disk()._find(f"{PATH}/wal.log").cache)
+
+
+def test_checkpoint_that_cannot_be_saved_does_not_fail_the_upload(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+
+    def fail(kind, path):
+        if path.endswith("uploader.ckpt.tmp"):
+            raise OSError(28, "full")
+
+    site.disk().before = fail
+    assert topic.upload().end == 10
+
+
+def test_log_without_a_bucket_uploads_nothing(site):
+    log = site.open(storage={"mode": "local_only"})
+    topic = log.topic(TEXT, create=True)
+    with pytest.raises(InvalidRequestError, match="no object store"):
+        topic.upload()
+    with pytest.raises(InvalidRequestError):
+        topic.wait(topic.append(b"x"), "tiered")
+
+
+def test_failed_upload_is_remembered_until_one_succeeds(site):
+    topic = a_topic(site)
+    offset = topic.append(b"x")
+    site.objects.before = silent
+    with pytest.raises(UnavailableError):
+        topic.upload()
+    assert "silent" in str(topic.tier.last_error)
+    with pytest.raises(WaitTimeoutError) as late:
+        topic.wait(offset, "tiered", timeout=0.01)
+    assert "silent" in late.value.hint
+    site.objects.before = lambda kind, key: None
+    topic.upload()
+    assert topic.tier.last_error is None
+    topic.wait(offset, "tiered")
+
+
+def test_damage_in_a_local_file_uploads_what_lies_before_it(site):
+    topic = a_topic(site)
+    fill(topic, 50, size=100)
+    corrupt_local(site, "wal.log", 20)
+    with pytest.raises(CorruptDataError) as refused:
+        topic.upload()
+    assert refused.value.offset == 20
+    assert site.ranges() == [(0, 20)]
+    assert topic.watermarks.tiered == 20
+
+
+# -- waiting ------------------------------------------------------------------------------------
+
+
+def test_wait_for_tiered_returns_when_the_bucket_has_it(site):
+    topic = a_topic(site)
+    offset = topic.append(b"x")
+    task = Task(topic.wait, offset, "tiered")
+    eventually(lambda: waiting(topic, AckLevel.TIERED) == 1)
+    assert topic.tier.is_wanted
+    assert task.is_running
+    topic.upload()
+    task.result()
+    topic.wait(offset, "tiered")
+
+
+def test_topic_with_ack_tiered_waits_for_the_bucket_and_shows_what_is_synced(site):
+    topic = a_topic(site, ack="tiered")
+    offset = topic.append(b"x")
+    task = Task(topic.wait, offset)
+    eventually(lambda: waiting(topic, AckLevel.TIERED) == 1)
+    assert payloads(topic.read()) == [b"x"]
+    assert task.is_running
+    topic.upload()
+    task.result()
+
+
+def test_ack_level_of_a_topic_is_kept_in_its_record(site):
+    log = site.open()
+    log.topic(TEXT, create=True, ack="tiered", codec="bincode1")
+    log.close()
+    topic = site.open("b", storage={"ack": "written"})
+    assert site.catalog().record()[0].ack is AckLevel.TIERED
+    topic.close()
+    again = site.open().topic(TEXT)
+    assert (again.ack, again.codec) == (AckLevel.TIERED, Codec.BINCODE1)
+
+
+def test_topic_with_ack_tiered_in_a_log_without_a_bucket_does_not_wait_forever(site):
+    log = site.open()
+    log.topic(TEXT, create=True, ack="tiered")
+    log.close()
+    topic = site.open(storage={"mode": "local_only"}).topic(TEXT)
+    offset = topic.append(b"x")
+    with pytest.raises(InvalidRequestError):
+        topic.wait(offset, timeout=0.05)
+
+
+def test_async_wait_for_tiered_and_async_upload(site):
+    topic = a_topic(site)
+
+    async def scenario():
+        offset = topic.append(b"x")
+        waits = asyncio.create_task(topic.aio.wait(offset, "tiered"))
+        await asyncio.sleep(0.01)
+        assert not waits.done()
+        tiered = await topic.aio.upload()
+        await asyncio.wait_for(waits, 5)
+        return tiered.end
+
+    assert asyncio.run(scenario()) == 1
+
+
+# -- chained reads ------------------------------------------------------------------------------
+
+
+def test_read_goes_from_the_bucket_over_the_files_to_the_cache(site):
+    topic, sent = cold(site)
+    sent += fill(topic, 10, size=500)
+    offset = topic.append(b"the last")
+    topic.wait(offset)
+    sent.append(b"the last")
+    marks = topic.watermarks
+    assert 0 == topic.earliest < marks.trimmed <= marks.tiered < marks.synced
+    assert payloads(topic.read()) == sent
+    counted = topic._metrics.snapshot()
+    assert counted["reader.history_entered_total"] == 1
+    assert counted["reader.handoffs_total"] == 1
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+@pytest.mark.parametrize("ranged", [True, False])
+def test_read_from_every_offset_is_the_rest(site, read_ahead, ranged):
+    reader = {"read_ahead": read_ahead, "enable_ranged_reads": ranged}
+    topic, sent = cold(site, storage={"cloud_reader": reader})
+    sent += fill(topic, 3)
+    for start in range(len(sent)):
+        assert payloads(topic.read(start)) == sent[start:]
+    for start in (0, 5, topic.watermarks.trimmed - 1):
+        for end in (start, start + 1, topic.watermarks.trimmed + 1, len(sent)):
+            assert payloads(topic.read(start, end=end)) == sent[start:end]
+
+
+def test_reader_that_is_overtaken_by_trim_goes_on_in_the_bucket(site):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    sent = fill(topic, 40, size=500)
+    topic.upload()
+    reader = topic.reader(0)
+    got = payloads(reader.next_batch(3))
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    topic.tier.trim()
+    assert topic.watermarks.trimmed > 3
+    while len(got) < 40:
+        got += payloads(reader.next_batch(3, timeout=1))
+    assert got == sent
+
+
+def test_trim_inside_of_a_readers_own_file_operation_hurts_nothing(site):
+    topic = a_topic(site, scheduler=NoThreads(), **ROTATE, **KEEP_NOTHING)
+    sent = fill(topic, 40, size=500)
+    topic.upload()
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    for kind, suffix in (("open_read", "wal.log"), ("read", "wal.1.log")):
+        reader = topic.reader(topic.watermarks.trimmed)
+
+        def trim(operation, path, kind=kind, suffix=suffix):
+            if operation == kind and path.endswith(suffix):
+                site.disk().before = lambda kind, path: None
+                topic.tier.trim()
+
+        site.disk().before = trim
+        start = reader.next_offset
+        got = []
+        while start + len(got) < 40:
+            got += payloads(reader.next_batch(timeout=1))
+        assert got == sent[start:]
+
+
+def corrupt_local(site, name, number, *, disk="a"):
+    """Changes a byte in the body of a frame of a local file."""
+    fs = site.disk(disk)
+    inode = fs._find(f"{PATH}/{name}")
+    starts = scan_frames(bytes(inode.cache), expected_offset=None).starts
+    file = fs.open(f"{PATH}/{name}")
+    position = starts[number] + 20
+    file.write_at(position, [bytes([inode.cache[position] ^ 1])])
+    file.sync()
+    file.close()
+
+
+def test_local_damage_is_served_from_the_bucket(site):
+    topic = a_topic(site, cache_capacity=1)
+    sent = fill(topic, 30, size=100)
+    topic.upload()
+    sent += fill(topic, 10, size=100)
+    corrupt_local(site, "wal.log", 12)
+    assert payloads(topic.read()) == sent
+    assert payloads(topic.read(12)) == sent[12:]
+    assert payloads(topic.read(13)) == sent[13:]
+
+
+def test_local_damage_that_the_bucket_does_not_have_is_an_error(site):
+    topic = a_topic(site, cache_capacity=1)
+    sent = fill(topic, 10, size=100)
+    topic.upload()
+    sent += fill(topic, 10, size=100)
+    corrupt_local(site, "wal.log", 15)
+    reader = topic.reader(0)
+    got = []
+    while len(got) < 15:
+        got += payloads(reader.next_batch(timeout=1))
+    assert got == sent[:15]
+    with pytest.raises(CorruptDataError) as refused:
+        reader.next_batch(timeout=1)
+    assert (refused.value.offset, reader.next_offset) == (15, 15)
+
+
+def test_lost_object_is_an_error_that_leaves_the_reader_where_it_is(site):
+    topic, sent = cold(site)
+    key = site.key(0)
+    data = site.objects.read(key, 0, 1 << 30)
+    site.objects.drop(key)
+    reader = topic.reader(2)
+    for _ in range(2):
+        with pytest.raises(NotFoundError):
+            reader.next_batch(timeout=1)
+        assert reader.next_offset == 2
+    site.objects.store(key, data)
+    assert payloads(reader.next_batch(1)) == sent[2:3]
+
+
+def test_silent_bucket_is_an_error_that_leaves_the_reader_where_it_is(site):
+    topic, sent = cold(site)
+    reader = topic.reader(0)
+    site.objects.before = silent
+    with pytest.raises(UnavailableError):
+        reader.next_batch(timeout=1)
+    site.objects.before = lambda kind, key: None
+    assert payloads(reader.next_batch(1)) == sent[:1]
+    # What is local can be read all the same.
+    site.objects.before = silent
+    trimmed = topic.watermarks.trimmed
+    assert payloads(topic.read(trimmed)) == sent[trimmed:]
+
+
+def history_frame(site, offset):
+    """Where a frame lies in its object: (key, position)."""
+    described = site.catalog().find(offset)
+    key = site.key(offset)
+    data = site.objects.read(key, 0, 1 << 30)
+    starts = scan_frames(data, expected_offset=described.start).starts
+    return key, starts[offset - described.start]
+
+
+@pytest.mark.parametrize("at", ["first", "middle", "last"])
+def test_damaged_history_is_left_out_where_that_is_wished(site, at):
+    storage = {"cloud_reader": {"on_damage": "skip"}}
+    topic, sent = cold(site, storage=storage)
+    trimmed = topic.watermarks.trimmed
+    bad = {"first": 0, "middle": 5, "last": trimmed - 1}[at]
+    key, position = history_frame(site, bad)
+    site.objects.corrupt(key, position + 20)
+    assert payloads(topic.read()) == sent[:bad] + sent[bad + 1 :]
+
+
+def test_damaged_end_of_the_bucket_is_left_out_and_the_files_follow(site):
+    """Goal: skipping goes on behind the last object, where that ends with the damage."""
+    log = site.open()
+    fill(log.topic(TEXT, create=True), 10)
+    log.seal(TEXT)
+    topic = a_topic(site, "b", storage={"cloud_reader": {"on_damage": "skip"}})
+    fill(topic, 5)
+    key, position = history_frame(site, 9)
+    site.objects.corrupt(key, position + 20)
+    sent = numbered(15)
+    assert payloads(topic.read()) == sent[:9] + sent[10:]
+
+
+def test_offset_that_no_tier_keeps_is_out_of_range(site):
+    topic, sent = cold(site, storage={"cloud": {"retention": {"time_minutes": 1}}})
+    site.clock.advance(3600)
+    topic.tier._tiers.membership.renew()
+    fill(topic, 1)
+    topic.upload()
+    assert topic.tier.expire() == 1
+    assert topic.earliest > 0
+    with pytest.raises(OffsetOutOfRangeError) as refused:
+        topic.reader(0)
+    assert refused.value.earliest == topic.earliest
+    rest = [*sent, b"40"][topic.earliest :]
+    assert payloads(topic.read()) == rest
+
+
+def test_reader_of_what_expires_under_it_is_told_what_is_left(site):
+    topic, _ = cold(
+        site,
+        storage={
+            "cloud": {"retention": {"time_minutes": 1}},
+            "uploader": {"max_object_bytes": 4096},
+        },
+    )
+    reader = topic.reader(0)
+    reader.next_batch(1)
+    site.clock.advance(3600)
+    topic.tier._tiers.membership.renew()
+    assert topic.tier.expire() > 1
+    # The chunk at hand is read to its end first.
+    with pytest.raises(OffsetOutOfRangeError) as refused:
+        payloads(reader)
+    assert refused.value.earliest == topic.earliest
+    assert reader.next_offset < topic.earliest
+
+
+# -- by time ------------------------------------------------------------------------------------
+
+
+def test_start_by_time_is_found_in_whichever_tier(site):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    began = datetime.fromtimestamp(site.clock.now_ns() / 1e9, UTC)
+    sent = []
+    for number in range(40):
+        sent += fill(topic, 1, size=500)
+        if number == 29:
+            topic.upload()
+        site.clock.advance(1)
+        topic.tier._tiers.membership.renew()
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    topic.tier.trim()
+    assert 0 < topic.watermarks.trimmed <= 30
+    for number in (0, 1, 7, topic.watermarks.trimmed - 1, topic.watermarks.trimmed, 30, 39):
+        start = began + timedelta(seconds=number)
+        assert topic.reader(start).next_offset == number
+        just_before = start - timedelta(milliseconds=500)
+        assert topic.reader(just_before).next_offset == number
+    assert topic.reader(began + timedelta(seconds=1000)).next_offset == 40
+    assert topic.reader(began - timedelta(days=1)).next_offset == 0
+
+
+# -- retention ----------------------------------------------------------------------------------
+
+
+def test_trim_removes_what_is_in_the_bucket_and_nothing_else(site):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    sent = fill(topic, 20, size=500)
+    topic.upload()
+    sent += fill(topic, 20, size=500)
+    files = len(topic.wal.files)
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    removed = topic.tier.trim()
+    assert 0 < removed < files - 1
+    assert topic.watermarks.trimmed <= 20
+    assert topic.tier.trim() == 0
+    assert payloads(topic.read()) == sent
+
+
+def test_trim_without_an_upload_removes_nothing(site):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    fill(topic, 40, size=500)
+    site.clock.advance(DAY_SECONDS)
+    assert topic.tier.trim() == 0
+    assert topic.watermarks.trimmed == 0
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+def test_bad_object_is_uploaded_again_before_the_local_copy_goes(site, how):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    sent = fill(topic, 40, size=500)
+    topic.upload()
+    if how == "lost":
+        site.objects.drop(site.key(0))
+    else:
+        site.objects.corrupt(site.key(0), 3000)
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    assert topic.tier.trim() > 2
+    assert topic._metrics.snapshot()["uploader.objects_repaired_total"] == 1
+    assert payloads(topic.read()) == sent
+    assert topic.tier.repair_objects() == RepairedObjects()
+
+
+def test_size_alone_does_not_notice_a_flipped_bit(site):
+    retention = {"retention": {**KEEP_NOTHING["retention"], "verify": "size"}}
+    topic = a_topic(site, **ROTATE, **retention)
+    fill(topic, 40, size=500)
+    topic.upload()
+    site.objects.corrupt(site.key(0), 3000)
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    reads = len(site.objects.reads)
+    assert topic.tier.trim() > 2
+    assert len(site.objects.reads) == reads
+
+
+def test_trim_while_the_bucket_is_silent_removes_nothing(site):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    fill(topic, 40, size=500)
+    topic.upload()
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    site.objects.before = silent
+    with pytest.raises(UnavailableError):
+        topic.tier.trim()
+    assert topic.watermarks.trimmed == 0
+
+
+def test_trim_by_an_owner_that_was_replaced_removes_nothing(site):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    fill(topic, 40, size=500)
+    topic.upload()
+    site.clock.advance(TTL_SECONDS + 60)
+    a_topic(site, "b", take_over=True)
+    with pytest.raises((FencedError, UnavailableError)):
+        topic.tier.trim()
+    with suppress(UnavailableError):
+        topic.tier._tiers.membership.renew()
+    with pytest.raises(FencedError):
+        topic.tier.trim()
+    assert topic.watermarks.trimmed == 0
+
+
+def cursor(site, name, offset, *, age_seconds=0, incarnation=""):
+    keys = site.catalog().keys
+    timestamp = site.clock.now_ns() // 1_000_000 - age_seconds * 1000
+    progress = Progress(offset=offset, timestamp=timestamp, incarnation=incarnation)
+    site.metadata.put(keys.progress(name), encode_progress(progress))
+
+
+def test_active_subscription_keeps_what_it_has_yet_to_read(site):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    fill(topic, 40, size=500)
+    topic.upload()
+    site.clock.advance(DAY_SECONDS)
+    topic.tier._tiers.membership.renew()
+    cursor(site, "slow", 5)
+    cursor(site, "fast", 40)
+    assert topic.tier.trim() == 0
+    cursor(site, "slow", 20)
+    assert topic.tier.trim() > 0
+    assert topic.watermarks.trimmed <= 20
+
+
+@pytest.mark.parametrize(
+    "gone", [{"age_seconds": 301}, {"incarnation": "of another life"}], ids=["idle", "another"]
+)
+def test_subscription_that_is_not_active_keeps_nothing(site, gone):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    fill(topic, 40, size=500)
+    topic.upload()
+    site.clock.advance(DAY_SECONDS)
+    topic.tier._tiers.membership.renew()
+    cursor(site, "slow", 5, **gone)
+    assert topic.tier.trim() > 2
+
+
+def test_repair_uploads_bad_objects_again_and_tells_what_it_cannot(site):
+    topic, _ = cold(site, storage={"uploader": {"max_object_bytes": 4096}})
+    local = site.catalog().following(topic.watermarks.trimmed).start
+    site.objects.drop(site.key(0))
+    site.objects.corrupt(site.key(local), 30)
+    lost = site.catalog().first()
+    report = topic.tier.repair_objects()
+    assert site.catalog().find(local).object_id in report.objects
+    assert [type(error) for error in report.errors] == [NotFoundError]
+    assert report.errors[0].offset == 0
+    assert report.bad == [(lost.start, lost.end)]
+
+
+# -- lag ----------------------------------------------------------------------------------------
+
+LAG = {"uploader": {"max_lag_bytes": 5000}}
+
+
+def test_producers_wait_while_too_much_waits_for_its_upload(site):
+    topic = a_topic(site, storage=LAG)
+    sent = fill(topic, 10, size=600)
+    assert topic.tier.lag_bytes > 5000
+    topic.tier.apply_pressure()
+    task = Task(topic.append, b"10")
+    eventually(lambda: topic.wal._room_waiters == 1)
+    assert topic.tier.is_wanted
+    topic.tier.upload()
+    assert topic.tier.lag_bytes == 0
+    assert task.result() == 10
+    topic.flush()
+    assert payloads(topic.read()) == [*sent, b"10"]
+
+
+def test_producers_are_refused_where_that_is_the_policy(site):
+    topic = a_topic(site, storage=LAG, buffer_full="refuse")
+    fill(topic, 10, size=600)
+    site.objects.before = silent
+    with pytest.raises(UnavailableError):
+        topic.upload()
+    with pytest.raises(CapacityError, match="silent") as refused:
+        topic.append(b"x")
+    assert "max_lag_bytes" in refused.value.hint
+    site.objects.before = lambda kind, key: None
+    topic.tier.upload()
+    assert topic.append(b"x") == 10
+
+
+def test_lag_of_a_topic_opened_again_counts_what_is_not_uploaded(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 20, size=600)
+    log.close()
+    topic = site.open().topic(TEXT)
+    assert topic.tier.lag_bytes >= 20 * 600
+    topic.upload()
+    assert topic.tier.lag_bytes == 0
+
+
+# -- leases and fencing -------------------------------------------------------------------------
+
+
+def test_wait_after_the_lease_has_lapsed_is_not_acknowledged(site):
+    topic = a_topic(site)
+    offset = topic.append(b"x")
+    site.clock.advance(TTL_SECONDS + 1)
+    with pytest.raises(UnavailableError, match="may have another owner"):
+        topic.wait(offset, "synced")
+    assert topic.watermarks.synced == 1
+    topic.tier._tiers.membership.renew()
+    topic.wait(offset, "synced")
+
+
+def test_async_wait_after_the_lease_has_lapsed_is_not_acknowledged(site):
+    topic = a_topic(site)
+    offset = topic.append(b"x")
+    site.clock.advance(TTL_SECONDS + 1)
+    with pytest.raises(UnavailableError, match="may have another owner"):
+        asyncio.run(topic.aio.wait(offset, "synced"))
+
+
+def test_level_memory_promises_nothing_and_asks_nobody(site):
+    topic = a_topic(site)
+    offset = topic.append(b"x")
+    site.clock.advance(TTL_SECONDS + 1)
+    topic.wait(offset, "memory")
+
+
+def taken_over(site):
+    """A topic, and the log on another machine that has taken it while this one slept."""
+    topic = a_topic(site)
+    fill(topic, 10)
+    topic.upload()
+    fill(topic, 5)
+    site.clock.advance(TTL_SECONDS + 1)
+    other = a_topic(site, "b", take_over=True)
+    return topic, other
+
+
+def test_owner_that_was_replaced_acknowledges_and_uploads_nothing(site):
+    topic, other = taken_over(site)
+    assert other.append(b"theirs") == 10
+    other.flush()
+    with pytest.raises(UnavailableError):
+        topic.wait(12, "synced")
+    topic.tier._tiers.membership.renew()
+    with pytest.raises(FencedError):
+        topic.wait(12, "synced")
+    with pytest.raises(FencedError):
+        topic.append(b"mine")
+    with pytest.raises(FencedError):
+        topic.upload()
+    other.upload()
+    assert site.ranges() == [(0, 10), (10, 11)]
+    assert payloads(other.read()) == [*numbered(10), b"theirs"]
+
+
+def test_wait_for_tiered_ends_when_the_owner_was_replaced(site):
+    topic, _ = taken_over(site)
+    task = Task(topic.wait, 12, "tiered")
+    eventually(lambda: waiting(topic, AckLevel.TIERED) == 1)
+    with pytest.raises(FencedError):
+        topic.upload()
+    task.join(2)
+    assert not task.is_running, "waits for an upload that cannot come"
+    assert isinstance(task.error(), FencedError)
+
+
+def test_held_append_ends_when_the_owner_was_replaced(site):
+    topic = a_topic(site, storage=LAG)
+    fill(topic, 10, size=600)
+    topic.tier.apply_pressure()
+    task = Task(topic.append, b"x")
+    eventually(lambda: topic.wal._room_waiters == 1)
+    site.clock.advance(TTL_SECONDS + 1)
+    a_topic(site, "b", take_over=True)
+    with pytest.raises(FencedError):
+        topic.tier.upload()
+    task.join(2)
+    is_held = task.is_running
+    topic.close()
+    assert not is_held, "waits for an upload that cannot come"
+    assert isinstance(task.error(), FencedError)
+
+
+def test_topic_that_was_fenced_is_claimed_anew_when_it_is_asked_for(site):
+    topic, other = taken_over(site)
+    log = site._logs[0][1]
+    topic.tier._tiers.membership.renew()
+    with pytest.raises(ConflictError, match="open on node"):
+        log.topic(TEXT)
+    site._logs[1][1].seal(TEXT)
+    again = log.topic(TEXT)
+    assert again is not topic
+    assert payloads(again.read()) == numbered(10)
+    assert again.append(b"x") == 10
+    assert other.state is TopicState.CLOSED
+
+
+# -- opening again ------------------------------------------------------------------------------
+
+
+def test_topic_goes_on_where_it_was(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    sent += fill(topic, 5)
+    log.close()
+    topic = site.open().topic(TEXT)
+    marks = topic.watermarks
+    assert (marks.tiered, marks.synced, marks.next) == (10, 15, 15)
+    topic.upload()
+    assert site.ranges() == [(0, 10), (10, 15)]
+    assert payloads(topic.read()) == sent
+
+
+def test_process_that_was_killed_is_followed_by_the_next_at_once(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    site.kill(log)
+    topic = site.open().topic(TEXT)
+    assert topic.tier.owned.epoch == 2
+    assert payloads(topic.read()) == sent
+
+
+_UPLOAD_POINTS = [
+    "tier.before_session",
+    "tier.after_session",
+    "tier.after_part",
+    "tier.before_complete",
+    "tier.after_complete",
+    "tier.before_commit",
+    "tier.after_commit",
+    "tier.before_checkpoint_rename",
+    "tier.after_checkpoint",
+]
+
+
+@pytest.mark.parametrize("point", _UPLOAD_POINTS)
+def test_crash_at_any_step_of_an_upload_loses_and_doubles_nothing(site, point):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    sent += fill(topic, 10)
+
+    def crash():
+        raise SimulatedCrash
+
+    failpoints.arm(point, crash)
+    with pytest.raises(SimulatedCrash):
+        topic.upload()
+    failpoints.disarm()
+    site.kill(log)
+    topic = site.open().topic(TEXT)
+    topic.upload()
+    assert site.ranges() == [(0, 10), (10, 20)]
+    assert payloads(topic.read()) == sent
+    site.clock.advance(2 * DAY_SECONDS)
+    topic.tier._tiers.membership.renew()
+    topic.tier.collect_orphans()
+    assert topic.tier.repair_objects() == RepairedObjects()
+    assert len([key for key in site.bucket_keys() if key.endswith(".dnb1")]) == 2
+
+
+def lose_files(site, *, keep=()):
+    fs = site.disk()
+    for name in fs.list_directory(PATH):
+        if name not in keep:
+            fs.remove(f"{PATH}/{name}")
+    fs.sync_directory(PATH)
+
+
+def test_checkpoint_without_files_goes_on_where_the_catalog_ends(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    log.close()
+    lose_files(site, keep=("wal.ckpt",))
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.OPEN
+    assert (topic.watermarks.next, topic.earliest) == (10, 0)
+    assert topic.append(b"10") == 10
+    topic.flush()
+    assert payloads(topic.read()) == [*sent, b"10"]
+
+
+def test_directory_that_is_gone_is_given_up_only_when_that_is_wished(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    log.close()
+    lose_files(site)
+    site.disk().remove_directory(PATH)
+    log = site.open()
+    with pytest.raises(ConflictError) as refused:
+        log.topic(TEXT)
+    assert refused.value.offset == 10
+    topic = log.topic(TEXT, take_over=True)
+    assert (topic.watermarks.next, topic.watermarks.tiered) == (10, 10)
+    topic.append(b"10")
+    topic.upload()
+    assert payloads(topic.read()) == [*sent, b"10"]
+    assert site.ranges() == [(0, 10), (10, 11)]
+
+
+def test_lost_files_with_messages_that_were_not_uploaded_are_quarantined(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    fill(topic, 5)
+    log.close()
+    lose_files(site, keep=("wal.ckpt",))
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.QUARANTINED
+    with pytest.raises(CorruptDataError):
+        topic.append(b"x")
+    assert payloads(topic.read(0, end=10)) == sent
+
+
+def test_log_that_begins_behind_the_bucket_survives_a_crash_before_its_first_message(site):
+    log = site.open()
+    fill(log.topic(TEXT, create=True), 10)
+    assert log.seal(TEXT) == 10
+    log = site.open("b")
+    log.topic(TEXT)
+    site.kill(log)
+    topic = site.open("b").topic(TEXT)
+    assert topic.append(b"10") == 10
+    topic.flush()
+    assert payloads(topic.read()) == [*numbered(10), b"10"]
+
+
+def test_catalog_restored_from_an_older_copy_gets_its_objects_back(site):
+    log = site.open(**ROTATE, **KEEP_NOTHING)
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 20, size=500)
+    topic.upload()
+    sent += fill(topic, 20, size=500)
+    topic.upload()
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    topic.tier.trim()
+    assert topic.watermarks.trimmed > 20
+    log.close()
+    keys = site.catalog().keys
+    site.metadata.delete(keys.descriptor(20))
+    site.metadata.put(keys.current, b'{"start":"%020d"}' % 0)
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.OPEN
+    assert site.ranges() == [(0, 20), (20, 40)]
+    assert payloads(topic.read()) == sent
+
+
+def test_hole_between_the_tiers_is_told_and_the_topic_opens_to_be_read(site):
+    log = site.open(**ROTATE, **KEEP_NOTHING)
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 20, size=500)
+    topic.upload()
+    sent += fill(topic, 20, size=500)
+    topic.upload()
+    site.clock.advance(60)
+    topic.tier._tiers.membership.renew()
+    topic.tier.trim()
+    trimmed = topic.watermarks.trimmed
+    log.close()
+    site.objects.drop(site.key(20))
+    keys = site.catalog().keys
+    site.metadata.delete(keys.descriptor(20))
+    site.metadata.put(keys.current, b'{"start":"%020d"}' % 0)
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.QUARANTINED
+    assert f"20 up to, not including, {trimmed}" in topic.damage[0].reason
+    assert payloads(topic.read(0, end=20)) == sent[:20]
+    assert payloads(topic.read(trimmed)) == sent[trimmed:]
+    with pytest.raises(CorruptDataError):
+        topic.append(b"x")
+
+
+def test_bucket_with_objects_that_nobody_knows_is_not_begun_anew(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 10)
+    topic.upload()
+    log.close()
+    site.metadata.delete_prefix("/danube/")
+    with pytest.raises(ConflictError) as refused:
+        site.open().topic(TEXT, create=True)
+    assert "ister recover" in refused.value.hint
+    assert site.catalog().record() is None
+
+
+@pytest.mark.parametrize("ack", ["synced", "written"])
+def test_log_made_without_a_bucket_is_adopted(site, ack):
+    log = site.open(storage={"mode": "local_only"}, **ROTATE)
+    topic = log.topic(TEXT, create=True, ack=ack, codec="bincode1")
+    sent = fill(topic, 20, size=500)
+    log.close()
+    log = site.open(**ROTATE)
+    assert log.topics() == [TEXT]
+    topic = log.topic(TEXT)
+    assert (topic.ack, topic.codec) == (AckLevel(ack), Codec.BINCODE1)
+    topic.upload()
+    assert site.ranges()[0][0] == 0
+    assert site.ranges()[-1][1] == 20
+    assert payloads(topic.read()) == sent
+
+
+# -- hand-over ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 10])
+def test_sealed_topic_goes_on_elsewhere(site, count):
+    log = site.open()
+    topic = log.topic(TEXT, create=True, ack="written")
+    sent = fill(topic, count)
+    assert log.seal(TEXT) == count
+    assert not site.disk().exists(PATH)
+    assert topic.state is TopicState.CLOSED
+    with pytest.raises(ClosedError):
+        topic.append(b"x")
+    other = site.open("b").topic(TEXT)
+    assert other.ack is AckLevel.WRITTEN
+    assert other.watermarks.next == count
+    assert other.append(b"next") == count
+    other.flush()
+    assert payloads(other.read()) == [*sent, b"next"]
+
+
+def test_sealed_topic_comes_back(site):
+    logs = {name: site.open(name) for name in "ab"}
+    sent = []
+    logs["a"].topic(TEXT, create=True)
+    for name in "ababa":
+        topic = logs[name].topic(TEXT)
+        assert payloads(topic.read()) == sent
+        sent += fill(topic, 3)
+        logs[name].seal(TEXT)
+    assert payloads(logs["b"].topic(TEXT).read()) == sent
+
+
+def test_seal_while_the_bucket_is_silent_hands_nothing_over(site):
+    log = site.open()
+    sent = fill(log.topic(TEXT, create=True), 10)
+    site.objects.before = silent
+    with pytest.raises(UnavailableError):
+        log.seal(TEXT)
+    site.objects.before = lambda kind, key: None
+    assert site.catalog().sealed() is None
+    with pytest.raises(ConflictError):
+        site.open("b").topic(TEXT)
+    topic = log.topic(TEXT)
+    assert payloads(topic.read()) == sent
+    topic.append(b"x")
+    assert log.seal(TEXT) == 11
+
+
+@pytest.mark.parametrize("point", ["tier.after_seal", "tier.after_remove_local"])
+def test_crash_after_the_seal_leaves_the_topic_handed_over(site, point):
+    log = site.open()
+    sent = fill(log.topic(TEXT, create=True), 10)
+
+    def crash():
+        raise SimulatedCrash
+
+    failpoints.arm(point, crash)
+    with pytest.raises(SimulatedCrash):
+        log.seal(TEXT)
+    failpoints.disarm()
+    site.kill(log)
+    other = site.open("b").topic(TEXT)
+    other.append(b"theirs")
+    other.upload()
+    site._logs[-1][1].seal(TEXT)
+    topic = site.open().topic(TEXT)
+    assert payloads(topic.read()) == [*sent, b"theirs"]
+    assert topic.append(b"x") == 11
+
+
+def test_files_of_a_node_that_another_has_overtaken_are_set_aside(site):
+    topic, other = taken_over(site)
+    site.kill(site._logs[0][1])
+    sent = [*numbered(10), *fill(other, 7)]
+    site._logs[-1][1].seal(TEXT)
+    topic = site.open().topic(TEXT)
+    aside = [n for n in site.disk().list_directory(f"{ROOT}/default") if ".aside-" in n]
+    assert len(aside) == 1
+    assert "wal.log" in site.disk().list_directory(f"{ROOT}/default/{aside[0]}")
+    assert site._logs[-1][1].topics() == [TEXT]
+    assert topic.watermarks.next == 17
+    assert payloads(topic.read()) == sent
+
+
+def test_topic_whose_disk_is_lost_is_taken_over_from_the_bucket(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    fill(topic, 3)
+    site.kill(log)
+    other = site.open("b")
+    with pytest.raises(ConflictError, match="open on node"):
+        other.topic(TEXT, take_over=True)
+    site.clock.advance(TTL_SECONDS + 1)
+    other.tiers.membership.renew()
+    with pytest.raises(ConflictError) as refused:
+        other.topic(TEXT)
+    assert "take_over=True" in refused.value.hint
+    topic = other.topic(TEXT, take_over=True)
+    assert topic.append(b"x") == 10
+    topic.flush()
+    assert payloads(topic.read()) == [*sent, b"x"]
+
+
+# -- deletion -----------------------------------------------------------------------------------
+
+
+def test_deleted_topic_is_gone_everywhere_and_can_be_made_again(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 10)
+    topic.upload()
+    log.delete(TEXT)
+    assert [key for key in site.bucket_keys() if "orders" in key] == []
+    assert not site.disk().exists(PATH)
+    assert log.topics() == []
+    with pytest.raises(NotFoundError):
+        log.topic(TEXT)
+    again = log.topic(TEXT, create=True)
+    assert (again.watermarks.next, payloads(again.read())) == (0, [])
+    fill(again, 3)
+    again.upload()
+    assert site.ranges() == [(0, 3)]
+
+
+def test_topic_made_again_has_a_manifest_of_its_own(site):
+    log = site.open()
+    log.topic(TEXT, create=True, ack="written")
+    log.delete(TEXT)
+    topic = log.topic(TEXT, create=True, ack="tiered", codec="bincode1")
+    manifest = load_manifest(site.objects, NAME)
+    assert manifest is not None
+    assert (manifest.ack, manifest.codec) == (AckLevel.TIERED, Codec.BINCODE1)
+    assert manifest.incarnation == topic.tier.owned.record.incarnation
+
+
+_DELETE_POINTS = ["tier.after_mark_deleting", "tier.after_delete_object"]
+
+
+@pytest.mark.parametrize("point", _DELETE_POINTS)
+def test_deletion_that_a_crash_has_interrupted_is_gone_on_with(site, point):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 10)
+    topic.upload()
+
+    def crash():
+        raise SimulatedCrash
+
+    failpoints.arm(point, crash)
+    with pytest.raises(SimulatedCrash):
+        log.delete(TEXT)
+    failpoints.disarm()
+    site.kill(log)
+    log = site.open()
+    with pytest.raises(NotFoundError):
+        log.topic(TEXT)
+    with pytest.raises(NotFoundError):
+        log.topic(TEXT, create=True)
+    log.delete(TEXT)
+    assert [key for key in site.bucket_keys() if "orders" in key] == []
+    assert not site.disk().exists(PATH)
+    assert log.topic(TEXT, create=True).watermarks.next == 0
+
+
+def test_files_that_a_deletion_left_do_not_bring_the_topic_back(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 10)
+    topic.upload()
+
+    def crash(kind, path):
+        if kind == "remove" and path.startswith(PATH):
+            raise SimulatedCrash
+
+    site.disk().before = crash
+    with pytest.raises(SimulatedCrash):
+        log.delete(TEXT)
+    site.disk().before = lambda kind, path: None
+    site.kill(log)
+    log = site.open()
+    assert site.catalog().record()[0].state == "deleted"
+    with pytest.raises(NotFoundError):
+        log.topic(TEXT)
+    again = log.topic(TEXT, create=True)
+    assert again.watermarks.next == 0
+    assert payloads(again.read()) == []
+
+
+def test_topic_that_does_not_exist_is_not_deleted(site):
+    with pytest.raises(NotFoundError):
+        site.open().delete(TEXT)
+
+
+# -- the whole ----------------------------------------------------------------------------------
+
+
+def test_watermarks_form_a_chain_at_every_moment(site):
+    topic = a_topic(site, **ROTATE, **KEEP_NOTHING)
+    seen = []
+
+    def look():
+        marks = topic.watermarks
+        assert marks.trimmed <= marks.tiered <= marks.synced <= marks.written <= marks.next
+        seen.append(marks)
+
+    for _ in range(4):
+        for payload in numbered(10, size=500):
+            topic.append(payload)
+            look()
+        topic.flush()
+        look()
+        topic.upload()
+        look()
+        site.clock.advance(60)
+        topic.tier._tiers.membership.renew()
+        topic.tier.trim()
+        look()
+    for one, other in pairwise(seen):
+        assert one.trimmed <= other.trimmed
+        assert one.tiered <= other.tiered
+    assert seen[-1].trimmed > 0
+
+
+def test_two_topics_with_names_alike_do_not_mix(site):
+    log = site.open()
+    one, other = log.topic(TEXT, create=True), log.topic(f"{TEXT}2", create=True)
+    fill(one, 5)
+    fill(other, 9)
+    one.upload()
+    other.upload()
+    log.delete(TEXT)
+    assert payloads(other.read()) == numbered(9)
+    assert other.tier.repair_objects() == RepairedObjects()
+    assert log.topics() == [f"{TEXT}2"]
+
+
+def test_closed_log_gives_its_topics_back(site):
+    log = site.open()
+    log.topic(TEXT, create=True)
+    assert site.catalog().owner() is not None
+    log.close()
+    assert site.catalog().owner() is None
