@@ -122,9 +122,7 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
     try:
         fields = json.loads(data)
         kind = fields.get("format", FORMAT_FRAMES)
-        if not isinstance(kind, str):
-            raise TypeError(f"the format {kind!r}")
-        if kind not in _FORMATS:
+        if _text(kind) not in _FORMATS:
             raise UnsupportedVersionError(
                 f"an object of the format {kind!r}",
                 path=key,
@@ -160,6 +158,12 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
 def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
     return value
 
 

@@ -587,8 +587,9 @@ def test_repair_uploads_bad_objects_again_and_tells_what_it_cannot(site):
     lost = site.catalog().first()
     report = topic.tier.repair_objects()
     assert site.catalog().find(local).object_id in report.objects
-    assert [type(error) for error in report.errors] == [NotFoundError]
-    assert report.errors[0].offset == 0
+    (error,) = report.errors
+    assert (type(error), type(error.__cause__)) == (DataGapError, NotFoundError)
+    assert (error.start, error.end, error.path) == (lost.start, lost.end, site.key(0))
     assert report.bad == [(lost.start, lost.end)]
 
 
