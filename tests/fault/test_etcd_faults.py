@@ -23,6 +23,7 @@ from fault.tier_checks import (
     Producer,
     converge,
     eventually,
+    memory_directory,
     orphans,
     tier_settings,
     verify_topic,
@@ -50,6 +51,13 @@ _places = count()
 def cluster():
     with EtcdCluster(heartbeat_ms=50, election_ms=500) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory; see there."""
+    with memory_directory() as directory:
+        yield directory
 
 
 class Place:

@@ -7,6 +7,7 @@ knows, half-made changes) has to end in the same place as if it had not happened
 
 import json
 import random
+import shutil
 import signal
 import time
 
@@ -15,7 +16,15 @@ import pytest
 import ister
 from fault.oracle import History
 from fault.test_kill import tear_tail
-from fault.tier_checks import TOPIC, Producer, converge, orphans, tier_settings, verify_all
+from fault.tier_checks import (
+    TOPIC,
+    Producer,
+    converge,
+    memory_directory,
+    orphans,
+    tier_settings,
+    verify_all,
+)
 from fault.tier_child import TierChild
 from fault.writer_child import HEAVY, new_seed, say_replay
 from ister.failpoints import FAILPOINTS
@@ -36,6 +45,7 @@ MODES = {
 VISITS_MAX = {
     "tier.after_claim": 2,
     "tier.after_expire": 1,
+    "tier.after_set_aside": 1,
     "tier.after_replace": 2,
     "tier.after_mark_deleting": 2,
     "tier.after_seal": 2,
@@ -48,6 +58,13 @@ VISITS_MAX = {
 }
 POINTS = sorted(FAILPOINTS)
 GROUPS = 4
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory; see there."""
+    with memory_directory() as directory:
+        yield directory
 
 
 def check(settings: dict, history: History, session: str) -> None:
@@ -90,6 +107,8 @@ def test_kill_at_every_failpoint_loses_nothing(tmp_path, request, group):
         settings = tier_settings(tmp_path, **more)
         if "_cut" in point:
             tear_tail(tmp_path, chance)
+        if point == "tier.after_set_aside":
+            put_older_files_back(tmp_path, settings, history)
         with TierChild(
             settings,
             history,
@@ -103,6 +122,20 @@ def test_kill_at_every_failpoint_loses_nothing(tmp_path, request, group):
         if mode == "delete":
             finish_deletion(settings, child.begun[-1].split(" ")[1])
         check(settings, history, f"p{number}")
+
+
+def put_older_files_back(tmp_path, settings: dict, history: History) -> None:
+    """The topic's local files become those of a moment ago; the bucket has what came since."""
+    files, copy = tmp_path / "wal" / "fault" / "t0", tmp_path / "older"
+    for session in ("before", "since"):
+        with ister.open(settings) as log:
+            topic = log.topic(TOPIC)
+            Producer(history, TOPIC, session).send(topic, 10)
+            topic.upload()
+        if session == "before":
+            shutil.copytree(files, copy)
+    shutil.rmtree(files)
+    copy.rename(files)
 
 
 def finish_deletion(settings: dict, name: str) -> None:

@@ -7,8 +7,12 @@ descriptors follow each other without an overlap; each names an object that is t
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import ister
@@ -67,6 +71,20 @@ def tier_settings(
     for name, values in sections.items():
         tree[name].update(values)
     return {"storage": {"ack": ack, **(storage or {}), **tree}}
+
+
+@contextmanager
+def memory_directory() -> Iterator[Path]:
+    """A directory in memory where there is one, gone afterwards.
+
+    Nothing here cuts the power, so that nothing is proved by waiting for a disk.
+    """
+    there = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    directory = tempfile.mkdtemp(prefix="ister-fault-", dir=there)
+    try:
+        yield Path(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def eventually(condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:

@@ -221,7 +221,9 @@ class Observer:
         last = now.lineage[-1] if now.lineage else None
         if last is not None and before.lineage and last != before.lineage[-1]:
             if sealed_before is None:
-                self.promises.give_up_from(last.start, before.lineage[-1].node)
+                # An object may have been committed between the look at the end and the claim.
+                start = max(last.start, self.end)
+                self.promises.give_up_from(start, before.lineage[-1].node)
             elif last.start != sealed_before.next_offset:
                 raise BrokenPromiseError(f"sealed at {sealed_before.next_offset}, goes on: {last}")
 

@@ -40,10 +40,13 @@ def clip_progress(store: MetadataStore, prefix: str, next_offset: int) -> list[s
             if known.offset > next_offset:
                 value = encode_progress(replace(known, offset=next_offset))
                 compare = RevisionIs(found.key, found.revision)
-                if store.transact([compare], [Put(found.key, value)]) is None:
-                    is_done = False
-                else:
+                try:
+                    is_changed = store.transact([compare], [Put(found.key, value)]) is not None
+                except CommitUnknownError:
+                    is_changed = False  # the next round reads what has become of it
+                if is_changed:
                     clipped.append(found.key)
+                is_done = is_done and is_changed
         if is_done:
             return clipped
     raise ConflictError("the cursors keep changing", path=prefix)

@@ -28,6 +28,7 @@ __all__ = [
     "manifest_key",
     "object_key",
     "objects_prefix",
+    "parse_epoch",
     "parse_object_id",
     "parse_pending_epoch",
     "parse_topic_of_key",
@@ -71,6 +72,12 @@ def parse_object_id(object_id: str) -> ObjectName | None:
     return ObjectName(
         start=int(start), end=int(last) + 1, epoch=int(epoch) if epoch else _FIRST_EPOCH
     )
+
+
+def parse_epoch(object_id: str) -> int:
+    """The epoch of the owner that wrote an object, pending or not; 0 for foreign ones."""
+    name = parse_object_id(object_id)
+    return name.epoch if name is not None else parse_pending_epoch(object_id) or 0
 
 
 def parse_pending_epoch(object_id: str) -> int | None:

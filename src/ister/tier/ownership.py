@@ -73,7 +73,15 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Codec
 from ister.tier.catalog import Catalog
 
-__all__ = ["Membership", "NewTopic", "OwnedTopic", "claim", "resume_delete"]
+__all__ = [
+    "ClaimCheck",
+    "Membership",
+    "NewTopic",
+    "OwnedTopic",
+    "check_claim",
+    "claim",
+    "resume_delete",
+]
 
 _log = logging.getLogger("ister.tier.ownership")
 
@@ -88,6 +96,21 @@ class NewTopic:
 
     ack: AckLevel
     codec: Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimCheck:
+    """What a look at a topic before its claim has shown."""
+
+    is_current: bool
+    """Whether local files, if there are any, are the topic's newest."""
+    revision: int | None
+    """Of the record that says so; None if there is no record."""
+
+    def still_holds(self, catalog: Catalog) -> bool:
+        """Whether the record is still that one."""
+        found = catalog.record()
+        return self.revision == (found[1] if found is not None else None)
 
 
 class Membership:
@@ -167,7 +190,6 @@ class OwnedTopic:
         revision: int,
         node: str,
         sealed: SealedState | None,
-        is_local_current: bool,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
@@ -177,8 +199,6 @@ class OwnedTopic:
         self.epoch = record.epoch
         self.sealed_before = sealed
         """The seal that this claim has taken."""
-        self.is_local_current = is_local_current
-        """Whether local files, if there are any, are the topic's own; else someone wrote since."""
         self._node = node
         self._revision = revision
         self._clock = clock
@@ -334,22 +354,25 @@ class OwnedTopic:
             self.commit(descriptor)
 
     def expire(self, descriptors: Sequence[ObjectDescriptor]) -> None:
-        """Takes the oldest objects out of the topic. The newest one stays, always.
+        """Takes the oldest objects, ascending, out of the topic. The newest one stays, always.
 
         Raises:
             FencedError: Somebody else owns the topic.
-            UnavailableError: The metadata store does not answer.
+            UnavailableError: The metadata store does not answer. What was to go may be gone, and is
+                not offered to readers any more.
         """
         with self._lock:
+            self.check()
             check(
                 self.last is not None and all(d.end <= self.last.start for d in descriptors),
                 "the newest object stays",
             )
+            # Before the change, whose answer may be lost: what may be gone is not offered.
+            self.first = self.catalog.following(descriptors[-1].end)
             for at in range(0, len(descriptors), _BATCH):
                 batch = descriptors[at : at + _BATCH]
                 self._change([], [Delete(self.catalog.keys.descriptor(d.start)) for d in batch])
                 failpoints.reach("tier.after_expire")
-            self.first = self.catalog.first()
 
     def seal(self, next_offset: int) -> None:
         """Hands the topic over: everything below `next_offset` is in the bucket.
@@ -537,7 +560,8 @@ def claim(
     take_over: bool,
     clock: Clock,
     metrics: Metrics,
-) -> OwnedTopic:
+    seen: ClaimCheck | None = None,
+) -> OwnedTopic | None:
     """Makes this process the owner of a topic, under a new epoch.
 
     Args:
@@ -548,6 +572,10 @@ def claim(
             uploaded is given up.
         clock: For timestamps.
         metrics: Where commits are counted.
+        seen: What `check_claim` has answered.
+
+    Returns:
+        The claim; None if the topic's record has changed since `seen`.
 
     Raises:
         NotFoundError: There is no such topic, and `new` is None.
@@ -556,11 +584,66 @@ def claim(
     """
     claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
     for _ in range(_ATTEMPTS):
-        owned = claimant.attempt()
+        if seen is not None and not seen.still_holds(catalog):
+            return None
+        owned = claimant.attempt(seen)
         if owned is not None:
             membership.add(owned)
             return owned
     raise ConflictError("the topic keeps changing hands", topic=str(catalog.keys.topic))
+
+
+def check_claim(
+    catalog: Catalog,
+    membership: Membership,
+    *,
+    new: NewTopic | None,
+    has_files: bool,
+    take_over: bool,
+    clock: Clock,
+    metrics: Metrics,
+) -> ClaimCheck:
+    """Makes sure that a topic may be claimed, without claiming it.
+
+    Args:
+        catalog: The topic's.
+        membership: This process's.
+        new: As for `claim`.
+        has_files: Whether this node has local files of the topic.
+        take_over: As for `claim`.
+        clock: As for `claim`.
+        metrics: As for `claim`.
+
+    Returns:
+        Whether such files are the topic's newest, and under which record. If not, somebody else
+        has written it since, or it was deleted, and they have to be out of the way before the
+        claim: after it nobody could tell.
+
+    Raises:
+        As `claim`, and:
+        ConflictError: This node wrote the topic last, has not sealed it, and has no files of it.
+    """
+    claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
+    found, sealed = catalog.record(), catalog.sealed()
+    known = found[0] if found is not None else None
+    owner = catalog.owner()
+    claimant.refuse(known, owner[0] if owner is not None else None)
+    claimant.next_record(known, sealed[0] if sealed is not None else None)
+    revision = found[1] if found is not None else None
+    if known is None or not known.is_open:
+        return ClaimCheck(is_current=known is None, revision=revision)
+    is_mine = bool(known.lineage) and known.lineage[-1].node == membership.node
+    if is_mine and sealed is None and not has_files and not take_over:
+        last = catalog.last()
+        tiered = last.end if last is not None else 0
+        raise ConflictError(
+            "the topic's local files are gone, and they may have held messages that were "
+            "acknowledged and not uploaded",
+            topic=str(catalog.keys.topic),
+            offset=tiered,
+            hint=f"restore them; if they are lost, take_over=True goes on from offset {tiered}",
+        )
+    return ClaimCheck(is_current=is_mine or not known.lineage, revision=revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,14 +657,16 @@ class _Claimant:
     clock: Clock
     metrics: Metrics
 
-    def attempt(self) -> OwnedTopic | None:
+    def attempt(self, seen: ClaimCheck | None) -> OwnedTopic | None:
         """Reads, decides, and writes if what was read still holds; None if it does not."""
         catalog, keys, node = self.catalog, self.catalog.keys, self.membership.node
         found, owner, sealed = catalog.record(), catalog.owner(), catalog.sealed()
+        if seen is not None and seen.revision != (found[1] if found is not None else None):
+            return None
         known = found[0] if found is not None else None
-        self._refuse(known, owner[0] if owner is not None else None)
+        self.refuse(known, owner[0] if owner is not None else None)
         seal = sealed[0] if sealed is not None else None
-        record = self._next_record(known, seal)
+        record = self.next_record(known, seal)
         compares: list[Compare] = [
             Absent(keys.record) if found is None else RevisionIs(keys.record, found[1]),
             Absent(keys.owner) if owner is None else RevisionIs(keys.owner, owner[1]),
@@ -614,12 +699,11 @@ class _Claimant:
             revision=revision,
             node=node,
             sealed=seal,
-            is_local_current=known is None or (known.is_open and _wrote_last(known, node)),
             clock=self.clock,
             metrics=self.metrics,
         )
 
-    def _refuse(self, known: TopicRecord | None, owner: OwnerRecord | None) -> None:
+    def refuse(self, known: TopicRecord | None, owner: OwnerRecord | None) -> None:
         """Raises if the topic is not there, or is somebody else's."""
         topic = str(self.catalog.keys.topic)
         if known is not None and known.state == "deleting":
@@ -633,7 +717,7 @@ class _Claimant:
                 hint="seal it there first, or wait for that node's lease to end",
             )
 
-    def _next_record(self, known: TopicRecord | None, sealed: SealedState | None) -> TopicRecord:
+    def next_record(self, known: TopicRecord | None, sealed: SealedState | None) -> TopicRecord:
         """The record under this node's new epoch."""
         node = self.membership.node
         epoch = known.epoch + 1 if known is not None else 1
@@ -665,11 +749,6 @@ class _Claimant:
         return replace(known, epoch=epoch, lineage=lineage[-OWNER_LINEAGE_MAX:])
 
 
-def _wrote_last(record: TopicRecord, node: str) -> bool:
-    """Whether what this node has on its disk is the topic's newest; so it is if nobody knows."""
-    return not record.lineage or record.lineage[-1].node == node
-
-
 def resume_delete(catalog: Catalog, *, clock: Clock, metrics: Metrics) -> OwnedTopic:
     """The right to finish a deletion that a crash has interrupted.
 
@@ -688,7 +767,6 @@ def resume_delete(catalog: Catalog, *, clock: Clock, metrics: Metrics) -> OwnedT
         revision=revision,
         node="",
         sealed=None,
-        is_local_current=False,
         clock=clock,
         metrics=metrics,
     )

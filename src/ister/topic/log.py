@@ -50,6 +50,7 @@ from ister.topic.opening import (
     measure_backlog,
     recover_tiered,
     remove_directory,
+    set_aside,
 )
 from ister.topic.tier import TopicTier
 from ister.topic.tiers import NODE_NAME, Tiers, open_metadata, open_objects, read_node
@@ -320,33 +321,55 @@ class Log:
         create: bool,
         take_over: bool,
     ) -> Topic:
-        text = str(name)
         directory = WalDirectory(self._fs, self._path_of(name))
         finish_set_aside(directory)
-        has_files = not directory.is_blank()
-        if create and not has_files:
+        if create and directory.is_blank():
             self._refuse_twin(name)
-        new: NewTopic | None = None
-        is_unknown = tiers.catalog(name).record() is None
-        if create or (has_files and is_unknown):
-            # Files without a record were made before there was a bucket: they say what they are.
-            state = directory.load_state() if has_files and is_unknown else None
-            new = NewTopic(
-                ack=AckLevel(state.ack) if state is not None else ack or self._default_ack(),
-                codec=state.codec if state is not None else codec or self.config.storage.codec,
-            )
         try:
-            if not has_files:
-                tiers.check_claim(name, new=new, take_over=take_over)
-                directory.mark()
-            owned = tiers.claim(name, new=new, take_over=take_over)
+            owned = None
+            while owned is None:
+                owned = self._try_claim(
+                    tiers, name, directory, ack, codec, create=create, take_over=take_over
+                )
         except NotFoundError:
-            raise self._not_found(text) from None
+            raise self._not_found(str(name)) from None
         try:
             return self._take_topic(tiers, owned, directory)
         except BaseException:
             tiers.membership.remove(owned)
             raise
+
+    def _try_claim(
+        self,
+        tiers: Tiers,
+        name: TopicName,
+        directory: WalDirectory,
+        ack: AckLevel | None,
+        codec: Codec | None,
+        *,
+        create: bool,
+        take_over: bool,
+    ) -> OwnedTopic | None:
+        """Looks, makes the directory ready for what it saw, and claims; None if that has changed.
+
+        The directory comes first: after the claim nobody could tell old files from new ones.
+        """
+        has_files = not directory.is_blank()
+        is_unknown = tiers.catalog(name).record() is None
+        new: NewTopic | None = None
+        if create or (has_files and is_unknown):
+            # Files without a record were made before there was a bucket: they say what they are.
+            state = directory.load_state() if has_files and is_unknown else None
+            new = NewTopic(
+                ack=AckLevel(state.ack) if state is not None else ack or self.config.storage.ack,
+                codec=state.codec if state is not None else codec or self.config.storage.codec,
+            )
+        seen = tiers.check_claim(name, new=new, has_files=has_files, take_over=take_over)
+        if not has_files:
+            directory.mark()
+        elif not seen.is_current and not directory.is_new():
+            set_aside(directory, "another node has written the topic since")
+        return tiers.claim(name, new=new, take_over=take_over, seen=seen)
 
     def _take_topic(self, tiers: Tiers, owned: OwnedTopic, directory: WalDirectory) -> Topic:
         """Opens the files of a topic that was claimed, and puts the two tiers together."""
@@ -380,13 +403,16 @@ class Log:
         if not recovered.damage:
             # Where a log begins that has no file yet is in its checkpoint alone.
             self._save_first_checkpoint(topic, is_new=not recovered.files)
+        try:
+            # Recovery may have taken longer than the lease.
+            owned.check()
+        except IsterError:
+            topic.close_quietly()
+            raise
         return topic
 
     def _path_of(self, name: TopicName) -> str:
         return f"{self._root}/{name.namespace}/{name.topic}"
-
-    def _default_ack(self) -> AckLevel:
-        return self.config.storage.ack
 
     def _save_first_checkpoint(self, topic: Topic, *, is_new: bool) -> None:
         """Records what recovery found; for a new topic, its ack level and codec."""
@@ -540,6 +566,8 @@ class Log:
                 topic.flush()
                 if tier is not None:
                     tier.upload()
+                    # The bucket's copy is about to be the only one.
+                    tier.assure_local()
                 next_offset = topic.wal.next
             finally:
                 topic.close()

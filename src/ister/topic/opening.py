@@ -5,10 +5,10 @@
 The catalog is the truth about the bucket, the local files are the truth about what is not in it
 yet. After the claim nobody else commits, so the two stand still while they are compared:
 
-- the local files are not this topic's newest (another node wrote it since): they are set aside,
-  and the log begins where that node's messages end;
-- the local log ends below what the bucket holds, or is damaged only there: the same; nothing is
-  lost with it, and offsets go on behind the bucket's;
+- local files that are not the topic's newest (another node wrote it since) have been set aside
+  before the claim, and the log begins where that node's messages end;
+- the local log ends below what the bucket holds, or is damaged only there: it is set aside; nothing
+  is lost with it, and offsets go on behind the bucket's;
 - the bucket ends before the local files begin: the catalog may have been restored from an older
   copy, so objects that continue it are looked for and adopted; what is still missing then is in
   neither tier, and the topic opens read-only, saying so.
@@ -63,8 +63,6 @@ def recover_tiered(
     Raises:
         As `ister.wal.recovery.recover`, and what the stores raise.
     """
-    if directory.fs.exists(directory.path) and not owned.is_local_current:
-        set_aside(directory, owned.epoch, "another node has written the topic since")
     recovered = recover(directory, untrusted_from=untrusted_from, floor=owned.start)
     if _first_offset(recovered) > owned.tiered:
         _adopt(owned, tiers)
@@ -72,9 +70,8 @@ def recover_tiered(
         bool(recovered.damage) and recovered.next_offset <= owned.tiered
     )
     if is_behind:
-        if owned.is_local_current:
-            _refuse_divergence(directory, recovered, owned, tiers)
-        set_aside(directory, owned.epoch, "everything in it that was durable is in the bucket")
+        _refuse_divergence(directory, recovered, owned, tiers)
+        set_aside(directory, "everything in it that was durable is in the bucket")
         recovered = recover(directory, floor=max(owned.start, recovered.next_offset))
     missing = range(owned.tiered, _first_offset(recovered))
     if missing and not recovered.damage:
@@ -161,11 +158,11 @@ def _adopt(owned: OwnedTopic, tiers: Tiers) -> None:
         )
 
 
-def set_aside(directory: WalDirectory, epoch: int, reason: str) -> str:
+def set_aside(directory: WalDirectory, reason: str) -> str:
     """Takes a topic's directory out of the way without removing anything; returns where to."""
     fs, path = directory.fs, directory.path
-    number = 0
-    while fs.exists(aside := f"{path}.aside-{epoch}" + (f"-{number}" if number else "")):
+    number = 1
+    while fs.exists(aside := f"{path}.aside-{number}"):
         number += 1
     # The new directory is made first: a crash between the two names must not look like a loss.
     parent = path.rpartition("/")[0]

@@ -380,6 +380,16 @@ class TopicTier:
             default=1 << 64,
         )
 
+    def assure_local(self) -> None:
+        """Makes sure that the bucket holds, whole, everything that is in local files.
+
+        Raises:
+            IsterError: It does not, and could not be made to.
+        """
+        with self._trimming:
+            self.check_owner()
+            self._assure(self._wal.trimmed, self._wal.next)
+
     def _assure(self, start: int, end: int) -> None:
         """Makes sure that the bucket holds a range, whole and readable, and repairs what is not.
 
@@ -388,8 +398,10 @@ class TopicTier:
             IsterError: An object is bad and could not be uploaded again.
         """
         content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
-        at = start
-        for described, revision in self.owned.catalog.descriptors(start, end):
+        # What lies before the oldest object has expired in the bucket: nothing is owed for it.
+        first = self.owned.catalog.first()
+        at = max(start, first.start) if first is not None else start
+        for described, revision in self.owned.catalog.descriptors(at, end):
             if described.start > at:
                 break
             self._assure_object(described, revision, content=content)

@@ -34,8 +34,16 @@ from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.tier.catalog import Catalog
-from ister.tier.names import TOPICS_PREFIX, TopicKeys, objects_prefix
-from ister.tier.ownership import Membership, NewTopic, OwnedTopic, claim, resume_delete
+from ister.tier.names import TopicKeys, manifest_key, objects_prefix, parse_epoch
+from ister.tier.ownership import (
+    ClaimCheck,
+    Membership,
+    NewTopic,
+    OwnedTopic,
+    check_claim,
+    claim,
+    resume_delete,
+)
 from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.rebuild import manifest_of, save_manifest
 from ister.tier.uploader import Uploader, UploadSettings
@@ -165,34 +173,27 @@ class Tiers:
         """What the metadata store knows about a topic."""
         return Catalog(self.metadata, self.keys(name), clock=self.clock, metrics=self.metrics)
 
-    def check_claim(self, name: TopicName, *, new: NewTopic | None, take_over: bool) -> None:
-        """Makes sure that a topic of which nothing is on this disk may be opened here.
-
-        Raises:
-            NotFoundError: There is no such topic, and `new` is None.
-            ConflictError: This node wrote it last and has not sealed it: its files were lost.
-        """
+    def check_claim(
+        self, name: TopicName, *, new: NewTopic | None, has_files: bool, take_over: bool
+    ) -> ClaimCheck:
+        """Whether local files are the topic's newest; as `ister.tier.ownership.check_claim`."""
         catalog = self.catalog(name)
-        found = catalog.record()
-        if found is None or not found[0].is_open:
-            if new is None:
-                raise NotFoundError(f"there is no topic {name}", topic=str(name))
-            return
-        lineage = found[0].lineage
-        is_mine = bool(lineage) and lineage[-1].node == self.membership.node
-        if is_mine and not take_over and catalog.sealed() is None:
-            last = catalog.last()
-            tiered = last.end if last is not None else 0
-            raise ConflictError(
-                "the topic's local files are gone, and they may have held messages that were "
-                "acknowledged and not uploaded",
-                topic=str(name),
-                offset=tiered,
-                hint=f"restore them; if they are lost, take_over=True goes on from offset {tiered}",
-            )
+        if new is not None and catalog.record() is None:
+            self._refuse_forgotten(name)
+        return check_claim(
+            catalog,
+            self.membership,
+            new=new,
+            has_files=has_files,
+            take_over=take_over,
+            clock=self.clock,
+            metrics=self.metrics,
+        )
 
-    def claim(self, name: TopicName, *, new: NewTopic | None, take_over: bool) -> OwnedTopic:
-        """Makes this node the owner of a topic.
+    def claim(
+        self, name: TopicName, *, new: NewTopic | None, take_over: bool, seen: ClaimCheck
+    ) -> OwnedTopic | None:
+        """Makes this node the owner of a topic; None if its record has changed since `seen`.
 
         Raises:
             NotFoundError: There is no such topic, and `new` is None.
@@ -202,8 +203,6 @@ class Tiers:
         catalog = self.catalog(name)
         found = catalog.record()
         is_known = found is not None and found[0].is_open
-        if found is None and new is not None:
-            self._refuse_forgotten(name)
         owned = claim(
             catalog,
             self.membership,
@@ -211,8 +210,9 @@ class Tiers:
             take_over=take_over,
             clock=self.clock,
             metrics=self.metrics,
+            seen=seen,
         )
-        if not is_known:
+        if owned is not None and not is_known:
             self._save_manifest(name, owned)
         return owned
 
@@ -244,9 +244,15 @@ class Tiers:
         else:
             owned.mark_deleting()
         failpoints.reach("tier.after_mark_deleting")
-        for info in list(self.objects.list(f"{TOPICS_PREFIX}{name.namespace}/{name.topic}/")):
-            self.objects.delete(info.key)
-            failpoints.reach("tier.after_delete_object")
+        prefix = objects_prefix(name)
+        for info in list(self.objects.list(prefix)):
+            # Whoever has finished this deletion meanwhile may have made the topic again: its
+            # objects have a later epoch in their names.
+            if parse_epoch(info.key.removeprefix(prefix)) <= owned.epoch:
+                self.objects.delete(info.key)
+                failpoints.reach("tier.after_delete_object")
+        owned.check()
+        self.objects.delete(manifest_key(name))
         owned.finish_delete()
         self.membership.remove(owned)
 

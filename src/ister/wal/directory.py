@@ -99,6 +99,10 @@ class WalDirectory:
         """Whether nothing is here, not even a mark: the files were lost, or never made."""
         return not self.fs.exists(self.path) or not self.fs.list_directory(self.path)
 
+    def is_new(self) -> bool:
+        """Whether the mark is all that is here."""
+        return self.fs.list_directory(self.path) == [ORIGIN_NAME]
+
     def mark(self) -> None:
         """Makes the directory, marked so that its loss can be told; durable on return."""
         self.fs.make_directories(self.path)

@@ -199,7 +199,7 @@ def test_object_that_no_file_has_any_more_cannot_be_repaired(rotated, capsys):
     assert code == 1
     assert (only(printed)["status"], only(printed)["objects"]) == ("damaged", [])
     (error,) = printed["errors"]
-    assert (error["code"], error["topic"], error["offset"]) == ("NOT_FOUND", TOPIC, 0)
+    assert (error["code"], error["topic"], error["offset"]) == ("DATA_LOSS", TOPIC, 0)
     assert (error["start_offset"], error["next_offset"]) == (0, 10)
     assert main(["repair", "--config", str(rotated.config)]) == 1
     shown = capsys.readouterr()
@@ -270,7 +270,7 @@ def test_unknown_topic_fails_alone(place, capsys):
         ("/default/none", "failed"),
         (TOPIC, "whole"),
     ]
-    assert [(e["code"], e["topic"]) for e in printed["errors"]] == [("NOT_FOUND", "/default/none")]
+    assert [(e["code"], e["topic"]) for e in printed["errors"]] == [("DATA_LOSS", "/default/none")]
 
 
 def test_log_that_is_open_is_refused(place, capsys):

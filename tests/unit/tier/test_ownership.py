@@ -64,7 +64,7 @@ def test_first_claim_makes_the_topic(cluster):
     assert len(record.incarnation) == 16
     owner, _ = cluster.catalog().owner()
     assert (owner.node, owner.epoch) == ("a", 1)
-    assert (owned.tiered, owned.start, owned.is_local_current) == (0, 0, True)
+    assert (owned.tiered, owned.start) == (0, 0)
 
 
 def test_topic_that_does_not_exist_is_not_made_by_opening_it(cluster):
@@ -82,7 +82,7 @@ def test_same_node_claims_again_at_once_under_a_higher_epoch(cluster):
     assert again.record.incarnation == first.record.incarnation
     assert again.record.ack is AckLevel.SYNCED
     assert again.record.lineage == first.record.lineage
-    assert (again.tiered, again.first.start, again.is_local_current) == (25, 0, True)
+    assert (again.tiered, again.first.start) == (25, 0)
     with pytest.raises(FencedError):
         first.check()
 
@@ -109,7 +109,7 @@ def test_other_node_is_refused_after_the_lease_until_it_takes_over(cluster):
     assert "10" in refused.value.hint
     taken = cluster.claim("b", take_over=True)
     assert taken.record.lineage[-1] == Lineage(epoch=2, start=10, node="b")
-    assert (taken.start, taken.is_local_current) == (10, False)
+    assert taken.start == 10
     with pytest.raises(FencedError):
         owned.commit(a_descriptor(10, 20))
 
@@ -126,7 +126,7 @@ def test_node_that_comes_back_after_another_wrote_has_old_files(cluster):
     cluster.claim("a").seal(0)
     cluster.claim("b").seal(0)
     again = cluster.claim("a")
-    assert (again.epoch, again.is_local_current) == (3, False)
+    assert again.epoch == 3
     assert [item.node for item in again.record.lineage] == ["a", "b", "a"]
 
 
@@ -138,7 +138,6 @@ def test_record_without_a_lineage_is_anybodys(cluster):
     cluster.metadata.delete(cluster.keys.owner)
     other = cluster.claim("b")
     assert other.record.lineage == (Lineage(epoch=2, start=10, node="b"),)
-    assert other.is_local_current
 
 
 def test_lineage_is_kept_to_its_last_changes(cluster):
@@ -640,7 +639,7 @@ def test_deleted_topic_is_gone_and_its_epoch_goes_on(cluster):
     again = cluster.claim("b")
     assert again.epoch == 2
     assert again.record.incarnation != owned.record.incarnation
-    assert (again.tiered, again.start, again.is_local_current) == (0, 0, False)
+    assert (again.tiered, again.start) == (0, 0)
     assert again.record.lineage == (Lineage(epoch=2, start=0, node="b"),)
 
 

@@ -13,6 +13,7 @@ from ister.errors import (
     ClosedError,
     ConflictError,
     CorruptDataError,
+    DataGapError,
     FencedError,
     InvalidRequestError,
     NotFoundError,

@@ -1,0 +1,331 @@
+"""Cursors in the metadata store: forward, whoever writes them and whatever becomes of answers."""
+
+import pytest
+
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    CorruptDataError,
+    UnavailableError,
+)
+from ister.format.records import Progress, decode_progress, encode_progress
+from ister.metadata.memory import MemoryMetadata
+from ister.tier.cursors import clip_progress, load_progress, save_progress
+
+PREFIX = "/danube/subscriptions/default/orders/"
+KEY = f"{PREFIX}billing/progress"
+LIFE = "0123456789abcdef"
+ATTEMPTS = 5
+
+
+@pytest.fixture
+def store():
+    return MemoryMetadata()
+
+
+def a_cursor(offset, *, at=1000, life=LIFE, **more):
+    return Progress(offset=offset, timestamp=at, incarnation=life, more=more)
+
+
+def put(store, offset, *, key=KEY, **fields):
+    store.put(key, encode_progress(a_cursor(offset, **fields)))
+
+
+def offset_of(store, key=KEY):
+    return load_progress(store, key).offset
+
+
+def interfere(store, kind, change, *, times=1):
+    """Has `change` happen before the next operations of a kind, by somebody else."""
+    left = [times]
+
+    def before(seen, key):
+        if seen == kind and left[0]:
+            left[0] -= 1
+            store.before = lambda kind, key: None
+            change()
+            store.before = before
+
+    store.before = before
+    return left
+
+
+def lose_answers(store, times):
+    """The next transactions happen, and nobody hears of it."""
+    left = [times]
+
+    def after(kind, key):
+        if kind == "transact" and left[0]:
+            left[0] -= 1
+            raise CommitUnknownError("the answer was lost")
+
+    store.after = after
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+def test_cursor_that_nobody_has_written_is_none(store):
+    assert load_progress(store, KEY) is None
+
+
+def test_cursor_comes_back_as_it_was_saved(store):
+    saved = save_progress(store, KEY, a_cursor(7, host="h1"))
+    assert saved == a_cursor(7, host="h1")
+    assert load_progress(store, KEY) == saved
+
+
+def test_cursor_that_is_something_else_is_named(store):
+    store.put(KEY, b"[]")
+    with pytest.raises(CorruptDataError) as damaged:
+        load_progress(store, KEY)
+    assert damaged.value.path == KEY
+
+
+# -- forward ------------------------------------------------------------------------------------
+
+
+def test_cursor_moves_forward(store):
+    for offset in (0, 3, 3, 8):
+        assert save_progress(store, KEY, a_cursor(offset)).offset == offset
+    assert offset_of(store) == 8
+
+
+def test_lower_offset_leaves_the_cursor_and_shows_that_the_subscription_lives(store):
+    put(store, 10, at=1000)
+    saved = save_progress(store, KEY, a_cursor(4, at=2000))
+    assert (saved.offset, saved.timestamp) == (10, 2000)
+    assert load_progress(store, KEY) == saved
+
+
+def test_older_timestamp_does_not_make_a_subscription_look_idle(store):
+    put(store, 10, at=5000)
+    assert save_progress(store, KEY, a_cursor(12, at=3000)).timestamp == 5000
+    assert (load_progress(store, KEY).offset, load_progress(store, KEY).timestamp) == (12, 5000)
+
+
+def test_fields_that_others_keep_in_a_cursor_stay(store):
+    put(store, 1, zone="north", host="h1")
+    save_progress(store, KEY, a_cursor(2, host="h2"))
+    assert load_progress(store, KEY).more == {"zone": "north", "host": "h2"}
+
+
+def test_cursor_of_a_topic_that_was_made_again_begins_anew(store):
+    put(store, 900, at=9000, life="of another life", zone="north")
+    saved = save_progress(store, KEY, a_cursor(3, at=100))
+    assert saved == a_cursor(3, at=100)
+    assert load_progress(store, KEY) == saved
+
+
+# -- races --------------------------------------------------------------------------------------
+
+
+def test_cursor_that_another_moves_further_in_between_is_not_put_back(store):
+    put(store, 1)
+    interfere(store, "transact", lambda: put(store, 50))
+    assert save_progress(store, KEY, a_cursor(10)).offset == 50
+    assert offset_of(store) == 50
+
+
+def test_cursor_that_another_moves_less_far_in_between_goes_on(store):
+    put(store, 1)
+    interfere(store, "transact", lambda: put(store, 5))
+    assert save_progress(store, KEY, a_cursor(10)).offset == 10
+    assert offset_of(store) == 10
+
+
+def test_first_cursor_that_another_makes_in_between_is_not_put_back(store):
+    interfere(store, "transact", lambda: put(store, 50))
+    assert save_progress(store, KEY, a_cursor(10)).offset == 50
+
+
+def test_cursor_that_vanishes_in_between_is_made(store):
+    put(store, 1)
+    interfere(store, "transact", lambda: store.delete(KEY))
+    assert save_progress(store, KEY, a_cursor(10)).offset == 10
+    assert offset_of(store) == 10
+
+
+def test_cursor_that_changes_at_every_attempt_is_a_conflict(store):
+    put(store, 1)
+    left = interfere(store, "transact", lambda: put(store, 2), times=100)
+    with pytest.raises(ConflictError) as refused:
+        save_progress(store, KEY, a_cursor(10))
+    assert refused.value.path == KEY
+    assert left[0] == 100 - ATTEMPTS
+    assert offset_of(store) == 2
+
+
+def test_cursor_that_changes_at_all_attempts_but_one_is_saved(store):
+    put(store, 1)
+    interfere(store, "transact", lambda: put(store, 2), times=ATTEMPTS - 1)
+    assert save_progress(store, KEY, a_cursor(10)).offset == 10
+
+
+# -- lost answers -------------------------------------------------------------------------------
+
+
+def test_answer_that_never_landed_is_written_again(store):
+    put(store, 1)
+    store.delay_next_change()
+    assert save_progress(store, KEY, a_cursor(10)).offset == 10
+    assert offset_of(store) == 10
+
+
+def test_change_that_lands_late_does_not_put_the_cursor_back(store):
+    put(store, 1)
+    store.delay_next_change()
+    save_progress(store, KEY, a_cursor(10))
+    save_progress(store, KEY, a_cursor(30))
+    assert store.deliver_delayed() == [None]
+    assert offset_of(store) == 30
+
+
+def test_change_that_lands_between_the_attempts_is_found(store):
+    put(store, 1)
+    store.delay_next_change()
+    reads = []
+
+    def before(kind, key):
+        if kind == "get":
+            reads.append(key)
+            if len(reads) == 2:
+                assert store.deliver_delayed() != [None]
+
+    store.before = before
+    assert save_progress(store, KEY, a_cursor(10)).offset == 10
+    assert len(reads) == 2
+    assert offset_of(store) == 10
+
+
+@pytest.mark.parametrize("known", [None, 1])
+def test_change_that_happened_and_was_not_heard_of_is_found(store, known):
+    if known is not None:
+        put(store, known)
+    lose_answers(store, 1)
+    assert save_progress(store, KEY, a_cursor(10)) == a_cursor(10)
+    assert load_progress(store, KEY) == a_cursor(10)
+
+
+def test_first_cursor_that_lands_late_does_not_replace_a_later_one(store):
+    store.delay_next_change()
+    save_progress(store, KEY, a_cursor(10))
+    save_progress(store, KEY, a_cursor(11))
+    assert store.deliver_delayed() == [None]
+    assert offset_of(store) == 11
+
+
+def test_answers_that_are_lost_again_and_again_are_an_error(store):
+    put(store, 1)
+    store.delay_next_change(100)
+    with pytest.raises((ConflictError, UnavailableError)):
+        save_progress(store, KEY, a_cursor(10))
+    assert len(store.delayed) == ATTEMPTS
+    assert offset_of(store) == 1
+    results = store.deliver_delayed()
+    assert [result for result in results if result is not None] == [2]
+    assert offset_of(store) == 10
+
+
+def test_silent_store_is_an_error_and_moves_nothing(store):
+    put(store, 1)
+
+    def silent(kind, key):
+        if kind == "transact":
+            raise UnavailableError("silent")
+
+    store.before = silent
+    with pytest.raises(UnavailableError):
+        save_progress(store, KEY, a_cursor(10))
+    store.before = lambda kind, key: None
+    assert offset_of(store) == 1
+
+
+# -- putting back to the end --------------------------------------------------------------------
+
+
+def test_cursors_ahead_of_the_end_are_put_back_and_the_others_stay(store):
+    for name, offset in {"a": 3, "b": 10, "c": 11, "d": 500}.items():
+        put(store, offset, key=f"{PREFIX}{name}/progress", at=1234, zone=name)
+    assert clip_progress(store, PREFIX, 10) == [f"{PREFIX}c/progress", f"{PREFIX}d/progress"]
+    found = {kv.key: decode_progress(kv.value, key=kv.key) for kv in store.range(PREFIX)}
+    assert [progress.offset for progress in found.values()] == [3, 10, 10, 10]
+    # It was not seen alive by this, and what others keep in it stays.
+    assert found[f"{PREFIX}d/progress"] == a_cursor(10, at=1234, zone="d")
+
+
+def test_nothing_ahead_of_the_end_changes_nothing(store):
+    put(store, 10)
+    revision = store.revision
+    assert clip_progress(store, PREFIX, 10) == []
+    assert clip_progress(store, "/danube/subscriptions/default/others/", 0) == []
+    assert store.revision == revision
+
+
+def test_keys_beside_the_cursors_are_left_alone(store):
+    store.put(f"{PREFIX}billing/config", b"not even json")
+    store.put("/danube/subscriptions/default/orders2/x/progress", encode_progress(a_cursor(99)))
+    put(store, 99)
+    assert clip_progress(store, PREFIX, 5) == [KEY]
+    assert store.get(f"{PREFIX}billing/config").value == b"not even json"
+    assert offset_of(store, "/danube/subscriptions/default/orders2/x/progress") == 99
+
+
+def test_end_of_an_empty_topic_puts_cursors_to_its_beginning(store):
+    put(store, 99)
+    assert clip_progress(store, PREFIX, 0) == [KEY]
+    assert offset_of(store) == 0
+
+
+def test_cursor_that_moves_while_it_is_put_back_is_put_back_all_the_same(store):
+    put(store, 20)
+    interfere(store, "transact", lambda: put(store, 30, at=7777))
+    assert clip_progress(store, PREFIX, 10) == [KEY]
+    assert load_progress(store, KEY) == a_cursor(10, at=7777)
+
+
+def test_cursor_that_another_puts_back_meanwhile_is_left_to_that_one(store):
+    put(store, 20)
+    interfere(store, "transact", lambda: put(store, 4))
+    assert clip_progress(store, PREFIX, 10) == []
+    assert offset_of(store) == 4
+
+
+def test_cursors_that_keep_changing_are_a_conflict(store):
+    put(store, 20)
+    interfere(store, "transact", lambda: put(store, 20), times=100)
+    with pytest.raises(ConflictError) as refused:
+        clip_progress(store, PREFIX, 10)
+    assert refused.value.path == PREFIX
+
+
+def test_lost_answer_does_not_keep_cursors_from_being_put_back(store):
+    """Goal: opening a topic does not fail because one answer was lost."""
+    put(store, 20)
+    put(store, 30, key=f"{PREFIX}other/progress")
+    store.delay_next_change()
+    clip_progress(store, PREFIX, 10)
+    assert (offset_of(store), offset_of(store, f"{PREFIX}other/progress")) == (10, 10)
+
+
+def test_put_back_that_happened_and_was_not_heard_of_is_told_at_most_once(store):
+    put(store, 20)
+    lose_answers(store, 1)
+    try:
+        told = clip_progress(store, PREFIX, 10)
+    except UnavailableError:
+        told = clip_progress(store, PREFIX, 10)
+    assert told in ([], [KEY])
+    assert offset_of(store) == 10
+
+
+def test_put_back_that_lands_late_does_not_undo_what_came_after(store):
+    put(store, 20)
+    store.delay_next_change()
+    try:
+        clip_progress(store, PREFIX, 10)
+    except UnavailableError:
+        clip_progress(store, PREFIX, 10)
+    save_progress(store, KEY, a_cursor(12))
+    assert store.deliver_delayed() == [None]
+    assert offset_of(store) == 12

@@ -1,0 +1,413 @@
+"""A damaged log rewritten: the same frames, nothing thrown away, and a crash at every step."""
+
+import copy
+import errno
+from operator import methodcaller
+
+import pytest
+
+from builders import with_bit_flipped
+from ister.config import load_config
+from ister.errors import CapacityError, CorruptDataError, DiskError, OffsetOutOfRangeError
+from ister.format.frame import scan_frames
+from ister.fs.memory import FaultPlan, SimulatedCrash
+from ister.metrics import Metrics
+from ister.model import TopicState
+from ister.topic.log import Log
+from ister.wal.directory import WalDirectory
+from ister.wal.repair import rewrite_log
+from rig import NAME, ROOT, Machine, ManualClock, NoThreads, numbered, payloads
+
+PATH = f"{ROOT}{NAME}"
+COUNT = 40
+PER_FILE = 5
+SENT = numbered(COUNT, size=900)
+NEW = f"{PATH}/wal.8.log"
+SETTINGS = {"rotate_max_bytes": 4096, "cache_capacity": 1}
+
+
+def opened(machine, *, is_new=False):
+    log = machine.open(clock=ManualClock(), scheduler=NoThreads(), **SETTINGS)
+    return log, log.topic(NAME, create=is_new)
+
+
+def name_of(seq):
+    return f"wal.{seq}.log" if seq else "wal.log"
+
+
+def flip(machine, seq, number):
+    """Damages the frame `number` of a file for good."""
+    path = f"{PATH}/{name_of(seq)}"
+    data = machine.read(path)
+    starts = scan_frames(data, expected_offset=None).starts
+    machine.overwrite(path, 0, with_bit_flipped(data, 8 * (starts[number] + 40)))
+
+
+def lose(machine, seq):
+    for name in (name_of(seq), name_of(seq).replace(".log", ".idx")):
+        machine.remove(f"{PATH}/{name}")
+
+
+HARM = {
+    "whole": lambda machine: None,
+    "a frame": lambda machine: flip(machine, 1, 2),
+    "a first frame": lambda machine: flip(machine, 1, 0),
+    "a file": lambda machine: lose(machine, 1),
+    "the first file": lambda machine: lose(machine, 0),
+    "the last file": lambda machine: flip(machine, 7, 1),
+}
+CASES = [
+    ("whole", 12),
+    ("a frame", 12),
+    ("a frame", 10),
+    ("a first frame", 12),
+    ("a file", 12),
+    ("a file", 36),
+    ("the first file", 5),
+    ("the last file", 38),
+    ("the last file", 40),
+]
+on_each_case = pytest.mark.parametrize(("harm", "start"), CASES)
+# What the other tier does not have lies in one file, or in several.
+in_one_file = pytest.mark.parametrize(
+    ("harm", "start"), [("a file", 36), ("the last file", 38), ("the last file", 40)]
+)
+in_several_files = pytest.mark.parametrize(
+    ("harm", "start"), [("a frame", 12), ("a file", 12), ("the first file", 5)]
+)
+
+_disks: dict[str, tuple] = {}
+
+
+def a_machine(harm):
+    """A log in eight files, closed, with damage; and its frames as they were before."""
+    if harm not in _disks:
+        with Machine() as machine:
+            log, topic = opened(machine, is_new=True)
+            for payload in SENT:
+                topic.append(payload)
+                topic.flush()
+            log.close()
+            frames = []
+            for seq in range(8):
+                data = machine.read(f"{PATH}/{name_of(seq)}")
+                starts = scan_frames(data, expected_offset=None).starts
+                frames += [data[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+            assert len(frames) == COUNT
+            HARM[harm](machine)
+            _disks[harm] = machine.fs._root, frames
+    root, frames = _disks[harm]
+    machine = Machine()
+    machine.fs._root = copy.deepcopy(root)
+    return machine, frames
+
+
+def rewrite(topic, start, *, chunk_bytes=4096):
+    return rewrite_log(
+        topic.wal, start, chunk_bytes=chunk_bytes, clock=ManualClock(), metrics=Metrics()
+    )
+
+
+def content(machine):
+    """Every file of the topic with its bytes, but for what is being written."""
+    return {
+        name: machine.read(f"{PATH}/{name}")
+        for name in machine.fs.list_directory(PATH)
+        if not name.endswith(".tmp")
+    }
+
+
+def check_goes_on(machine, start):
+    """The log opens in order, has every message from `start` on, and takes the next one."""
+    log, topic = opened(machine)
+    assert (topic.state, topic.damage) == (TopicState.OPEN, ())
+    assert topic.watermarks.next == COUNT
+    assert topic.earliest <= start
+    assert payloads(topic.read(start)) == SENT[start:]
+    assert topic.append(b"next") == COUNT
+    topic.flush()
+    log.close()
+    log, topic = opened(machine)
+    assert payloads(topic.read(start)) == [*SENT[start:], b"next"]
+    log.close()
+
+
+# -- what it does -------------------------------------------------------------------------------
+
+
+@on_each_case
+def test_frames_from_the_start_on_are_copied_byte_for_byte(harm, start):
+    machine, frames = a_machine(harm)
+    with machine:
+        log, topic = opened(machine)
+        assert rewrite(topic, start) == COUNT - start
+        assert machine.read(NEW) == b"".join(frames[start:])
+        log.close()
+
+
+@on_each_case
+def test_rewritten_log_goes_on(harm, start):
+    machine, _ = a_machine(harm)
+    with machine:
+        log, topic = opened(machine)
+        rewrite(topic, start)
+        log.close()
+        assert WalDirectory(machine.fs, PATH).log_seqs() == [8]
+        check_goes_on(machine, start)
+
+
+@on_each_case
+def test_old_files_are_set_aside_as_they_were(harm, start):
+    machine, _ = a_machine(harm)
+    with machine:
+        log, topic = opened(machine)
+        before = content(machine)
+        rewrite(topic, start)
+        after = content(machine)
+        log.close()
+    old = [name for name in before if name.endswith((".log", ".idx"))]
+    assert len(old) >= 14
+    assert {f"{name}.aside": before[name] for name in old}.items() <= after.items()
+    assert sorted(name for name in after if not name.endswith(".aside")) == [
+        "wal.8.log",
+        "wal.ckpt",
+    ]
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 1 << 20])
+def test_size_of_a_chunk_changes_nothing(chunk_bytes):
+    machine, frames = a_machine("a frame")
+    with machine:
+        log, topic = opened(machine)
+        assert rewrite(topic, 12, chunk_bytes=chunk_bytes) == COUNT - 12
+        assert machine.read(NEW) == b"".join(frames[12:])
+        log.close()
+
+
+def test_no_handle_stays_open():
+    machine, _ = a_machine("a frame")
+    with machine:
+        log, topic = opened(machine)
+        handles = machine.fs.open_files
+        rewrite(topic, 12)
+        assert machine.fs.open_files == handles
+        log.close()
+
+
+def test_log_in_memory_has_nothing_to_rewrite():
+    config = load_config({"storage": {"mode": "memory"}}, {})
+    with Log(config, scheduler=NoThreads()) as log:
+        topic = log.topic(NAME, create=True)
+        topic.append(b"x")
+        assert rewrite(topic, 0) == 0
+        assert payloads(topic.read()) == [b"x"]
+
+
+def test_log_that_was_rewritten_can_be_rewritten_again():
+    machine, frames = a_machine("a frame")
+    with machine:
+        log, topic = opened(machine)
+        rewrite(topic, 12)
+        log.close()
+        flip(machine, 8, 3)
+        log, topic = opened(machine)
+        assert rewrite(topic, 20) == COUNT - 20
+        log.close()
+        assert machine.read(f"{PATH}/wal.9.log") == b"".join(frames[20:])
+        assert {"wal.8.log.aside", "wal.log.aside"} <= content(machine).keys()
+        check_goes_on(machine, 20)
+
+
+# -- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("harm", "start", "offset"),
+    [
+        ("a frame", 5, 7),
+        ("a frame", 7, 7),
+        ("a frame", 0, 7),
+        ("the last file", 12, 36),
+        ("the last file", 36, 36),
+    ],
+)
+def test_damage_at_or_behind_the_start_changes_nothing(harm, start, offset):
+    machine, _ = a_machine(harm)
+    with machine:
+        log, topic = opened(machine)
+        before, state = content(machine), topic.state
+        with pytest.raises(CorruptDataError) as damaged:
+            rewrite(topic, start)
+        assert damaged.value.offset == offset
+        assert content(machine) == before
+        assert topic.state is state
+        assert payloads(topic.read(12, end=36)) == SENT[12:36]
+        log.close()
+        assert content(machine) == before
+
+
+def test_offsets_that_are_not_in_the_files_change_nothing():
+    machine, _ = a_machine("the first file")
+    with machine:
+        log, topic = opened(machine)
+        before = content(machine)
+        with pytest.raises(OffsetOutOfRangeError):
+            rewrite(topic, 3)
+        log.close()
+        assert content(machine) == before
+
+
+def test_file_that_is_missing_behind_the_start_changes_nothing():
+    machine, _ = a_machine("a file")
+    with machine:
+        log, topic = opened(machine)
+        before = content(machine)
+        with pytest.raises(CorruptDataError):
+            rewrite(topic, 2)
+        log.close()
+        assert content(machine) == before
+
+
+def test_refused_rewriting_leaves_no_half_copy_behind():
+    """Goal: nothing changed means nothing; a half copy may be as large as the log."""
+    machine, _ = a_machine("the last file")
+    with machine:
+        log, topic = opened(machine)
+        before = machine.fs.list_directory(PATH)
+        with pytest.raises(CorruptDataError):
+            rewrite(topic, 12)
+        assert machine.fs.list_directory(PATH) == before
+        log.close()
+
+
+@pytest.mark.parametrize("kind", ["create", "write", "sync", "rename", "sync_directory"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_new_file_that_cannot_be_written_leaves_the_log_as_it_was(kind, number):
+    machine, _ = a_machine("the last file")
+    with machine:
+        log, topic = opened(machine)
+        before = content(machine)
+        machine.fs.before = FaultPlan(at=1, errno=number, kinds=frozenset({kind}))
+        with pytest.raises((CapacityError, DiskError)):
+            rewrite(topic, 38)
+        machine.fs.before = lambda kind, path: None
+        after = content(machine)
+        after.pop("wal.8.log", None)  # whose name may not be durable
+        assert after == before
+        log.close()
+        log, topic = opened(machine)
+        assert rewrite(topic, 38) == 2
+        log.close()
+        check_goes_on(machine, 38)
+
+
+# -- crashes ------------------------------------------------------------------------------------
+
+
+class Crash:
+    """Ends the process at an operation that changes something; nothing happens after that."""
+
+    KINDS = frozenset({"create", "write", "sync", "rename", "sync_directory"})
+
+    def __init__(self, at):
+        self.at = at
+        self.seen = 0
+        self.step = ""
+
+    def __call__(self, kind, path):
+        if self.step:
+            raise SimulatedCrash
+        if kind in self.KINDS:
+            self.seen += 1
+            if self.seen == self.at:
+                self.step = f"{kind} {path}"
+                raise SimulatedCrash
+
+
+def steps_of(harm, start):
+    machine, _ = a_machine(harm)
+    with machine:
+        _, topic = opened(machine)
+        machine.fs.before = count = Crash(at=0)
+        rewrite(topic, start)
+        machine.fs.before = lambda kind, path: None
+    return count.seen
+
+
+def crash_and_rewrite_again(harm, start, at, end):
+    """Crashes at a step, has the next process rewrite the log, and looks what has become of it."""
+    machine, frames = a_machine(harm)
+    with machine:
+        _, topic = opened(machine)
+        before = content(machine)
+        machine.fs.before = crash = Crash(at)
+        with pytest.raises(SimulatedCrash):
+            rewrite(topic, start)
+        end(machine)
+        log, topic = opened(machine)
+        try:
+            assert topic.watermarks.next == COUNT
+            assert rewrite(topic, start) == COUNT - start
+            log.close()
+            seqs = WalDirectory(machine.fs, PATH).log_seqs()
+            assert len(seqs) == 1
+            assert machine.read(f"{PATH}/wal.{seqs[0]}.log") == b"".join(frames[start:])
+            check_goes_on(machine, start)
+        except Exception as error:
+            error.add_note(f"after a crash before step {at}: {crash.step}")
+            raise
+        return before, content(machine)
+
+
+def check_kills(harm, start):
+    for at in range(1, steps_of(harm, start) + 1):
+        before, after = crash_and_rewrite_again(harm, start, at, methodcaller("kill"))
+        kept = {data for name, data in after.items() if name.endswith(".aside")}
+        assert {data for name, data in before.items() if name.endswith(".log")} <= kept
+
+
+def check_power_cuts(harm, start, *, seeds):
+    for at in range(1, steps_of(harm, start) + 1):
+        for seed in range(seeds):
+            cut = methodcaller("cut_power", 1000 * at + seed)
+            crash_and_rewrite_again(harm, start, at, cut)
+
+
+@in_one_file
+def test_killed_at_any_step_the_next_rewriting_ends_the_same(harm, start):
+    check_kills(harm, start)
+
+
+@in_several_files
+def test_killed_at_any_step_with_much_to_copy_the_next_rewriting_ends_the_same(harm, start):
+    check_kills(harm, start)
+
+
+@in_one_file
+def test_power_cut_at_any_step_the_next_rewriting_ends_the_same(harm, start):
+    check_power_cuts(harm, start, seeds=2)
+
+
+@in_several_files
+def test_power_cut_at_any_step_with_much_to_copy_the_next_rewriting_ends_the_same(harm, start):
+    check_power_cuts(harm, start, seeds=2)
+
+
+@pytest.mark.parametrize(("harm", "start"), [("a frame", 12), ("the last file", 38)])
+def test_crash_in_the_middle_leaves_every_message_readable(harm, start):
+    """Goal: until a second rewriting comes, nothing that was whole is out of reach."""
+    for at in range(1, steps_of(harm, start) + 1):
+        machine, _ = a_machine(harm)
+        with machine:
+            _, topic = opened(machine)
+            machine.fs.before = crash = Crash(at)
+            with pytest.raises(SimulatedCrash):
+                rewrite(topic, start)
+            machine.kill()
+            log, topic = opened(machine)
+            try:
+                assert payloads(topic.read(start)) == SENT[start:]
+            except Exception as error:
+                error.add_note(f"after a crash before step {at}: {crash.step}")
+                raise
+            log.close()
