@@ -213,16 +213,3 @@ def converge(history: History, topic: ister.Topic) -> Report:
     bucket = dict(read_bucket(topic))
     assert bucket == chained, "the bucket and the chained read differ"
     return report
-
-
-def verify_all(history: History, log: ister.Log, *, skip: frozenset[str] = frozenset()) -> None:
-    """`converge` for every topic that the history knows."""
-    there = set(log.topics())
-    for name in history.topics():
-        if name in skip:
-            continue
-        if name in there:
-            converge(history, log.topic(name))
-        else:
-            report = history.check(name, [], survives=SURVIVES)
-            assert report.is_clean, str(report)

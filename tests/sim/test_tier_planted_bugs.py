@@ -55,13 +55,13 @@ def commit_without_comparing_the_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def claim_without_a_new_epoch(patch: pytest.MonkeyPatch) -> None:
-    real = _Claimant._next_record
+    real = _Claimant.next_record
 
     def next_record(self: _Claimant, known, sealed):
         record = real(self, known, sealed)
         return replace(record, epoch=known.epoch) if known is not None else record
 
-    patch.setattr(_Claimant, "_next_record", next_record)
+    patch.setattr(_Claimant, "next_record", next_record)
 
 
 def descriptor_before_object(patch: pytest.MonkeyPatch) -> None:
@@ -225,16 +225,19 @@ def seal_before_the_upload(patch: pytest.MonkeyPatch) -> None:
 
 
 def files_that_are_set_aside_are_removed(patch: pytest.MonkeyPatch) -> None:
-    def remove(directory: WalDirectory, epoch: int, reason: str) -> str:
+    def remove(directory: WalDirectory, reason: str) -> str:
         remove_directory(directory.fs, directory.path)
+        directory.mark()
         return directory.path
 
-    patch.setattr(ister.topic.opening, "set_aside", remove)
+    for module in (ister.topic.opening, ister.topic.log):
+        patch.setattr(module, "set_aside", remove)
 
 
 def old_files_are_taken_for_the_topic(patch: pytest.MonkeyPatch) -> None:
     """Another node has written since, and the files here are used all the same."""
-    patch.setattr(ister.topic.opening, "set_aside", lambda directory, epoch, reason: "")
+    for module in (ister.topic.opening, ister.topic.log):
+        patch.setattr(module, "set_aside", lambda directory, reason: directory.path)
 
 
 def readers_jump_over_what_is_not_local(patch: pytest.MonkeyPatch) -> None:

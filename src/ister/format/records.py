@@ -71,6 +71,9 @@ class TopicRecord:
     codec: Codec
     created_at: int
     """Seconds since the Unix epoch."""
+    claim: str = ""
+    """Another one for every claim: tells two owners apart whose epochs are the same, as they may be
+    after an older copy of the metadata was restored."""
     state: str = _OPEN
     """`open`, `deleting`, or `deleted`: the name is free, and its epoch goes on from here."""
     lineage: tuple[Lineage, ...] = ()
@@ -134,6 +137,7 @@ def encode_topic(record: TopicRecord) -> bytes:
             "ack": record.ack,
             "codec": record.codec,
             "created_at": record.created_at,
+            "claim": record.claim,
             "state": record.state,
             "lineage": [
                 {"epoch": item.epoch, "start": item.start, "node": item.node}
@@ -157,6 +161,7 @@ def decode_topic(data: bytes, *, key: str) -> TopicRecord:
             ack=AckLevel(fields.pop("ack")),
             codec=Codec(fields.pop("codec")),
             created_at=int(fields.pop("created_at")),
+            claim=str(fields.pop("claim", "")),
             state=str(fields.pop("state", _OPEN)),
             lineage=tuple(
                 Lineage(epoch=int(i["epoch"]), start=int(i["start"]), node=str(i["node"]))

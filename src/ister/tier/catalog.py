@@ -10,10 +10,12 @@ Anybody may read: other processes, other machines, Spark.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ister.clock import Clock
+from ister.errors import CorruptDataError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
 from ister.format.records import (
     OwnerRecord,
@@ -30,7 +32,9 @@ from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.tier.names import TopicKeys
 
-__all__ = ["Catalog", "Subscription", "list_topics"]
+__all__ = ["Catalog", "Subscription", "list_records", "list_topics"]
+
+_log = logging.getLogger("ister.tier.catalog")
 
 _PAGE = 256
 
@@ -109,16 +113,20 @@ class Catalog:
             key = page[-1].key + "\0"
 
     def subscriptions(self) -> list[Subscription]:
-        """Every cursor."""
+        """Every cursor that can be read."""
         suffix = "/progress"
-        return [
-            Subscription(
-                found.key.removeprefix(self.keys.subscriptions).removesuffix(suffix),
-                decode_progress(found.value, key=found.key),
-            )
-            for found in self.store.range(self.keys.subscriptions)
-            if found.key.endswith(suffix)
-        ]
+        subscriptions: list[Subscription] = []
+        for found in self.store.range(self.keys.subscriptions):
+            if not found.key.endswith(suffix):
+                continue
+            name = found.key.removeprefix(self.keys.subscriptions).removesuffix(suffix)
+            try:
+                subscriptions.append(
+                    Subscription(name, decode_progress(found.value, key=found.key))
+                )
+            except CorruptDataError as error:
+                _log.error("unreadable cursor", extra={"error": str(error)})
+        return subscriptions
 
     def _one(
         self, *, start: str | None = None, end: str | None = None, descending: bool
@@ -143,10 +151,16 @@ class Catalog:
 
 def list_topics(store: MetadataStore, root_prefix: str) -> list[str]:
     """The names of all topics that exist, sorted."""
+    return sorted(name for name, exists in list_records(store, root_prefix).items() if exists)
+
+
+def list_records(store: MetadataStore, root_prefix: str) -> dict[str, bool]:
+    """The names of all topics that have a record, and whether each exists (or was deleted)."""
     prefix = f"{root_prefix}/topics/"
-    names: list[str] = []
+    names: dict[str, bool] = {}
     for found in store.range(prefix):
         namespace, _, topic = found.key.removeprefix(prefix).partition("/")
-        if topic and "/" not in topic and decode_topic(found.value, key=found.key).is_open:
-            names.append(str(TopicName(namespace=namespace, topic=topic)))
-    return sorted(names)
+        if topic and "/" not in topic:
+            name = str(TopicName(namespace=namespace, topic=topic))
+            names[name] = decode_topic(found.value, key=found.key).is_open
+    return names

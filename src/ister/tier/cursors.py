@@ -1,19 +1,24 @@
 """Subscriptions' cursors in the metadata store: each only ever moves forward.
 
-A cursor is the first offset that a subscription has not acknowledged. It is written with a compare
-on what was read, so that an owner that was replaced cannot put it back.
+A cursor is the first offset that a subscription has not acknowledged. It is written in a
+transaction of the topic's owner, with a compare on what was read: an owner that was replaced cannot
+move it.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Final
 
-from ister.errors import CommitUnknownError, ConflictError
+from ister.errors import CommitUnknownError, ConflictError, CorruptDataError
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
+from ister.tier.ownership import OwnedTopic
 
 __all__ = ["clip_progress", "load_progress", "save_progress"]
+
+_log = logging.getLogger("ister.tier.cursors")
 
 _ATTEMPTS: Final = 5
 
@@ -36,7 +41,12 @@ def clip_progress(store: MetadataStore, prefix: str, next_offset: int) -> list[s
         for found in store.range(prefix):
             if not found.key.endswith("/progress"):
                 continue
-            known = decode_progress(found.value, key=found.key)
+            try:
+                known = decode_progress(found.value, key=found.key)
+            except CorruptDataError as error:
+                # One bad cursor must not keep the topic from its users.
+                _log.error("unreadable cursor", extra={"error": str(error)})
+                continue
             if known.offset > next_offset:
                 value = encode_progress(replace(known, offset=next_offset))
                 compare = RevisionIs(found.key, found.revision)
@@ -52,18 +62,22 @@ def clip_progress(store: MetadataStore, prefix: str, next_offset: int) -> list[s
     raise ConflictError("the cursors keep changing", path=prefix)
 
 
-def save_progress(store: MetadataStore, key: str, progress: Progress) -> Progress:
+def save_progress(owned: OwnedTopic, subscription: str, progress: Progress) -> Progress:
     """Moves a cursor forward; one that is further already stays, with the newer timestamp.
+
+    A cursor of a topic of the same name that was deleted does not count.
 
     Returns:
         What the store has now.
 
     Raises:
+        FencedError: Somebody else owns the topic.
         ConflictError: Others keep changing it.
         UnavailableError: The store does not answer.
     """
+    key = owned.catalog.keys.progress(subscription)
     for _ in range(_ATTEMPTS):
-        found = store.get(key)
+        found = owned.catalog.store.get(key)
         wanted = progress
         compare: Compare = Absent(key)
         if found is not None:
@@ -77,7 +91,7 @@ def save_progress(store: MetadataStore, key: str, progress: Progress) -> Progres
                     more={**known.more, **progress.more},
                 )
         try:
-            if store.transact([compare], [Put(key, encode_progress(wanted))]) is not None:
+            if owned.transact([compare], [Put(key, encode_progress(wanted))]):
                 return wanted
         except CommitUnknownError:
             # The next round reads what has become of it.

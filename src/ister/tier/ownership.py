@@ -127,7 +127,7 @@ class Membership:
         self._store = store
         self._ttl = ttl_seconds
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._owned: dict[str, OwnedTopic] = {}
         self.lease = store.grant_lease(ttl_seconds)
 
@@ -141,10 +141,23 @@ class Membership:
         """Whether it still does."""
         return self._clock.monotonic() < self.lease.valid_until
 
-    def add(self, owned: OwnedTopic) -> None:
-        """Takes note of a topic that was claimed."""
+    def add(self, owned: OwnedTopic, lease: Lease) -> None:
+        """Takes note of a topic that was claimed with `lease`.
+
+        Raises:
+            FencedError: That lease has ended meanwhile, and somebody else has the topic.
+            UnavailableError: It has ended, and the metadata store does not answer.
+        """
         with self._lock:
             self._owned[owned.topic] = owned
+            if lease is not self.lease:
+                self._reassert(owned, self.lease)
+
+    def _reassert(self, owned: OwnedTopic, lease: Lease) -> None:
+        try:
+            owned.reassert(lease)
+        except NotFoundError as error:
+            raise UnavailableError("a new lease has ended at once") from error
 
     def remove(self, owned: OwnedTopic) -> None:
         """Forgets a topic that was released."""
@@ -158,21 +171,21 @@ class Membership:
         Raises:
             UnavailableError: The metadata store does not answer; try again before `valid_until`.
         """
-        try:
-            self.lease.renew()
-        except NotFoundError:
-            _log.warning("the lease ended", extra={"node": self.node})
-        else:
-            return
-        lease = self._store.grant_lease(self._ttl)
+        # One at a time: two that each took a new lease would leave owner keys under the other's.
         with self._lock:
-            owned = list(self._owned.values())
-        for topic in owned:
             try:
-                topic.reassert(lease)
-            except FencedError:
-                self.remove(topic)
-        self.lease = lease
+                self.lease.renew()
+            except NotFoundError:
+                _log.warning("the lease ended", extra={"node": self.node})
+            else:
+                return
+            lease = self._store.grant_lease(self._ttl)
+            for topic in list(self._owned.values()):
+                try:
+                    self._reassert(topic, lease)
+                except FencedError:
+                    self.remove(topic)
+            self.lease = lease
 
     def end(self) -> None:
         """Gives the lease back, and with it every owner key."""
@@ -197,6 +210,8 @@ class OwnedTopic:
         self.topic = str(catalog.keys.topic)
         self.record = record
         self.epoch = record.epoch
+        self.is_rebuilt = False
+        """Whether nobody knew who wrote the topic last: its metadata was made from the bucket."""
         self.sealed_before = sealed
         """The seal that this claim has taken."""
         self._node = node
@@ -234,6 +249,21 @@ class OwnedTopic:
 
     # -- changes ----------------------------------------------------------------------------
 
+    def transact(self, compares: list[Compare], operations: list[Operation]) -> bool:
+        """One transaction that only the topic's owner can do; whether the compares held.
+
+        Raises:
+            FencedError: Somebody else owns the topic.
+            UnavailableError: The metadata store does not answer, or the answer was lost.
+        """
+        try:
+            self._change(compares, operations)
+        except FencedError:
+            raise
+        except ConflictError:
+            return False
+        return True
+
     def begin(self, session: UploadSession) -> None:
         """Notes which object is about to be written. Finds out early about being fenced.
 
@@ -241,6 +271,7 @@ class OwnedTopic:
             FencedError: Somebody else owns the topic.
             UnavailableError: The metadata store does not answer.
         """
+        self._require_open()
         failpoints.reach("tier.before_session")
         self._change([], [Put(self.catalog.keys.session, encode_session(session))])
         failpoints.reach("tier.after_session")
@@ -265,6 +296,7 @@ class OwnedTopic:
         key = keys.descriptor(descriptor.start)
         data = encode_descriptor(descriptor)
         with self._lock:
+            self._require_open()
             check(
                 self.last is None or self.last.end == descriptor.start,
                 f"a commit continues: {descriptor.start} after {self.tiered}",
@@ -500,7 +532,7 @@ class OwnedTopic:
         if self._fence is not None:
             raise self._fence.again()
         found = self.catalog.record()
-        if found is None or found[0].epoch != self.epoch:
+        if found is None or (found[0].epoch, found[0].claim) != (self.epoch, self.record.claim):
             self._fence = FencedError(
                 "another owner has the topic",
                 topic=self.topic,
@@ -522,6 +554,11 @@ class OwnedTopic:
             UnavailableError: The metadata store does not answer.
         """
         self._refresh_record()
+
+    def _require_open(self) -> None:
+        """Refuses to publish into a topic that is being deleted."""
+        if not self.record.is_open:
+            raise FencedError("the topic is being deleted", topic=self.topic)
 
     def _resync(self) -> None:
         self._current_revision = self._read_current()
@@ -588,7 +625,6 @@ def claim(
             return None
         owned = claimant.attempt(seen)
         if owned is not None:
-            membership.add(owned)
             return owned
     raise ConflictError("the topic keeps changing hands", topic=str(catalog.keys.topic))
 
@@ -666,7 +702,7 @@ class _Claimant:
         known = found[0] if found is not None else None
         self.refuse(known, owner[0] if owner is not None else None)
         seal = sealed[0] if sealed is not None else None
-        record = self.next_record(known, seal)
+        record, lease = self.next_record(known, seal), self.membership.lease
         compares: list[Compare] = [
             Absent(keys.record) if found is None else RevisionIs(keys.record, found[1]),
             Absent(keys.owner) if owner is None else RevisionIs(keys.owner, owner[1]),
@@ -677,7 +713,7 @@ class _Claimant:
             Put(
                 keys.owner,
                 encode_owner(OwnerRecord(node=node, epoch=record.epoch)),
-                self.membership.lease,
+                lease,
             ),
             Delete(keys.sealed),
         ]
@@ -693,7 +729,7 @@ class _Claimant:
         if revision is None:
             return None
         failpoints.reach("tier.after_claim")
-        return OwnedTopic(
+        owned = OwnedTopic(
             catalog,
             record=record,
             revision=revision,
@@ -702,6 +738,9 @@ class _Claimant:
             clock=self.clock,
             metrics=self.metrics,
         )
+        owned.is_rebuilt = known is not None and known.is_open and not known.lineage
+        self.membership.add(owned, lease)
+        return owned
 
     def refuse(self, known: TopicRecord | None, owner: OwnerRecord | None) -> None:
         """Raises if the topic is not there, or is somebody else's."""
@@ -726,13 +765,15 @@ class _Claimant:
             return TopicRecord(
                 epoch=epoch,
                 incarnation=secrets.token_hex(8),
+                claim=secrets.token_hex(8),
                 ack=self.new.ack if self.new is not None else AckLevel.SYNCED,
                 codec=self.new.codec if self.new is not None else Codec.BINCODE2,
                 created_at=self.clock.now_ns() // 1_000_000_000,
                 lineage=(Lineage(epoch=epoch, start=0, node=node),),
             )
+        known = replace(known, epoch=epoch, claim=secrets.token_hex(8))
         if known.lineage and known.lineage[-1].node == node:
-            return replace(known, epoch=epoch)
+            return known
         last = self.catalog.last()
         tiered = last.end if last is not None else 0
         if known.lineage and sealed is None and not self.take_over:
@@ -746,7 +787,7 @@ class _Claimant:
             )
         start = sealed.next_offset if sealed is not None else tiered
         lineage = (*known.lineage, Lineage(epoch=epoch, start=start, node=node))
-        return replace(known, epoch=epoch, lineage=lineage[-OWNER_LINEAGE_MAX:])
+        return replace(known, lineage=lineage[-OWNER_LINEAGE_MAX:])
 
 
 def resume_delete(catalog: Catalog, *, clock: Clock, metrics: Metrics) -> OwnedTopic:

@@ -17,7 +17,7 @@ caller is busy with the first. A frame that a chunk cuts in two is read again fr
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass
 
 from ister.clock import Clock
@@ -131,19 +131,22 @@ class HistoryReader:
                 if start >= end:
                     raise DamageSkippedError(start) from None
 
-    def find_time(self, publish_time_ms: int, *, end: int) -> int | None:
-        """The first offset before `end` whose message was published at or after the time.
+    def find_time(self, publish_time_ms: int, *, start: int = 0, end: int) -> int | None:
+        """The first offset in a range whose message was published at or after the time.
 
         Whole objects are passed over by their highest publish time, index blocks too.
         """
-        for described, _ in self._catalog.descriptors(0, end):
+        for described, _ in self._catalog.descriptors(start, end):
             newest = described.publish_time_max
             if newest is not None and newest < publish_time_ms:
                 continue
-            offset = max(described.position_before_time(publish_time_ms)[0], described.start)
+            offset = max(described.position_before_time(publish_time_ms)[0], start)
             limit = min(described.end, end)
             while offset < limit:
-                batch = self.fetch(offset, limit, bytes_max=self._settings.chunk_bytes)
+                try:
+                    batch = self.fetch(offset, limit, bytes_max=self._settings.chunk_bytes)
+                except DamageSkippedError:
+                    break
                 times = decode_publish_times(batch.chunk, batch.starts, batch.end, batch.codec)
                 for number, time in enumerate(times or ()):
                     if time >= publish_time_ms:
@@ -237,7 +240,10 @@ class HistoryReader:
         if coming is not None:
             position, coming_size, future = coming
             if position == self._position and coming_size >= size:
-                return future.result()
+                try:
+                    return future.result()
+                except CancelledError:
+                    pass  # the log is being closed: this reader ends when it has what it came for
             future.cancel()
         return self._get(described, self._position, size)
 
@@ -245,11 +251,11 @@ class HistoryReader:
         if self._ahead is None or not self._settings.ranged:
             return
         size = self._settings.chunk_bytes
-        self._coming = (
-            self._position,
-            size,
-            self._ahead.submit(self._get, described, self._position, size),
-        )
+        try:
+            future = self._ahead.submit(self._get, described, self._position, size)
+        except RuntimeError:
+            return  # the log is being closed
+        self._coming = (self._position, size, future)
 
     def _drop_coming(self) -> None:
         coming, self._coming = self._coming, None

@@ -63,6 +63,7 @@ _log = logging.getLogger("ister.tier.rebuild")
 
 _CHUNK_BYTES = 4 * MIB
 _INDEX_EVERY = 1000
+_EPOCHS_SKIPPED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,17 +228,18 @@ def describe_object(
 
 
 def find_continuation(
-    store: ObjectStore, topic: TopicName, start: int, *, incarnation: str
+    store: ObjectStore, topic: TopicName, start: int, *, incarnation: str, epoch_min: int = 0
 ) -> list[ObjectDescriptor]:
     """Whole objects in the bucket that continue a topic from `start` on, without a gap.
 
-    For a catalog that has forgotten them: an older copy of it was restored.
+    For a catalog that has forgotten them: an older copy of it was restored. Objects of an epoch
+    below `epoch_min` are of a topic of the same name that was deleted.
     """
     prefix = objects_prefix(topic)
     names: dict[ObjectName, ObjectInfo] = {}
     for info in store.list(prefix):
         name = parse_object_id(info.key.removeprefix(prefix))
-        if name is not None and name.start >= start:
+        if name is not None and name.start >= start and name.epoch >= epoch_min:
             names[name] = info
     chosen, _, _ = choose_objects(names, start=start)
     found: list[ObjectDescriptor] = []
@@ -312,7 +314,8 @@ def rebuild_topic(
         now = clock.now_ns() // 1_000_000_000
         codecs = [described.codec for described in report.objects if described.codec is not None]
         record = TopicRecord(
-            epoch=max((name.epoch for name in named), default=0),
+            # Owners may have come and gone without an object: their epochs are not to be met again.
+            epoch=max((name.epoch for name in named), default=0) + _EPOCHS_SKIPPED,
             incarnation=incarnation,
             ack=manifest.ack if manifest is not None else AckLevel.SYNCED,
             codec=manifest.codec

@@ -27,6 +27,7 @@ from typing import Protocol
 from ister import failpoints
 from ister.clock import Clock
 from ister.errors import (
+    ClosedError,
     CorruptDataError,
     IsterError,
     NotFoundError,
@@ -94,6 +95,7 @@ class Uploader:
         clock: Clock,
         metrics: Metrics,
         on_memory: Callable[[int], None] = lambda change: None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._owned = owned
         self._store = store
@@ -101,6 +103,7 @@ class Uploader:
         self._clock = clock
         self._metrics = metrics
         self._on_memory = on_memory
+        self._is_stopping = is_stopping
         self._name = owned.catalog.keys.topic
 
     def upload(self, source: FrameSource, start: int, synced: int) -> ObjectDescriptor | None:
@@ -119,6 +122,7 @@ class Uploader:
             CorruptDataError: The next frame is damaged.
             UnavailableError: A store does not answer; the next cycle goes on from here.
             PermissionDeniedError: A store refuses.
+            ClosedError: The topic is being closed; nothing was published.
         """
         if start >= synced:
             return None
@@ -251,6 +255,8 @@ class Uploader:
         self._on_memory(held)
         try:
             while summary.end < end:
+                if self._is_stopping():
+                    raise ClosedError("the topic is being closed", topic=self._owned.topic)
                 batch = source.fetch(summary.end, end, bytes_max=settings.read_bytes)
                 data = summary.add(batch)
                 writer.write(data)

@@ -3,6 +3,7 @@
     keeper   renews the lease every third of its time; holds appends back when it cannot
     tender   looks at every topic a few times a second and hands out cycles that are due
     pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
+    tidier   trims, expires and collects, one topic after the other: uploads do not wait for it
 
 Owns: threads and when things are due. Does not own: how anything is done (`tier`).
 
@@ -54,29 +55,36 @@ class Background:
         self._retention_at = now + storage.wal.retention.check_interval_minutes * 60
         self._orphans_at = now + _ORPHAN_CHECK_SECONDS
         self._pool = ThreadPoolExecutor(storage.uploader.threads, thread_name_prefix="ister-upload")
+        self._tidier = ThreadPoolExecutor(1, thread_name_prefix="ister-retention")
         self._threads = [
             threading.Thread(target=self._keep, name="ister-lease", daemon=True),
             threading.Thread(target=self._tend, name="ister-tender", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
-        self._pool.submit(tiers.probe)
+        self._tidier.submit(tiers.probe)
 
     def add(self, topic: Topic) -> None:
         """A topic was opened."""
         if topic.tier is not None:
             topic.tier.on_wanted = self._look.set
             if self._uploads:
-                self._pool.submit(self._check, topic)
+                self._tidier.submit(self._check, topic)
         self._look.set()
 
     def stop(self) -> None:
-        """Ends the threads; a cycle under way is finished first."""
+        """Ends the threads; a cycle under way is given up between two chunks."""
         self._stopping.set()
         self._look.set()
+        for topic in self._topics():
+            if topic.tier is not None:
+                topic.tier.stop()
+        # Calls that pause between two attempts end here.
+        self._tiers.objects.close()
         for thread in self._threads:
             thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._tidier.shutdown(wait=True, cancel_futures=True)
 
     # -- the lease --------------------------------------------------------------------------
 
@@ -131,12 +139,13 @@ class Background:
             if self._uploads and not tier.is_submitted and tier.is_due(now):
                 tier.is_submitted = True
                 self._pool.submit(self._upload, topic)
-            if has_retention:
-                self._pool.submit(self._retain, topic)
+            if has_retention and not tier.is_retaining:
+                tier.is_retaining = True
+                self._tidier.submit(self._retain, topic)
             if has_orphans:
-                self._pool.submit(self._collect, topic)
+                self._tidier.submit(self._collect, topic)
         if has_orphans:
-            self._pool.submit(self._tiers.probe)
+            self._tidier.submit(self._tiers.probe)
 
     def _upload(self, topic: Topic) -> None:
         tier = topic.tier
@@ -156,14 +165,17 @@ class Background:
         tier = topic.tier
         if tier is None:
             return
-        for what in (tier.trim, tier.expire):
-            try:
-                what()
-            except FencedError:
-                return
-            except IsterError as error:
-                self._tiers.metrics.count("retention.errors_total")
-                _log.warning("retention", extra={"topic": topic.name, "error": str(error)})
+        try:
+            for what in (tier.trim, tier.expire):
+                try:
+                    what()
+                except FencedError:
+                    return
+                except IsterError as error:
+                    self._tiers.metrics.count("retention.errors_total")
+                    _log.warning("retention", extra={"topic": topic.name, "error": str(error)})
+        finally:
+            tier.is_retaining = False
 
     def _check(self, topic: Topic) -> None:
         """Objects may have been lost while nobody looked; local files may still have them."""

@@ -128,6 +128,7 @@ class WalStorage:
 
         Raises:
             InvalidRequestError: The storage is another topic's, or the offset does not exist.
+            FencedError: Another owner has the topic.
             UnavailableError: The metadata store does not answer.
         """
         self._check_name(topic_name)
@@ -140,23 +141,24 @@ class WalStorage:
             cursor = max(self._acked.get(subscription, 0), up_to_offset + 1)
             self._acked[subscription] = cursor
             return cursor
-        key = tiers.keys(TopicName.parse(topic_name)).progress(subscription)
+        tier.check_owner()
         progress = Progress(
             offset=up_to_offset + 1,
             timestamp=self._clock.now_ns() // 1_000_000,
             incarnation=tier.owned.record.incarnation,
         )
-        return save_progress(tiers.metadata, key, progress).offset
+        return save_progress(tier.owned, subscription, progress).offset
 
     def checkpoint(self, topic_name: str, subscription: str = "checkpoint") -> int | None:
         """The cursor that `ack_checkpoint` has recorded, or None."""
         self._check_name(topic_name)
-        tiers = self._log.tiers
-        if tiers is None:
+        tier, tiers = self.topic.tier, self._log.tiers
+        if tier is None or tiers is None:
             return self._acked.get(subscription)
         key = tiers.keys(TopicName.parse(topic_name)).progress(subscription)
         found = load_progress(tiers.metadata, key)
-        return None if found is None else found.offset
+        incarnation = tier.owned.record.incarnation
+        return None if found is None or found.incarnation != incarnation else found.offset
 
     def flush(self, topic_name: str) -> int:
         """Makes everything appended so far durable; returns the `synced` watermark."""

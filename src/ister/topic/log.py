@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -33,6 +34,7 @@ from ister.errors import (
     OffsetOutOfRangeError,
     TopicNameError,
     UnavailableError,
+    check,
 )
 from ister.fs.base import FileLock, FileSystem
 from ister.fs.local import LocalFileSystem
@@ -40,7 +42,7 @@ from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName, TopicState
 from ister.objectstore.base import ObjectStore
-from ister.tier.catalog import list_topics
+from ister.tier.catalog import list_records
 from ister.tier.cursors import clip_progress
 from ister.tier.ownership import NewTopic, OwnedTopic
 from ister.topic.background import Background
@@ -155,18 +157,23 @@ class Log:
     ) -> Tiers:
         storage = self.config.storage
         node = read_node(self._fs, root)
-        if metadata is None:
-            metadata = open_metadata(storage.metadata, self._clock)
         if objects is None:
             objects = open_objects(storage, self._clock)
-        return Tiers(
-            storage,
-            node=node,
-            objects=objects,
-            metadata=metadata,
-            clock=self._clock,
-            metrics=self.metrics,
-        )
+        if metadata is None:
+            metadata = open_metadata(storage.metadata, self._clock)
+        try:
+            return Tiers(
+                storage,
+                node=node,
+                objects=objects,
+                metadata=metadata,
+                clock=self._clock,
+                metrics=self.metrics,
+            )
+        except BaseException:
+            metadata.close()
+            objects.close()
+            raise
 
     def _open_topics(self) -> list[Topic]:
         return list(self._topics.values())
@@ -269,7 +276,9 @@ class Log:
                 names.update(f"/{namespace}/{topic}" for topic in found)
         if self._tiers is not None:
             prefix = self.config.storage.metadata.root_prefix
-            names.update(list_topics(self._tiers.metadata, prefix))
+            for name, exists in list_records(self._tiers.metadata, prefix).items():
+                # Files of a topic that is being deleted, or was, are on their way out.
+                (names.add if exists else names.discard)(name)
         return sorted(name for name in names if _is_topic_name(name))
 
     def _open_topic(
@@ -357,7 +366,7 @@ class Log:
         has_files = not directory.is_blank()
         is_unknown = tiers.catalog(name).record() is None
         new: NewTopic | None = None
-        if create or (has_files and is_unknown):
+        if create or (is_unknown and has_files and not directory.is_new()):
             # Files without a record were made before there was a bucket: they say what they are.
             state = directory.load_state() if has_files and is_unknown else None
             new = NewTopic(
@@ -488,12 +497,11 @@ class Log:
         """Takes a topic that stopped out of the list, and notes from where not to trust it."""
         topic.close_quietly()
         if topic.tier is not None and self._tiers is not None:
+            topic.tier.stop()
             self._tiers.membership.remove(topic.tier.owned)
         if topic.wal.has_failed_sync:
             self._untrusted_from[topic.name] = topic.wal.synced
-        self._scheduler.forget(topic.wal)
-        with self._lock:
-            self._topics.pop(topic.name, None)
+        self._unlist(topic)
 
     def _refuse_twin(self, name: TopicName) -> None:
         """Refuses a name that differs from an existing one in case alone.
@@ -553,15 +561,13 @@ class Log:
             UnavailableError: A store does not answer; the topic is closed and not handed over.
             As `Topic.upload`.
         """
-        topic = self.topic(name)
-        opening = self._opening[topic.name]
-        with opening:
+        with self._exclusively(name) as topic:
+            tier, tiers = topic.tier, self._tiers
             topic.wal.hold(
                 "sealing",
                 lambda: ClosedError("the topic is being handed over", topic=topic.name),
                 waits=False,
             )
-            tier, tiers = topic.tier, self._tiers
             try:
                 topic.flush()
                 if tier is not None:
@@ -571,15 +577,31 @@ class Log:
                 next_offset = topic.wal.next
             finally:
                 topic.close()
-                self._scheduler.forget(topic.wal)
-                with self._lock:
-                    self._topics.pop(topic.name, None)
+                self._unlist(topic)
             if tier is not None and tiers is not None:
                 tier.owned.seal(next_offset)
                 tiers.membership.remove(tier.owned)
                 remove_directory(self._fs, self._path_of(TopicName.parse(name)))
                 failpoints.reach("tier.after_remove_local")
             return next_offset
+
+    @contextmanager
+    def _exclusively(self, name: str) -> Iterator[Topic]:
+        """The topic, which nobody opens, hands over, repairs or deletes meanwhile."""
+        while True:
+            topic = self.topic(name)
+            with self._opening[topic.name]:
+                self._check_open()
+                if self._topics.get(topic.name) is topic:
+                    yield topic
+                    return
+
+    def _unlist(self, topic: Topic) -> None:
+        """Forgets a topic that was closed."""
+        self._scheduler.forget(topic.wal)
+        with self._lock:
+            if self._topics.get(topic.name) is topic:
+                del self._topics[topic.name]
 
     def repair(self, name: str, *, content: bool = True) -> Repaired:
         """Restores what one tier has lost from the other one, in both directions.
@@ -601,25 +623,31 @@ class Log:
             InvalidRequestError: This log has no object store.
             UnavailableError: A store does not answer.
         """
-        topic = self.topic(name)
-        if topic.tier is None:
-            raise InvalidRequestError(
-                "this log has no object store to repair from", topic=topic.name
-            )
-        found = topic.tier.repair_objects(content=content)
+        if self._tiers is None:
+            raise InvalidRequestError("this log has no object store to repair from", topic=name)
+        with self._exclusively(name) as topic:
+            report = self._repair(topic, content=content)
+        if report.local_frames is not None:
+            self.topic(name)
+        return report
+
+    def _repair(self, topic: Topic, *, content: bool) -> Repaired:
+        tier = topic.tier
+        check(tier is not None, "a topic of a log with a bucket has one")
+        if tier is None:
+            return Repaired(topic=topic.name, local_frames=None, objects=(), errors=())
+        found = tier.repair_objects(content=content)
         errors = list(found.errors)
         rewritten: int | None = None
-        damage = self._local_damage(topic, topic.tier, content=content)
+        damage = self._local_damage(topic, tier, content=content)
         if damage is not None and any(end > topic.wal.trimmed for _, end in found.bad):
             # Local files may hold the only copy of something: they stay as they are.
             errors.append(damage)
         elif damage is not None:
             try:
-                rewritten = self._rewrite(topic, topic.tier)
+                rewritten = self._rewrite(topic, tier)
             except (CorruptDataError, NotFoundError, OffsetOutOfRangeError) as error:
                 errors.append(error)
-            else:
-                self.topic(name)
         return Repaired(
             topic=topic.name,
             local_frames=rewritten,
@@ -634,26 +662,26 @@ class Log:
 
     def _rewrite(self, topic: Topic, tier: TopicTier) -> int:
         """Replaces the local files by one with what the bucket does not have, and closes them."""
-        with self._opening[topic.name]:
-            topic.wal.hold(
-                "repair",
-                lambda: UnavailableError("the topic is being repaired", topic=topic.name),
-                waits=False,
+        topic.wal.hold(
+            "repair",
+            lambda: UnavailableError("the topic is being repaired", topic=topic.name),
+            waits=False,
+        )
+        try:
+            if topic.state is TopicState.OPEN:
+                topic.flush()
+            # From here on nothing of this log may touch the files.
+            topic.wal.abandon()
+            return rewrite_log(
+                topic.wal,
+                max(tier.owned.tiered, tier.owned.start),
+                chunk_bytes=self.config.storage.wal.stream_chunk_size,
+                clock=self._clock,
+                metrics=self.metrics,
             )
-            try:
-                if topic.state is TopicState.OPEN:
-                    topic.flush()
-                frames = rewrite_log(
-                    topic.wal,
-                    max(tier.owned.tiered, tier.owned.start),
-                    chunk_bytes=self.config.storage.wal.stream_chunk_size,
-                    clock=self._clock,
-                    metrics=self.metrics,
-                )
-            finally:
-                topic.wal.unhold("repair")
+        finally:
+            topic.wal.unhold("repair")
             self._retire(topic)
-            return frames
 
     def delete(self, name: str) -> None:
         """Removes a topic and everything in it, in every tier. It can be made again, empty.
@@ -668,24 +696,30 @@ class Log:
             UnavailableError: A store does not answer; call it again.
         """
         parsed = TopicName.parse(name)
-        tiers = self._tiers
         try:
-            topic = self.topic(name)
+            with self._exclusively(name) as topic:
+                self._delete(parsed, topic)
         except NotFoundError:
+            tiers = self._tiers
             if tiers is None or not self._is_half_deleted(tiers, parsed):
                 raise
-            topic = None
-        with self._opening[str(parsed)]:
-            if topic is not None:
-                topic.close_quietly()
-                self._scheduler.forget(topic.wal)
-                with self._lock:
-                    self._topics.pop(topic.name, None)
-            if tiers is not None:
-                owned = topic.tier.owned if topic is not None and topic.tier is not None else None
-                tiers.delete(parsed, owned)
-            if self._root is not None:
-                remove_directory(self._fs, self._path_of(parsed))
+            with self._opening[str(parsed)]:
+                self._check_open()
+                tiers.delete(parsed, None, lambda: self._remove_files(parsed))
+
+    def _delete(self, name: TopicName, topic: Topic) -> None:
+        topic.close_quietly()
+        self._unlist(topic)
+        tier, tiers = topic.tier, self._tiers
+        if tier is None or tiers is None:
+            self._remove_files(name)
+            return
+        with tier.ended():
+            tiers.delete(name, tier.owned, lambda: self._remove_files(name))
+
+    def _remove_files(self, name: TopicName) -> None:
+        if self._root is not None:
+            remove_directory(self._fs, self._path_of(name))
 
     def _is_half_deleted(self, tiers: Tiers, name: TopicName) -> bool:
         found = tiers.catalog(name).record()

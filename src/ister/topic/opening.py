@@ -22,6 +22,7 @@ What a crash leaves: a claim, which the next opening repeats, or a directory tha
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from dataclasses import replace
 from typing import Final
 
@@ -31,9 +32,11 @@ from ister.format.frame import Scan
 from ister.fs.base import FileSystem
 from ister.model import TopicName
 from ister.tier.ownership import OwnedTopic
+from ister.tier.reader import DamageSkippedError
 from ister.tier.rebuild import find_continuation
 from ister.topic.tiers import Tiers
 from ister.wal.directory import WalDirectory
+from ister.wal.index import SparseIndex
 from ister.wal.recovery import Damage, Recovered, recover
 from ister.wal.scan import scan_file
 
@@ -63,14 +66,20 @@ def recover_tiered(
     Raises:
         As `ister.wal.recovery.recover`, and what the stores raise.
     """
-    recovered = recover(directory, untrusted_from=untrusted_from, floor=owned.start)
+    if not directory.log_seqs():
+        # Nothing local says how far the topic went: objects that the catalog has forgotten do.
+        _adopt(owned, tiers)
+    recovered = recover(
+        directory, untrusted_from=untrusted_from, floor=owned.start, durable=owned.tiered
+    )
     if _first_offset(recovered) > owned.tiered:
         _adopt(owned, tiers)
     is_behind = recovered.next_offset < owned.start or (
         bool(recovered.damage) and recovered.next_offset <= owned.tiered
     )
-    if is_behind:
+    if is_behind or owned.is_rebuilt:
         _refuse_divergence(directory, recovered, owned, tiers)
+    if is_behind:
         set_aside(directory, "everything in it that was durable is in the bucket")
         recovered = recover(directory, floor=max(owned.start, recovered.next_offset))
     missing = range(owned.tiered, _first_offset(recovered))
@@ -93,19 +102,19 @@ def _first_offset(recovered: Recovered) -> int:
 def _refuse_divergence(
     directory: WalDirectory, recovered: Recovered, owned: OwnedTopic, tiers: Tiers
 ) -> None:
-    """Refuses to set files aside that hold other messages than the bucket under the same offsets.
+    """Refuses files that hold other messages than the bucket under the same offsets.
 
-    It takes a catalog that was rebuilt while an object of a fenced owner lay in the bucket. The
-    newest local frame tells: up to it both hold the same, or they do not.
+    It takes a catalog that was rebuilt while files or objects of a fenced owner lay around. The
+    newest frame that both tiers have tells: up to it they hold the same, or they do not.
     """
-    last = _last_frame(directory, recovered)
-    if last is None or last[0] >= owned.tiered:
+    offset = min(_local_end(directory, recovered), owned.tiered) - 1
+    frame = _read_frame(directory, recovered, offset)
+    if frame is None:
         return
-    offset, frame = last
     history = tiers.reader(owned.catalog)
     try:
         batch = history.fetch(offset, offset + 1, bytes_max=len(frame))
-    except (CorruptDataError, NotFoundError):
+    except (CorruptDataError, NotFoundError, DamageSkippedError):
         return  # what the bucket has there is no witness
     finally:
         history.close()
@@ -120,16 +129,40 @@ def _refuse_divergence(
         )
 
 
-def _last_frame(directory: WalDirectory, recovered: Recovered) -> tuple[int, bytes] | None:
-    """The newest whole frame of the last local file, with its offset."""
-    if not recovered.files or recovered.damage:
-        return None
+def _local_end(directory: WalDirectory, recovered: Recovered) -> int:
+    """The offset after the last whole frame of the local files, up to damage; 0 without files."""
+    if not recovered.files:
+        return 0
     file = recovered.files[-1]
     entry = recovered.index.entries[-1] if recovered.index.entries else None
+    handle = directory.fs.open_read(directory.log_path(file.seq))
+    try:
+        scan = scan_file(
+            handle,
+            position=entry.position if entry is not None else 0,
+            expected_offset=entry.offset if entry is not None else file.first_offset,
+        )
+    finally:
+        handle.close()
+    return scan.next_offset if scan.next_offset is not None else file.first_offset
+
+
+def _read_frame(directory: WalDirectory, recovered: Recovered, offset: int) -> bytes | None:
+    """A whole local frame by its offset; None if it is not here, or not whole."""
+    at = bisect_right(recovered.files, offset, key=lambda file: file.first_offset)
+    if at == 0:
+        return None
+    file = recovered.files[at - 1]
+    is_last = at == len(recovered.files)
+    index = recovered.index if is_last else SparseIndex(directory.load_index(file.seq))
+    entry = index.find_offset(offset)
     found: list[bytes] = []
 
     def visit(chunk: bytes, position: int, scan: Scan) -> None:
-        found[:] = [chunk[scan.starts[-1] : scan.end]]
+        number = offset - ((scan.next_offset or 0) - len(scan.starts))
+        if 0 <= number < len(scan.starts):
+            ends = [*scan.starts[1:], scan.end]
+            found.append(chunk[scan.starts[number] : ends[number]])
 
     handle = directory.fs.open_read(directory.log_path(file.seq))
     try:
@@ -141,14 +174,19 @@ def _last_frame(directory: WalDirectory, recovered: Recovered) -> tuple[int, byt
         )
     finally:
         handle.close()
-    return (recovered.next_offset - 1, found[0]) if found else None
+    return found[0] if found else None
 
 
 def _adopt(owned: OwnedTopic, tiers: Tiers) -> None:
     """Takes objects into the catalog that continue it and that it does not know."""
     name: TopicName = owned.catalog.keys.topic
+    lineage = owned.record.lineage
     found = find_continuation(
-        tiers.objects, name, owned.tiered, incarnation=owned.record.incarnation
+        tiers.objects,
+        name,
+        owned.tiered,
+        incarnation=owned.record.incarnation,
+        epoch_min=0 if owned.is_rebuilt or not lineage else lineage[0].epoch,
     )
     if found:
         owned.adopt(found)

@@ -20,14 +20,16 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 from ister.config import Verify
 from ister.errors import (
     CapacityError,
+    ClosedError,
     CorruptDataError,
     DataGapError,
     FencedError,
@@ -101,7 +103,8 @@ class TopicTier:
         self._tiers = tiers
         self._clock = tiers.clock
         self._metrics = tiers.metrics
-        self._uploader = tiers.uploader(owned)
+        self._stopping = threading.Event()
+        self._uploader = tiers.uploader(owned, self._stopping.is_set)
         self._uploading = threading.Lock()
         self._trimming = threading.Lock()
         self._lag_base = backlog_bytes
@@ -115,6 +118,9 @@ class TopicTier:
         """Whether somebody waits for `tiered`."""
         self.is_submitted = False
         """Whether a cycle is on its way to a thread; kept by `background`."""
+        self.is_retaining = False
+        """Whether retention is; likewise."""
+        self._is_held = False
         self.on_wanted: Callable[[], None] = lambda: None
         """Called when an upload should not wait for its time."""
         owned.on_fenced = self._on_fenced
@@ -172,11 +178,24 @@ class TopicTier:
         """A reader of the topic's objects."""
         return self._tiers.reader(self.owned.catalog)
 
+    # -- the end ----------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Has an upload under way end soon; none begins after this."""
+        self._stopping.set()
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Stops, and keeps everything that changes objects out while the topic is deleted."""
+        self.stop()
+        with self._trimming, self._uploading:
+            yield
+
     # -- uploads ----------------------------------------------------------------------------
 
     def is_due(self, now: float) -> bool:
         """Whether a cycle should begin: by time, by size, or because somebody waits."""
-        if self.owned.is_fenced or now < self._retry_at:
+        if self.owned.is_fenced or self._stopping.is_set() or now < self._retry_at:
             return False
         if self._wal.synced <= (self._wal.tiered or 0):
             return False
@@ -198,6 +217,8 @@ class TopicTier:
             PermissionDeniedError: A store refuses.
         """
         with self._uploading:
+            if self._stopping.is_set():
+                raise ClosedError("the topic is closed", topic=self.owned.topic)
             began = self._clock.monotonic()
             self._cycle_at = began
             was_wanted, self.is_wanted = self.is_wanted, False
@@ -297,10 +318,12 @@ class TopicTier:
         """Keeps producers back while too much waits for its upload, and lets them go after."""
         limit = self._tiers.storage.uploader.max_lag_bytes
         lag = self.lag_bytes
-        if lag > limit:
+        if lag > limit and not self._is_held:
+            self._is_held = True
             self._wal.hold("lag", self._lag_error, waits=True)
             self._on_wanted()
-        elif lag <= limit * _RELIEF:
+        elif lag <= limit * _RELIEF and self._is_held:
+            self._is_held = False
             self._wal.unhold("lag")
 
     def _lag_error(self) -> CapacityError:
@@ -451,7 +474,7 @@ class TopicTier:
         wal = self._wal
         return [
             described.object_id
-            for described, revision in list(self.owned.catalog.descriptors(wal.trimmed))
+            for described, revision in self.owned.catalog.descriptors(wal.trimmed)
             if described.start >= wal.trimmed
             and self._assure_object(described, revision, content=False)
         ]
@@ -464,7 +487,7 @@ class TopicTier:
         """
         report = RepairedObjects()
         at: int | None = None
-        for described, revision in list(self.owned.catalog.descriptors()):
+        for described, revision in self.owned.catalog.descriptors():
             if at is not None and described.start > at:
                 self._repair(report, at, described.start, partial(self._fill, at, described.start))
             at = described.end
@@ -526,8 +549,13 @@ class TopicTier:
         if retention.time_minutes is None and retention.size_mb is None:
             return 0
         with self._trimming:
+            self.owned.check()
             planned = plan_expiry(
-                (described for described, _ in self.owned.catalog.descriptors()),
+                # Without their indexes: a topic may have very many objects.
+                (
+                    replace(described, offset_index=(), publish_time_index=())
+                    for described, _ in self.owned.catalog.descriptors()
+                ),
                 now_ms=self._clock.now_ns() // 1_000_000,
                 time_minutes=retention.time_minutes,
                 size_mb=retention.size_mb,

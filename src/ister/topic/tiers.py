@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -232,8 +233,16 @@ class Tiers:
             # Only `ister recover` reads it, and does without if need be.
             _log.warning("manifest not saved", extra={"topic": str(name), "error": str(error)})
 
-    def delete(self, name: TopicName, owned: OwnedTopic | None) -> None:
+    def delete(
+        self, name: TopicName, owned: OwnedTopic | None, remove_files: Callable[[], None]
+    ) -> None:
         """Removes what the stores hold of a topic that this node owns, or had begun to delete.
+
+        Args:
+            name: The topic.
+            owned: The claim; None to finish a deletion that a crash has interrupted.
+            remove_files: Removes the local files; done while the record says "deleting", so that
+                a crash leaves nothing behind that the next deletion would not find.
 
         Raises:
             FencedError: Another owner has the topic.
@@ -253,11 +262,12 @@ class Tiers:
                 failpoints.reach("tier.after_delete_object")
         owned.check()
         self.objects.delete(manifest_key(name))
+        remove_files()
         owned.finish_delete()
         self.membership.remove(owned)
 
-    def uploader(self, owned: OwnedTopic) -> Uploader:
-        """What uploads a topic."""
+    def uploader(self, owned: OwnedTopic, is_stopping: Callable[[], bool]) -> Uploader:
+        """What uploads a topic, until it is told to stop."""
         settings = self.storage.uploader
         return Uploader(
             owned,
@@ -273,6 +283,7 @@ class Tiers:
             clock=self.clock,
             metrics=self.metrics,
             on_memory=self._note_memory,
+            is_stopping=is_stopping,
         )
 
     def _note_memory(self, change: int) -> None:

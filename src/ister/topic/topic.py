@@ -395,10 +395,15 @@ class Topic:
         Raises:
             As `wait`.
         """
+        self._sync_all(timeout)
+        if self.tier is not None:
+            self.tier.check_owner()
+        return self.wal.synced
+
+    def _sync_all(self, timeout: float | None = None) -> None:
         last = self.wal.next - 1
         if self.wal.directory is not None and last >= self.wal.synced:
             self.wal.wait(last, AckLevel.SYNCED, timeout)
-        return self.wal.synced
 
     def upload(self) -> Tiered:
         """One upload cycle now: everything appended so far is in the bucket when it returns.
@@ -416,7 +421,7 @@ class Topic:
             raise InvalidRequestError(
                 "this log has no object store", hint="open it with storage.mode 'wal_cloud'"
             )
-        self.flush()
+        self._sync_all()
         return self.tier.upload()
 
     # -- reading ----------------------------------------------------------------------------
@@ -510,14 +515,6 @@ class Topic:
             with self._lock:
                 recent = self.cache.read(self.cache.start, wal.next, bytes_max=1 << 62)
             return next((m.offset for m in recent if m.publish_time_ms >= time_ms), wal.next)
-        if self.tier is not None and self.earliest < wal.trimmed:
-            history = self.tier.history()
-            try:
-                found = history.find_time(time_ms, end=wal.trimmed)
-            finally:
-                history.close()
-            if found is not None:
-                return found
         # Everything appended so far has to be in the files to be found there.
         last = wal.next - 1
         with suppress(CapacityError):  # on a full disk, what is there already has to do
@@ -526,15 +523,36 @@ class Topic:
                     last,
                     AckLevel.SYNCED if wal.visible_level is AckLevel.SYNCED else AckLevel.WRITTEN,
                 )
+        end = min(last + 1, wal.visible, wal.written)
+        searched = self.earliest
+        while True:
+            trimmed = wal.trimmed
+            found = self._find_time_in_history(time_ms, searched, trimmed)
+            if found is not None:
+                return found
+            searched = max(searched, trimmed)
+            found = self._find_time_in_files(time_ms, end)
+            # Files that were trimmed meanwhile have to be looked through in the bucket.
+            if wal.trimmed <= searched:
+                return end if found is None else found
+
+    def _find_time_in_history(self, time_ms: int, start: int, end: int) -> int | None:
+        if self.tier is None or start >= end:
+            return None
+        history = self.tier.history()
+        try:
+            return history.find_time(time_ms, start=start, end=end)
+        finally:
+            history.close()
+
+    def _find_time_in_files(self, time_ms: int, end: int) -> int | None:
         files = WalReader(
-            wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
+            self.wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
         )
         try:
-            end = min(last + 1, wal.visible, wal.written)
-            found = files.find_time(time_ms, self.codec, end=end)
+            return files.find_time(time_ms, self.codec, end=end)
         finally:
             files.close()
-        return end if found is None else found
 
     @cached_property
     def aio(self) -> AsyncTopic:

@@ -164,6 +164,7 @@ class Wal:
         self._holds: dict[str, tuple[Callable[[], IsterError], bool]] = {}
         self.tiered: int | None = None
         """Covered by committed descriptors, as it was told; None for a log without a bucket."""
+        self._tiering_end: IsterError | None = None
         self.on_tier_wanted: Callable[[], None] = lambda: None
         """Called when somebody waits for `tiered`; must not block."""
         self.synced_bytes_total = 0
@@ -386,8 +387,9 @@ class Wal:
                 self._room.notify_all()
 
     def end_tiering(self, error: IsterError) -> None:
-        """Nothing more becomes tiered: tells those who wait for it."""
+        """Nothing more becomes tiered: tells those who wait for it, and those who come to."""
         with self.lock:
+            self._tiering_end = error
             everyone = self._waiters[AckLevel.TIERED].take_all()
         for waiter in everyone:
             waiter.finish(error.again())
@@ -465,6 +467,8 @@ class Wal:
                     raise self.failure.again() if self.failure is not None else self._refusal()
                 if waiter.offset < self.next:
                     raise self._refusal()
+            if level is AckLevel.TIERED and self._tiering_end is not None:
+                raise self._tiering_end.again()
             self._waiters[level].add(waiter)
             if self.watermark(level) > waiter.offset:
                 # `written` moves without the lock: it may have done so after the first look, and
@@ -1009,6 +1013,22 @@ class Wal:
             raise failure
         if not was_quarantined:
             self.save_checkpoint()
+
+    def abandon(self) -> None:
+        """Closes the log without writing anything more, not even the checkpoint.
+
+        For whoever is about to change the files underneath; everything was flushed before.
+        """
+        with self._commit_lock:
+            with self.lock:
+                self._is_closing = True
+                self._state = TopicState.CLOSED
+                self._refuse(self._closed_error)
+                everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
+                self._room.notify_all()
+            self._close_file_quietly(wait=True)
+        for waiter in everyone:
+            waiter.finish(self._closed_error())
 
     def _close_failed(self) -> None:
         """Closes a log whose writer has stopped; says so if that cost messages and nobody knows."""

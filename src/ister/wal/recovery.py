@@ -56,6 +56,8 @@ __all__ = ["Damage", "Recovered", "UntrustedTailError", "WalFile", "build_index"
 
 _log = logging.getLogger("ister.wal.recovery")
 
+# How many offsets are looked for behind damage: that many frames may be gone without a trace.
+_SEARCHED_OFFSETS: Final = 16
 # Enough for the first frame of most files, in one read.
 _FIRST_READ_BYTES: Final = 4096
 
@@ -121,7 +123,11 @@ class Recovered:
 
 
 def recover(
-    directory: WalDirectory, *, untrusted_from: int | None = None, floor: int = 0
+    directory: WalDirectory,
+    *,
+    untrusted_from: int | None = None,
+    floor: int = 0,
+    durable: int = 0,
 ) -> Recovered:
     """Opens the log in `directory`; see the module header.
 
@@ -129,6 +135,8 @@ def recover(
         directory: The topic's; made where missing.
         untrusted_from: The `synced` watermark of a writer in this process whose sync failed.
         floor: Where a log begins of which nothing is here: its history is elsewhere.
+        durable: Everything below this offset was durable, by what another tier has; the checkpoint
+            may know less.
 
     Raises:
         UnsupportedVersionError: A newer Ister wrote the checkpoint.
@@ -140,7 +148,7 @@ def recover(
     state = directory.load_state()
     if state is not None and state.is_poisoned:
         untrusted_from = min(state.synced, untrusted_from or state.synced)
-    recovery = _Recovery(directory, state, untrusted_from, floor)
+    recovery = _Recovery(directory, state, untrusted_from, floor=floor, durable=durable)
     try:
         return recovery.run()
     finally:
@@ -155,12 +163,15 @@ class _Recovery:
         directory: WalDirectory,
         state: WalState | None,
         untrusted_from: int | None,
+        *,
         floor: int,
+        durable: int,
     ) -> None:
         self._directory = directory
         self._state = state
         self._untrusted_from = untrusted_from
         self._floor = floor
+        self._durable = durable
         self._damage: list[Damage] = []
         self._file: File | None = None
         self._codec: Codec | None = None
@@ -182,7 +193,8 @@ class _Recovery:
             strays.append(seqs.pop())
         files = self._order_files(seqs, first_offsets)
         last = files[-1]
-        durable = max(last.first_offset, state.synced if state is not None else 0)
+        known = state.synced if state is not None else 0
+        durable = max(last.first_offset, known, self._durable)
         self._codec = state.codec if state is not None else self._recognise(files)
         recovered = self._scan_last(files, durable)
         recovered.state = state
@@ -386,10 +398,11 @@ class _Recovery:
             )
         if self._damage:
             # Whatever follows the damage stays where it is. Offsets up to `durable` were given
-            # out, so the next one is beyond them even though nothing will be appended.
+            # out, and those of frames behind the damage, so the next one is beyond them even
+            # though nothing will be appended.
             return Recovered(
                 files=tuple(files),
-                next_offset=max(next_offset, durable),
+                next_offset=max(self._end_behind(last, scan, durable), next_offset, durable),
                 active_seq=last.seq,
                 end_position=scan.end,
                 index=index,
@@ -410,6 +423,26 @@ class _Recovery:
             publish_time_max=self._time_max,
             cut_bytes=scan.size - scan.end,
         )
+
+    def _end_behind(self, file: WalFile, scan: FileScan, durable: int) -> int:
+        """The offset after the last whole frame behind damage; 0 if there is none.
+
+        Only frames at or a little above `durable` are looked for: those below it do not say how
+        far the log went on.
+        """
+        with _closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
+            position = scan.end + 1
+            while chunk := handle.read_at(position, RECOVERY_CHUNK_BYTES):
+                for offset in range(durable, durable + _SEARCHED_OFFSETS):
+                    at = chunk.find(offset.to_bytes(8, "little"))
+                    while at >= 0:
+                        found = scan_file(handle, position=position + at, expected_offset=offset)
+                        if found.frames and found.next_offset is not None:
+                            return found.next_offset
+                        at = chunk.find(offset.to_bytes(8, "little"), at + 1)
+                # The bytes of an offset may lie across two chunks.
+                position += max(1, len(chunk) - 7)
+        return 0
 
     def _finish_last(self, path: str, scan: FileScan, durable: int, trusted: int) -> None:
         """Cuts the torn tail, if there is one, and makes what remains durable."""

@@ -14,8 +14,10 @@ begins there.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from ister.clock import Clock
+from ister.errors import IsterError
 from ister.format.checkpoint import WalCheckpoint, WalState
 from ister.metrics import Metrics
 from ister.wal.directory import WalDirectory, format_log_name
@@ -52,7 +54,9 @@ def rewrite_log(wal: Wal, start: int, *, chunk_bytes: int, clock: Clock, metrics
     seq = old[-1] + 1 if old else 0
     size = _copy_frames(wal, directory, seq, start, chunk_bytes, clock, metrics)
     fs = directory.fs
-    for number in old:
+    # From the newest on: whatever is left of them begins before the new file does, so that what
+    # lies behind its first offset is always read from there.
+    for number in reversed(old):
         for path in (directory.log_path(number), directory.index_path(number)):
             if fs.exists(path):
                 fs.rename(path, f"{path}.aside")
@@ -105,6 +109,10 @@ def _copy_frames(  # noqa: PLR0917
             position += len(data)
             at = batch.next_offset
         file.sync()
+    except IsterError:
+        with suppress(IsterError):
+            fs.remove(f"{path}.tmp")
+        raise
     finally:
         file.close()
         source.close()

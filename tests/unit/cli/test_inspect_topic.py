@@ -42,9 +42,7 @@ class Place:
                 if log.tiers is not None and first in (5, 15):
                     topic.upload()
             if log.tiers is not None:
-                keys = topic.tier.owned.catalog.keys
-                progress = Progress(offset=12, timestamp=0)
-                save_progress(log.tiers.metadata, keys.progress("billing"), progress)
+                save_progress(topic.tier.owned, "billing", Progress(offset=12, timestamp=0))
         return self
 
 

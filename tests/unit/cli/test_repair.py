@@ -204,7 +204,7 @@ def test_object_that_no_file_has_any_more_cannot_be_repaired(rotated, capsys):
     assert main(["repair", "--config", str(rotated.config)]) == 1
     shown = capsys.readouterr()
     assert "damaged" in shown.out
-    assert "ister: offsets 0 up to 10: " in shown.err
+    assert "offsets 0 up to, not including, 10 are in no tier" in shown.err
 
 
 def test_object_and_file_with_damage_in_the_same_range_cannot_be_repaired(place, capsys):
@@ -270,7 +270,7 @@ def test_unknown_topic_fails_alone(place, capsys):
         ("/default/none", "failed"),
         (TOPIC, "whole"),
     ]
-    assert [(e["code"], e["topic"]) for e in printed["errors"]] == [("DATA_LOSS", "/default/none")]
+    assert [(e["code"], e["topic"]) for e in printed["errors"]] == [("NOT_FOUND", "/default/none")]
 
 
 def test_log_that_is_open_is_refused(place, capsys):

@@ -269,7 +269,7 @@ def test_rebuilt_topic_is_claimed_and_goes_on(cluster):
     cluster.clock.advance(60)
     rebuild(cluster)
     owned = cluster.claim("b", create=False)
-    assert (owned.epoch, owned.tiered, owned.start) == (2, 30, 30)
+    assert (owned.epoch, owned.tiered, owned.start) == (1002, 30, 30)
     cluster.uploader(owned).upload(frames, 30, 50)
     found = read_all(cluster.reader(), 0, 50)
     assert [frame for _, frame in found] == frames.frames
@@ -280,8 +280,8 @@ def test_epoch_goes_on_behind_every_object_even_those_left_out(cluster):
     cluster.objects.put(cluster.key("data-0-4-7.dnb1"), b"garbage of a later owner")
     forget(cluster)
     rebuild(cluster)
-    assert cluster.catalog().record()[0].epoch == 7
-    assert cluster.claim("b").epoch == 8
+    assert cluster.catalog().record()[0].epoch == 1007
+    assert cluster.claim("b").epoch == 1008
 
 
 def test_topic_without_a_manifest_gets_what_its_objects_tell(cluster):

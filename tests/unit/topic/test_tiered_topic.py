@@ -1137,9 +1137,12 @@ def test_files_that_a_deletion_left_do_not_bring_the_topic_back(site):
     site.disk().before = lambda kind, path: None
     site.kill(log)
     log = site.open()
-    assert site.catalog().record()[0].state == "deleted"
-    with pytest.raises(NotFoundError):
-        log.topic(TEXT)
+    assert site.catalog().record()[0].state == "deleting"
+    for create in (False, True):
+        with pytest.raises(NotFoundError):
+            log.topic(TEXT, create=create)
+    assert log.topics() == []
+    log.delete(TEXT)
     again = log.topic(TEXT, create=True)
     assert again.watermarks.next == 0
     assert payloads(again.read()) == []

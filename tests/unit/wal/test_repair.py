@@ -385,12 +385,12 @@ def test_killed_at_any_step_with_much_to_copy_the_next_rewriting_ends_the_same(h
 
 @in_one_file
 def test_power_cut_at_any_step_the_next_rewriting_ends_the_same(harm, start):
-    check_power_cuts(harm, start, seeds=2)
+    check_power_cuts(harm, start, seeds=4)
 
 
 @in_several_files
 def test_power_cut_at_any_step_with_much_to_copy_the_next_rewriting_ends_the_same(harm, start):
-    check_power_cuts(harm, start, seeds=2)
+    check_power_cuts(harm, start, seeds=4)
 
 
 @pytest.mark.parametrize(("harm", "start"), [("a frame", 12), ("the last file", 38)])

@@ -1,0 +1,930 @@
+"""Opening a topic over two tiers: which of them is right, and what becomes of the other one."""
+
+import copy
+import random
+
+import pytest
+
+from ister import failpoints
+from ister.clock import ManualClock
+from ister.errors import ConflictError, CorruptDataError, UnavailableError
+from ister.format.frame import scan_frames
+from ister.fs.memory import MemoryFileSystem, SimulatedCrash
+from ister.model import TopicState
+from ister.tier.names import TopicKeys, object_key
+from ister.tier.rebuild import find_topics, rebuild_topic
+from ister.topic.opening import (
+    finish_set_aside,
+    measure_backlog,
+    remove_directory,
+    set_aside,
+)
+from ister.wal.directory import WalDirectory
+from ister.wal.recovery import recover
+from rig import ROOT, numbered, payloads
+from tier_rig import NAME, PREFIX, TTL_SECONDS, Site
+
+TEXT = str(NAME)
+PATH = f"{ROOT}{TEXT}"
+PARENT = PATH.rpartition("/")[0]
+ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
+KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def fill(topic, count, *, size=0, tag=b""):
+    sent = [tag + payload for payload in numbered(count, first=topic.watermarks.next, size=size)]
+    for payload in sent:
+        topic.append(payload)
+        topic.flush()
+    return sent
+
+
+def read_file(fs, path):
+    file = fs.open_read(path)
+    try:
+        return file.read_at(0, file.size())
+    finally:
+        file.close()
+
+
+def content(fs, path=PATH):
+    """Every file of a directory with its bytes."""
+    return {name: read_file(fs, f"{path}/{name}") for name in fs.list_directory(path)}
+
+
+def logs_of(found):
+    return {name: data for name, data in found.items() if name.endswith(".log")}
+
+
+def aside(fs):
+    """The directories that were set aside."""
+    return [
+        f"{PARENT}/{name}"
+        for name in fs.list_directory(PARENT)
+        if name.startswith(f"{NAME.topic}.aside")
+    ]
+
+
+def flip(fs, name, position):
+    file = fs.open(f"{PATH}/{name}")
+    (byte,) = file.read_at(position, 1)
+    file.write_at(position, [bytes([byte ^ 1])])
+    file.sync()
+    file.close()
+
+
+def snapshot(site, disk="a"):
+    return copy.deepcopy(site.disk(disk)._root)
+
+
+def restore(site, root, disk="a"):
+    site.disk(disk)._root = copy.deepcopy(root)
+
+
+def crash():
+    raise SimulatedCrash
+
+
+def end_lease(site, log):
+    site.clock.advance(TTL_SECONDS + 1)
+    log.tiers.membership.renew()
+
+
+# -- another node has written since -------------------------------------------------------------
+
+
+def overtaken(site):
+    """Ten messages in the bucket, three on the disk of `a` alone, and five more by `b`."""
+    log = site.open("a")
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    fill(topic, 3, tag=b"given up ")
+    site.kill(log)
+    other = site.open("b")
+    end_lease(site, other)
+    topic = other.topic(TEXT, take_over=True)
+    assert topic.watermarks.next == 10
+    sent += fill(topic, 5, tag=b"of b ")
+    return other, sent
+
+
+def test_files_that_another_node_has_overtaken_are_set_aside_whole(site):
+    other, sent = overtaken(site)
+    before = content(site.disk())
+    assert other.seal(TEXT) == 15
+    topic = site.open("a").topic(TEXT)
+    (where,) = aside(site.disk())
+    assert content(site.disk(), where) == before
+    assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, 15)
+    assert payloads(topic.read()) == sent
+    assert topic.append(b"on") == 15
+    topic.upload()
+    assert payloads(topic.read()) == [*sent, b"on"]
+    assert site.ranges() == [(0, 10), (10, 15), (15, 16)]
+
+
+def test_files_of_a_topic_that_may_not_be_opened_stay_where_they_are(site):
+    other, _ = overtaken(site)
+    before = content(site.disk())
+    log = site.open("a")
+    with pytest.raises(ConflictError, match="open on node"):
+        log.topic(TEXT)
+    with pytest.raises(ConflictError, match="open on node"):
+        log.topic(TEXT, take_over=True)
+    site.kill(other)
+    end_lease(site, log)
+    with pytest.raises(ConflictError, match="not handed it over"):
+        log.topic(TEXT)
+    assert content(site.disk()) == before
+    assert aside(site.disk()) == []
+
+
+def test_messages_that_another_node_gave_up_do_not_come_back(site):
+    """Goal: an old disk that comes back adds nothing, even under offsets that are still free."""
+    log = site.open("a")
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 5)
+    topic.upload()
+    fill(topic, 20, tag=b"given up ")
+    site.kill(log)
+    other = site.open("b")
+    end_lease(site, other)
+    other.topic(TEXT, take_over=True)
+    assert other.seal(TEXT) == 5
+    topic = site.open("a").topic(TEXT)
+    assert topic.watermarks.next == 5
+    assert payloads(topic.read()) == sent
+
+
+def test_crash_between_setting_aside_and_the_claim_sets_nothing_aside_twice(site):
+    other, sent = overtaken(site)
+    before = content(site.disk())
+    other.seal(TEXT)
+    log = site.open("a")
+
+    def fail(kind, key):
+        if kind == "transact":
+            raise SimulatedCrash
+
+    site.metadata.before = fail
+    with pytest.raises(SimulatedCrash):
+        log.topic(TEXT)
+    site.metadata.before = lambda kind, key: None
+    site.kill(log)
+    topic = site.open("a").topic(TEXT)
+    (where,) = aside(site.disk())
+    assert logs_of(content(site.disk(), where)) == logs_of(before)
+    assert payloads(topic.read()) == sent
+
+
+def test_topic_that_goes_from_node_to_node_leaves_nothing_behind(site):
+    sent = []
+    for node in "abab":
+        log = site.open(node)
+        sent += fill(log.topic(TEXT, create=True), 3)
+        assert log.seal(TEXT) == len(sent)
+        log.close()
+    assert payloads(site.open("c").topic(TEXT).read()) == sent
+    for node in "abc":
+        assert aside(site.disk(node)) == []
+
+
+def test_topic_that_is_made_again_leaves_nothing_behind(site):
+    log = site.open()
+    fill(log.topic(TEXT, create=True), 3)
+    log.delete(TEXT)
+    assert log.topic(TEXT, create=True).watermarks.next == 0
+    assert aside(site.disk()) == []
+
+
+def test_second_set_of_files_gets_a_name_of_its_own(site):
+    for round_number in (1, 2):
+        log = site.open("a")
+        topic = log.topic(TEXT, create=True)
+        topic.upload()
+        fill(topic, 2, tag=b"given up ")
+        site.kill(log)
+        other = site.open("b")
+        end_lease(site, other)
+        fill(other.topic(TEXT, take_over=True), 1)
+        other.seal(TEXT)
+        other.close()
+        log = site.open("a")
+        log.topic(TEXT)
+        assert len(aside(site.disk())) == round_number
+        log.close()
+    for where in aside(site.disk()):
+        (data,) = logs_of(content(site.disk(), where)).values()
+        assert b"given up" in data
+
+
+# -- behind the bucket --------------------------------------------------------------------------
+
+
+def test_files_restored_from_an_older_copy_are_set_aside(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    log.close()
+    older = snapshot(site)
+    log = site.open()
+    topic = log.topic(TEXT)
+    sent += fill(topic, 10)
+    topic.upload()
+    log.close()
+    restore(site, older)
+    before = logs_of(content(site.disk()))
+    topic = site.open().topic(TEXT)
+    (where,) = aside(site.disk())
+    assert logs_of(content(site.disk(), where)) == before
+    assert (topic.state, topic.watermarks.next, topic.watermarks.tiered) == (
+        TopicState.OPEN,
+        20,
+        20,
+    )
+    sent += fill(topic, 2)
+    topic.upload()
+    assert payloads(topic.read()) == sent
+    assert site.ranges()[-1] == (20, 22)
+
+
+def test_log_that_begins_behind_the_bucket_does_so_after_a_power_cut(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 3)
+    log.close()
+    older = snapshot(site)
+    log = site.open()
+    sent += fill(log.topic(TEXT), 3)
+    log.topic(TEXT).upload()
+    log.close()
+    restore(site, older)
+    log = site.open()
+    log.topic(TEXT)
+    site.kill(log)
+    site.disk().crash(random.Random(7))
+    topic = site.open().topic(TEXT)
+    assert topic.append(b"on") == 6
+    topic.flush()
+    assert payloads(topic.read()) == [*sent, b"on"]
+
+
+def test_files_that_end_where_the_bucket_does_stay(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    log.close()
+    calls = len(site.objects.calls)
+    topic = site.open().topic(TEXT)
+    assert aside(site.disk()) == []
+    assert topic.watermarks.trimmed == 0
+    assert site.objects.calls[calls:] == []
+    assert payloads(topic.read()) == sent
+
+
+@pytest.mark.parametrize("at", ["first frame", "last frame"])
+def test_damage_only_where_the_bucket_has_it_is_set_aside(site, at):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    log.close()
+    whole = read_file(site.disk(), f"{PATH}/wal.log")
+    flip(site.disk(), "wal.log", 30 if at == "first frame" else len(whole) - 5)
+    damaged = logs_of(content(site.disk()))
+    topic = site.open().topic(TEXT)
+    assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, 10)
+    (where,) = aside(site.disk())
+    assert logs_of(content(site.disk(), where)) == damaged
+    sent += fill(topic, 2)
+    assert payloads(topic.read()) == sent
+
+
+def test_damage_that_the_bucket_does_not_have_is_quarantined_and_stays(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    fill(topic, 5)
+    log.close()
+    size = len(read_file(site.disk(), f"{PATH}/wal.log"))
+    flip(site.disk(), "wal.log", size - 5)
+    before = content(site.disk())
+    log = site.open()
+    topic = log.topic(TEXT)
+    assert topic.state is TopicState.QUARANTINED
+    assert topic.damage[0].offset == 14
+    with pytest.raises(CorruptDataError):
+        topic.append(b"x")
+    assert payloads(topic.read(0, end=14))[:10] == sent
+    log.close()
+    assert content(site.disk()) == before
+    assert aside(site.disk()) == []
+
+
+def test_quarantined_topic_keeps_its_cursors(site):
+    """Goal: what is ahead of a damaged end may be there after the repair."""
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 10)
+    topic.upload()
+    fill(topic, 5)
+    log.close()
+    key = site.catalog().keys.progress("billing")
+    site.metadata.put(key, b'{"offset":15,"timestamp":0}')
+    flip(site.disk(), "wal.log", len(read_file(site.disk(), f"{PATH}/wal.log")) - 5)
+    assert site.open().topic(TEXT).state is TopicState.QUARANTINED
+    assert b'"offset":15' in site.metadata.get(key).value
+
+
+def test_cursors_ahead_of_what_is_left_are_put_back(site):
+    other, _ = overtaken(site)
+    keys = site.catalog().keys
+    for name, offset in {"behind": 4, "ahead": 99}.items():
+        site.metadata.put(keys.progress(name), b'{"offset":%d,"timestamp":0}' % offset)
+    other.seal(TEXT)
+    site.open("a").topic(TEXT)
+    found = {s.name: s.progress.offset for s in site.catalog().subscriptions()}
+    assert found == {"behind": 4, "ahead": 15}
+
+
+# -- objects that the catalog has forgotten -----------------------------------------------------
+
+
+def forgetful(site, *, parts=4, keep=1):
+    """A topic of which local files have only the end, with a catalog that knows `keep` objects."""
+    log = site.open(**ROTATE, **KEEP_NOTHING)
+    topic = log.topic(TEXT, create=True)
+    sent = []
+    for _ in range(parts):
+        sent += fill(topic, 10, size=500)
+        topic.upload()
+    site.clock.advance(60)
+    log.tiers.membership.renew()
+    topic.tier.trim()
+    trimmed = topic.watermarks.trimmed
+    assert trimmed > 10 * (parts - 1)
+    log.close()
+    keys = site.catalog().keys
+    ids = [described.object_id for described, _ in site.catalog().descriptors()]
+    for number in range(keep, parts):
+        site.metadata.delete(keys.descriptor(10 * number))
+    site.metadata.put(keys.current, b'{"start":"%020d"}' % (10 * (keep - 1)))
+    return sent, [object_key(NAME, object_id) for object_id in ids], trimmed
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_objects_that_continue_the_catalog_are_adopted(site, keep):
+    sent, _, _ = forgetful(site, keep=keep)
+    before = [described for described, _ in site.catalog().descriptors()]
+    topic = site.open().topic(TEXT)
+    assert (topic.state, topic.watermarks.tiered) == (TopicState.OPEN, 40)
+    assert site.ranges() == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert [d for d, _ in site.catalog().descriptors()][:keep] == before
+    assert topic.append(b"on") == 40
+    topic.upload()
+    assert payloads(topic.read()) == [*sent, b"on"]
+    assert topic.tier.repair_objects().errors == []
+
+
+def test_catalog_that_was_lost_to_the_last_object_gets_all_of_them_back(site):
+    sent, _, _ = forgetful(site, keep=1)
+    keys = site.catalog().keys
+    site.metadata.delete(keys.descriptor(0))
+    site.metadata.delete(keys.current)
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.OPEN
+    assert payloads(topic.read()) == sent
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+def test_adoption_ends_at_the_first_object_that_is_not_whole(site, how):
+    sent, ids, trimmed = forgetful(site)
+    if how == "lost":
+        site.objects.drop(ids[2])
+    else:
+        site.objects.corrupt(ids[2], 100)
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.QUARANTINED
+    assert site.ranges() == [(0, 10), (10, 20)]
+    (damage,) = topic.damage
+    assert damage.offset == 20
+    assert f"20 up to, not including, {trimmed}" in damage.reason
+    assert payloads(topic.read(0, end=20)) == sent[:20]
+    assert payloads(topic.read(trimmed)) == sent[trimmed:]
+    with pytest.raises(CorruptDataError) as refused:
+        topic.append(b"x")
+    assert refused.value.offset == 20
+    with pytest.raises(CorruptDataError) as gap:
+        list(topic.read(15))
+    assert (gap.value.start, gap.value.end) == (20, trimmed)
+
+
+def test_hole_is_told_again_at_every_opening_until_the_object_is_back(site):
+    sent, ids, _ = forgetful(site)
+    data = site.objects.read(ids[1], 0, 1 << 20)
+    site.objects.drop(ids[1])
+    for _ in range(2):
+        log = site.open()
+        assert log.topic(TEXT).state is TopicState.QUARANTINED
+        log.close()
+    site.objects.put(ids[1], data)
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.OPEN
+    assert payloads(topic.read()) == sent
+
+
+def test_local_files_that_reach_back_far_enough_need_no_adoption(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 10)
+    topic.upload()
+    sent += fill(topic, 10)
+    topic.upload()
+    log.close()
+    keys = site.catalog().keys
+    site.metadata.delete(keys.descriptor(10))
+    site.metadata.put(keys.current, b'{"start":"%020d"}' % 0)
+    calls = len(site.objects.calls)
+    topic = site.open().topic(TEXT)
+    assert site.objects.calls[calls:] == []
+    assert (topic.state, topic.watermarks.tiered) == (TopicState.OPEN, 10)
+    topic.upload()
+    assert site.ranges() == [(0, 10), (10, 20)]
+    assert payloads(topic.read()) == sent
+
+
+def test_bucket_that_is_silent_while_objects_are_looked_for_opens_nothing(site):
+    """Goal: a hole is not told before it is known to be one."""
+    sent, _, _ = forgetful(site)
+    before = content(site.disk())
+    log = site.open()
+
+    def silent(kind, key):
+        raise UnavailableError("silent")
+
+    site.objects.before = silent
+    with pytest.raises(UnavailableError):
+        log.topic(TEXT)
+    site.objects.before = lambda kind, key: None
+    assert content(site.disk()) == before
+    assert payloads(log.topic(TEXT).read()) == sent
+
+
+@pytest.mark.parametrize("at", range(1, 4))
+def test_crash_in_the_middle_of_an_adoption_is_gone_on_with(site, at):
+    sent, _, _ = forgetful(site)
+    visits = []
+
+    def crash_at():
+        visits.append(1)
+        if len(visits) == at:
+            raise SimulatedCrash
+
+    failpoints.arm("tier.after_commit", crash_at)
+    log = site.open()
+    with pytest.raises(SimulatedCrash):
+        log.topic(TEXT)
+    failpoints.disarm()
+    site.kill(log)
+    topic = site.open().topic(TEXT)
+    assert site.ranges() == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert payloads(topic.read()) == sent
+
+
+# -- two histories under the same offsets -------------------------------------------------------
+
+
+def rebuild(site):
+    """The metadata of the topic, from the bucket alone."""
+    site.metadata.delete_prefix("/danube/")
+    objects = find_topics(site.objects)[NAME]
+    report = rebuild_topic(
+        site.objects,
+        site.metadata,
+        TopicKeys(PREFIX, NAME),
+        objects,
+        clock=site.clock,
+        dry_run=False,
+    )
+    assert report.is_written
+
+
+def diverged(site, *, of_a, of_b):
+    """Five messages that both nodes have; then `of_a` on the disk of a, `of_b` in the bucket."""
+    log = site.open("a")
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, 5)
+    topic.upload()
+    fill(topic, of_a, tag=b"of a ")
+    log.close()
+    other = site.open("b")
+    topic = other.topic(TEXT, take_over=True)
+    sent += fill(topic, of_b, tag=b"of b ")
+    topic.upload()
+    other.close()
+    rebuild(site)
+    return sent
+
+
+def test_files_with_other_messages_than_the_bucket_are_refused(site):
+    sent = diverged(site, of_a=3, of_b=7)
+    before = content(site.disk())
+    log = site.open("a")
+    with pytest.raises(ConflictError, match="different messages") as refused:
+        log.topic(TEXT)
+    assert (refused.value.offset, refused.value.path) == (7, PATH)
+    assert content(site.disk()) == before
+    assert aside(site.disk()) == []
+    log.close()
+    # A person moves away what is not wanted, and says so.
+    fs = site.disk()
+    fs.rename(PATH, f"{ROOT}/kept")
+    fs.sync_directory(PARENT)
+    topic = site.open("a").topic(TEXT, take_over=True)
+    assert topic.watermarks.next == 12
+    assert payloads(topic.read()) == sent
+
+
+def test_files_with_the_beginning_of_what_the_bucket_has_are_set_aside(site):
+    """Goal: the same messages, only fewer, are no conflict."""
+    sent = diverged(site, of_a=0, of_b=7)
+    topic = site.open("a").topic(TEXT)
+    assert len(aside(site.disk())) == 1
+    assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, 12)
+    assert payloads(topic.read()) == sent
+
+
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize("on_damage", ["error", "skip"])
+def test_damaged_object_is_no_witness_against_local_files(site, on_damage):
+    diverged(site, of_a=3, of_b=7)
+    key = site.key(7)
+    data = site.objects.read(key, 0, 1 << 20)
+    scan = scan_frames(data, expected_offset=5)
+    site.objects.corrupt(key, scan.starts[2] + 30)
+    topic = site.open("a", storage={"cloud_reader": {"on_damage": on_damage}}).topic(TEXT)
+    (where,) = aside(site.disk())
+    assert b"of a" in content(site.disk(), where)["wal.log"]
+    assert topic.watermarks.next == 12
+
+
+def test_lost_object_is_no_witness_against_local_files(site):
+    diverged(site, of_a=3, of_b=7)
+    site.objects.drop(site.key(7))
+    topic = site.open("a").topic(TEXT)
+    assert len(aside(site.disk())) == 1
+    assert topic.watermarks.next == 12
+
+
+def test_silent_bucket_decides_nothing_about_local_files(site):
+    diverged(site, of_a=3, of_b=7)
+    before = content(site.disk())
+
+    def silent(kind, key):
+        raise UnavailableError("silent")
+
+    site.objects.before = silent
+    with pytest.raises(UnavailableError):
+        site.open("a").topic(TEXT)
+    assert content(site.disk()) == before
+
+
+def test_files_that_differ_from_the_bucket_and_are_longer_are_refused(site):
+    """Goal: which of two histories is read must not depend on whether files were trimmed."""
+    diverged(site, of_a=9, of_b=7)
+    with pytest.raises(ConflictError, match="different messages"):
+        site.open("a").topic(TEXT)
+
+
+def test_files_that_end_with_a_rotation_are_compared_all_the_same(site):
+    """Goal: the index of a file that is complete ends behind its last frame."""
+    log = site.open("a", **ROTATE)
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 5, size=900)
+    failpoints.arm("wal.before_write", crash)
+    topic.append(b"of a, and never written")
+    with pytest.raises(SimulatedCrash):
+        topic.flush()
+    failpoints.disarm()
+    site.kill(log)
+    assert site.disk().exists(f"{PATH}/wal.1.log")
+    other = site.open("b")
+    end_lease(site, other)
+    topic = other.topic(TEXT, take_over=True)
+    fill(topic, 7, tag=b"of b ")
+    topic.upload()
+    other.close()
+    rebuild(site)
+    with pytest.raises(ConflictError, match="different messages") as refused:
+        site.open("a").topic(TEXT)
+    assert refused.value.offset == 4
+
+
+# -- setting aside ------------------------------------------------------------------------------
+
+
+OLD = {"wal.log": b"frames", "wal.ckpt": b"where they end", "wal.origin": b""}
+KINDS = frozenset(
+    {"create", "rename", "sync_directory", "make_directory", "remove", "remove_directory"}
+)
+
+
+def a_directory():
+    """A topic's directory with files, all durable."""
+    fs = MemoryFileSystem()
+    fs.make_directories(PATH)
+    for name, data in OLD.items():
+        file = fs.create(f"{PATH}/{name}")
+        file.write_at(0, [data])
+        file.sync()
+        file.close()
+    fs.sync_directory(PATH)
+    return fs, WalDirectory(fs, PATH)
+
+
+class Crash:
+    """Ends the process at an operation that changes something; nothing happens after that."""
+
+    def __init__(self, at):
+        self.at, self.seen, self.step = at, 0, ""
+
+    def __call__(self, kind, path):
+        if kind in KINDS:
+            self.seen += 1
+            if self.step or self.seen == self.at:
+                self.step = self.step or f"{kind} {path}"
+                raise SimulatedCrash
+
+
+def crashes(action, make=a_directory):
+    """A disk and its directory after a crash at each step of `action`, one after the other."""
+    fs, directory = make()
+    fs.before = count = Crash(at=0)
+    action(directory)
+    assert count.seen > 1
+    for at in range(1, count.seen + 1):
+        fs, directory = make()
+        fs.before = step = Crash(at)
+        with pytest.raises(SimulatedCrash):
+            action(directory)
+        yield fs, directory, f"before step {at}: {step.step}"
+
+
+def put_aside(directory):
+    return set_aside(directory, "a test")
+
+
+def test_directory_set_aside_is_whole_and_an_empty_one_takes_its_place():
+    fs, directory = a_directory()
+    where = put_aside(directory)
+    assert content(fs, where) == OLD
+    assert content(fs) == {"wal.origin": b""}
+    assert sorted(fs.list_directory(PARENT)) == sorted([NAME.topic, where.rpartition("/")[2]])
+    fs.crash(random.Random(0))
+    assert content(fs, where) == OLD
+    assert content(fs) == {"wal.origin": b""}
+
+
+def test_every_directory_set_aside_has_a_name_of_its_own():
+    fs, directory = a_directory()
+    found = {put_aside(directory) for _ in range(3)}
+    assert len(found) == 3
+    assert sorted(found) == sorted(aside(fs))
+
+
+def test_names_of_what_is_set_aside_are_no_topics(site):
+    log = site.open()
+    fill(log.topic(TEXT, create=True), 1)
+    log.close()
+    put_aside(WalDirectory(site.disk(), PATH))
+    site.disk().make_directories(f"{PATH}.fresh")
+    assert site.open().topics() == [TEXT]
+
+
+def test_killed_while_setting_aside_the_old_files_are_in_one_place():
+    seen = set()
+    for fs, directory, step in crashes(put_aside):
+        fs.kill()
+        places = [path for path in (PATH, *aside(fs)) if fs.exists(path)]
+        assert [content(fs, path) for path in places].count(OLD) == 1, step
+        finish_set_aside(directory)
+        seen.add(content(fs) == OLD)
+        assert content(fs) in (OLD, {"wal.origin": b""}), step
+        assert not fs.exists(f"{PATH}.fresh"), step
+        assert [content(fs, path) for path in (PATH, *aside(fs))].count(OLD) == 1, step
+        if content(fs) == OLD:
+            put_aside(directory)
+        assert content(fs) == {"wal.origin": b""}, step
+        assert [content(fs, path) for path in aside(fs)] == [OLD], step
+    assert seen == {True, False}
+
+
+def test_power_cut_while_setting_aside_never_looks_like_a_loss():
+    """Goal: a topic whose directory is gone is refused, and this one's is not."""
+    checked = 0
+    for seed in range(30):
+        for fs, directory, step in crashes(put_aside):
+            fs.crash(random.Random(seed))
+            names = [n for n in fs.list_directory(PARENT) if not n.endswith(".fresh")]
+            olds = [n for n in names if content(fs, f"{PARENT}/{n}") == OLD]
+            is_named = fs.exists(PATH), fs.exists(f"{PATH}.fresh")
+            if len(olds) != 1 or not any(is_named) or (all(is_named) and content(fs) != OLD):
+                continue  # a rename is atomic, which this file system does not know
+            checked += 1
+            finish_set_aside(directory)
+            assert not directory.is_blank(), step
+            assert content(fs) in (OLD, {"wal.origin": b""}), step
+            assert not fs.exists(f"{PATH}.fresh"), step
+            fs.crash(random.Random(seed))
+            assert not directory.is_blank(), step
+    assert checked > 100
+
+
+def interrupted():
+    """As `set_aside` leaves it when it is interrupted between its two renames."""
+    fs, directory = a_directory()
+    failpoints.arm("tier.after_set_aside", crash)
+    with pytest.raises(SimulatedCrash):
+        put_aside(directory)
+    failpoints.disarm()
+    fs.kill()
+    assert not fs.exists(PATH)
+    return fs, directory
+
+
+def left_over():
+    """As it leaves it when it is interrupted before the first one."""
+    fs, directory = a_directory()
+    WalDirectory(fs, f"{PATH}.fresh").mark()
+    return fs, directory
+
+
+@pytest.mark.parametrize("state", [interrupted, left_over])
+def test_killed_while_finishing_the_next_one_finishes(state):
+    fs, _ = state()
+    wanted = {"wal.origin": b""} if state is interrupted else OLD
+    kept = [content(fs, path) for path in aside(fs)]
+    for fs, directory, step in crashes(finish_set_aside, make=state):
+        fs.kill()
+        finish_set_aside(directory)
+        assert content(fs) == wanted, step
+        assert not fs.exists(f"{PATH}.fresh"), step
+        assert [content(fs, path) for path in aside(fs)] == kept, step
+
+
+def test_half_made_directory_gets_its_mark_when_it_takes_its_place():
+    fs, directory = interrupted()
+    fs.remove(f"{PATH}.fresh/wal.origin")
+    finish_set_aside(directory)
+    assert content(fs) == {"wal.origin": b""}
+
+
+def test_nothing_to_finish_changes_nothing():
+    fs, directory = a_directory()
+    fs.before = count = Crash(at=0)
+    finish_set_aside(directory)
+    assert count.seen == 0
+    assert content(fs) == OLD
+    fs.before = lambda kind, path: None
+    remove_directory(fs, PATH)
+    finish_set_aside(directory)
+    assert not fs.exists(PATH)
+
+
+def test_process_killed_while_it_sets_aside_is_followed_by_one_that_opens(site):
+    other, sent = overtaken(site)
+    before = logs_of(content(site.disk()))
+    other.seal(TEXT)
+    log = site.open("a")
+    failpoints.arm("tier.after_set_aside", crash)
+    with pytest.raises(SimulatedCrash):
+        log.topic(TEXT)
+    failpoints.disarm()
+    site.kill(log)
+    assert not site.disk().exists(PATH)
+    topic = site.open("a").topic(TEXT)
+    assert [logs_of(content(site.disk(), path)) for path in aside(site.disk())] == [before]
+    assert not site.disk().exists(f"{PATH}.fresh")
+    assert payloads(topic.read()) == sent
+    assert topic.append(b"on") == 15
+
+
+# -- removing -----------------------------------------------------------------------------------
+
+
+def test_directory_is_removed_for_good():
+    fs, _ = a_directory()
+    remove_directory(fs, PATH)
+    assert not fs.exists(PATH)
+    fs.crash(random.Random(0))
+    assert not fs.exists(PATH)
+    remove_directory(fs, PATH)
+
+
+def test_directory_whose_removal_was_interrupted_is_removed_by_the_next_one():
+    def remove(directory):
+        remove_directory(directory.fs, directory.path)
+
+    for seed in range(5):
+        for number, (fs, _, step) in enumerate(crashes(remove)):
+            if seed:
+                fs.crash(random.Random(100 * seed + number))
+            else:
+                fs.kill()
+            remove_directory(fs, PATH)
+            assert not fs.exists(PATH), step
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_sealed_topic_whose_files_are_half_removed_comes_back_whole(site, count):
+    """Goal: whichever of its files are left, they do not count against the bucket."""
+    log = site.open(**ROTATE)
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, count, size=900)
+    topic.upload()
+    names = len(site.disk().list_directory(PATH))
+    site.kill(log)
+    disk, entries = snapshot(site), copy.deepcopy(site.metadata._entries)
+    keys = list(site.metadata._keys)
+    for at in range(1, names + 2):
+        restore(site, disk)
+        site.metadata._entries, site.metadata._keys = copy.deepcopy(entries), list(keys)
+        log = site.open(**ROTATE)
+        log.topic(TEXT)
+        seen = []
+
+        def crash_at(kind, path, seen=seen, at=at):
+            if kind in ("remove", "remove_directory") and path.startswith(PATH):
+                seen.append(path)
+                if len(seen) == at:
+                    raise SimulatedCrash
+
+        site.disk().before = crash_at
+        with pytest.raises(SimulatedCrash):
+            log.seal(TEXT)
+        site.kill(log)
+        log = site.open(**ROTATE)
+        topic = log.topic(TEXT)
+        assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, count), seen
+        assert topic.append(b"on") == count
+        topic.flush()
+        assert payloads(topic.read()) == [*sent, b"on"], seen
+        site.kill(log)
+
+
+# -- what waits for its upload ------------------------------------------------------------------
+
+
+def backlog(tiered):
+    """Three files with the offsets 0 to 4, 5 to 9 and 10 to 11."""
+    with Site(clock=ManualClock()) as site:
+        log = site.open(storage={"mode": "local_only"}, **ROTATE)
+        topic = log.topic(TEXT, create=True)
+        fill(topic, 12, size=900)
+        assert [file.first_offset for file in topic.wal.files] == [0, 5, 10]
+        log.close()
+        directory = WalDirectory(site.disk(), PATH)
+        sizes = [
+            len(read_file(site.disk(), directory.log_path(seq))) for seq in directory.log_seqs()
+        ]
+        handles = site.disk().open_files
+        found = measure_backlog(directory, recover(directory), tiered)
+        assert site.disk().open_files == handles
+        return found, sizes
+
+
+@pytest.mark.parametrize(
+    ("tiered", "files"), [(0, 3), (4, 3), (5, 2), (9, 2), (10, 1), (11, 1), (12, 0), (99, 0)]
+)
+def test_backlog_counts_the_files_that_are_not_tiered_whole(tiered, files):
+    found, sizes = backlog(tiered)
+    assert found == sum(sizes[len(sizes) - files :])
+
+
+def test_backlog_of_an_empty_log_is_nothing():
+    fs = MemoryFileSystem()
+    directory = WalDirectory(fs, PATH)
+    assert measure_backlog(directory, recover(directory), 0) == 0
+
+
+def test_lag_after_opening_is_what_waits(site):
+    log = site.open(**ROTATE)
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 12, size=900)
+    log.close()
+    log = site.open(**ROTATE)
+    topic = log.topic(TEXT)
+    directory = WalDirectory(site.disk(), PATH)
+    sizes = [len(read_file(site.disk(), directory.log_path(s))) for s in directory.log_seqs()]
+    assert topic.tier.lag_bytes == sum(sizes)
+    topic.upload()
+    assert topic.tier.lag_bytes == 0

@@ -1,0 +1,773 @@
+"""The stores that topics share: who this node is, claims, manifests, deletions, probes."""
+
+import random
+import re
+
+import pytest
+
+from ister import failpoints
+from ister.errors import ConflictError, NotFoundError, UnavailableError
+from ister.fs.memory import MemoryFileSystem, SimulatedCrash
+from ister.model import AckLevel, Codec, TopicState
+from ister.objectstore.base import Capabilities
+from ister.objectstore.memory import MemoryObjectStore
+from ister.tier.rebuild import load_manifest
+from ister.topic.tiers import NODE_NAME, read_node
+from rig import ROOT, NoThreads, eventually, numbered, payloads
+from tier_rig import NAME, TTL_SECONDS, Site
+
+TEXT = str(NAME)
+PATH = f"{ROOT}{TEXT}"
+NODE = f"{ROOT}/{NODE_NAME}"
+ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
+KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def opened(site, disk="a", **settings):
+    return site.open(disk, scheduler=NoThreads(), **settings)
+
+
+def fill(topic, count, *, size=0):
+    sent = numbered(count, first=topic.watermarks.next, size=size)
+    for payload in sent:
+        topic.append(payload)
+        topic.flush()
+    return sent
+
+
+def lose_directory(site, disk="a"):
+    fs = site.disk(disk)
+    for name in fs.list_directory(PATH):
+        fs.remove(f"{PATH}/{name}")
+    fs.remove_directory(PATH)
+    fs.sync_directory(PATH.rpartition("/")[0])
+
+
+def silent(*_):
+    raise UnavailableError("silent")
+
+
+def crash(*_):
+    raise SimulatedCrash
+
+
+def calm(*_):
+    """Lets everything pass."""
+
+
+# -- who this is --------------------------------------------------------------------------------
+
+
+def a_root():
+    fs = MemoryFileSystem()
+    fs.make_directories(ROOT)
+    return fs
+
+
+def put_node(fs, data):
+    file = fs.create(NODE)
+    file.truncate(0)
+    file.write_at(0, [data])
+    file.sync()
+    file.close()
+    fs.sync_directory(ROOT)
+
+
+def is_identity(node):
+    return re.fullmatch("[0-9a-f]{16}", node) is not None
+
+
+def test_identity_is_made_once_and_kept():
+    fs = a_root()
+    node = read_node(fs, ROOT)
+    assert is_identity(node)
+    assert [read_node(fs, ROOT) for _ in range(3)] == [node] * 3
+    for seed in range(5):
+        fs.crash(random.Random(seed))
+        assert read_node(fs, ROOT) == node
+    assert fs.open_files == 0
+
+
+def test_every_directory_is_another_node():
+    assert len({read_node(a_root(), ROOT) for _ in range(20)}) == 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
+    steps = 0
+    for at in range(1, 20):
+        fs = a_root()
+        seen = []
+
+        def crash_at(kind, path, seen=seen, at=at):
+            seen.append(kind)
+            if len(seen) >= at:
+                raise SimulatedCrash
+
+        fs.before = crash_at
+        try:
+            read_node(fs, ROOT)
+        except SimulatedCrash:
+            steps += 1
+        else:
+            break
+        if seed:
+            fs.crash(random.Random(100 * seed + at))
+        else:
+            fs.kill()
+        node = read_node(fs, ROOT)
+        assert is_identity(node), seen
+        assert read_node(fs, ROOT) == node
+        fs.crash(random.Random(seed))
+        assert read_node(fs, ROOT) == node, "it was used, so it has to stay"
+    assert steps >= 5
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\0" * 17, b"0123456789abcde\n", b"0123456789abcdef0\n", b"x" * 5000, b"\xff" * 16],
+    ids=["empty", "zeros", "short", "long", "huge", "not text"],
+)
+def test_file_that_is_no_identity_is_replaced_by_one(data):
+    fs = a_root()
+    put_node(fs, data)
+    node = read_node(fs, ROOT)
+    assert is_identity(node)
+    assert read_node(fs, ROOT) == node
+
+
+@pytest.mark.parametrize(
+    "data", [b"0123456789abcdef", b"0123456789abcdef\n", b" 0123456789abcdef\r\n"]
+)
+def test_identity_is_read_with_or_without_an_end_of_line(data):
+    fs = a_root()
+    put_node(fs, data)
+    assert read_node(fs, ROOT) == "0123456789abcdef"
+
+
+def test_identity_is_no_topic_and_no_namespace(site):
+    log = opened(site)
+    log.topic(TEXT, create=True)
+    assert site.disk().exists(NODE)
+    assert log.topics() == [TEXT]
+
+
+def test_process_after_process_on_a_disk_is_the_same_node(site):
+    log = opened(site)
+    node = log.tiers.membership.node
+    log.topic(TEXT, create=True)
+    site.kill(log)
+    log = opened(site)
+    assert log.tiers.membership.node == node
+    assert log.topic(TEXT).tier.owned.epoch == 2, "it need not wait for its own lease"
+
+
+# -- what may be claimed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiered", [0, 7])
+def test_lost_directory_of_the_node_that_wrote_last_is_refused(site, tiered):
+    log = opened(site)
+    topic = log.topic(TEXT, create=True)
+    sent = fill(topic, tiered)
+    topic.upload()
+    fill(topic, 3)
+    log.close()
+    lose_directory(site)
+    record = site.catalog().record()
+    log = opened(site)
+    for create in (False, True):
+        with pytest.raises(ConflictError) as refused:
+            log.topic(TEXT, create=create)
+        assert (refused.value.topic, refused.value.offset) == (TEXT, tiered)
+        assert f"take_over=True goes on from offset {tiered}" in refused.value.hint
+    assert site.catalog().record() == record, "nothing was claimed"
+    assert not site.disk().exists(PATH), "nothing was made that hides the loss"
+    topic = log.topic(TEXT, take_over=True)
+    assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, tiered)
+    assert topic.append(b"on") == tiered
+    topic.upload()
+    assert payloads(topic.read()) == [*sent, b"on"]
+    log.close()
+    assert payloads(opened(site).topic(TEXT).read()) == [*sent, b"on"]
+
+
+def test_directory_that_has_lost_all_but_its_name_is_lost(site):
+    log = opened(site)
+    fill(log.topic(TEXT, create=True), 3)
+    log.close()
+    lose_directory(site)
+    site.disk().make_directories(PATH)
+    with pytest.raises(ConflictError, match="files are gone"):
+        opened(site).topic(TEXT)
+
+
+def test_directory_with_its_mark_alone_is_a_topic_without_messages(site):
+    log = opened(site)
+    log.topic(TEXT, create=True)
+    site.kill(log)
+    fs = site.disk()
+    for name in fs.list_directory(PATH):
+        if name != "wal.origin":
+            fs.remove(f"{PATH}/{name}")
+    topic = opened(site).topic(TEXT)
+    assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, 0)
+
+
+def test_sealed_topic_needs_no_files(site):
+    log = opened(site)
+    sent = fill(log.topic(TEXT, create=True), 3)
+    log.seal(TEXT)
+    assert not site.disk().exists(PATH)
+    assert payloads(log.topic(TEXT).read()) == sent
+
+
+def test_take_over_does_not_take_a_topic_from_a_living_owner(site):
+    fill(opened(site).topic(TEXT, create=True), 3)
+    other = opened(site, "b")
+    for take_over in (False, True):
+        with pytest.raises(ConflictError, match="open on node"):
+            other.topic(TEXT, take_over=take_over)
+    assert not site.disk("b").exists(PATH)
+
+
+def test_topic_of_another_node_is_refused_without_a_trace(site):
+    log = opened(site)
+    fill(log.topic(TEXT, create=True), 3)
+    site.kill(log)
+    site.clock.advance(TTL_SECONDS + 1)
+    record = site.catalog().record()
+    other = opened(site, "b")
+    with pytest.raises(ConflictError, match="not handed it over"):
+        other.topic(TEXT)
+    assert site.catalog().record() == record
+    assert not site.disk("b").exists(PATH)
+
+
+def test_topic_that_does_not_exist_leaves_no_directory(site):
+    log = opened(site)
+    with pytest.raises(NotFoundError):
+        log.topic(TEXT)
+    assert not site.disk().exists(PATH)
+    assert log.topics() == []
+
+
+def test_mark_is_durable_before_the_claim(site):
+    log = opened(site)
+    fs = site.disk()
+    seen = []
+
+    def look(kind, key):
+        if kind == "transact" and key == site.catalog().keys.record:
+            directory = fs._directory(PATH)
+            seen.append((sorted(directory.entries), sorted(directory.durable)))
+
+    site.metadata.before = look
+    log.topic(TEXT, create=True)
+    site.metadata.before = calm
+    assert seen[0] == (["wal.origin"], ["wal.origin"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_crash_after_the_claim_does_not_look_like_a_loss(site, seed):
+    log = opened(site)
+    failpoints.arm("tier.after_claim", crash)
+    with pytest.raises(SimulatedCrash):
+        log.topic(TEXT, create=True)
+    failpoints.disarm()
+    site.kill(log)
+    site.disk().crash(random.Random(seed))
+    topic = opened(site).topic(TEXT)
+    assert (topic.state, topic.watermarks.next) == (TopicState.OPEN, 0)
+
+
+def test_crash_between_mark_and_claim_leaves_no_topic(site):
+    log = opened(site)
+
+    def crash_at(kind, key):
+        if kind == "transact":
+            raise SimulatedCrash
+
+    site.metadata.before = crash_at
+    with pytest.raises(SimulatedCrash):
+        log.topic(TEXT, create=True)
+    site.metadata.before = calm
+    site.kill(log)
+    assert site.disk().list_directory(PATH) == ["wal.origin"]
+    log = opened(site)
+    with pytest.raises(NotFoundError):
+        log.topic(TEXT)
+    topic = log.topic(TEXT, create=True, ack="written", codec="bincode1")
+    assert (topic.ack, topic.codec) == (AckLevel.WRITTEN, Codec.BINCODE1)
+
+
+def test_silent_metadata_store_opens_nothing_and_is_asked_again(site):
+    log = opened(site)
+    site.metadata.before = silent
+    with pytest.raises(UnavailableError):
+        log.topic(TEXT, create=True)
+    site.metadata.before = calm
+    assert log.topic(TEXT, create=True).watermarks.next == 0
+
+
+def test_topic_that_could_not_be_opened_is_not_kept_by_its_lease(site):
+    """Goal: a claim that led to nothing is not renewed for ever."""
+    log = opened(site)
+    fill(log.topic(TEXT, create=True), 3)
+    log.close()
+    log = opened(site)
+
+    def fail(kind, path):
+        if kind == "open_read" and path.endswith(".log"):
+            raise OSError(5, "injected")
+
+    site.disk().before = fail
+    with pytest.raises(UnavailableError):
+        log.topic(TEXT)
+    site.disk().before = calm
+    site.clock.advance(TTL_SECONDS + 1)
+    log.tiers.membership.renew()
+    assert site.catalog().owner() is None
+    assert payloads(log.topic(TEXT).read()) == numbered(3)
+
+
+# -- manifests ----------------------------------------------------------------------------------
+
+
+def test_new_topic_has_a_manifest_that_says_what_it_is(site):
+    topic = opened(site).topic(TEXT, create=True, ack="written", codec="bincode1")
+    manifest = load_manifest(site.objects, NAME)
+    record = site.catalog().record()[0]
+    assert (manifest.ack, manifest.codec) == (topic.ack, topic.codec)
+    assert (manifest.incarnation, manifest.created_at) == (record.incarnation, record.created_at)
+
+
+def test_manifest_is_written_once(site):
+    log = opened(site)
+    log.topic(TEXT, create=True)
+    log.close()
+    calls = len(site.objects.calls)
+    log = opened(site)
+    log.topic(TEXT, create=True)
+    assert [kind for kind, _ in site.objects.calls[calls:] if kind == "put"] == []
+
+
+def test_manifest_that_cannot_be_written_does_not_keep_a_topic_from_being_made(site, caplog):
+    def fail(kind, key):
+        if kind == "put":
+            raise UnavailableError("silent")
+
+    site.objects.before = fail
+    topic = opened(site).topic(TEXT, create=True)
+    assert topic.append(b"x") == 0
+    topic.flush()
+    assert "manifest not saved" in caplog.messages
+    assert load_manifest(site.objects, NAME) is None
+
+
+def test_topic_whose_history_nobody_knows_is_refused_before_anything_is_made(site):
+    log = opened(site)
+    topic = log.topic(TEXT, create=True)
+    fill(topic, 3)
+    topic.upload()
+    log.close()
+    site.metadata.delete_prefix("/danube/")
+    other = opened(site, "b")
+    with pytest.raises(ConflictError, match="bucket has objects"):
+        other.topic(TEXT, create=True)
+    assert site.catalog().record() is None
+    assert not site.disk("b").exists(PATH)
+    assert other.topics() == []
+
+
+# -- deletion -----------------------------------------------------------------------------------
+
+
+def a_topic_to_delete(site):
+    log = opened(site, **ROTATE)
+    topic = log.topic(TEXT, create=True)
+    for _ in range(3):
+        fill(topic, 5, size=900)
+        topic.upload()
+    fill(topic, 2)
+    site.metadata.put(site.catalog().keys.progress("billing"), b'{"offset":3,"timestamp":0}')
+    log.topic("/default/other", create=True)
+    return log
+
+
+def check_deleted(site, log):
+    """Nothing of the topic is left but its epoch, and it can be made again, empty."""
+    keys = site.catalog().keys
+    assert [key for key in site.bucket_keys() if "/orders/" in key] == []
+    assert site.metadata.range(keys.storage) == []
+    assert site.metadata.range(keys.subscriptions) == []
+    record = site.catalog().record()[0]
+    assert record.state == "deleted"
+    assert log.topics() == ["/default/other"]
+    with pytest.raises(NotFoundError):
+        log.topic(TEXT)
+    with pytest.raises(NotFoundError):
+        log.delete(TEXT)
+    topic = log.topic(TEXT, create=True)
+    assert (topic.watermarks.next, payloads(topic.read())) == (0, [])
+    assert topic.tier.owned.epoch > record.epoch
+    assert topic.tier.owned.record.incarnation != record.incarnation
+    assert topic.append(b"new") == 0
+    topic.upload()
+    assert site.ranges() == [(0, 1)]
+
+
+def test_deleted_topic_leaves_nothing_but_its_epoch(site):
+    log = a_topic_to_delete(site)
+    log.delete(TEXT)
+    assert not site.disk().exists(PATH)
+    check_deleted(site, log)
+
+
+class Crash:
+    """Ends the process at a change of any kind below the topic; nothing happens after that."""
+
+    KINDS = frozenset({"remove", "remove_directory", "sync_directory", "put", "delete", "transact"})
+
+    def __init__(self, at):
+        self.at, self.seen, self.step = at, 0, ""
+
+    def __call__(self, kind, path):
+        if kind in self.KINDS:
+            self.seen += 1
+            if self.step or self.seen == self.at:
+                self.step = self.step or f"{kind} {path}"
+                raise SimulatedCrash
+
+    def arm(self, site):
+        site.disk().before = site.objects.before = site.metadata.before = self
+
+    @staticmethod
+    def disarm(site):
+        site.disk().before = site.objects.before = site.metadata.before = calm
+
+
+def steps_of_a_deletion():
+    with Site() as site:
+        log = a_topic_to_delete(site)
+        count = Crash(at=0)
+        count.arm(site)
+        log.delete(TEXT)
+        Crash.disarm(site)
+        return count.seen
+
+
+def test_deletion_that_a_crash_has_interrupted_anywhere_is_finished_by_the_next_one():
+    steps = steps_of_a_deletion()
+    assert steps > 10
+    for at in range(1, steps + 1):
+        with Site() as site:
+            log = a_topic_to_delete(site)
+            crash = Crash(at)
+            crash.arm(site)
+            with pytest.raises(SimulatedCrash):
+                log.delete(TEXT)
+            Crash.disarm(site)
+            site.kill(log)
+            log = opened(site, **ROTATE)
+            log.topic("/default/other")
+            try:
+                if site.catalog().record()[0].state != "deleted":
+                    log.delete(TEXT)
+                check_deleted(site, log)
+            except Exception as error:
+                error.add_note(f"after a crash before step {at}: {crash.step}")
+                raise
+
+
+@pytest.mark.parametrize("point", ["tier.after_mark_deleting", "tier.after_delete_object"])
+@pytest.mark.parametrize("visit", [1, 2, 3])
+def test_deletion_is_finished_by_another_node(site, point, visit):
+    log = a_topic_to_delete(site)
+    visits = []
+
+    def crash_at():
+        visits.append(1)
+        if len(visits) == visit or point == "tier.after_mark_deleting":
+            raise SimulatedCrash
+
+    failpoints.arm(point, crash_at)
+    with pytest.raises(SimulatedCrash):
+        log.delete(TEXT)
+    failpoints.disarm()
+    site.kill(log)
+    other = opened(site, "b")
+    with pytest.raises(NotFoundError):
+        other.topic(TEXT, create=True)
+    other.delete(TEXT)
+    assert [key for key in site.bucket_keys() if "/orders/" in key] == []
+    assert other.topic(TEXT, create=True).watermarks.next == 0
+
+
+def test_deletion_while_the_bucket_is_silent_is_gone_on_with_in_the_same_process(site):
+    log = a_topic_to_delete(site)
+    deleted = []
+
+    def fail(kind, key):
+        if kind == "delete":
+            deleted.append(key)
+            if len(deleted) == 2:
+                raise UnavailableError("silent")
+
+    site.objects.before = fail
+    with pytest.raises(UnavailableError):
+        log.delete(TEXT)
+    with pytest.raises(NotFoundError):
+        log.topic(TEXT)
+    log.delete(TEXT)
+    site.objects.before = calm
+    check_deleted(site, log)
+
+
+def test_deletion_does_not_wait_for_the_lease_of_the_process_that_began_it(site):
+    log = a_topic_to_delete(site)
+    failpoints.arm("tier.after_mark_deleting", crash)
+    with pytest.raises(SimulatedCrash):
+        log.delete(TEXT)
+    failpoints.disarm()
+    site.kill(log)
+    assert site.catalog().owner() is not None
+    log = opened(site)
+    log.delete(TEXT)
+    assert site.catalog().owner() is None
+
+
+def test_zombie_that_goes_on_deleting_spares_the_topic_that_was_made_again(site):
+    """Goal: a process that slept in its deletion finds the name in use, and leaves it alone."""
+    log = a_topic_to_delete(site)
+    made = []
+
+    def overtake():
+        if made:
+            return
+        made.append(1)
+        other = opened(site, "b")
+        other.delete(TEXT)
+        topic = other.topic(TEXT, create=True)
+        fill(topic, 4)
+        topic.upload()
+        made.append(topic)
+
+    failpoints.arm("tier.after_delete_object", overtake)
+    with pytest.raises(ConflictError):
+        log.delete(TEXT)
+    failpoints.disarm()
+    topic = made[1]
+    assert site.ranges() == [(0, 4)]
+    assert load_manifest(site.objects, NAME).incarnation == topic.tier.owned.record.incarnation
+    assert topic.tier.repair_objects().errors == []
+    assert topic.append(b"on") == 4
+
+
+# -- probes -------------------------------------------------------------------------------------
+
+
+class ProbedStore(MemoryObjectStore):
+    """A bucket that notes what it is asked about leftovers, and may refuse to answer."""
+
+    def __init__(self, **switches):
+        super().__init__(**switches)
+        self.ages = []
+        self.error = None
+
+    def remove_stale_parts(self, older_than_seconds):
+        self.ages.append(older_than_seconds)
+        if self.error is not None:
+            raise self.error
+        return 0
+
+
+@pytest.mark.parametrize("conditional_create", [True, False])
+@pytest.mark.parametrize("supports_copy", [True, False])
+def test_probe_notes_what_the_bucket_can_do(site, conditional_create, supports_copy):
+    site.objects = ProbedStore(conditional_create=conditional_create, supports_copy=supports_copy)
+    tiers = opened(site).tiers
+    assert tiers.capabilities is None
+    tiers.probe()
+    assert tiers.capabilities == Capabilities(
+        conditional_create=conditional_create, copy=supports_copy
+    )
+
+
+@pytest.mark.parametrize(("grace_minutes", "seconds"), [(0, 3600), (30, 3600), (600, 36000)])
+def test_probe_removes_leftovers_that_nobody_has_touched_for_long(site, grace_minutes, seconds):
+    site.objects = ProbedStore()
+    tiers = opened(site, storage={"cloud": {"orphan_grace_minutes": grace_minutes}}).tiers
+    tiers.probe()
+    assert site.objects.ages == [seconds]
+
+
+def test_probe_of_a_silent_bucket_is_only_told(site, caplog):
+    log = opened(site)
+    site.objects.probe = silent
+    log.tiers.probe()
+    assert log.tiers.capabilities is None
+    (record,) = [r for r in caplog.records if "cannot be used" in r.message]
+    assert (record.levelname, record.store) == ("ERROR", site.objects.location)
+    assert "silent" in record.error
+    topic = log.topic(TEXT, create=True)
+    assert topic.append(b"x") == 0
+    topic.flush()
+
+
+def test_leftovers_that_cannot_be_removed_do_not_take_away_what_is_known(site, caplog):
+    site.objects = ProbedStore()
+    site.objects.error = UnavailableError("silent")
+    tiers = opened(site).tiers
+    tiers.probe()
+    assert tiers.capabilities == Capabilities(conditional_create=True, copy=True)
+    assert any("cannot be used" in message for message in caplog.messages)
+
+
+def test_probe_that_failed_once_is_made_up_for_by_the_next(site):
+    tiers = opened(site).tiers
+    probe, site.objects.probe = site.objects.probe, silent
+    tiers.probe()
+    site.objects.probe = probe
+    tiers.probe()
+    assert tiers.capabilities is not None
+
+
+# -- objects that are missing while local files have them ---------------------------------------
+
+
+def several_objects(site, *, parts=4, **settings):
+    log = opened(site, **ROTATE, **KEEP_NOTHING, **settings)
+    topic = log.topic(TEXT, create=True)
+    sent = []
+    for _ in range(parts):
+        sent += fill(topic, 5, size=900)
+        topic.upload()
+    return log, topic, sent
+
+
+def names_of(site):
+    return [described.object_id for described, _ in site.catalog().descriptors()]
+
+
+def test_check_of_whole_objects_finds_and_reads_nothing(site):
+    _, topic, _ = several_objects(site)
+    calls = len(site.objects.calls)
+    assert topic.tier.check_recent() == []
+    assert {kind for kind, _ in site.objects.calls[calls:]} == {"stat"}
+    assert len(site.objects.calls) == calls + 4
+
+
+def test_lost_object_is_uploaded_again_and_nothing_else_is_read(site):
+    _, topic, sent = several_objects(site)
+    names, key = names_of(site), site.key(7)
+    data = site.objects.read(key, 0, 1 << 20)
+    site.objects.drop(key)
+    calls, reads = len(site.objects.calls), len(site.objects.reads)
+    assert topic.tier.check_recent() == [names[1]]
+    assert len(site.objects.reads) == reads
+    written = {key for kind, key in site.objects.calls[calls:] if kind in ("open_writer", "close")}
+    assert written == {site.key(7)}
+    assert site.objects.read(site.key(7), 0, 1 << 20) == data
+    assert payloads(topic.read()) == sent
+    assert topic.tier.check_recent() == []
+    assert topic.tier.repair_objects().objects == []
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_object_of_another_size_is_uploaded_again(site, change):
+    _, topic, _ = several_objects(site)
+    name, key = names_of(site)[2], site.key(12)
+    data = site.objects.read(key, 0, 1 << 20)
+    site.objects.put(key, data[:-1] if change < 0 else data + b"\0")
+    assert topic.tier.check_recent() == [name]
+    assert site.objects.read(site.key(12), 0, 1 << 20) == data
+
+
+def test_several_lost_objects_are_all_uploaded_again(site):
+    _, topic, _ = several_objects(site)
+    names = names_of(site)
+    for offset in (0, 10, 15):
+        site.objects.drop(site.key(offset))
+    assert topic.tier.check_recent() == [names[0], names[2], names[3]]
+    assert topic.tier.repair_objects().errors == []
+
+
+def test_objects_that_local_files_no_longer_have_are_not_looked_at(site):
+    log, topic, _ = several_objects(site)
+    site.clock.advance(60)
+    log.tiers.membership.renew()
+    topic.tier.trim()
+    trimmed = topic.watermarks.trimmed
+    assert 5 < trimmed < 20
+    site.objects.drop(site.key(0))
+    calls = len(site.objects.calls)
+    assert topic.tier.check_recent() == []
+    looked = [key for kind, key in site.objects.calls[calls:] if kind == "stat"]
+    assert looked == [site.key(o) for o in range(0, 20, 5) if o >= trimmed]
+
+
+def test_silent_bucket_is_an_error_of_the_check_alone(site):
+    _, topic, sent = several_objects(site)
+    site.objects.before = silent
+    with pytest.raises(UnavailableError):
+        topic.tier.check_recent()
+    site.objects.before = calm
+    assert topic.append(b"on") == 20
+    topic.flush()
+    assert payloads(topic.read()) == [*sent, b"on"]
+
+
+def test_lost_object_is_missed_by_itself_when_the_topic_is_opened(site):
+    log, _, sent = several_objects(site)
+    log.close()
+    key = site.key(7)
+    site.objects.drop(key)
+    log = site.open(background=True, **ROTATE)
+    topic = log.topic(TEXT)
+    eventually(lambda: site.key(7) != key)
+    assert payloads(topic.read()) == sent
+    assert topic.tier.repair_objects().errors == []
+
+
+# -- the end ------------------------------------------------------------------------------------
+
+
+def test_closed_stores_give_the_topics_to_whoever_comes_next(site):
+    log = opened(site)
+    log.topic(TEXT, create=True)
+    log.close()
+    assert site.catalog().owner() is None
+    log.tiers.close()
+
+
+def test_metadata_store_that_does_not_answer_gives_the_directory_back(site):
+    site.metadata.before = silent
+    with pytest.raises(UnavailableError):
+        opened(site)
+    site.metadata.before = calm
+    assert opened(site).topic(TEXT, create=True).watermarks.next == 0
+
+
+def test_memory_of_uploads_is_given_back(site):
+    log, topic, _ = several_objects(site)
+    assert log.tiers.upload_memory_bytes == 0
+    fill(topic, 3)
+    held = []
+    site.objects.before = lambda kind, key: (
+        held.append(log.tiers.upload_memory_bytes) if kind == "write" else None
+    )
+    topic.upload()
+    assert min(held) > 0
+    assert log.tiers.upload_memory_bytes == 0
+    fill(topic, 3)
+    site.objects.before = lambda kind, key: silent() if kind == "write" else None
+    with pytest.raises(UnavailableError):
+        topic.upload()
+    assert log.tiers.upload_memory_bytes == 0
