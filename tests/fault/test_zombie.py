@@ -10,6 +10,7 @@ nobody can take anything over until it is ended; so the stops are where it has n
 lease is renewed after two thirds of a second at the earliest), or metadata is in etcd.
 """
 
+import contextlib
 import random
 import signal
 import time
@@ -32,7 +33,9 @@ from fault.tier_checks import (
 )
 from fault.tier_child import TierChild
 from fault.writer_child import HEAVY, new_seed, say_replay
-from ister.errors import ConflictError, FencedError, UnavailableError
+from ister import failpoints
+from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
+from ister.model import TopicName
 from ister.tier.ownership import Membership
 from ister.topic.log import Log
 
@@ -102,10 +105,12 @@ def replaced_while_stopped(directory, history, child, etcd=None):
     sent_before = history.sends
     log = ister.open(settings_of(directory, "b", etcd))
     try:
+        committed = log.tiers.catalog(TopicName.parse(TOPIC)).last()
         topic, refusals = take_over(log)
         assert refusals, "the owner had a lease"
         start = topic.watermarks.next
         before = epochs(topic)
+        adopted = [at for at, _ in before if committed is None or at >= committed.end]
         give_up(history, start)
         producer = Producer(history, TOPIC, "b")
         producer.send(topic, 20)
@@ -139,14 +144,19 @@ def replaced_while_stopped(directory, history, child, etcd=None):
         converge(history, topic)
     finally:
         log.close()
-    return garbage
+    return adopted, garbage
 
 
 @pytest.mark.parametrize(
-    ("point", "leaves_garbage"),
-    [("tier.before_commit", True), ("tier.after_part", True), ("tier.before_session", False)],
+    ("point", "leaves"),
+    [
+        # Whole already when the next owner looks, which takes it: nobody else can any more.
+        ("tier.before_commit", "an object that is adopted"),
+        ("tier.after_part", "garbage"),
+        ("tier.before_session", "nothing"),
+    ],
 )
-def test_owner_stopped_in_an_upload_and_replaced_publishes_nothing(tmp_path, point, leaves_garbage):
+def test_owner_stopped_in_an_upload_and_replaced_publishes_nothing(tmp_path, point, leaves):
     history = History()
     with TierChild(
         settings_of(tmp_path, "a"),
@@ -160,8 +170,9 @@ def test_owner_stopped_in_an_upload_and_replaced_publishes_nothing(tmp_path, poi
     ) as child:
         child.listen_until_stopped(20)
         assert history.acks
-        garbage = replaced_while_stopped(tmp_path, history, child)
-    assert bool(garbage) == leaves_garbage, garbage
+        adopted, garbage = replaced_while_stopped(tmp_path, history, child)
+    assert bool(adopted) == (leaves == "an object that is adopted"), adopted
+    assert bool(garbage) == (leaves == "garbage"), garbage
 
 
 def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
@@ -169,7 +180,7 @@ def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
     with TierChild(
         settings_of(tmp_path, "a", etcd),
         history,
-        failpoints="tier.before_commit=pause@2",
+        failpoints="tier.after_part=pause@2",
         mode="single",
         topics=1,
         session="a",
@@ -177,7 +188,7 @@ def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
         tiered_share=0.0,
     ) as child:
         child.listen_until_stopped(20)
-        garbage = replaced_while_stopped(tmp_path, history, child, etcd)
+        _, garbage = replaced_while_stopped(tmp_path, history, child, etcd)
     assert garbage
 
 
@@ -283,6 +294,87 @@ def test_owner_replaced_between_two_looks_at_its_rights_acknowledges_nothing(tmp
     finally:
         log_a.close()
         log_b.close()
+
+
+def test_late_deletion_of_a_replaced_owner_takes_nothing_that_was_adopted(tmp_path, monkeypatch):
+    """Goal: garbage collection that wakes up late removes nothing of the next owner's.
+
+    Method: an object that is whole and not committed, and no longer the one under way; its owner
+    has found it to be garbage, and is stopped before it deletes it; the next owner adopts it.
+    """
+    history = History()
+    settings = settings_of(tmp_path, "a")
+    settings["storage"]["uploader"]["engine"] = "none"
+    log_a = Log(ister.load_config(settings, {}), background=False)
+    log_b = ister.open(settings_of(tmp_path, "b"))
+    try:
+        topic_a = log_a.topic(TOPIC, create=True)
+        producer = Producer(history, TOPIC, "a")
+        producer.send(topic_a, 10)
+        topic_a.upload()
+        for point in ("tier.before_commit", "tier.before_complete"):
+            producer.send(topic_a, 5)
+            failpoints.arm(point, fail)
+            with pytest.raises(UnavailableError):
+                topic_a.upload()
+            failpoints.disarm()
+        time.sleep(0.02)
+        objects = log_a.tiers.objects
+        delete, taken = objects.delete, []
+
+        def stopped_before(key):
+            if not taken:
+                taken.append(take_over(log_b)[0])
+            delete(key)
+
+        monkeypatch.setattr(objects, "delete", stopped_before)
+        with contextlib.suppress(FencedError):
+            topic_a.tier.collect_orphans()
+        (topic_b,) = taken or [take_over(log_b)[0]]
+        give_up(history, topic_b.watermarks.next)
+        Producer(history, TOPIC, "b").send(topic_b, 5)
+        converge(history, topic_b)
+    finally:
+        log_a.close()
+        log_b.close()
+
+
+def test_late_deletion_of_a_topic_leaves_its_successor_alone(tmp_path):
+    """Goal: a deletion that was stopped half-way and finished by another node is over.
+
+    Method: it stands still behind its first object; the other node finishes it, makes the topic
+    anew and fills it; then the first one goes on.
+    """
+    history = History()
+    log_a = ister.open(settings_of(tmp_path, "a"))
+    log_b = ister.open(settings_of(tmp_path, "b"))
+    anew = []
+    try:
+        topic_a = log_a.topic(TOPIC, create=True)
+        for _ in range(3):
+            topic_a.wait(topic_a.append(b"of the old topic"))
+            topic_a.upload()
+
+        def replace():
+            failpoints.disarm()
+            log_b.delete(TOPIC)
+            anew.append(log_b.topic(TOPIC, create=True))
+            Producer(history, TOPIC, "b").send(anew[0], 20)
+            anew[0].upload()
+
+        failpoints.arm("tier.after_delete_object", replace)
+        with contextlib.suppress(FencedError, NotFoundError, ConflictError):
+            log_a.delete(TOPIC)
+        assert anew, "the deletion had nothing to delete"
+        Producer(history, TOPIC, "b2").send(anew[0], 20)
+        converge(history, anew[0])
+    finally:
+        log_a.close()
+        log_b.close()
+
+
+def fail():
+    raise UnavailableError("the store does not answer")
 
 
 @pytest.mark.fault

@@ -283,9 +283,10 @@ def a_deletion_is_not_marked(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_deletion_leaves_the_objects(patch: pytest.MonkeyPatch) -> None:
-    def delete(self: Tiers, name, owned) -> None:
+    def delete(self: Tiers, name, owned, remove_files) -> None:
         if owned is not None:
             owned.mark_deleting()
+            remove_files()
             owned.finish_delete()
 
     patch.setattr(Tiers, "delete", delete)

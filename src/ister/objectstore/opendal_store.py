@@ -36,7 +36,7 @@ import random
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -53,6 +53,7 @@ from ister.errors import (
 )
 from ister.format.crc import Buffer
 from ister.fs.local import LocalFileSystem
+from ister.limits import MIB
 from ister.objectstore.backends import (
     Backend,
     check_option_names,
@@ -76,6 +77,11 @@ _Result = TypeVar("_Result")
 
 _CONTROL_TIMEOUT_SECONDS: Final = 20.0
 """Stat, delete and the like move no data; one that takes longer is not going to answer."""
+
+_SYNC_BYTES: Final = 16 * MIB
+_SYNC_THREADS: Final = 4
+"""On a directory, so much of an object at a time is synced while the rest is still being written:
+the disk works meanwhile, and completing the object waits for its last part alone."""
 
 _PROBE_FOLDER: Final = ".ister-probe"
 
@@ -110,6 +116,11 @@ class OpendalStore:
         self._errors = errors
         self._caught: tuple[type[Exception], ...] = (*errors, IsterError)
         self._hidden = hidden
+        self._syncers: ThreadPoolExecutor | None = None
+        if files is not None:
+            self._syncers = ThreadPoolExecutor(
+                _SYNC_THREADS, thread_name_prefix="ister-objectstore-sync"
+            )
         self._probe_lock = threading.Lock()
         self._capabilities: Capabilities | None = None
 
@@ -241,6 +252,8 @@ class OpendalStore:
     def close(self) -> None:
         """Ends pauses between attempts; connections go with the last writer and the store."""
         self._closed.set()
+        if self._syncers is not None:
+            self._syncers.shutdown(wait=False)
 
     # -- for the writer ---------------------------------------------------------------------
 
@@ -252,6 +265,15 @@ class OpendalStore:
             mapped = self._map(error, action, key)
         # Outside of the block above, so that an original with secrets is not kept as the context.
         raise mapped
+
+    def begin_sync(self, staged: str) -> Future[None] | None:
+        """Begins to sync what was written of a staged file; None where that is not done."""
+        if self._files is None or self._syncers is None or self._closed.is_set():
+            return None
+        try:
+            return self._syncers.submit(self._files.sync, staged)
+        except RuntimeError:
+            return None  # the store is being closed; completing the object syncs it
 
     def path(self, key: str) -> str:
         """The object's full name, for people."""
@@ -419,6 +441,8 @@ class _Writer:
         self._chunk_bytes = chunk_bytes
         self._error: IsterError | None = None
         self._is_complete = False
+        self._unsynced_bytes = 0
+        self._syncing: Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"<writer of {self._store.path(self._key)}>"
@@ -427,12 +451,14 @@ class _Writer:
         file = self._open_file("write")
         if isinstance(data, bytes) and len(data) <= self._chunk_bytes:
             self._attempt("write", lambda: file.write(data))
+            self._sync_early(len(data))
             return
         # opendal takes bytes and copies them: piece by piece there is never more than a chunk.
         view = memoryview(data)
         for start in range(0, len(view), self._chunk_bytes):
             piece = bytes(view[start : start + self._chunk_bytes])
             self._attempt("write", partial(file.write, piece))
+            self._sync_early(len(piece))
 
     def close(self) -> None:
         if self._is_complete:
@@ -447,7 +473,22 @@ class _Writer:
         self._file = None
         self._discard()
 
+    def _sync_early(self, size: int) -> None:
+        """Has the disk begin with what was written; one sync at a time."""
+        self._unsynced_bytes += size
+        if self._staged is None or self._unsynced_bytes < _SYNC_BYTES:
+            return
+        if self._syncing is not None:
+            if not self._syncing.done():
+                return
+            self._attempt("sync", self._syncing.result)
+        self._unsynced_bytes = 0
+        self._syncing = self._store.begin_sync(self._staged)
+
     def _complete(self, file: opendal.file.File) -> None:
+        if self._syncing is not None:
+            # The kernel tells an error of the disk once: to this sync, and to no later one.
+            self._syncing.result()
         file.close()
         if self._files is not None and self._staged is not None:
             self._files.publish(self._staged, self._key)

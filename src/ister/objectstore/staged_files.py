@@ -57,6 +57,14 @@ class StagedFiles:
         """A key below `.tmp` that nobody else uses."""
         return f"{STAGING_FOLDER}/{secrets.token_hex(16)}"
 
+    def sync(self, staged: str) -> None:
+        """Has what was written of a staged file so far on the disk."""
+        file = self._fs.open_read(f"{self._root}/{staged}")
+        try:
+            file.sync()
+        finally:
+            file.close()
+
     def publish(self, staged: str, key: str, *, is_exclusive: bool = False) -> None:
         """Gives a staged file its name; it is durable when this returns.
 
@@ -69,11 +77,7 @@ class StagedFiles:
         directory = os.path.dirname(target)
         try:
             # opendal syncs a file when it closes it, without promising to; again costs nothing.
-            file = self._fs.open_read(source)
-            try:
-                file.sync()
-            finally:
-                file.close()
+            self.sync(staged)
             self._make(directory)
             try:
                 self._name(source, target, is_exclusive=is_exclusive)

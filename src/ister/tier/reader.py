@@ -192,7 +192,8 @@ class HistoryReader:
                 batch = self._take(chunk, scan, start)
                 if batch is None:
                     continue  # only frames before `start` so far
-                if self._next < described.end:
+                if self._next < end:
+                    # Nobody wants what comes after `end` yet, or ever.
                     self._read_ahead(described)
                 return batch
             if isinstance(scan.stop, NeedMore) and scan.stop.size_bytes > len(chunk) == size:
@@ -210,6 +211,8 @@ class HistoryReader:
                         self._next, self._position = described.start, 0
                 continue
             start = self._pass_damage(described, scan, start)
+            if start >= end:
+                raise DamageSkippedError(start)
             is_second_try = False
 
     def _take(self, chunk: bytes, scan: Scan, start: int) -> FrameBatch | None:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from typing import Final
 
 from ister.errors import check
-from ister.format.crc import crc32
+from ister.format.crc import Buffer, crc32
 from ister.format.descriptor import ObjectDescriptor, format_checksum
 from ister.format.frame import FrameBatch
 from ister.format.message import decode_publish_times
@@ -40,13 +40,15 @@ class ObjectSummary:
         self._time_max = 0
         self._has_times = True
 
-    def add(self, batch: FrameBatch) -> memoryview:
+    def add(self, batch: FrameBatch) -> Buffer:
         """Takes the next frames; returns their bytes, which are the object's next ones."""
         check(batch.first_offset == self.end, "frames of an object follow each other")
         check(self.codec in (None, batch.codec), "an object has one codec")
         self.codec = batch.codec
         first = batch.starts[0]
-        data = memoryview(batch.chunk)[first : batch.end]
+        data: Buffer = batch.chunk
+        if first or batch.end < len(data):
+            data = memoryview(data)[first : batch.end]
         self.crc = crc32(data, self.crc)
         times = (
             decode_publish_times(batch.chunk, batch.starts, batch.end, batch.codec)

@@ -12,6 +12,7 @@ asked for; uploads, retention and the lease start with the factory and stop with
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -21,7 +22,7 @@ from ister.clock import Clock, SystemClock
 from ister.config import Config
 from ister.errors import InvalidRequestError
 from ister.format.records import Progress
-from ister.model import AckLevel, StreamMessage, TopicName
+from ister.model import AckLevel, StreamMessage
 from ister.tier.cursors import load_progress, save_progress
 from ister.topic.log import Log
 from ister.topic.message import Message
@@ -155,7 +156,7 @@ class WalStorage:
         tier, tiers = self.topic.tier, self._log.tiers
         if tier is None or tiers is None:
             return self._acked.get(subscription)
-        key = tiers.keys(TopicName.parse(topic_name)).progress(subscription)
+        key = tier.owned.catalog.keys.progress(subscription)
         found = load_progress(tiers.metadata, key)
         incarnation = tier.owned.record.incarnation
         return None if found is None or found.incarnation != incarnation else found.offset
@@ -166,7 +167,7 @@ class WalStorage:
         return self.topic.flush()
 
     def _check_name(self, topic_name: str) -> None:
-        if topic_name != self.topic.name:
+        if _with_slash(topic_name) != self.topic.name:
             raise InvalidRequestError(
                 f"this is the storage of {self.topic.name}, not of {topic_name}",
                 topic=topic_name,
@@ -182,6 +183,7 @@ class WalStorageFactory:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self.log = Log(config, clock=self._clock, **seams)
         """The log underneath."""
+        self._lock = threading.Lock()
         self._storages: dict[str, WalStorage] = {}
 
     def for_topic(self, topic_path: str, *, take_over: bool = False) -> WalStorage:
@@ -194,22 +196,23 @@ class WalStorageFactory:
         Raises:
             As `Log.topic`.
         """
-        name = topic_path if topic_path.startswith("/") else f"/{topic_path}"
+        name = _with_slash(topic_path)
         topic = self.log.topic(name, create=True, take_over=take_over)
-        storage = self._storages.get(name)
-        if storage is None or storage.topic is not topic:
-            storage = self._storages[name] = WalStorage(self.log, topic, self._clock)
-        return storage
+        with self._lock:
+            storage = self._storages.get(name)
+            if storage is None or storage.topic is not topic:
+                storage = self._storages[name] = WalStorage(self.log, topic, self._clock)
+            return storage
 
     def flush_and_seal(self, topic_path: str) -> int:
         """Hands a topic over; see `Log.seal`."""
-        name = topic_path if topic_path.startswith("/") else f"/{topic_path}"
+        name = _with_slash(topic_path)
         self._storages.pop(name, None)
         return self.log.seal(name)
 
     def delete_storage(self, topic_path: str) -> None:
         """Removes a topic with everything in it; see `Log.delete`."""
-        name = topic_path if topic_path.startswith("/") else f"/{topic_path}"
+        name = _with_slash(topic_path)
         self._storages.pop(name, None)
         self.log.delete(name)
 
@@ -228,6 +231,10 @@ class WalStorageFactory:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _with_slash(topic_path: str) -> str:
+    return topic_path if topic_path.startswith("/") else f"/{topic_path}"
 
 
 def _restamped(message: Message) -> StreamMessage:

@@ -66,9 +66,6 @@ def recover_tiered(
     Raises:
         As `ister.wal.recovery.recover`, and what the stores raise.
     """
-    if not directory.log_seqs():
-        # Nothing local says how far the topic went: objects that the catalog has forgotten do.
-        _adopt(owned, tiers)
     recovered = recover(
         directory, untrusted_from=untrusted_from, floor=owned.start, durable=owned.tiered
     )

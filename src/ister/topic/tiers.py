@@ -11,6 +11,7 @@ files is the node. See `ister.tier.ownership` for what that is good for.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -56,6 +57,7 @@ _log = logging.getLogger("ister.topic.tiers")
 NODE_NAME: Final = ".node"
 _READ_AHEAD_THREADS: Final = 4
 _NODE_BYTES: Final = 8
+_NODE: Final = re.compile(rf"[0-9a-f]{{{2 * _NODE_BYTES}}}")
 _STALE_SECONDS_MIN: Final = 3600
 
 
@@ -117,8 +119,12 @@ def read_node(fs: FileSystem, root: str) -> str:
         node = file.read_at(0, KIB).decode("ascii", errors="replace").strip()
     finally:
         file.close()
-    # A crash in the middle of making it leaves an empty file, or none: nobody has used it then.
-    return node if len(node) == 2 * _NODE_BYTES else _make_node(fs, root, path)
+    if not _NODE.fullmatch(node):
+        _log.error("the node's identity is damaged; it gets a new one", extra={"path": path})
+        return _make_node(fs, root, path)
+    # Whoever made it may have been killed before its name was durable.
+    fs.sync_directory(root)
+    return node
 
 
 def _make_node(fs: FileSystem, root: str, path: str) -> str:

@@ -55,6 +55,7 @@ class WalReader:
         self._metrics = metrics
         self._clock = clock
         self._file: File | None = None
+        self._at: WalFile | None = None
         self._seq = -1
         self._position = 0
         self._next = -1
@@ -75,7 +76,7 @@ class WalReader:
         """
         check(start < end, "a fetch asks for something")
         file, limit = self._seek(start, end)
-        size = min(self._chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN))
+        size = self._whole_frames(min(self._chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN)))
         while True:
             started = self._clock.monotonic()
             chunk = file.read_at(self._position, size)
@@ -94,6 +95,18 @@ class WalReader:
             if not scan.starts and not (self._next < start and self._skip_damage(file, start)):
                 raise self._damage(file, scan)
             # Only frames before `start` so far: on from where they end.
+
+    def _whole_frames(self, size: int) -> int:
+        """So much of `size` that a read from here ends with a frame, where the index knows one.
+
+        A chunk without the beginning of another frame can be handed on as it is.
+        """
+        if self._at is None:
+            return size
+        entries = self._index(self._at).entries
+        number = bisect_right(entries, self._position + size, key=attrgetter("position"))
+        whole = entries[number - 1].position - self._position if number else 0
+        return whole if whole > size // 2 else size
 
     def _take(self, chunk: bytes, scan: Scan, start: int) -> FrameBatch | None:
         """Moves over the frames of `scan` and returns those from `start` on."""
@@ -162,6 +175,7 @@ class WalReader:
         """
         while True:
             file, limit = self._resolve(start)
+            self._at = file
             if self._file is not None and self._seq == file.seq:
                 if self._next == start:
                     return self._file, min(limit, end)

@@ -188,8 +188,10 @@ class _Recovery:
         self._check_sequence(seqs)
         first_offsets = self._read_first_offsets(seqs)
         strays: list[int] = []
-        while len(seqs) > 1 and seqs[-1] not in first_offsets:
+        hints = self._hinted_first_offsets()
+        while len(seqs) > 1 and seqs[-1] not in first_offsets and seqs[-1] not in hints:
             # No frame was ever durable here, so the file before it is the last one that counts.
+            # (The checkpoint names a file only once its first frame is durable.)
             strays.append(seqs.pop())
         files = self._order_files(seqs, first_offsets)
         last = files[-1]

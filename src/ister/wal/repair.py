@@ -54,13 +54,13 @@ def rewrite_log(wal: Wal, start: int, *, chunk_bytes: int, clock: Clock, metrics
     seq = old[-1] + 1 if old else 0
     size = _copy_frames(wal, directory, seq, start, chunk_bytes, clock, metrics)
     fs = directory.fs
-    # From the newest on: whatever is left of them begins before the new file does, so that what
-    # lies behind its first offset is always read from there.
+    # From the newest on, one after the other: whatever is left of them begins before the new file
+    # does, so that what lies behind its first offset is always read from there.
     for number in reversed(old):
         for path in (directory.log_path(number), directory.index_path(number)):
             if fs.exists(path):
                 fs.rename(path, f"{path}.aside")
-    directory.sync_names()
+        directory.sync_names()
     end = wal.next
     directory.save_state(
         WalState(

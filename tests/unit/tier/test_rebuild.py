@@ -259,7 +259,7 @@ def test_metadata_is_written_as_the_uploader_wrote_it(cluster):
     assert [d for d, _ in cluster.catalog().descriptors()] == before == report.objects
     assert cluster.metadata.get(cluster.keys.current).value == current
     found, _ = cluster.catalog().record()
-    assert found == replace(record, lineage=())
+    assert found == replace(record, epoch=1001, claim="", lineage=())
 
 
 def test_rebuilt_topic_is_claimed_and_goes_on(cluster):

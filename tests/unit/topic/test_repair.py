@@ -482,6 +482,22 @@ def test_repair_that_was_refused_succeeds_when_the_object_is_back(site):
     check_whole(site, log)
 
 
+# -- damage that is left out by configuration ---------------------------------------------------
+
+
+@pytest.mark.timeout(5)
+def test_read_that_ends_behind_a_message_that_is_left_out_ends(site):
+    """Goal: the end lies in the middle of an object, and nothing whole is left before it."""
+    log = cold(site)
+    log = reopened(site, log, storage={"cloud_reader": {"on_damage": "skip"}})
+    topic = log.topic(TEXT)
+    key = site.key(7)
+    starts = scan_frames(site.objects.read(key, 0, 1 << 20), expected_offset=5).starts
+    site.objects.corrupt(key, starts[2] + 40)
+    assert payloads(topic.read(0, end=8)) == SENT[:7]
+    assert payloads(topic.read(0, end=9)) == [*SENT[:7], SENT[8]]
+
+
 # -- while it is in use -------------------------------------------------------------------------
 
 

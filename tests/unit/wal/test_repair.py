@@ -174,6 +174,23 @@ def test_old_files_are_set_aside_as_they_were(harm, start):
     ]
 
 
+@on_each_case
+def test_checkpoint_says_what_the_new_file_is(harm, start):
+    machine, frames = a_machine(harm)
+    with machine:
+        log, topic = opened(machine)
+        rewrite(topic, start)
+        state = WalDirectory(machine.fs, PATH).load_state()
+        log.close()
+    assert (state.synced, state.is_poisoned) == (COUNT, False)
+    assert state.synced_position == len(b"".join(frames[start:]))
+    assert (state.ack, state.codec) == (topic.ack, topic.codec)
+    checkpoint = state.checkpoint
+    assert (checkpoint.start_offset, checkpoint.last_offset) == (start, COUNT - 1)
+    assert (checkpoint.file_seq, checkpoint.active_file_name) == (8, "wal.8.log")
+    assert checkpoint.rotated_files == ()
+
+
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 1 << 20])
 def test_size_of_a_chunk_changes_nothing(chunk_bytes):
     machine, frames = a_machine("a frame")
