@@ -13,41 +13,52 @@ print(message.offset, message.payload)
 from ister.api import open  # noqa: A004
 from ister.config import Config, load_config
 from ister.errors import (
+    AlreadyExistsError,
     CapacityError,
     ClosedError,
+    CommitUnknownError,
     ConfigError,
     ConflictError,
     CorruptDataError,
+    DataGapError,
     DirectoryLockedError,
     DiskError,
+    FencedError,
     InvalidRequestError,
     InvariantError,
     IsterError,
     MessageTooLargeError,
     NotFoundError,
     OffsetOutOfRangeError,
+    PermissionDeniedError,
     TopicNameError,
     UnavailableError,
+    UnsupportedOperationError,
     UnsupportedVersionError,
     WaitTimeoutError,
 )
 from ister.model import AckLevel, Codec, TopicState, Watermarks
-from ister.topic.log import Log
+from ister.topic.log import Log, Repaired
 from ister.topic.message import Message
 from ister.topic.reader import Reader
+from ister.topic.tier import Tiered
 from ister.topic.topic import Topic
 
 __all__ = [
     "AckLevel",
+    "AlreadyExistsError",
     "CapacityError",
     "ClosedError",
     "Codec",
+    "CommitUnknownError",
     "Config",
     "ConfigError",
     "ConflictError",
     "CorruptDataError",
+    "DataGapError",
     "DirectoryLockedError",
     "DiskError",
+    "FencedError",
     "InvalidRequestError",
     "InvariantError",
     "IsterError",
@@ -56,11 +67,15 @@ __all__ = [
     "MessageTooLargeError",
     "NotFoundError",
     "OffsetOutOfRangeError",
+    "PermissionDeniedError",
     "Reader",
+    "Repaired",
+    "Tiered",
     "Topic",
     "TopicNameError",
     "TopicState",
     "UnavailableError",
+    "UnsupportedOperationError",
     "UnsupportedVersionError",
     "WaitTimeoutError",
     "Watermarks",

@@ -8,8 +8,8 @@ SIGSTOP does.
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -105,6 +105,7 @@ def _signal_at_visit(number: signal.Signals, visit: int) -> Callable[[], None]:
         nonlocal visits
         visits += 1
         if visits == visit:
-            os.kill(os.getpid(), number)
+            # To this thread: it stops here, and the process with it, not some instructions later.
+            signal.pthread_kill(threading.get_ident(), number)
 
     return act

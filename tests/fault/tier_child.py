@@ -46,7 +46,7 @@ class TierChild(WriterChild):
         self.begun: list[str] = []
         """What it has told to be about to begin."""
         self.acked: list[tuple[float, int]] = []
-        """When each acknowledgement came, on this process's clock, and for which offset."""
+        """When each wait had ended, on the machine's monotonic clock, and for which offset."""
         self.is_late = False
         self._rest = b""
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115
@@ -102,7 +102,8 @@ class TierChild(WriterChild):
                 self.begun.append(f"{what} {topic}")
             case "wrong", [text]:
                 raise AssertionError(f"the child says: {text}")
+            case "ack", [topic, message_id, offset, level, moment]:
+                self.acked.append((float(moment), int(offset)))
+                super()._note(f"ack {topic} {message_id} {offset} {level}")
             case _:
-                if kind == "ack":
-                    self.acked.append((time.monotonic(), int(words[2])))
                 super()._note(line)

@@ -4,7 +4,7 @@
 
 It speaks as `writer_process.py` does, one line per write(2), and besides:
 
-    ack TOPIC ID OFFSET tiered       also at that level
+    ack TOPIC ID OFFSET LEVEL WHEN   also at `tiered`; when the wait ended, on the machine's clock
     did WHAT                         an upload, a trim, a read… has ended well
     failed WHAT ERROR                it raised
     begin WHAT TOPIC                 it is about to begin
@@ -28,16 +28,14 @@ import argparse
 import json
 import os
 import random
-import signal
 import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import ister
-from ister import errors, failpoints
+from ister import errors
 
 try:
     from oracle import payload_of
@@ -61,19 +59,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--break", dest="broken", choices=["trim"], help="a broken product")
     parser.add_argument("--tiered-share", type=float, default=0.3, help="waits up to `tiered`")
     return parser.parse_args()
-
-
-def stop_precisely() -> None:
-    """Has a failpoint's signal stop the thread that reaches it right there.
-
-    Sent to the process it is taken by whichever thread the kernel picks, and until that one runs
-    the others go on, into the next transaction for example.
-    """
-
-    def kill(_: int, number: signal.Signals) -> None:
-        signal.pthread_kill(threading.get_ident(), number)
-
-    failpoints.os = SimpleNamespace(kill=kill, getpid=os.getpid)
 
 
 def say(*words: object) -> None:
@@ -127,8 +112,9 @@ class Worker:
                 say("unknown", topic.name, message_id, public_name(error))
             time.sleep(_PAUSE_AFTER_ERROR_SECONDS)
         else:
+            moment = time.monotonic()
             for message_id, offset in sent:
-                say("ack", topic.name, message_id, offset, level)
+                say("ack", topic.name, message_id, offset, level, moment)
 
     def burst(self, topic: ister.Topic, sender: str, count: int, level: str) -> None:
         sent = [one for _ in range(count) if (one := self.append(topic, sender)) is not None]
@@ -269,7 +255,6 @@ def check_read(topic: ister.Topic, chance: random.Random) -> None:
 def main() -> int:
     options = parse_arguments()
     sys.setswitchinterval(0.001)
-    stop_precisely()
     with ister.open(json.loads(Path(options.settings).read_text())) as log:
         worker = Worker(log, options)
         worker.open_topics()

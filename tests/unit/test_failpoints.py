@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,12 +104,15 @@ def test_specification_of_another_form_is_refused(text):
 
 def test_specification_kills_at_the_given_visit(monkeypatch):
     killed = []
-    monkeypatch.setattr(failpoints.os, "kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(
+        failpoints.signal, "pthread_kill", lambda thread, number: killed.append((thread, number))
+    )
     arm_from_environment("wal.after_write=kill@3,wal.before_sync=pause@1")
     for _ in range(5):
         reach("wal.after_write")
     reach("wal.before_sync")
-    assert killed == [(os.getpid(), signal.SIGKILL), (os.getpid(), signal.SIGSTOP)]
+    here = threading.get_ident()
+    assert killed == [(here, signal.SIGKILL), (here, signal.SIGSTOP)]
 
 
 def test_process_is_armed_by_its_environment(tmp_path):

@@ -160,6 +160,9 @@ class Background:
             _log.exception("upload", extra={"topic": topic.name})
         finally:
             tier.is_submitted = False
+            if tier.is_wanted:
+                # Somebody has come while this cycle ran: the tender has passed the topic over.
+                self._look.set()
 
     def _retain(self, topic: Topic) -> None:
         tier = topic.tier

@@ -340,7 +340,9 @@ class Log:
                 owned = self._try_claim(
                     tiers, name, directory, ack, codec, create=create, take_over=take_over
                 )
-        except NotFoundError:
+        except NotFoundError as error:
+            if error.topic is None:
+                raise  # the bucket is missing, not the topic
             raise self._not_found(str(name)) from None
         try:
             return self._take_topic(tiers, owned, directory)

@@ -150,9 +150,12 @@ class TopicTier:
             FencedError: Another owner has the topic.
             UnavailableError: The lease may have ended; the metadata store has not answered.
         """
+        # In this order: a renewal in between finds out about being replaced before it makes the
+        # lease look valid again.
+        is_valid = self._tiers.membership.is_valid
         if self.owned.is_fenced:
             raise self._fenced_error()
-        if not self._tiers.membership.is_valid:
+        if not is_valid:
             raise self.lapsed_error()
 
     def lapsed_error(self) -> UnavailableError:

@@ -59,6 +59,8 @@ _READ_AHEAD_THREADS: Final = 4
 _NODE_BYTES: Final = 8
 _NODE: Final = re.compile(rf"[0-9a-f]{{{2 * _NODE_BYTES}}}")
 _STALE_SECONDS_MIN: Final = 3600
+# One request of a call, of which there may be several attempts.
+_IO_TIMEOUT_SECONDS: Final = 20.0
 
 
 def open_objects(storage: StorageConfig, clock: Clock) -> ObjectStore:
@@ -77,6 +79,7 @@ def open_objects(storage: StorageConfig, clock: Clock) -> ObjectStore:
         cloud.options,
         clock=clock,
         call_timeout_seconds=float(cloud.call_timeout_seconds),
+        io_timeout_seconds=min(_IO_TIMEOUT_SECONDS, float(cloud.call_timeout_seconds)),
     )
 
 
