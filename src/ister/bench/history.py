@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ister.bench.measurement import (
     GIB,
-    MESSAGE_BYTES,
     TOPIC,
     Run,
     filling_child,
@@ -37,6 +36,7 @@ from ister.bench.measurement import (
     open_tiered_log,
     stopwatch,
 )
+from ister.bench.reading import count_messages, read_everything, touch_payloads
 from ister.config import CloudReaderConfig
 from ister.errors import InvariantError, UnavailableError, check
 from ister.format import compiled
@@ -46,7 +46,6 @@ from ister.limits import MIB
 from ister.model import TopicName
 from ister.tier.names import object_key
 from ister.topic.log import Log
-from ister.topic.message import Message
 from ister.topic.topic import Topic
 
 if TYPE_CHECKING:
@@ -116,8 +115,8 @@ def _measure_rates(
     chunk_bytes = CloudReaderConfig().fetch_chunk_size
     sides: dict[str, Callable[[], None]] = {
         "plain": lambda: _download(operator, objects, chunk_bytes),
-        "messages": lambda: _read(topic, _count),
-        "payloads": lambda: _read(topic, _touch),
+        "messages": lambda: read_everything(topic, count_messages),
+        "payloads": lambda: read_everything(topic, touch_payloads),
     }
     total = sum(described.size_bytes for described in objects)
     rates: dict[str, list[float]] = {side: [] for side in sides}
@@ -150,31 +149,6 @@ def _measure_rates(
         limit=limit,
         limit_name=limit_name,
     )
-
-
-def _read(topic: Topic, look: Callable[[Sequence[Message]], int]) -> None:
-    """Reads everything with `Reader.next_batch` and looks at each batch."""
-    count = seen = 0
-    with topic.reader("earliest", end=topic.watermarks.next) as reader:
-        while batch := reader.next_batch():
-            count += len(batch)
-            seen += look(batch)
-    check(count == topic.watermarks.next and seen > 0, "history has every message")
-
-
-def _count(batch: Sequence[Message]) -> int:
-    expected = batch[0].offset
-    for message in batch:
-        if message.offset != expected:
-            raise InvariantError("messages come in order")
-        expected += 1
-    return len(batch)
-
-
-def _touch(batch: Sequence[Message]) -> int:
-    size = sum(len(message.payload) for message in batch)
-    check(size == len(batch) * MESSAGE_BYTES, "payloads come back as they were")
-    return size
 
 
 def _download(

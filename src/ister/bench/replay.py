@@ -16,7 +16,6 @@ from typing import Final
 from ister.bench.measurement import (
     COPY_BYTES,
     GIB,
-    MESSAGE_BYTES,
     TOPIC,
     Run,
     drop_from_page_cache,
@@ -27,11 +26,9 @@ from ister.bench.measurement import (
     stopwatch,
     warm_page_cache,
 )
-from ister.errors import InvariantError, check
+from ister.bench.reading import count_messages, read_everything, touch_payloads
 from ister.format import compiled
 from ister.format.crc import crc32
-from ister.topic.message import Message
-from ister.topic.topic import Topic
 
 __all__ = ["run"]
 
@@ -56,8 +53,8 @@ def run(run: Run) -> None:
         topic = log.topic(TOPIC)
         sides: dict[str, Callable[[], None]] = {
             "bare": lambda: _read_bare(paths),
-            "messages": lambda: _replay(topic, _count),
-            "payloads": lambda: _replay(topic, _touch),
+            "messages": lambda: read_everything(topic, count_messages),
+            "payloads": lambda: read_everything(topic, touch_payloads),
         }
         rates: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(_ROUNDS):
@@ -89,31 +86,6 @@ def run(run: Run) -> None:
         limit=limit,
         limit_name=limit_name,
     )
-
-
-def _replay(topic: Topic, look: Callable[[Sequence[Message]], int]) -> None:
-    """Reads everything with `Reader.next_batch` and looks at each batch."""
-    count = seen = 0
-    with topic.reader("earliest", end=topic.watermarks.next) as reader:
-        while batch := reader.next_batch():
-            count += len(batch)
-            seen += look(batch)
-    check(count == topic.watermarks.next and seen > 0, "a replay reads every message")
-
-
-def _count(batch: Sequence[Message]) -> int:
-    expected = batch[0].offset
-    for message in batch:
-        if message.offset != expected:
-            raise InvariantError("messages come in order")
-        expected += 1
-    return len(batch)
-
-
-def _touch(batch: Sequence[Message]) -> int:
-    size = sum(len(message.payload) for message in batch)
-    check(size == len(batch) * MESSAGE_BYTES, "payloads come back as they were")
-    return size
 
 
 def _read_bare(paths: Sequence[str]) -> None:

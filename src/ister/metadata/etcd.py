@@ -51,7 +51,6 @@ from ister.errors import (
     CorruptDataError,
     InvalidRequestError,
     InvariantError,
-    IsterError,
     NotFoundError,
     PermissionDeniedError,
     UnavailableError,
@@ -76,6 +75,7 @@ from ister.metadata.checks import (
     key_bounds,
     prefix_end,
 )
+from ister.metadata.leases import HeldLease
 
 __all__ = ["EtcdMetadata"]
 
@@ -257,7 +257,7 @@ class EtcdMetadata:
 
         answer = self._run("grant of a lease", self._repeat("grant of a lease", ask))
         ttl = float(answer.TTL)
-        return _EtcdLease(self, int(answer.ID), ttl, asked_at + ttl - _margin(ttl))
+        return HeldLease(self, int(answer.ID), ttl, asked_at + ttl - _margin(ttl))
 
     def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
         """Has `on_change(key)` called some time after a key below `prefix` changed: a hint."""
@@ -428,7 +428,7 @@ class EtcdMetadata:
     def _put_request(self, key: bytes, value: bytes, lease: Lease | None) -> _Message:
         lease_id = 0
         if lease is not None:
-            if not isinstance(lease, _EtcdLease) or lease.store is not self:
+            if not isinstance(lease, HeldLease) or lease.store is not self:
                 raise InvalidRequestError("the lease is of another metadata store")
             lease_id = lease.id
         return self._rpc.PutRequest(key=key, value=bytes(value), lease=lease_id)
@@ -453,7 +453,7 @@ class EtcdMetadata:
 
     # -- leases -----------------------------------------------------------------------------
 
-    def renew_lease(self, lease_id: int, valid_until: float) -> float:
+    def renew_lease(self, lease: HeldLease) -> float:
         """Asks for a lease's whole time again; see `Lease.renew`.
 
         Returns:
@@ -464,16 +464,16 @@ class EtcdMetadata:
         async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
             nonlocal asked_at
             asked_at = self._clock.monotonic()
-            return await endpoint.keep_alive(lease_id, timeout)
+            return await endpoint.keep_alive(lease.id, timeout)
 
         # There is no use in an answer that comes after the end.
-        left = max(valid_until - self._clock.monotonic(), self._call_timeout_seconds)
+        left = max(lease.valid_until - self._clock.monotonic(), self._call_timeout_seconds)
         answer = self._run(
             "renewal of a lease",
             self._repeat("renewal of a lease", ask, total_seconds=min(left, self._total_seconds)),
         )
         if answer.TTL <= 0:
-            raise NotFoundError(f"the lease {lease_id:x} has ended")
+            raise NotFoundError(f"the lease {lease.id:x} has ended")
         return asked_at + float(answer.TTL) - _margin(float(answer.TTL))
 
     def revoke_lease(self, lease_id: int) -> None:
@@ -636,30 +636,6 @@ class _Endpoint:
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
-
-
-class _EtcdLease:
-    def __init__(
-        self, store: EtcdMetadata, lease_id: int, ttl_seconds: float, valid_until: float
-    ) -> None:
-        self.store = store
-        self.id = lease_id
-        self.ttl_seconds = ttl_seconds
-        self._valid_until = valid_until
-
-    @property
-    def valid_until(self) -> float:
-        return self._valid_until
-
-    def renew(self) -> None:
-        until = self.store.renew_lease(self.id, self._valid_until)
-        self._valid_until = max(self._valid_until, until)
-
-    def revoke(self) -> None:
-        # The holder stops believing in it before anybody else can see the keys gone.
-        self._valid_until = min(self._valid_until, self.store.monotonic())
-        with suppress(IsterError):
-            self.store.revoke_lease(self.id)
 
 
 class _EtcdWatch:

@@ -50,6 +50,7 @@ from ister.metadata.checks import (
     encode_prefix,
     key_bounds,
 )
+from ister.metadata.leases import HeldLease
 
 __all__ = ["MemoryMetadata"]
 
@@ -169,7 +170,7 @@ class MemoryMetadata:
             lease_id = self._leases_granted
             self._lease_ends[lease_id] = self._clock.monotonic() + ttl_seconds
         self.after("grant_lease", str(lease_id))
-        return _MemoryLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
+        return HeldLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
 
     def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
         """Has `on_change(key)` called some time after a key below `prefix` changed: a hint."""
@@ -304,7 +305,7 @@ class MemoryMetadata:
     def _lease_id(self, lease: Lease | None) -> int | None:
         if lease is None:
             return None
-        if not isinstance(lease, _MemoryLease) or lease.store is not self:
+        if not isinstance(lease, HeldLease) or lease.store is not self:
             raise InvalidRequestError("the lease is of another metadata store")
         if lease.id not in self._lease_ends:
             raise NotFoundError(f"the lease {lease.id} has ended")
@@ -339,16 +340,18 @@ class MemoryMetadata:
         for watch in self._watches:
             watch.offer(keys)
 
-    def renew_lease(self, lease_id: int, ttl_seconds: float) -> None:
+    def renew_lease(self, lease: HeldLease) -> float:
         """Moves a lease's end; see `Lease.renew`."""
-        self.before("renew", str(lease_id))
+        asked_at = self._clock.monotonic()
+        self.before("renew", str(lease.id))
         with self._lock:
             self._check_open()
             self._remove_ended()
-            if lease_id not in self._lease_ends:
-                raise NotFoundError(f"the lease {lease_id} has ended")
-            self._lease_ends[lease_id] = self._clock.monotonic() + ttl_seconds
-        self.after("renew", str(lease_id))
+            if lease.id not in self._lease_ends:
+                raise NotFoundError(f"the lease {lease.id} has ended")
+            self._lease_ends[lease.id] = self._clock.monotonic() + lease.ttl_seconds
+        self.after("renew", str(lease.id))
+        return asked_at + lease.ttl_seconds
 
     def revoke_lease(self, lease_id: int) -> None:
         """Ends a lease and removes its keys; see `Lease.revoke`."""
@@ -367,33 +370,6 @@ class MemoryMetadata:
     def monotonic(self) -> float:
         """The store's clock."""
         return self._clock.monotonic()
-
-
-class _MemoryLease:
-    def __init__(
-        self, store: MemoryMetadata, lease_id: int, ttl_seconds: float, valid_until: float
-    ) -> None:
-        self.store = store
-        self.id = lease_id
-        self.ttl_seconds = ttl_seconds
-        self._valid_until = valid_until
-
-    @property
-    def valid_until(self) -> float:
-        return self._valid_until
-
-    def renew(self) -> None:
-        asked_at = self.store.monotonic()
-        self.store.renew_lease(self.id, self.ttl_seconds)
-        self._valid_until = max(self._valid_until, asked_at + self.ttl_seconds)
-
-    def revoke(self) -> None:
-        # The holder stops believing in it before anybody else can see the keys gone.
-        self._valid_until = min(self._valid_until, self.store.monotonic())
-        try:
-            self.store.revoke_lease(self.id)
-        except Exception:  # noqa: BLE001 - revoking raises nothing; the lease ends by itself
-            return
 
 
 class _MemoryWatch:

@@ -71,6 +71,7 @@ from ister.metadata.checks import (
     key_bounds,
     prefix_end,
 )
+from ister.metadata.leases import HeldLease
 
 __all__ = ["SqliteMetadata"]
 
@@ -263,7 +264,7 @@ class SqliteMetadata:
             return int(cursor.lastrowid or 0)
 
         lease_id = self._change("grant of a lease", work)
-        return _SqliteLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
+        return HeldLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
 
     def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
         """Has `on_change(key)` called some time after a key below `prefix` changed: a hint.
@@ -529,17 +530,23 @@ class SqliteMetadata:
 
     # -- leases and watches -----------------------------------------------------------------
 
-    def renew_lease(self, lease_id: int, ttl_seconds: float) -> None:
-        """Moves a lease's end; see `Lease.renew`."""
+    def renew_lease(self, lease: HeldLease) -> float:
+        """Moves a lease's end; see `Lease.renew`.
+
+        No margin: holder and store read the same clock, and the holder has read it first.
+        """
+        asked_at = self._clock.monotonic()
 
         def work(change: _Change) -> None:
             cursor = change.connection.execute(
-                "UPDATE leases SET ends = ? WHERE id = ?", (change.now + ttl_seconds, lease_id)
+                "UPDATE leases SET ends = ? WHERE id = ?",
+                (change.now + lease.ttl_seconds, lease.id),
             )
             if cursor.rowcount == 0:
-                raise NotFoundError(f"the lease {lease_id} has ended", path=self._path)
+                raise NotFoundError(f"the lease {lease.id} has ended", path=self._path)
 
         self._change("renewal of a lease", work)
+        return asked_at + lease.ttl_seconds
 
     def revoke_lease(self, lease_id: int) -> None:
         """Ends a lease and removes its keys; see `Lease.revoke`."""
@@ -596,7 +603,7 @@ class SqliteMetadata:
 
     def check_lease(self, lease: Lease) -> int:
         """The number of a lease of this store's."""
-        if not isinstance(lease, _SqliteLease) or lease.store is not self:
+        if not isinstance(lease, HeldLease) or lease.store is not self:
             raise InvalidRequestError("the lease is of another metadata store")
         return lease.id
 
@@ -676,32 +683,6 @@ class _Change:
         if not self.connection.execute("SELECT 1 FROM leases WHERE id = ?", (lease_id,)).fetchone():
             raise NotFoundError(f"the lease {lease_id} has ended")
         return lease_id
-
-
-class _SqliteLease:
-    def __init__(
-        self, store: SqliteMetadata, lease_id: int, ttl_seconds: float, valid_until: float
-    ) -> None:
-        self.store = store
-        self.id = lease_id
-        self.ttl_seconds = ttl_seconds
-        self._valid_until = valid_until
-
-    @property
-    def valid_until(self) -> float:
-        # No margin: holder and store read the same clock, and the holder read it first.
-        return self._valid_until
-
-    def renew(self) -> None:
-        asked_at = self.store.monotonic()
-        self.store.renew_lease(self.id, self.ttl_seconds)
-        self._valid_until = max(self._valid_until, asked_at + self.ttl_seconds)
-
-    def revoke(self) -> None:
-        # The holder stops believing in it before anybody else can see the keys gone.
-        self._valid_until = min(self._valid_until, self.store.monotonic())
-        with suppress(IsterError):
-            self.store.revoke_lease(self.id)
 
 
 class _SqliteWatch:
