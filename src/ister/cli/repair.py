@@ -145,6 +145,15 @@ def _repair_topic(
         row.status = "skipped"
         return
     is_sealed = catalog.sealed() is not None
+    try:
+        _repair_opened(log, name, row, options)
+    finally:
+        if is_sealed:
+            # Opening it has taken the seal, and whoever was to have the topic would be refused.
+            log.seal(row.topic)
+
+
+def _repair_opened(log: Log, name: TopicName, row: _Row, options: argparse.Namespace) -> None:
     if options.take_over:
         log.topic(row.topic, take_over=True)
     repaired = log.repair(row.topic, content=not options.quick)
@@ -159,9 +168,6 @@ def _repair_topic(
         row.status = "repaired"
     else:
         row.status = "whole"
-    if is_sealed:
-        # Opening it has taken the seal, and whoever was to have the topic would be refused.
-        log.seal(row.topic)
 
 
 def _is_of_node(catalog: Catalog, node: str) -> bool:

@@ -71,6 +71,8 @@ class TopicRecord:
     codec: Codec
     created_at: int
     """Seconds since the Unix epoch."""
+    expired_before: int = 0
+    """Messages below this offset were taken out of the bucket by retention: nobody owes them."""
     claim: str = ""
     """Another one for every claim: tells two owners apart whose epochs are the same, as they may be
     after an older copy of the metadata was restored."""
@@ -137,6 +139,7 @@ def encode_topic(record: TopicRecord) -> bytes:
             "ack": record.ack,
             "codec": record.codec,
             "created_at": record.created_at,
+            "expired_before": record.expired_before,
             "claim": record.claim,
             "state": record.state,
             "lineage": [
@@ -161,6 +164,7 @@ def decode_topic(data: bytes, *, key: str) -> TopicRecord:
             ack=AckLevel(fields.pop("ack")),
             codec=Codec(fields.pop("codec")),
             created_at=int(fields.pop("created_at")),
+            expired_before=int(fields.pop("expired_before", 0)),
             claim=str(fields.pop("claim", "")),
             state=str(fields.pop("state", _OPEN)),
             lineage=tuple(

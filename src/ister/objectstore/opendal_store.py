@@ -271,7 +271,7 @@ class OpendalStore:
         if self._files is None or self._syncers is None or self._closed.is_set():
             return None
         try:
-            return self._syncers.submit(self._files.sync, staged)
+            return self._syncers.submit(self._files.sync_early, staged)
         except RuntimeError:
             return None  # the store is being closed; completing the object syncs it
 
@@ -476,7 +476,8 @@ class _Writer:
     def _sync_early(self, size: int) -> None:
         """Has the disk begin with what was written; one sync at a time."""
         self._unsynced_bytes += size
-        if self._staged is None or self._unsynced_bytes < _SYNC_BYTES:
+        # opendal makes the file with its first chunk, and holds the next ones for a while.
+        if self._staged is None or self._unsynced_bytes < max(_SYNC_BYTES, 2 * self._chunk_bytes):
             return
         if self._syncing is not None:
             if not self._syncing.done():

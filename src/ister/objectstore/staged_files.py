@@ -65,6 +65,13 @@ class StagedFiles:
         finally:
             file.close()
 
+    def sync_early(self, staged: str) -> None:
+        """As `sync`; a file that does not exist yet has nothing to sync."""
+        try:
+            self.sync(staged)
+        except NotFoundError:
+            return
+
     def publish(self, staged: str, key: str, *, is_exclusive: bool = False) -> None:
         """Gives a staged file its name; it is durable when this returns.
 

@@ -29,8 +29,10 @@ def load_progress(store: MetadataStore, key: str) -> Progress | None:
     return None if found is None else decode_progress(found.value, key=key)
 
 
-def clip_progress(store: MetadataStore, prefix: str, next_offset: int) -> list[str]:
-    """Puts cursors back that are ahead of a topic's end; returns their keys.
+def clip_progress(
+    store: MetadataStore, prefix: str, next_offset: int, *, owned: OwnedTopic | None = None
+) -> list[str]:
+    """Puts cursors back that are ahead of a topic's end, under a claim; returns their keys.
 
     After a take-over, or a restore of older files, offsets behind the end are given out again: a
     cursor that stays ahead would pass over the messages that get them.
@@ -51,7 +53,7 @@ def clip_progress(store: MetadataStore, prefix: str, next_offset: int) -> list[s
                 value = encode_progress(replace(known, offset=next_offset))
                 compare = RevisionIs(found.key, found.revision)
                 try:
-                    is_changed = store.transact([compare], [Put(found.key, value)]) is not None
+                    is_changed = _transact(store, owned, compare, Put(found.key, value))
                 except CommitUnknownError:
                     is_changed = False  # the next round reads what has become of it
                 if is_changed:
@@ -97,3 +99,11 @@ def save_progress(owned: OwnedTopic, subscription: str, progress: Progress) -> P
             # The next round reads what has become of it.
             continue
     raise ConflictError("the cursor keeps changing", path=key)
+
+
+def _transact(
+    store: MetadataStore, owned: OwnedTopic | None, compare: Compare, operation: Put
+) -> bool:
+    if owned is not None:
+        return owned.transact([compare], [operation])
+    return store.transact([compare], [operation]) is not None

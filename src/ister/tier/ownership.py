@@ -40,6 +40,7 @@ from ister.errors import (
     CommitUnknownError,
     ConflictError,
     FencedError,
+    IsterError,
     NotFoundError,
     UnavailableError,
     check,
@@ -150,8 +151,13 @@ class Membership:
         """
         with self._lock:
             self._owned[owned.topic] = owned
-            if lease is not self.lease:
+            if lease is self.lease:
+                return
+            try:
                 self._reassert(owned, self.lease)
+            except IsterError:
+                self.remove(owned)
+                raise
 
     def _reassert(self, owned: OwnedTopic, lease: Lease) -> None:
         try:
@@ -180,12 +186,25 @@ class Membership:
             else:
                 return
             lease = self._store.grant_lease(self._ttl)
-            for topic in list(self._owned.values()):
-                try:
-                    self._reassert(topic, lease)
-                except FencedError:
-                    self.remove(topic)
+            try:
+                self._reassert_all(lease)
+            except UnavailableError:
+                lease.revoke()
+                raise
             self.lease = lease
+
+    def _reassert_all(self, lease: Lease) -> None:
+        for topic in list(self._owned.values()):
+            try:
+                self._reassert(topic, lease)
+            except FencedError:
+                self.remove(topic)
+            except UnavailableError:
+                raise
+            except IsterError as error:
+                # One topic's record cannot be read or written: that is its own trouble.
+                topic.give_up(error)
+                self.remove(topic)
 
     def end(self) -> None:
         """Gives the lease back, and with it every owner key."""
@@ -401,6 +420,11 @@ class OwnedTopic:
             )
             # Before the change, whose answer may be lost: what may be gone is not offered.
             self.first = self.catalog.following(descriptors[-1].end)
+            # And on record before it, so that nobody takes them for lost.
+            floor = descriptors[-1].end
+            self._put_record(
+                lambda record: replace(record, expired_before=max(record.expired_before, floor))
+            )
             for at in range(0, len(descriptors), _BATCH):
                 batch = descriptors[at : at + _BATCH]
                 self._change([], [Delete(self.catalog.keys.descriptor(d.start)) for d in batch])
@@ -554,6 +578,15 @@ class OwnedTopic:
             UnavailableError: The metadata store does not answer.
         """
         self._refresh_record()
+
+    def give_up(self, reason: IsterError) -> None:
+        """Stops being the owner, because it cannot be told whether this one still is."""
+        if self._fence is None:
+            self._fence = FencedError(
+                f"the topic's record cannot be used: {reason.message}", topic=self.topic
+            )
+            _log.error("given up", extra={"topic": self.topic, "error": str(reason)})
+            self.on_fenced(self._fence)
 
     def _require_open(self) -> None:
         """Refuses to publish into a topic that is being deleted."""

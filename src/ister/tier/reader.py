@@ -147,6 +147,11 @@ class HistoryReader:
                     batch = self.fetch(offset, limit, bytes_max=self._settings.chunk_bytes)
                 except DamageSkippedError:
                     break
+                except (NotFoundError, DataGapError):
+                    first = self._catalog.first()
+                    if first is not None and first.start > offset:
+                        break  # expired meanwhile: what is left comes after it
+                    raise
                 times = decode_publish_times(batch.chunk, batch.starts, batch.end, batch.codec)
                 for number, time in enumerate(times or ()):
                     if time >= publish_time_ms:

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -348,6 +348,8 @@ class Log:
             return self._take_topic(tiers, owned, directory)
         except BaseException:
             tiers.membership.remove(owned)
+            with suppress(IsterError):
+                owned.release()
             raise
 
     def _try_claim(
@@ -403,7 +405,7 @@ class Log:
         self._report(topic, recovered)
         if not recovered.damage:
             prefix = owned.catalog.keys.subscriptions
-            if clipped := clip_progress(tiers.metadata, prefix, recovered.next_offset):
+            if clipped := clip_progress(tiers.metadata, prefix, recovered.next_offset, owned=owned):
                 _log.warning("cursors put back to the end", extra={"topic": text, "keys": clipped})
         topic.tier = TopicTier(
             wal=topic.wal,
@@ -499,8 +501,9 @@ class Log:
         """Takes a topic that stopped out of the list, and notes from where not to trust it."""
         topic.close_quietly()
         if topic.tier is not None and self._tiers is not None:
-            topic.tier.stop()
-            self._tiers.membership.remove(topic.tier.owned)
+            # Nothing of it may touch the files, or the bucket, once the topic is opened again.
+            with topic.tier.ended():
+                self._tiers.membership.remove(topic.tier.owned)
         if topic.wal.has_failed_sync:
             self._untrusted_from[topic.name] = topic.wal.synced
         self._unlist(topic)
@@ -581,8 +584,10 @@ class Log:
                 topic.close()
                 self._unlist(topic)
             if tier is not None and tiers is not None:
-                tier.owned.seal(next_offset)
-                tiers.membership.remove(tier.owned)
+                with tier.ended():
+                    # First: a renewal of the lease must not put the owner key back.
+                    tiers.membership.remove(tier.owned)
+                    tier.owned.seal(next_offset)
                 remove_directory(self._fs, self._path_of(TopicName.parse(name)))
                 failpoints.reach("tier.after_remove_local")
             return next_offset
@@ -673,7 +678,8 @@ class Log:
             if topic.state is TopicState.OPEN:
                 topic.flush()
             # From here on nothing of this log may touch the files.
-            topic.wal.abandon()
+            with tier.ended():
+                topic.wal.abandon()
             return rewrite_log(
                 topic.wal,
                 max(tier.owned.tiered, tier.owned.start),

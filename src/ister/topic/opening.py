@@ -72,7 +72,11 @@ def recover_tiered(
     if _first_offset(recovered) > owned.tiered:
         _adopt(owned, tiers)
     is_behind = recovered.next_offset < owned.start or (
-        bool(recovered.damage) and recovered.next_offset <= owned.tiered
+        # Bytes that nobody can read may have been acknowledged messages: with such the topic
+        # stays as it is, read-only.
+        bool(recovered.damage)
+        and recovered.next_offset <= owned.tiered
+        and not recovered.has_unread_bytes
     )
     if is_behind or owned.is_rebuilt:
         _refuse_divergence(directory, recovered, owned, tiers)

@@ -121,6 +121,7 @@ class TopicTier:
         self.is_retaining = False
         """Whether retention is; likewise."""
         self._is_held = False
+        self._pressing = threading.Lock()
         self.on_wanted: Callable[[], None] = lambda: None
         """Called when an upload should not wait for its time."""
         owned.on_fenced = self._on_fenced
@@ -320,14 +321,15 @@ class TopicTier:
     def apply_pressure(self) -> None:
         """Keeps producers back while too much waits for its upload, and lets them go after."""
         limit = self._tiers.storage.uploader.max_lag_bytes
-        lag = self.lag_bytes
-        if lag > limit and not self._is_held:
-            self._is_held = True
-            self._wal.hold("lag", self._lag_error, waits=True)
-            self._on_wanted()
-        elif lag <= limit * _RELIEF and self._is_held:
-            self._is_held = False
-            self._wal.unhold("lag")
+        with self._pressing:
+            lag = self.lag_bytes
+            if lag > limit and not self._is_held:
+                self._is_held = True
+                self._wal.hold("lag", self._lag_error, waits=True)
+                self._on_wanted()
+            elif lag <= limit * _RELIEF and self._is_held:
+                self._is_held = False
+                self._wal.unhold("lag")
 
     def _lag_error(self) -> CapacityError:
         reason = f": {self.last_error.message}" if self.last_error is not None else ""
@@ -351,6 +353,8 @@ class TopicTier:
         """
         wal, retention = self._wal, self._tiers.storage.wal.retention
         with self._trimming:
+            if self._stopping.is_set():
+                return 0
             before = plan_trim(
                 self._local_files(),
                 safe_before=min(self.owned.tiered, self._subscription_floor()),
@@ -424,9 +428,8 @@ class TopicTier:
             IsterError: An object is bad and could not be uploaded again.
         """
         content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
-        # What lies before the oldest object has expired in the bucket: nothing is owed for it.
-        first = self.owned.catalog.first()
-        at = max(start, first.start) if first is not None else start
+        # What has expired in the bucket is not owed any more.
+        at = max(start, self.owned.record.expired_before)
         for described, revision in self.owned.catalog.descriptors(at, end):
             if described.start > at:
                 break
@@ -489,9 +492,12 @@ class TopicTier:
             content: Read them; else only look whether they are there, with their size.
         """
         report = RepairedObjects()
-        at: int | None = None
+        first = self.owned.catalog.first()
+        at = first.start if first is not None else 0
+        # Before the oldest object, what local files have belongs there too, unless it has expired.
+        at = min(at, max(self.owned.record.expired_before, self._wal.trimmed))
         for described, revision in self.owned.catalog.descriptors():
-            if at is not None and described.start > at:
+            if described.start > at:
                 self._repair(report, at, described.start, partial(self._fill, at, described.start))
             at = described.end
             self._repair(
@@ -552,6 +558,8 @@ class TopicTier:
         if retention.time_minutes is None and retention.size_mb is None:
             return 0
         with self._trimming:
+            if self._stopping.is_set():
+                return 0
             self.owned.check()
             planned = plan_expiry(
                 # Without their indexes: a topic may have very many objects.
@@ -568,6 +576,8 @@ class TopicTier:
     def collect_orphans(self) -> list[str]:
         """Removes objects that belong to nothing, after their grace period; their names."""
         with self._uploading:
+            if self._stopping.is_set():
+                return []
             return collect_orphans(
                 self.owned,
                 self._tiers.objects,

@@ -272,8 +272,8 @@ class Tiers:
         owned.check()
         self.objects.delete(manifest_key(name))
         remove_files()
-        owned.finish_delete()
         self.membership.remove(owned)
+        owned.finish_delete()
 
     def uploader(self, owned: OwnedTopic, is_stopping: Callable[[], bool]) -> Uploader:
         """What uploads a topic, until it is told to stop."""

@@ -24,10 +24,12 @@ from ister.clock import Clock
 from ister.errors import (
     CapacityError,
     ClosedError,
+    CorruptDataError,
     DiskError,
     InvalidRequestError,
     IsterError,
     MessageTooLargeError,
+    NotFoundError,
     OffsetOutOfRangeError,
     WaitTimeoutError,
 )
@@ -551,6 +553,15 @@ class Topic:
         )
         try:
             return files.find_time(time_ms, self.codec, end=end)
+        except (CorruptDataError, NotFoundError):
+            tiered = min(end, self.wal.tiered or 0)
+            if self.tier is None or tiered <= self.wal.trimmed:
+                raise
+            # The other tier has a copy of the files' beginning.
+            found = self._find_time_in_history(time_ms, self.wal.trimmed, tiered)
+            if found is not None:
+                return found
+            return files.find_time(time_ms, self.codec, start=tiered, end=end)
         finally:
             files.close()
 

@@ -67,6 +67,7 @@ class Checkpointer:
         self._saved_at = clock.monotonic()
         self._saved: DurablePoint | None = None
         self._is_poisoned = False
+        self._is_ended = False
         self._point = self._take(synced)
 
     def note(self, synced: int) -> None:
@@ -80,7 +81,7 @@ class Checkpointer:
     def due_at(self) -> float:
         """When the checkpoint has to be saved; infinity if it says what is true."""
         point, saved = self._point, self._saved
-        if saved == point or self._is_poisoned:
+        if saved == point or self._is_poisoned or self._is_ended:
             return math.inf
         if saved is not None and (
             point.seq != saved.seq or point.position - saved.position >= CHECKPOINT_BYTES_BEHIND_MAX
@@ -96,13 +97,18 @@ class Checkpointer:
         """
         with self._lock:
             point = self._point
-            if point == self._saved or self._is_poisoned:
+            if point == self._saved or self._is_poisoned or self._is_ended:
                 return
             self._saved_at = self._clock.monotonic()
             self._writer.save_index(below=point.synced)
             self._writer.directory.save_state(self._state(point, is_poisoned=False))
             self._saved = point
         self._metrics.count("wal.checkpoint_saves")
+
+    def end(self) -> None:
+        """Saves nothing after this: the file belongs to whoever opens the log next."""
+        with self._lock:
+            self._is_ended = True
 
     def save_quietly(self) -> None:
         """Saves the checkpoint; an error is counted, and the next second tries again.

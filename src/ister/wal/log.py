@@ -861,6 +861,8 @@ class Wal:
         if self._refusal is not None and self._state is not TopicState.STALLED:
             raise self._refusal()
         with self._committing():
+            if self._state not in (TopicState.OPEN, TopicState.STALLED):
+                raise self._closed_error()
             files = writer.files
             count = 0
             while (
@@ -1013,6 +1015,8 @@ class Wal:
             raise failure
         if not was_quarantined:
             self.save_checkpoint()
+        if self._checkpointer is not None:
+            self._checkpointer.end()
 
     def abandon(self) -> None:
         """Closes the log without writing anything more, not even the checkpoint.
@@ -1027,6 +1031,8 @@ class Wal:
                 everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
                 self._room.notify_all()
             self._close_file_quietly(wait=True)
+        if self._checkpointer is not None:
+            self._checkpointer.end()
         for waiter in everyone:
             waiter.finish(self._closed_error())
 

@@ -317,8 +317,10 @@ class WalReader:
 
     # -- by time ----------------------------------------------------------------------------
 
-    def find_time(self, publish_time_ms: int, codec: Codec, *, end: int) -> int | None:
-        """The first offset before `end` whose message was published at or after the time.
+    def find_time(
+        self, publish_time_ms: int, codec: Codec, *, start: int = 0, end: int
+    ) -> int | None:
+        """The first offset in a range whose message was published at or after the time.
 
         Whole files and index blocks are passed over by their highest publish time; only one block
         is read. None if every message in the files is older.
@@ -326,14 +328,19 @@ class WalReader:
         while True:
             files = self._wal.files
             try:
-                return self._find_time(files, publish_time_ms, codec, end)
+                return self._find_time(files, publish_time_ms, codec, start, end)
             except (NotFoundError, OffsetOutOfRangeError):
                 if files[0] in self._wal.files:
                     raise
                 # Trimmed meanwhile: the first such message is in what is left.
 
     def _find_time(
-        self, files: tuple[WalFile, ...], publish_time_ms: int, codec: Codec, end: int
+        self,
+        files: tuple[WalFile, ...],
+        publish_time_ms: int,
+        codec: Codec,
+        start: int,
+        end: int,
     ) -> int | None:
         for at, file in enumerate(files):
             is_last = at == len(files) - 1
@@ -341,20 +348,22 @@ class WalReader:
             limit = end if is_last else min(end, files[at + 1].first_offset)
             # A rotated file's last entry stands at its end and knows the whole file.
             knows_all = not is_last and bool(entries) and entries[-1].offset >= limit
+            if limit <= start:
+                continue
             if knows_all and entries[-1].publish_time_max < publish_time_ms:
                 continue
-            found = self._find_time_in(file, publish_time_ms, limit, codec)
+            found = self._find_time_in(file, publish_time_ms, range(start, limit), codec)
             if found is not None:
                 return found
         return None
 
     def _find_time_in(
-        self, file: WalFile, publish_time_ms: int, limit: int, codec: Codec
+        self, file: WalFile, publish_time_ms: int, among: range, codec: Codec
     ) -> int | None:
         entry = self._index(file).find_time(publish_time_ms)
-        offset = file.first_offset if entry is None else entry.offset
-        while offset < limit:
-            batch = self.fetch(offset, limit, bytes_max=_CHUNK_BYTES_MIN)
+        offset = max(among.start, file.first_offset if entry is None else entry.offset)
+        while offset < among.stop:
+            batch = self.fetch(offset, among.stop, bytes_max=_CHUNK_BYTES_MIN)
             ends = [*batch.starts[1:], batch.end]
             for begin, finish in zip(batch.starts, ends, strict=True):
                 body = batch.chunk[begin + FRAME_HEADER_SIZE : finish]

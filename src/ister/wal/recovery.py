@@ -46,7 +46,7 @@ from ister.format.frame import (
 )
 from ister.format.message import decode_publish_time, recognise
 from ister.fs.base import File
-from ister.limits import RECOVERY_CHUNK_BYTES
+from ister.limits import FRAME_BODY_BYTES_MAX, RECOVERY_CHUNK_BYTES
 from ister.model import Codec
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.index import SparseIndex
@@ -56,8 +56,7 @@ __all__ = ["Damage", "Recovered", "UntrustedTailError", "WalFile", "build_index"
 
 _log = logging.getLogger("ister.wal.recovery")
 
-# How many offsets are looked for behind damage: that many frames may be gone without a trace.
-_SEARCHED_OFFSETS: Final = 16
+_FRAME_BYTES_MIN: Final = FRAME_HEADER_SIZE + 1
 # Enough for the first frame of most files, in one read.
 _FIRST_READ_BYTES: Final = 4096
 
@@ -116,6 +115,8 @@ class Recovered:
     """The highest publish time in the active file."""
     state: WalState | None = None
     damage: tuple[Damage, ...] = ()
+    has_unread_bytes: bool = False
+    """With damage: whether some of the last file's bytes are neither frames nor one damaged one."""
     cut_bytes: int = 0
     """How much torn tail was cut."""
     codec: Codec | None = None
@@ -402,9 +403,11 @@ class _Recovery:
             # Whatever follows the damage stays where it is. Offsets up to `durable` were given
             # out, and those of frames behind the damage, so the next one is beyond them even
             # though nothing will be appended.
+            end_behind, has_unread_bytes = self._look_behind(last, scan)
             return Recovered(
                 files=tuple(files),
-                next_offset=max(self._end_behind(last, scan, durable), next_offset, durable),
+                has_unread_bytes=has_unread_bytes,
+                next_offset=max(end_behind, next_offset, durable),
                 active_seq=last.seq,
                 end_position=scan.end,
                 index=index,
@@ -426,25 +429,23 @@ class _Recovery:
             cut_bytes=scan.size - scan.end,
         )
 
-    def _end_behind(self, file: WalFile, scan: FileScan, durable: int) -> int:
-        """The offset after the last whole frame behind damage; 0 if there is none.
+    def _look_behind(self, file: WalFile, scan: FileScan) -> tuple[int, bool]:
+        """The offset after the last whole frame behind damage (0 if there is none).
 
-        Only frames at or a little above `durable` are looked for: those below it do not say how
-        far the log went on.
+        And whether there are bytes of which nobody can tell what they were: more than the one
+        damaged frame, by its own length, and not followed by whole frames to the end.
         """
+        low = (scan.next_offset if scan.next_offset is not None else file.first_offset) + 1
+        end = 0
         with _closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
+            header = handle.read_at(scan.end, FRAME_HEADER_SIZE)
+            explained = scan.end + FRAME_HEADER_SIZE + int.from_bytes(header[8:12], "little")
             position = scan.end + 1
-            while chunk := handle.read_at(position, RECOVERY_CHUNK_BYTES):
-                for offset in range(durable, durable + _SEARCHED_OFFSETS):
-                    at = chunk.find(offset.to_bytes(8, "little"))
-                    while at >= 0:
-                        found = scan_file(handle, position=position + at, expected_offset=offset)
-                        if found.frames and found.next_offset is not None:
-                            return found.next_offset
-                        at = chunk.find(offset.to_bytes(8, "little"), at + 1)
-                # The bytes of an offset may lie across two chunks.
-                position += max(1, len(chunk) - 7)
-        return 0
+            while (found := _find_frame(handle, position, low)) is not None:
+                run = scan_file(handle, position=found[0], expected_offset=found[1])
+                end = max(end, run.next_offset or 0)
+                low, position, explained = end, run.end + 1, run.end
+            return end, scan.end < handle.size() != explained
 
     def _finish_last(self, path: str, scan: FileScan, durable: int, trusted: int) -> None:
         """Cuts the torn tail, if there is one, and makes what remains durable."""
@@ -662,3 +663,38 @@ class _closing:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _find_frame(file: File, position: int, low: int) -> tuple[int, int] | None:
+    """The first whole frame from `position` on with an offset of at least `low`: (where, which).
+
+    However many frames are gone, the rest of the file cannot hold more than one for every few
+    bytes, which bounds the offsets that may come. Their upper bytes are the same for nearly all of
+    them, and those are looked for; the rest of the header and the crc decide.
+    """
+    size = file.size()
+    high = low + (size - position) // _FRAME_BYTES_MIN + 1
+    while position + FRAME_HEADER_SIZE <= size:
+        chunk = file.read_at(position, RECOVERY_CHUNK_BYTES)
+        for upper in range(low >> 16, (high >> 16) + 1):
+            pattern = upper.to_bytes(6, "little")
+            at = chunk.find(pattern, 2)
+            while at >= 0:
+                begin = at - 2
+                offset = int.from_bytes(chunk[begin : begin + 8], "little")
+                if low <= offset < high and _is_whole(file, position + begin, offset, size):
+                    return position + begin, offset
+                at = chunk.find(pattern, at + 1)
+        # A header may lie across two chunks.
+        position += max(1, len(chunk) - FRAME_HEADER_SIZE + 1)
+    return None
+
+
+def _is_whole(file: File, position: int, offset: int, size: int) -> bool:
+    """Whether a whole frame begins at `position`; asks for its body only if its length can be."""
+    header = file.read_at(position, FRAME_HEADER_SIZE)
+    length = int.from_bytes(header[8:12], "little")
+    if not 0 < length <= min(FRAME_BODY_BYTES_MAX, size - position - FRAME_HEADER_SIZE):
+        return False
+    whole = file.read_at(position, FRAME_HEADER_SIZE + length)
+    return isinstance(decode_frame(whole, expected_offset=offset), Frame)

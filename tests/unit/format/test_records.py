@@ -39,6 +39,7 @@ TOPIC = TopicRecord(
     ack=AckLevel.SYNCED,
     codec=Codec.BINCODE2,
     created_at=1_703_001_234,
+    expired_before=100,
     claim="fedcba9876543210",
     lineage=(
         Lineage(epoch=1, start=0, node="node-a"),
