@@ -10,6 +10,9 @@ for message in topic.read("earliest"):
 print(message.offset, message.payload)
 """
 
+import logging
+
+from ister import logs
 from ister.api import open  # noqa: A004
 from ister.config import Config, load_config
 from ister.errors import (
@@ -84,3 +87,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if not logging.getLogger("ister").handlers:
+    logging.getLogger("ister").addHandler(logs.LastResort())

@@ -1,7 +1,8 @@
 """Structured logs: every record is an event with fields, one JSON object a line.
 
 Modules log through `logging.getLogger("ister.…")` with fields in `extra`, so a program that uses
-Ister sees ordinary log records and decides itself. `configure` is for our own commands.
+Ister sees ordinary log records and decides itself. One that has decided nothing gets warnings and
+errors on standard error, with their fields (`LastResort`). `configure` is for those who want JSON.
 
 Levels: DEBUG for what is only of interest while a fault is looked for; INFO for what happens in
 normal work (rotated); WARNING for what was put right or is tried again (a torn tail was cut, a
@@ -15,7 +16,7 @@ import logging
 import sys
 from typing import Final, TextIO
 
-__all__ = ["JsonFormatter", "configure"]
+__all__ = ["JsonFormatter", "LastResort", "TextFormatter", "configure"]
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -39,10 +40,41 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(event)
 
 
-def configure(*, level: str = "WARNING", stream: TextIO | None = None) -> logging.Handler:
-    """Sends the logs of `ister` to a stream, standard error by default."""
+class TextFormatter(logging.Formatter):
+    """For people: the event, and its fields behind it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        fields = ", ".join(
+            f"{name}={value}"
+            for name, value in vars(record).items()
+            if name not in _STANDARD and value is not None
+        )
+        text = f"ister: {record.levelname.lower()}: {record.getMessage()}"
+        line = f"{text} ({fields})" if fields else text
+        line = line.replace("\n", "\\n")
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class LastResort(logging.Handler):
+    """Shows warnings and errors where the program has set up no logging of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(TextFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes the record, unless somebody else does."""
+        if not logging.getLogger().handlers:
+            sys.stderr.write(f"{self.format(record)}\n")
+
+
+def configure(
+    *, level: str = "WARNING", stream: TextIO | None = None, as_text: bool = False
+) -> logging.Handler:
+    """Sends the logs of `ister` to a stream, standard error by default, as JSON or for people."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
     logger = logging.getLogger("ister")
     logger.handlers = [handler]
     logger.setLevel(level)

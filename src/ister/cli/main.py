@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: With 2 after wrong usage, with 0 after `--help` and `--version`.
     """
     options = _parser().parse_args(arguments)
-    logs.configure()
+    # What commands find is in their output; beside it only what somebody has to see to.
+    logs.configure(level="ERROR", as_text=True)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         code = run(options)

@@ -250,10 +250,12 @@ def _print_rows(rows: Sequence[_Row]) -> None:
         return
     print(
         format_table(
-            ("topic", "status", "local frames", "objects"),
+            ("topic", "status", "local frames rewritten", "objects uploaded again"),
             [(row.topic, row.status, row.local_frames, len(row.objects)) for row in rows],
         )
     )
+    if any(row.status == "skipped" for row in rows):
+        print("skipped: last written by another node; name the topic to repair it from here")
     for row in rows:
         for name in row.objects:
             print(f"uploaded again: {row.topic} {name}")

@@ -39,7 +39,17 @@ def print_errors(errors: Iterable[IsterError]) -> None:
         # A gap has its range in its hint already.
         is_named = where is None or isinstance(error, DataGapError)
         prefix = "" if is_named or where is None else f"offsets {where[0]} up to {where[1]}: "
-        print(f"ister: {prefix}{error}", file=sys.stderr)
+        print(f"ister: {prefix}{in_shell_words(str(error))}", file=sys.stderr)
+
+
+def in_shell_words(text: str) -> str:
+    """The text of an error, with what to do said for a shell instead of a program."""
+    for said, meant in (
+        ("; create=True makes it", ""),
+        ("take_over=True", "`ister repair --take-over`"),
+    ):
+        text = text.replace(said, meant)
+    return text
 
 
 def print_json(fields: Mapping[str, Any]) -> None:

@@ -396,6 +396,8 @@ class OpendalStore:
             raise
         for name in names:
             self.delete(name)
+        if self._files is not None:
+            self._files.remove_folder(folder)
         return capabilities
 
     def _try_create(self, existing: str, absent: str) -> bool:

@@ -72,6 +72,12 @@ class StagedFiles:
         except NotFoundError:
             return
 
+    def remove_folder(self, folder: str) -> None:
+        """Removes a folder that is empty, and the one above it if that is too; raises nothing."""
+        with suppress(IsterError):
+            self._fs.remove_directory(f"{self._root}/{folder}")
+            self._fs.remove_directory(f"{self._root}/{folder.rpartition('/')[0]}")
+
     def publish(self, staged: str, key: str, *, is_exclusive: bool = False) -> None:
         """Gives a staged file its name; it is durable when this returns.
 

@@ -815,8 +815,8 @@ class _Claimant:
                 "handed it over",
                 topic=str(self.catalog.keys.topic),
                 offset=tiered,
-                hint=f"open it there; if that disk is lost, take_over=True goes on from offset "
-                f"{tiered} and gives up what was not uploaded",
+                hint="open it there, or hand it over there with `log.seal`; if that disk is lost, "
+                f"take_over=True goes on from offset {tiered} and gives up what was not committed",
             )
         start = sealed.next_offset if sealed is not None else tiered
         lineage = (*known.lineage, Lineage(epoch=epoch, start=start, node=node))

@@ -21,7 +21,7 @@ from typing import Final
 
 from ister.clock import Clock
 from ister.config import Engine, StorageConfig
-from ister.errors import FencedError, IsterError
+from ister.errors import ClosedError, FencedError, IsterError
 from ister.topic.tiers import Tiers
 from ister.topic.topic import Topic
 
@@ -31,6 +31,7 @@ _log = logging.getLogger("ister.topic.background")
 
 _TICK_SECONDS: Final = 0.25
 _ORPHAN_CHECK_SECONDS: Final = 3600.0
+_PROBE_AFTER_SECONDS: Final = 10.0
 
 
 class Background:
@@ -54,6 +55,8 @@ class Background:
         now = clock.monotonic()
         self._retention_at = now + storage.wal.retention.check_interval_minutes * 60
         self._orphans_at = now + _ORPHAN_CHECK_SECONDS
+        # Not at once: a program that ends soon would leave a probe half way.
+        self._probe_at = now + _PROBE_AFTER_SECONDS
         self._pool = ThreadPoolExecutor(storage.uploader.threads, thread_name_prefix="ister-upload")
         self._tidier = ThreadPoolExecutor(1, thread_name_prefix="ister-retention")
         self._threads = [
@@ -62,7 +65,6 @@ class Background:
         ]
         for thread in self._threads:
             thread.start()
-        self._tidier.submit(tiers.probe)
 
     def add(self, topic: Topic) -> None:
         """A topic was opened."""
@@ -109,7 +111,7 @@ class Background:
             if is_valid:
                 topic.wal.unhold("lease")
             else:
-                topic.wal.hold("lease", topic.tier.lapsed_error, waits=False)
+                topic.wal.hold("lease", topic.tier.refused_error, waits=False)
 
     # -- uploads and retention --------------------------------------------------------------
 
@@ -144,7 +146,8 @@ class Background:
                 self._tidier.submit(self._retain, topic)
             if has_orphans:
                 self._tidier.submit(self._collect, topic)
-        if has_orphans:
+        if now >= self._probe_at:
+            self._probe_at = now + _ORPHAN_CHECK_SECONDS
             self._tidier.submit(self._tiers.probe)
 
     def _upload(self, topic: Topic) -> None:
@@ -172,7 +175,7 @@ class Background:
             for what in (tier.trim, tier.expire):
                 try:
                     what()
-                except FencedError:
+                except (FencedError, ClosedError):
                     return
                 except IsterError as error:
                     self._tiers.metrics.count("retention.errors_total")
@@ -186,6 +189,8 @@ class Background:
             return
         try:
             topic.tier.check_recent()
+        except ClosedError:
+            return  # the log is being closed
         except IsterError as error:
             _log.warning("objects not checked", extra={"topic": topic.name, "error": str(error)})
 
@@ -194,5 +199,7 @@ class Background:
             return
         try:
             topic.tier.collect_orphans()
+        except ClosedError:
+            return
         except IsterError as error:
             _log.warning("orphans", extra={"topic": topic.name, "error": str(error)})

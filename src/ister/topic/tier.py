@@ -160,11 +160,18 @@ class TopicTier:
             raise self.lapsed_error()
 
     def lapsed_error(self) -> UnavailableError:
-        """What callers get while it is not sure that this process owns the topic."""
+        """What a waiter gets while it is not sure that this process owns the topic."""
+        return self._lapsed("whether the message counts is unknown until the store answers")
+
+    def refused_error(self) -> UnavailableError:
+        """What an append gets meanwhile."""
+        return self._lapsed("nothing was accepted; it goes on when the store answers")
+
+    def _lapsed(self, hint: str) -> UnavailableError:
         return UnavailableError(
             "the metadata store has not answered in time, so the topic may have another owner",
             topic=self.owned.topic,
-            hint="whether the message is stored is unknown; it goes on when the store answers",
+            hint=hint,
         )
 
     def _fenced_error(self) -> FencedError:
@@ -231,7 +238,7 @@ class TopicTier:
             except BaseException as error:
                 # Whoever waits still does.
                 self.is_wanted = self.is_wanted or was_wanted
-                if isinstance(error, IsterError):
+                if isinstance(error, IsterError) and not self._stopping.is_set():
                     self._note_failure(error)
                 raise
             finally:

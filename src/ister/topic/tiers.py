@@ -28,7 +28,7 @@ from ister.config import (
     OnDamage,
     StorageConfig,
 )
-from ister.errors import ConflictError, IsterError, NotFoundError
+from ister.errors import ClosedError, ConflictError, IsterError, NotFoundError
 from ister.fs.base import FileSystem
 from ister.limits import KIB
 from ister.metadata.base import MetadataStore
@@ -310,6 +310,8 @@ class Tiers:
             # Another process may be writing: leftovers are what nobody has touched for long.
             grace = self.storage.cloud.orphan_grace_minutes * 60
             self.objects.remove_stale_parts(max(grace, _STALE_SECONDS_MIN))
+        except ClosedError:
+            return  # the log was closed meanwhile
         except IsterError as error:
             _log.error(
                 "the object store cannot be used; messages stay in local files meanwhile",

@@ -87,7 +87,8 @@ class Damage:
             offset=self.offset,
             path=self.path,
             position=self.position,
-            hint="the topic is quarantined (read-only); `ister inspect wal` shows what is whole",
+            hint="the topic is quarantined (read-only); `ister inspect wal` shows what is whole, "
+            "`ister repair` restores what a bucket has",
         )
 
 
