@@ -1,0 +1,393 @@
+"""Interleavings and damage that were once answered wrongly, each as small as it gets."""
+
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+import ister.topic.log as topic_log
+from ister.clock import SystemClock
+from ister.errors import ConflictError, DataGapError, FencedError, UnavailableError
+from ister.format.records import Progress, encode_topic
+from ister.model import TopicState
+from ister.tier.cursors import load_progress, save_progress
+from ister.topic.background import Background
+from rig import ROOT, eventually, payloads
+from tier_rig import NAME, Site
+
+TEXT = str(NAME)
+PATH = f"{ROOT}{TEXT}"
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+@pytest.fixture
+def live_site():
+    """With the machine's own clock, for threads."""
+    with Site(clock=SystemClock()) as site:
+        yield site
+
+
+def overwrite(site, position, data, name="wal.log"):
+    file = site.disk().open(f"{PATH}/{name}")
+    file.write_at(position, [data])
+    file.sync()
+    file.close()
+
+
+def local_bytes(site, name="wal.log"):
+    file = site.disk().open_read(f"{PATH}/{name}")
+    try:
+        return file.read_at(0, file.size())
+    finally:
+        file.close()
+
+
+def fill(topic, payloads_):
+    for payload in payloads_:
+        topic.append(payload)
+    topic.flush()
+
+
+# -- damage before acknowledged messages --------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2048], ids=["a byte", "many frames"])
+def test_messages_behind_damage_that_the_bucket_does_not_have_are_not_given_up(site, size):
+    """Goal: acknowledged frames above `tiered`, behind damage below it, keep their offsets."""
+    sent = [b"m%d" % number for number in range(1000)]
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, sent[:500])
+    topic.upload()
+    fill(topic, sent[500:])
+    site.kill(log)
+    at = local_bytes(site).find((498).to_bytes(8, "little"))
+    overwrite(site, at + (20 if size == 1 else 0), b"\xaa" * size)
+    topic = site.open().topic(TEXT)
+    assert (topic.state, topic.wal.next) == (TopicState.QUARANTINED, 1000)
+    assert payloads(topic.read(990)) == sent[990:]
+
+
+def test_bytes_that_nobody_can_read_are_not_taken_for_nothing(site):
+    log = site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, [b"m%d" % number for number in range(500)])
+    topic.upload()
+    fill(topic, [b"m%d" % number for number in range(500, 1000)])
+    site.kill(log)
+    data = local_bytes(site)
+    at = data.find((498).to_bytes(8, "little"))
+    overwrite(site, at, b"\xaa" * (len(data) - at))
+    topic = site.open().topic(TEXT)
+    assert topic.state is TopicState.QUARANTINED
+    assert site.disk().list_directory(f"{ROOT}/default") == ["orders"]
+
+
+def test_time_is_found_in_the_bucket_where_a_local_frame_is_damaged(site):
+    log = site.open(cache_capacity=10)
+    topic = log.topic(TEXT, create=True)
+    for number in range(2000):
+        topic.append(b"x" * 300, publish_time=1000 + number)
+    topic.upload()
+    log.close()
+    topic = site.open(cache_capacity=10).topic(TEXT)
+    overwrite(site, 1200, b"\xaa" * 20)
+    assert topic.reader(EPOCH + timedelta(milliseconds=1010)).next_offset == 10
+    assert topic.reader(EPOCH + timedelta(milliseconds=2990)).next_offset == 1990
+
+
+# -- what the catalog lacks ---------------------------------------------------------------------
+
+
+def without_its_first_object(site, **settings):
+    log = site.open(rotate_max_bytes=65536, retention={"time_minutes": 1}, **settings)
+    topic = log.topic(TEXT, create=True)
+    for _ in range(4):
+        fill(topic, [b"x" * 3000] * 30)
+        topic.upload()
+    site.objects.delete(site.key(0))
+    site.metadata.delete(topic.tier.owned.catalog.keys.descriptor(0))
+    site.clock.advance(3600)
+    log.tiers.membership.renew()
+    return log, topic
+
+
+def test_files_before_the_oldest_object_stay_until_they_are_in_the_bucket(site):
+    log, topic = without_its_first_object(site)
+    with pytest.raises(DataGapError):
+        topic.tier.trim()
+    with pytest.raises(DataGapError):
+        log.seal(TEXT)
+    topic = log.topic(TEXT)
+    assert topic.earliest == 0
+    assert log.repair(TEXT).is_whole
+    assert site.ranges()[0] == (0, 30)
+    topic = log.topic(TEXT)
+    assert topic.tier.trim() > 0
+    assert sum(1 for _ in topic.read(0)) == 120
+
+
+def test_files_whose_objects_have_expired_are_not_owed(site):
+    settings = {"cloud": {"retention": {"time_minutes": 5}}}
+    log = site.open(rotate_max_bytes=65536, retention={"time_minutes": 1}, storage=settings)
+    topic = log.topic(TEXT, create=True)
+    for _ in range(4):
+        fill(topic, [b"x" * 3000] * 30)
+        topic.upload()
+    site.clock.advance(3600)
+    log.tiers.membership.renew()
+    assert topic.tier.expire() == 3
+    assert topic.tier.owned.record.expired_before == 90
+    assert topic.tier.trim() > 0
+    assert payloads(topic.read(topic.earliest)) == [b"x" * 3000] * (120 - topic.earliest)
+
+
+def test_time_query_beside_expiry_begins_with_what_is_left(site):
+    settings = {"cloud": {"retention": {"time_minutes": 5}}}
+    log = site.open(rotate_max_bytes=65536, retention={"time_minutes": 1}, storage=settings)
+    topic = log.topic(TEXT, create=True)
+    for _ in range(4):
+        fill(topic, [b"x" * 3000] * 30)
+        topic.upload()
+        site.clock.advance(600)
+        log.tiers.membership.renew()
+    assert topic.tier.trim() > 0
+    is_expired = []
+
+    def before(kind, key):
+        if kind == "read" and not is_expired:
+            is_expired.append(True)
+            topic.tier.expire()
+
+    site.objects.before = before
+    assert topic.reader(EPOCH).next_offset == 90
+    assert is_expired
+
+
+def test_time_query_beside_trim_skips_nothing(site):
+    log = site.open(rotate_max_bytes=4096, retention={"time_minutes": 0})
+    topic = log.topic(TEXT, create=True)
+    for number in range(40):
+        topic.append(b"x" * 500, publish_time=1000 * number)
+        topic.flush()
+    topic.upload()
+    site.clock.advance(3600)
+    log.tiers.membership.renew()
+    topic.wal.trim(14)
+    history, is_trimmed = topic.tier.history, []
+
+    def trimmed_after_its_search():
+        reader = history()
+        find = reader.find_time
+
+        def find_time(*args, **options):
+            found = find(*args, **options)
+            if not is_trimmed:
+                is_trimmed.append(topic.tier.trim())
+            return found
+
+        reader.find_time = find_time
+        return reader
+
+    topic.tier.history = trimmed_after_its_search
+    assert topic.reader(EPOCH + timedelta(seconds=20)).next_offset == 20
+    assert is_trimmed[0] > 0
+
+
+# -- two at once --------------------------------------------------------------------------------
+
+
+def test_append_during_a_repair_is_refused_or_there_afterwards(live_site):
+    log = live_site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, [b"m%03d" % number * 50 for number in range(40)])
+    topic.upload()
+    fill(topic, [b"n%03d" % number for number in range(20)])
+    overwrite(live_site, 300, b"\xaa")
+    unhold, acked = topic.wal.unhold, []
+
+    def unhold_and_append(name):
+        unhold(name)
+        try:
+            offset = topic.append(b"acked")
+            topic.wait(offset)
+        except ister_errors:
+            return
+        acked.append(offset)
+
+    ister_errors = (UnavailableError, topic_log.ClosedError)
+    topic.wal.unhold = unhold_and_append
+    report = log.repair(TEXT)
+    assert (report.local_frames, report.errors) == (20, ())
+    topic = log.topic(TEXT)
+    assert topic.state is TopicState.OPEN
+    assert acked == []
+    assert topic.append(b"next") == 60
+    assert sum(1 for _ in topic.read(0)) == 61
+
+
+def test_slow_deletion_leaves_the_topic_that_was_made_since_listed(live_site):
+    log = live_site.open()
+    log.topic(TEXT, create=True)
+    real, has_it, may_go = log.topic, threading.Event(), threading.Event()
+
+    def slow(name, **options):
+        topic = real(name, **options)
+        if threading.current_thread().name == "slow" and not has_it.is_set():
+            has_it.set()
+            may_go.wait(10)
+        return topic
+
+    log.topic = slow
+    deleting = threading.Thread(target=lambda: log.delete(TEXT), name="slow")
+    deleting.start()
+    assert has_it.wait(10)
+    log.delete(TEXT)
+    made = log.topic(TEXT, create=True)
+    may_go.set()
+    deleting.join(10)
+    # The slow one found a newer topic of that name and deleted that, whole, or nothing at all.
+    assert log.topics() == [] or log.topic(TEXT) is made
+
+
+def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
+    log = live_site.open()
+    topic = log.topic(TEXT, create=True)
+    fill(topic, [b"deleted"] * 10)
+    is_under_way, may_go = threading.Event(), threading.Event()
+
+    def before(kind, key):
+        if kind == "close" and threading.current_thread().name == "uploading":
+            is_under_way.set()
+            may_go.wait(10)
+
+    live_site.objects.before = before
+    outcome = []
+
+    def upload():
+        try:
+            outcome.append(topic.tier.upload())
+        except (FencedError, topic_log.ClosedError) as error:
+            outcome.append(error)
+
+    uploading = threading.Thread(target=upload, name="uploading")
+    uploading.start()
+    assert is_under_way.wait(10)
+    deleting = threading.Thread(target=lambda: log.delete(TEXT))
+    deleting.start()
+    may_go.set()
+    uploading.join(10)
+    deleting.join(10)
+    live_site.objects.before = lambda kind, key: None
+    again = log.topic(TEXT, create=True)
+    assert (again.earliest, again.wal.next, payloads(again.read())) == (0, 0, [])
+    assert outcome
+
+
+def test_two_owners_of_one_epoch_are_told_apart(site):
+    """Goal: an older copy of the metadata was restored, and another node claimed from it."""
+    log_a = site.open("a")
+    log_a.topic(TEXT, create=True)
+    log_a.close()
+    older = site.catalog().record()[0]
+    log_a = site.open("a")
+    a = log_a.topic(TEXT)
+    fill(a, [b"a"] * 5)
+    keys = a.tier.owned.catalog.keys
+    site.metadata.put(keys.record, encode_topic(older))
+    site.metadata.delete(keys.owner)
+    b = site.open("b").topic(TEXT, take_over=True)
+    assert b.tier.owned.epoch == a.tier.owned.epoch
+    fill(b, [b"b"] * 3)
+    b.upload()
+    with pytest.raises(FencedError):
+        a.upload()
+    assert site.ranges() == [(0, 3)]
+
+
+def test_unreadable_record_of_one_topic_leaves_the_others_their_lease(site):
+    log = site.open()
+    a, b = log.topic("/default/a", create=True), log.topic("/default/b", create=True)
+    site.metadata.put(a.tier.owned.catalog.keys.record, b'{"epoch": 7, "ack": "replicated"}')
+    site.clock.advance(60)
+    log.tiers.membership.renew()
+    b.wait(b.append(b"x"))
+    with pytest.raises(FencedError):
+        a.wait(a.append(b"x"))
+
+
+def test_replaced_owner_puts_no_cursor_back(site, monkeypatch):
+    log = site.open("a")
+    topic = log.topic(TEXT, create=True)
+    fill(topic, [b"x"] * 10)
+    topic.upload()
+    key = topic.tier.owned.catalog.keys.progress("s")
+    log.close()
+    recover = topic_log.recover_tiered
+
+    def slow(*args, **options):
+        """The recovery takes longer than the lease."""
+        monkeypatch.setattr(topic_log, "recover_tiered", recover)
+        recovered = recover(*args, **options)
+        site.clock.advance(60)
+        other = site.open("b").topic(TEXT, take_over=True)
+        fill(other, [b"y"] * 10)
+        incarnation = other.tier.owned.record.incarnation
+        save_progress(
+            other.tier.owned, "s", Progress(offset=20, timestamp=1, incarnation=incarnation)
+        )
+        return recovered
+
+    log = site.open("a")
+    monkeypatch.setattr(topic_log, "recover_tiered", slow)
+    with pytest.raises(ConflictError):
+        log.topic(TEXT)
+    assert load_progress(site.metadata, key).offset == 20
+
+
+def test_tender_does_not_spin_while_producers_are_held(live_site, monkeypatch):
+    rounds, hand_out = [], Background._hand_out
+
+    def counted(self, now):
+        rounds.append(now)
+        hand_out(self, now)
+
+    monkeypatch.setattr(Background, "_hand_out", counted)
+    log = live_site.open(
+        background=True, storage={"uploader": {"max_lag_bytes": 1000}}, buffer_full="refuse"
+    )
+    topic = log.topic(TEXT, create=True)
+
+    def down(kind, key):
+        raise UnavailableError("the bucket is down")
+
+    live_site.objects.before = down
+    fill(topic, [b"x" * 100] * 20)
+    eventually(lambda: "lag" in topic.wal._holds)
+    before = len(rounds)
+    time.sleep(1)
+    assert len(rounds) - before < 50
+
+
+def test_log_closes_without_uploading_a_backlog(live_site):
+    log = live_site.open(
+        background=True, storage={"uploader": {"max_object_bytes": 4096, "interval_seconds": 1}}
+    )
+    topic = log.topic(TEXT, create=True)
+
+    def slow(kind, key):
+        if kind == "close":
+            time.sleep(0.2)
+
+    live_site.objects.before = slow
+    fill(topic, [b"x" * 1000] * 200)
+    eventually(lambda: bool(live_site.ranges()))
+    log.close()
+    assert topic.watermarks.tiered < 200
