@@ -19,8 +19,9 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.memory import MemoryObjectStore
 from ister.tier.catalog import Catalog
+from ister.tier.claim import Membership, NewTopic, claim
 from ister.tier.names import TopicKeys, format_object_id, object_key
-from ister.tier.ownership import Membership, NewTopic, OwnedTopic, claim
+from ister.tier.ownership import OwnedTopic
 from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.uploader import Uploader, UploadSettings
 from ister.topic.log import Log

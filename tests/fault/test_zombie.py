@@ -36,7 +36,7 @@ from fault.writer_child import HEAVY, new_seed, say_replay
 from ister import failpoints
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.model import TopicName
-from ister.tier.ownership import Membership
+from ister.tier.claim import Membership
 from ister.topic.log import Log
 
 TTL = 2

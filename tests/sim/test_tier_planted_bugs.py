@@ -21,8 +21,9 @@ import ister.topic.tier
 from ister.errors import CommitUnknownError, UnavailableError
 from ister.metadata.memory import MemoryMetadata
 from ister.tier.catalog import Catalog
+from ister.tier.claim import _Claimant
 from ister.tier.names import format_object_id, object_key, objects_prefix
-from ister.tier.ownership import OwnedTopic, _Claimant
+from ister.tier.ownership import OwnedTopic
 from ister.tier.summary import ObjectSummary
 from ister.tier.uploader import Uploader
 from ister.topic.log import Log

@@ -43,8 +43,9 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName, TopicState
 from ister.objectstore.base import ObjectStore
 from ister.tier.catalog import list_records
+from ister.tier.claim import NewTopic
 from ister.tier.cursors import clip_progress
-from ister.tier.ownership import NewTopic, OwnedTopic
+from ister.tier.ownership import OwnedTopic
 from ister.topic.background import Background
 from ister.topic.cache import Cache
 from ister.topic.opening import (

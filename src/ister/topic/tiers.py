@@ -5,7 +5,7 @@
 Owns: their opening and closing, and the node's identity. Does not own: any topic's state.
 
 The node's identity is a file beside the topics' directories, under the same lock: whoever has the
-files is the node. See `ister.tier.ownership` for what that is good for.
+files is the node. See `ister.tier.claim` for what that is good for.
 """
 
 from __future__ import annotations
@@ -36,16 +36,9 @@ from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.tier.catalog import Catalog
+from ister.tier.claim import ClaimCheck, Membership, NewTopic, check_claim, claim
 from ister.tier.names import TopicKeys, manifest_key, objects_prefix, parse_epoch
-from ister.tier.ownership import (
-    ClaimCheck,
-    Membership,
-    NewTopic,
-    OwnedTopic,
-    check_claim,
-    claim,
-    resume_delete,
-)
+from ister.tier.ownership import OwnedTopic, resume_delete
 from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.rebuild import manifest_of, save_manifest
 from ister.tier.uploader import Uploader, UploadSettings
@@ -186,7 +179,7 @@ class Tiers:
     def check_claim(
         self, name: TopicName, *, new: NewTopic | None, has_files: bool, take_over: bool
     ) -> ClaimCheck:
-        """Whether local files are the topic's newest; as `ister.tier.ownership.check_claim`."""
+        """Whether local files are the topic's newest; as `ister.tier.claim.check_claim`."""
         catalog = self.catalog(name)
         if new is not None and catalog.record() is None:
             self._refuse_forgotten(name)

@@ -1,0 +1,389 @@
+"""Becoming a topic's owner, and staying it: leases, nodes, claims.
+
+    check ─► (the caller makes its directory ready) ─► claim ─► epoch + 1
+
+Owns: this process's lease, and the transaction that changes a topic's owner. Does not own: what an
+owner may do (`ownership`), local files.
+
+Nodes. An owner is a `node`: an identity that is kept with the local files and used under their
+lock, so a node that comes back may take its own topics at once, without waiting for a lease to
+end: the lock proves that the process before it is gone. Another node may claim a topic that was
+sealed. One that was not has messages on a disk that is not here; claiming it takes `take_over`,
+which goes on from what the bucket holds and gives up the rest.
+
+A claim is made under the record that was seen when the directory was made ready for it: files that
+are not the topic's newest are out of the way before, because afterwards nobody could tell them from
+new ones.
+
+What a crash leaves: an owner key that ends with its lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ister import failpoints
+from ister.clock import Clock
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    FencedError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+    check,
+)
+from ister.format.records import (
+    Lineage,
+    OwnerRecord,
+    SealedState,
+    TopicRecord,
+    encode_owner,
+    encode_topic,
+)
+from ister.limits import OWNER_LINEAGE_MAX
+from ister.metadata.base import (
+    Absent,
+    Compare,
+    Delete,
+    Lease,
+    MetadataStore,
+    Operation,
+    Put,
+    RevisionIs,
+)
+from ister.metrics import Metrics
+from ister.model import AckLevel, Codec
+from ister.tier.catalog import Catalog
+from ister.tier.ownership import OwnedTopic
+
+__all__ = ["ClaimCheck", "Membership", "NewTopic", "check_claim", "claim"]
+
+_log = logging.getLogger("ister.tier.claim")
+
+_ATTEMPTS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTopic:
+    """How to make a topic that does not exist."""
+
+    ack: AckLevel
+    codec: Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimCheck:
+    """What a look at a topic before its claim has shown."""
+
+    is_current: bool
+    """Whether local files, if there are any, are the topic's newest."""
+    revision: int | None
+    """Of the record that says so; None if there is no record."""
+
+    def still_holds(self, catalog: Catalog) -> bool:
+        """Whether the record is still that one."""
+        found = catalog.record()
+        return self.revision == (found[1] if found is not None else None)
+
+
+class Membership:
+    """This process's lease, under which it owns topics. Thread-safe.
+
+    `valid_until` is asked before anything is acknowledged: a process that was stopped for longer
+    than its lease knows it by its own clock, before it has heard from anybody.
+    """
+
+    def __init__(
+        self, store: MetadataStore, *, node: str, ttl_seconds: float, clock: Clock
+    ) -> None:
+        self.node = node
+        self._store = store
+        self._ttl = ttl_seconds
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._owned: dict[str, OwnedTopic] = {}
+        self.lease = store.grant_lease(ttl_seconds)
+
+    @property
+    def valid_until(self) -> float:
+        """The monotonic second up to which this process surely owns its topics."""
+        return self.lease.valid_until
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it still does."""
+        return self._clock.monotonic() < self.lease.valid_until
+
+    def add(self, owned: OwnedTopic, lease: Lease) -> None:
+        """Takes note of a topic that was claimed with `lease`.
+
+        Raises:
+            FencedError: That lease has ended meanwhile, and somebody else has the topic.
+            UnavailableError: It has ended, and the metadata store does not answer.
+        """
+        with self._lock:
+            self._owned[owned.topic] = owned
+            if lease is self.lease:
+                return
+            try:
+                self._reassert(owned, self.lease)
+            except IsterError:
+                self.remove(owned)
+                raise
+
+    def _reassert(self, owned: OwnedTopic, lease: Lease) -> None:
+        try:
+            owned.reassert(lease)
+        except NotFoundError as error:
+            raise UnavailableError("a new lease has ended at once") from error
+
+    def remove(self, owned: OwnedTopic) -> None:
+        """Forgets a topic that was released."""
+        with self._lock:
+            if self._owned.get(owned.topic) is owned:
+                del self._owned[owned.topic]
+
+    def renew(self) -> None:
+        """Renews the lease; where it has ended, takes a new one and puts the owner keys back.
+
+        Raises:
+            UnavailableError: The metadata store does not answer; try again before `valid_until`.
+        """
+        # One at a time: two that each took a new lease would leave owner keys under the other's.
+        with self._lock:
+            try:
+                self.lease.renew()
+            except NotFoundError:
+                _log.warning("the lease ended", extra={"node": self.node})
+            else:
+                return
+            lease = self._store.grant_lease(self._ttl)
+            try:
+                self._reassert_all(lease)
+            except UnavailableError:
+                lease.revoke()
+                raise
+            self.lease = lease
+
+    def _reassert_all(self, lease: Lease) -> None:
+        for topic in list(self._owned.values()):
+            try:
+                self._reassert(topic, lease)
+            except FencedError:
+                self.remove(topic)
+            except UnavailableError:
+                raise
+            except IsterError as error:
+                # One topic's record cannot be read or written: that is its own trouble.
+                topic.give_up(error)
+                self.remove(topic)
+
+    def end(self) -> None:
+        """Gives the lease back, and with it every owner key."""
+        self.lease.revoke()
+
+
+def claim(
+    catalog: Catalog,
+    membership: Membership,
+    *,
+    new: NewTopic | None,
+    take_over: bool,
+    clock: Clock,
+    metrics: Metrics,
+    seen: ClaimCheck | None = None,
+) -> OwnedTopic | None:
+    """Makes this process the owner of a topic, under a new epoch.
+
+    Args:
+        catalog: The topic's.
+        membership: This process's.
+        new: How to make the topic if there is none.
+        take_over: Claim a topic that another node did not hand over: what that one had not
+            uploaded is given up.
+        clock: For timestamps.
+        metrics: Where commits are counted.
+        seen: What `check_claim` has answered.
+
+    Returns:
+        The claim; None if the topic's record has changed since `seen`.
+
+    Raises:
+        NotFoundError: There is no such topic, and `new` is None.
+        ConflictError: Another node has it.
+        UnavailableError: The metadata store does not answer.
+    """
+    claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
+    for _ in range(_ATTEMPTS):
+        if seen is not None and not seen.still_holds(catalog):
+            return None
+        owned = claimant.attempt(seen)
+        if owned is not None:
+            return owned
+    raise ConflictError("the topic keeps changing hands", topic=str(catalog.keys.topic))
+
+
+def check_claim(
+    catalog: Catalog,
+    membership: Membership,
+    *,
+    new: NewTopic | None,
+    has_files: bool,
+    take_over: bool,
+    clock: Clock,
+    metrics: Metrics,
+) -> ClaimCheck:
+    """Makes sure that a topic may be claimed, without claiming it.
+
+    Args:
+        catalog: The topic's.
+        membership: This process's.
+        new: As for `claim`.
+        has_files: Whether this node has local files of the topic.
+        take_over: As for `claim`.
+        clock: As for `claim`.
+        metrics: As for `claim`.
+
+    Returns:
+        Whether such files are the topic's newest, and under which record. If not, somebody else
+        has written it since, or it was deleted, and they have to be out of the way before the
+        claim: after it nobody could tell.
+
+    Raises:
+        As `claim`, and:
+        ConflictError: This node wrote the topic last, has not sealed it, and has no files of it.
+    """
+    claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
+    found, sealed = catalog.record(), catalog.sealed()
+    known = found[0] if found is not None else None
+    owner = catalog.owner()
+    claimant.refuse(known, owner[0] if owner is not None else None)
+    claimant.next_record(known, sealed[0] if sealed is not None else None)
+    revision = found[1] if found is not None else None
+    if known is None or not known.is_open:
+        return ClaimCheck(is_current=known is None, revision=revision)
+    is_mine = bool(known.lineage) and known.lineage[-1].node == membership.node
+    if is_mine and sealed is None and not has_files and not take_over:
+        last = catalog.last()
+        tiered = last.end if last is not None else 0
+        raise ConflictError(
+            "the topic's local files are gone, and they may have held messages that were "
+            "acknowledged and not uploaded",
+            topic=str(catalog.keys.topic),
+            offset=tiered,
+            hint=f"restore them; if they are lost, take_over=True goes on from offset {tiered}",
+        )
+    return ClaimCheck(is_current=is_mine or not known.lineage, revision=revision)
+
+
+@dataclass(frozen=True, slots=True)
+class _Claimant:
+    """One claim, tried until nothing changes under it."""
+
+    catalog: Catalog
+    membership: Membership
+    new: NewTopic | None
+    take_over: bool
+    clock: Clock
+    metrics: Metrics
+
+    def attempt(self, seen: ClaimCheck | None) -> OwnedTopic | None:
+        """Reads, decides, and writes if what was read still holds; None if it does not."""
+        catalog, keys, node = self.catalog, self.catalog.keys, self.membership.node
+        found, owner, sealed = catalog.record(), catalog.owner(), catalog.sealed()
+        if seen is not None and seen.revision != (found[1] if found is not None else None):
+            return None
+        known = found[0] if found is not None else None
+        self.refuse(known, owner[0] if owner is not None else None)
+        seal = sealed[0] if sealed is not None else None
+        record, lease = self.next_record(known, seal), self.membership.lease
+        compares: list[Compare] = [
+            Absent(keys.record) if found is None else RevisionIs(keys.record, found[1]),
+            Absent(keys.owner) if owner is None else RevisionIs(keys.owner, owner[1]),
+            Absent(keys.sealed) if sealed is None else RevisionIs(keys.sealed, sealed[1]),
+        ]
+        operations: list[Operation] = [
+            Put(keys.record, encode_topic(record)),
+            Put(
+                keys.owner,
+                encode_owner(OwnerRecord(node=node, epoch=record.epoch)),
+                lease,
+            ),
+            Delete(keys.sealed),
+        ]
+        try:
+            revision = catalog.store.transact(compares, operations)
+        except CommitUnknownError:
+            again = catalog.record()
+            revision = again[1] if again is not None and again[0] == record else None
+        except NotFoundError:
+            # The lease has ended, and nobody has noticed yet.
+            self.membership.renew()
+            return None
+        if revision is None:
+            return None
+        failpoints.reach("tier.after_claim")
+        owned = OwnedTopic(
+            catalog,
+            record=record,
+            revision=revision,
+            node=node,
+            sealed=seal,
+            clock=self.clock,
+            metrics=self.metrics,
+        )
+        owned.is_rebuilt = known is not None and known.is_open and not known.lineage
+        self.membership.add(owned, lease)
+        return owned
+
+    def refuse(self, known: TopicRecord | None, owner: OwnerRecord | None) -> None:
+        """Raises if the topic is not there, or is somebody else's."""
+        topic = str(self.catalog.keys.topic)
+        if known is not None and known.state == "deleting":
+            raise NotFoundError(f"the topic {topic} is being deleted", topic=topic)
+        if self.new is None and (known is None or not known.is_open):
+            raise NotFoundError(f"there is no topic {topic}", topic=topic)
+        if owner is not None and owner.node != self.membership.node:
+            raise ConflictError(
+                f"the topic is open on node {owner.node}",
+                topic=topic,
+                hint="seal it there first, or wait for that node's lease to end",
+            )
+
+    def next_record(self, known: TopicRecord | None, sealed: SealedState | None) -> TopicRecord:
+        """The record under this node's new epoch."""
+        node = self.membership.node
+        epoch = known.epoch + 1 if known is not None else 1
+        if known is None or not known.is_open:
+            check(self.new is not None, "a topic is made from something")
+            return TopicRecord(
+                epoch=epoch,
+                incarnation=secrets.token_hex(8),
+                claim=secrets.token_hex(8),
+                ack=self.new.ack if self.new is not None else AckLevel.SYNCED,
+                codec=self.new.codec if self.new is not None else Codec.BINCODE2,
+                created_at=self.clock.now_ns() // 1_000_000_000,
+                lineage=(Lineage(epoch=epoch, start=0, node=node),),
+            )
+        known = replace(known, epoch=epoch, claim=secrets.token_hex(8))
+        if known.lineage and known.lineage[-1].node == node:
+            return known
+        last = self.catalog.last()
+        tiered = last.end if last is not None else 0
+        if known.lineage and sealed is None and not self.take_over:
+            raise ConflictError(
+                f"the topic was last written by node {known.lineage[-1].node}, which has not "
+                "handed it over",
+                topic=str(self.catalog.keys.topic),
+                offset=tiered,
+                hint="open it there, or hand it over there with `log.seal`; if that disk is lost, "
+                f"take_over=True goes on from offset {tiered} and gives up what was not committed",
+            )
+        start = sealed.next_offset if sealed is not None else tiered
+        lineage = (*known.lineage, Lineage(epoch=epoch, start=start, node=node))
+        return replace(known, lineage=lineage[-OWNER_LINEAGE_MAX:])
