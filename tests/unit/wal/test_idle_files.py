@@ -63,7 +63,7 @@ def test_thousands_of_topics_cost_no_thread_and_no_file_each(machine):
     assert machine.fs.open_files == 0
     for topic in topics[::20]:
         topic.append(b"a")
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     eventually(lambda: all(topic.watermarks.written for topic in topics[::20]))
     assert log.metrics.snapshot()["wal.topics"] == 2000
     assert len(log.topics()) == 2000
