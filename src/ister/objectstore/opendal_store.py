@@ -253,7 +253,8 @@ class OpendalStore:
         """Ends pauses between attempts; connections go with the last writer and the store."""
         self._closed.set()
         if self._syncers is not None:
-            self._syncers.shutdown(wait=False)
+            # A sync under way ends with the disk's answer; none is left behind.
+            self._syncers.shutdown(wait=True)
 
     # -- for the writer ---------------------------------------------------------------------
 
