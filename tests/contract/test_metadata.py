@@ -545,9 +545,15 @@ def test_watch_hints_at_changes_below_its_prefix(open_store, root):
 
 def test_watch_is_ended_by_close(open_store, root):
     store = open_store()
-    watch = store.watch(f"{root}/", lambda key: None)
+    heard = []
+    watch = store.watch(f"{root}/", heard.append)
     store.close()
     watch.close()
+    other = open_store()
+    if other is not store:  # the one in memory is gone for good
+        other.put(f"{root}/a", b"")
+        time.sleep(0.3)
+    assert heard == []
 
 
 # -- closing ------------------------------------------------------------------------------------

@@ -491,5 +491,5 @@ def test_probe_finds_out_what_a_store_can_do(open_at, name, conditional_create, 
 
 def test_store_may_be_closed_twice(store):
     store.put("a", b"x")
-    store.close()
-    store.close()
+    assert store.close() is None
+    assert store.close() is None
