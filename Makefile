@@ -14,7 +14,7 @@ setup: $(STAMP) ## make .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast,etcd]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast,etcd,spark,avro]'
 	touch $@
 
 lint: $(STAMP) ## ruff: rules and format
@@ -32,7 +32,7 @@ fault: $(STAMP) ## real kill -9, real power cuts (root), 1,000,000 mutated frame
 	    tests/fault tests/fuzz tests/sim
 
 bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
-	@for name in append replay tail recover readers upload history chain; do \
+	@for name in append replay tail recover readers upload history chain spark; do \
 	    $(BIN)/ister bench $$name --json || exit 1; done
 
 soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and threads stay flat

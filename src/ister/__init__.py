@@ -13,7 +13,7 @@ print(message.offset, message.payload)
 import logging
 
 from ister import logs
-from ister.api import open  # noqa: A004
+from ister.api import open, open_history  # noqa: A004
 from ister.config import Config, load_config
 from ister.errors import (
     AlreadyExistsError,
@@ -84,6 +84,7 @@ __all__ = [
     "Watermarks",
     "load_config",
     "open",
+    "open_history",
 ]
 
 __version__ = "0.1.0"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ister import failpoints
 from ister.config import load_config
+from ister.extras import missing_extra
 from ister.topic.log import Log
 
-__all__ = ["open"]
+if TYPE_CHECKING:
+    from ister.topic.history import History
+
+__all__ = ["open", "open_history"]
 
 
 def open(  # noqa: A001 - `ister.open` is the name that users type
@@ -30,3 +34,24 @@ def open(  # noqa: A001 - `ister.open` is the name that users type
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
     return Log(load_config(source))
+
+
+def open_history(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+) -> History:
+    """Opens a log's bucket to be read, whoever writes to the log meanwhile, or nobody.
+
+    Neither the local files nor their lock nor a broker are touched, so this works on any machine
+    that reaches the bucket and the metadata store.
+
+    Args:
+        source: A directory for data, the path of an `ister.yml`, or a mapping of the same tree.
+
+    Raises:
+        ConfigError: A setting is wrong, or pyarrow is not installed.
+    """
+    try:
+        from ister.topic.history import History  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise missing_extra("reading history as Arrow", "arrow", error) from error
+    return History(load_config(source))

@@ -51,6 +51,11 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "tier.after_seal",  # sealed, the local files are still there
         "tier.after_remove_local",
         "tier.after_replace",  # repair: a descriptor names its new object
+        "batch.after_manifest",  # the bucket says what a batch consists of, the topic knows nothing
+        "batch.after_begin",  # the topic knows the batch, no row of it is appended
+        "batch.after_rows",  # some of its rows are appended
+        "batch.before_done",  # all of them are synced
+        "batch.after_done",  # the batch counts, its staged files are still there
     }
 )
 

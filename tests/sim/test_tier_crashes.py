@@ -14,7 +14,6 @@ from contextlib import suppress
 
 import pytest
 
-from ister import failpoints
 from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
@@ -26,7 +25,7 @@ from ister.objectstore.memory import MemoryObjectStore
 from ister.tier.names import object_key
 from ister.topic.log import Log
 from ister.topic.topic import Topic
-from tests.sim.tier_world import read_all, run_seed
+from tests.sim.tier_world import POINTS, read_all, run_seed
 from tests.sim.world import InlineSchedule
 
 RUNS = 100_000 if os.environ.get("ISTER_HEAVY") else 2_000
@@ -60,7 +59,7 @@ def test_any_crash_between_the_tiers_leaves_every_promise_kept() -> None:
 
 @pytest.mark.sim
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sorted(failpoints.FAILPOINTS))
+@pytest.mark.parametrize("name", POINTS)
 def test_a_crash_at_every_failpoint_leaves_every_promise_kept(name: str) -> None:
     hits = 0
     for seed in range(1000):

@@ -11,6 +11,7 @@ import pytest
 import ister
 from ister.config import Config
 from ister.metrics import METRICS
+from ister.spark.options import READ_OPTIONS, WRITE_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -37,6 +38,15 @@ def test_operating_lists_every_metric_as_declared() -> None:
         assert row in OPERATING, metric.name
     kinds = "counter|gauge|histogram"
     assert len(re.findall(rf"^\| `[\w.]+` \| (?:{kinds}) \|", OPERATING, re.M)) == len(METRICS)
+
+
+def test_spark_lists_every_option_and_no_other() -> None:
+    text = (ROOT / "docs" / "SPARK.md").read_text()
+    tables = text.split("## Reading options")[1].split("## Writing")
+    for table, options in zip(tables, (READ_OPTIONS, WRITE_OPTIONS), strict=True):
+        names = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", table, re.MULTILINE)
+        listed = {name for cell in names for name in re.findall(r"\w+", cell)}
+        assert listed == set(options)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

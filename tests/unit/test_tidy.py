@@ -26,6 +26,7 @@ _LAYERS = {
             f"ister.{name}"
             for name in [
                 "errors",
+                "extras",
                 "limits",
                 "model",
                 "config",
@@ -46,6 +47,8 @@ _LAYERS = {
     "ister.topic": 3,
     "ister.api": 4,
     "ister": 4,
+    "ister.client": 5,
+    "ister.spark": 5,
     "ister.bench": 5,
     "ister.cli": 6,
 }
@@ -89,6 +92,7 @@ _PUBLIC = [
     "Watermarks",
     "load_config",
     "open",
+    "open_history",
 ]
 
 
@@ -139,6 +143,12 @@ def test_module_imports_its_own_or_lower_layers(module):
         if imported.split(".")[0] == "ister" and imported != "ister":
             assert imported in _FILES, f"{module} imports {imported}, which is no module"
             assert _layer(imported) <= _layer(module), f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("module", [name for name in _FILES if name.startswith("ister.spark")])
+def test_spark_knows_neither_the_wal_nor_the_broker(module):
+    for imported in _imports(_TREES[module]):
+        assert not imported.startswith(("ister.wal", "ister.broker")), f"{module}: {imported}"
 
 
 @pytest.mark.parametrize("module", [name for name in _FILES if _layer(name) < 4])
@@ -227,6 +237,8 @@ def test_every_module_is_reachable():
     waiting += [name for name in _FILES if name.endswith("__main__")]
     # Used by tests and by programs that log, not by the package itself.
     waiting += ["ister.fs.memory", "ister.logs"]
+    # What Spark's users import, and what `ister.spark.source` loads for Spark when it is needed.
+    waiting += ["ister.spark", *(f"ister.spark.{name}" for name in ("batch", "stream", "sink"))]
     while waiting:
         module = waiting.pop()
         if module in reached:

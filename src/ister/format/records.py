@@ -31,18 +31,21 @@ __all__ = [
     "SealedState",
     "TopicRecord",
     "UploadSession",
+    "WriterRecord",
     "decode_current",
     "decode_owner",
     "decode_progress",
     "decode_sealed",
     "decode_session",
     "decode_topic",
+    "decode_writer",
     "encode_current",
     "encode_owner",
     "encode_progress",
     "encode_sealed",
     "encode_session",
     "encode_topic",
+    "encode_writer",
 ]
 
 _OPEN: Final = "open"
@@ -82,6 +85,11 @@ class TopicRecord:
     """Who wrote from where on; the last one is the owner, or was the last."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """What others keep in the same record."""
+
+    @property
+    def node(self) -> str:
+        """Who wrote the topic last; empty if nobody did."""
+        return self.lineage[-1].node if self.lineage else ""
 
     @property
     def is_open(self) -> bool:
@@ -127,6 +135,28 @@ class Progress:
     """Milliseconds since the Unix epoch, when it last moved or was seen alive."""
     incarnation: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterRecord:
+    """The newest batch of a writer whose batches count once, such as a streaming query."""
+
+    batch: int
+    """Its number; the writer's numbers only rise."""
+    is_done: bool
+    """Whether all of its rows are in the topic; else some may be."""
+    start: int
+    """No row of it has a lower offset."""
+    end: int
+    """No row of it has this offset or a higher one; `start` while it is not done."""
+    rows: int
+    manifest: str
+    """The object that lists the staged files it is made of."""
+    epoch: int
+    """Of the owner that wrote this."""
+    incarnation: str
+    updated_at: int
+    """Seconds since the Unix epoch."""
 
 
 def encode_topic(record: TopicRecord) -> bytes:
@@ -307,6 +337,46 @@ def decode_progress(data: bytes, *, key: str) -> Progress:
         )
     except _MISFITS as error:
         raise _corrupt("cursor", error, key) from error
+
+
+def encode_writer(record: WriterRecord) -> bytes:
+    """The record's JSON."""
+    return _dump(
+        {
+            "batch": record.batch,
+            "done": record.is_done,
+            "start_offset": record.start,
+            "next_offset": record.end,
+            "rows": record.rows,
+            "manifest": record.manifest,
+            "epoch": record.epoch,
+            "incarnation": record.incarnation,
+            "updated_at": record.updated_at,
+        }
+    )
+
+
+def decode_writer(data: bytes, *, key: str) -> WriterRecord:
+    """Reads a writer's record.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        return WriterRecord(
+            batch=int(fields["batch"]),
+            is_done=bool(fields["done"]),
+            start=int(fields["start_offset"]),
+            end=int(fields["next_offset"]),
+            rows=int(fields["rows"]),
+            manifest=str(fields["manifest"]),
+            epoch=int(fields["epoch"]),
+            incarnation=str(fields["incarnation"]),
+            updated_at=int(fields["updated_at"]),
+        )
+    except _MISFITS as error:
+        raise _corrupt("writer's record", error, key) from error
 
 
 def _dump(fields: Mapping[str, Any]) -> bytes:

@@ -5,6 +5,7 @@
         objects/data-<start>-<end>-<epoch>.dnb1     of every later one
         objects/data-<start>-pending-<epoch>.dnb1   being written, gets its name by a copy
         topic.json                                  what `ister recover` needs to know
+    staging/<ns>/<topic>/<writer>/<batch>/          rows on their way to the topic
 
 `end` in a name is inclusive, as Danube's is, and converted here. The epoch in the name is what
 keeps an owner that was fenced, and writes on without knowing, away from its successor's objects.
@@ -20,6 +21,7 @@ from ister.errors import TopicNameError
 from ister.model import TopicName
 
 __all__ = [
+    "STAGING_PREFIX",
     "TOPICS_PREFIX",
     "ObjectName",
     "TopicKeys",
@@ -32,9 +34,11 @@ __all__ = [
     "parse_object_id",
     "parse_pending_epoch",
     "parse_topic_of_key",
+    "staging_prefix",
 ]
 
 TOPICS_PREFIX: Final = "storage/topics/"
+STAGING_PREFIX: Final = "staging/"
 _NUMBER: Final = r"(0|[1-9][0-9]{0,19})"
 _OBJECT_ID: Final = re.compile(rf"data-{_NUMBER}-{_NUMBER}(?:-([2-9]|[1-9][0-9]+))?\.dnb1")
 _PENDING_ID: Final = re.compile(rf"data-{_NUMBER}-pending(?:-{_NUMBER})?\.dnb1")
@@ -104,6 +108,16 @@ def manifest_key(topic: TopicName) -> str:
     return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/topic.json"
 
 
+def staging_prefix(topic: TopicName, writer: str | None = None, batch: int | None = None) -> str:
+    """What the keys of staged rows begin with: of a topic, of one writer's, of one batch."""
+    prefix = f"{STAGING_PREFIX}{topic.namespace}/{topic.topic}/"
+    if writer is not None:
+        prefix += f"{writer}/"
+        if batch is not None:
+            prefix += f"{batch}/"
+    return prefix
+
+
 def parse_topic_of_key(key: str) -> TopicName | None:
     """The topic that an object key belongs to; None if it is none of ours."""
     parts = key.removeprefix(TOPICS_PREFIX).split("/")
@@ -138,6 +152,10 @@ class TopicKeys:
     def objects_end(self) -> str:
         """After every descriptor, and before `cur`."""
         return f"{self.objects}:"
+
+    def writer(self, name: str) -> str:
+        """The key under which a writer of batches is remembered."""
+        return f"{self.storage}writers/{name}"
 
     def progress(self, subscription: str) -> str:
         """The key of a subscription's cursor."""

@@ -72,6 +72,12 @@ class Cache:
         if size > self._bytes_max:
             self._shrink()
 
+    def skip_to(self, offset: int) -> None:
+        """Begins anew at `offset`, empty: what lies before it went past the cache."""
+        self._ring, self._messages = [], []
+        self.size_bytes = 0
+        self.start = self.end = offset
+
     def _shrink(self) -> None:
         """Drops the oldest until the bound on bytes holds; the newest always stays."""
         ring, capacity, start = self._ring, self._capacity, self.start
@@ -106,4 +112,18 @@ class Cache:
                 message = make_message(offset, body, 0, len(body), self._codec)
                 messages[slot] = message
             found.append(message)
+        return found
+
+    def bodies(self, start: int, end: int, *, bytes_max: int) -> list[bytes]:
+        """The encoded messages from `start` on, before `end`; empty if `start` is not here."""
+        if not self.start <= start < self.end:
+            return []
+        found: list[bytes] = []
+        size = 0
+        for offset in range(start, min(end, self.end)):
+            body = self._ring[offset % self._capacity]
+            size += len(body or b"")
+            if body is None or (found and size > bytes_max):
+                break
+            found.append(body)
         return found

@@ -11,6 +11,7 @@ directory without one, made before there was a bucket, is adopted when the topic
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from ister import failpoints
 from ister.clock import Clock, SystemClock
@@ -63,6 +64,9 @@ from ister.wal.log import Wal, WalSettings
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
 from ister.wal.repair import rewrite_log
 from ister.wal.scheduler import Scheduler, Threads
+
+if TYPE_CHECKING:
+    from ister.topic.batches import AppendedBatch, StagedBatch
 
 __all__ = ["Log", "Repaired"]
 
@@ -592,6 +596,42 @@ class Log:
                 remove_directory(self._fs, self._path_of(TopicName.parse(name)))
                 failpoints.reach("tier.after_remove_local")
             return next_offset
+
+    def append_staged(self, name: str, staged: StagedBatch) -> AppendedBatch:
+        """Appends rows that were staged in the bucket, once however often it is asked for.
+
+        Raises:
+            NotFoundError: There is no such topic, or a staged file is lost.
+            InvalidRequestError: This log has no object store, or a row is not a message.
+            As `ister.topic.batches.append_staged`.
+        """
+        batches = importlib.import_module("ister.topic.batches")  # needs pyarrow, an extra
+        topic = self.topic(name)
+        if topic.tier is None or self._tiers is None:
+            raise InvalidRequestError("this log has no object store to stage rows in", topic=name)
+        with topic.batching:
+            appended: AppendedBatch = batches.append_staged(
+                topic, topic.tier.owned, self._tiers.objects, staged, clock=self._clock
+            )
+        return appended
+
+    def sweep_staging(self, name: str) -> int:
+        """Removes staged files that nobody finishes any more; how many.
+
+        Raises:
+            As `append_staged`.
+        """
+        batches = importlib.import_module("ister.topic.batches")
+        topic = self.topic(name)
+        if topic.tier is None or self._tiers is None:
+            return 0
+        removed: int = batches.sweep_staging(
+            self._tiers.objects,
+            topic.tier.owned,
+            older_than_seconds=self.config.storage.cloud.orphan_grace_minutes * 60,
+            clock=self._clock,
+        )
+        return removed
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[Topic]:

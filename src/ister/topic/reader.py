@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -35,7 +36,7 @@ from ister.errors import (
     OffsetOutOfRangeError,
     check,
 )
-from ister.format.frame import FrameBatch
+from ister.format.frame import FrameBatch, encode_frame
 from ister.metrics import Metrics
 from ister.model import AckLevel
 from ister.tier.reader import DamageSkippedError, HistoryReader
@@ -160,6 +161,55 @@ class Reader:
         self.next_offset = start + len(messages)
         return messages
 
+    def next_frames(self, max_bytes: int | None = None) -> FrameBatch | None:
+        """The next frames as they are stored, at least one, without waiting for appends.
+
+        For those who decode many at once: messages pass by the cache (of a log with files), so
+        nothing is made for each of them.
+
+        Returns:
+            Frames that begin with `next_offset`, which moves behind them; None if nothing more is
+            visible before the reader's end.
+
+        Raises:
+            As `next_batch`.
+        """
+        try:
+            with self._reading:
+                if self._is_closed:
+                    raise ClosedError("the reader is closed", topic=self._wal.settings.topic)
+                return self._next_frames(self._chunk_bytes if max_bytes is None else max_bytes)
+        finally:
+            if self._is_closed:
+                self._drop_if_idle()
+
+    def _next_frames(self, max_bytes: int) -> FrameBatch | None:
+        start, end = self.next_offset, self._wal.visible
+        if self._end is not None:
+            end = min(end, self._end)
+        if start >= end:
+            return None
+        # What a call of `poll` has left over of a chunk is read again.
+        self._batch = None
+        if self._wal.directory is None:
+            frames = self._frames_from_cache(start, end, max_bytes)
+        else:
+            frames = self._frames_from_tiers(start, max_bytes)
+        if frames is not None:
+            self.next_offset = frames.next_offset
+        return frames
+
+    def _frames_from_cache(self, start: int, end: int, max_bytes: int) -> FrameBatch | None:
+        """Frames made of the cached bodies; for logs that never had any."""
+        with self._wal.lock:
+            bodies = self._cache.bodies(start, end, bytes_max=max_bytes)
+        if not bodies:
+            return self._frames_from_tiers(start, max_bytes)  # raises: it has left the memory
+        frames = [encode_frame(offset, body) for offset, body in enumerate(bodies, start)]
+        starts = list(accumulate(map(len, frames[:-1]), initial=0))
+        chunk = b"".join(frames)
+        return FrameBatch(chunk, starts, len(chunk), start, self._wal.settings.codec)
+
     def _poll(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         start = self.next_offset
         end = min(self._wal.visible, start + max_messages)
@@ -263,6 +313,18 @@ class Reader:
 
     def _from_tiers(self, start: int, end: int, max_bytes: int) -> Sequence[Message]:
         """Messages from the local files, or from the bucket where those no longer reach."""
+        batch = self._frames_from_tiers(start, max_bytes)
+        if batch is None:
+            return []
+        self._batch = batch
+        start = batch.first_offset
+        return self._from_batch(start, max(end, start + 1), max_bytes)
+
+    def _frames_from_tiers(self, start: int, max_bytes: int) -> FrameBatch | None:
+        """Frames from `start` on; `next_offset` moves over damaged ones that are left out.
+
+        None if nothing but such ones is left.
+        """
         wal = self._wal
         if wal.directory is None:
             raise OffsetOutOfRangeError(
@@ -284,15 +346,10 @@ class Reader:
             except DamageSkippedError as skipped:
                 self.next_offset = start = skipped.next_offset
                 if start >= readable:
-                    return []
-                end = max(end, start + 1)
+                    return None
             else:
-                break
-        self._batch = batch
-        if batch.first_offset > start:
-            self.next_offset = start = batch.first_offset
-            end = max(end, start + 1)
-        return self._from_batch(start, end, max_bytes)
+                self.next_offset = max(start, batch.first_offset)
+                return batch
 
     def _fetch(self, start: int, readable: int, max_bytes: int) -> FrameBatch:
         wal = self._wal

@@ -10,15 +10,16 @@ body into the cache. Nothing there waits for a disk. What an acknowledgement mea
 
 from __future__ import annotations
 
+import importlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from functools import cached_property
-from types import TracebackType
-from typing import Self
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Self
 
 from ister.clock import Clock
 from ister.errors import (
@@ -33,12 +34,18 @@ from ister.errors import (
     OffsetOutOfRangeError,
     WaitTimeoutError,
 )
-from ister.format.frame import FRAME_HEADER_SIZE
+from ister.extras import missing_extra
+from ister.format.frame import FRAME_HEADER_SIZE, scan_frames
 from ister.format.message import BodyEncoder, encode_message
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX, SUFFIX_CACHE_ENTRIES_MAX
+from ister.limits import (
+    APPEND_CHUNK_BYTES,
+    ENVELOPE_SIZE_BYTES_MAX,
+    SUFFIX_CACHE_ENTRIES_MAX,
+)
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, Start, StreamMessage, TopicState, Watermarks
 from ister.topic.aio import AsyncTopic
+from ister.topic.arguments import as_bytes, as_milliseconds, as_offset
 from ister.topic.cache import Cache
 from ister.topic.message import Message
 from ister.topic.reader import Reader, check_start
@@ -47,12 +54,13 @@ from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 from ister.wal.recovery import Damage
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 __all__ = ["Topic"]
 
 # One append in so many is timed for the latency histogram.
 _SAMPLE_MASK = 0xFF
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_PUBLISH_TIME_MS_MAX = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(milliseconds=1)
 
 
 class Topic:
@@ -92,6 +100,8 @@ class Topic:
         self._envelope_bytes = FRAME_HEADER_SIZE + len(self._encode(0, b"", 0, b"")) + 32
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._readers_lock = threading.Lock()
+        self.batching = threading.Lock()
+        """Held by whoever appends a staged batch: one at a time."""
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -181,7 +191,7 @@ class Topic:
         buffer = self._buffer
         started = self._now_ns()
         if type(payload) is not bytes:
-            payload = _as_bytes(payload)
+            payload = as_bytes(payload)
         size = len(payload)
         if size > self._size_max:
             raise self._too_large(size)
@@ -194,7 +204,7 @@ class Topic:
             suffix = None
         if suffix is None:
             suffix = self._suffix(producer_name, attributes, routing_key, schema_id, schema_version)
-        time_ms = started // 1_000_000 if publish_time is None else _as_milliseconds(publish_time)
+        time_ms = started // 1_000_000 if publish_time is None else as_milliseconds(publish_time)
         self._acquire()  # `with` costs twice as much
         try:
             if buffer.is_refusing or buffer.appended_bytes + size > buffer.admit_limit:
@@ -232,7 +242,7 @@ class Topic:
         Raises:
             As `append`, and then nothing was accepted.
         """
-        messages = [p if type(p) is bytes else _as_bytes(p) for p in payloads]
+        messages = [p if type(p) is bytes else as_bytes(p) for p in payloads]
         total = 0
         for message in messages:
             if len(message) > self._size_max:
@@ -240,7 +250,7 @@ class Topic:
             total += len(message)
         suffix = self._suffix(producer_name, attributes, routing_key, schema_id, schema_version)
         time_ms = (
-            self._now_ns() // 1_000_000 if publish_time is None else _as_milliseconds(publish_time)
+            self._now_ns() // 1_000_000 if publish_time is None else as_milliseconds(publish_time)
         )
         total += len(messages) * (len(suffix) + self._envelope_bytes)
         wal = self.wal
@@ -253,6 +263,60 @@ class Topic:
                 push(offset, body, time_ms)
                 remember(offset, body)
             return range(first, wal.next)
+
+    def append_arrow(
+        self, batch: pa.RecordBatch, *, producer_id: int = 0, first_request_id: int = 0
+    ) -> range:
+        """Accepts the rows of a record batch, one message each, without another one in between.
+
+        Columns are those of `read_arrow`: `payload` is required, `topic` and `offset` are passed
+        over, and what is missing or null is as `append` would have it. All rows are checked before
+        the first one is accepted. Meant for many rows: they are encoded at once and go past the
+        cache.
+
+        Args:
+            batch: The rows.
+            producer_id: What each message carries under this name.
+            first_request_id: Likewise, for the first row; one more for each row after it.
+
+        Returns:
+            The offsets.
+
+        Raises:
+            InvalidRequestError: A column or a value is not of its kind.
+            As `append`, and then nothing was accepted.
+        """
+        encode_frames = _columnar().encode_frames
+        size = batch.nbytes + batch.num_rows * self._envelope_bytes
+        wal = self.wal
+        with self._lock:
+            wal.admit(size)
+            first = wal.next
+            encoded = encode_frames(
+                batch,
+                topic=self.name,
+                codec=self.codec,
+                first_offset=first,
+                now_ms=self._now_ns() // 1_000_000,
+                payload_bytes_max=self._size_max,
+                producer_id=producer_id,
+                first_request_id=first_request_id,
+                segment_bytes=APPEND_CHUNK_BYTES,
+            )
+            for frames in encoded:
+                if wal.directory is None:
+                    self._remember_frames(frames.data, frames.first_offset)
+                self._buffer.push_frames(frames.data, frames.count, frames.publish_time_max)
+            if wal.directory is not None and encoded:
+                self.cache.skip_to(wal.next)
+            return range(first, wal.next)
+
+    def _remember_frames(self, frames: bytes, offset: int) -> None:
+        """Puts frames into the cache of a log that has nothing else."""
+        scan = scan_frames(frames, expected_offset=offset)
+        ends = [*scan.starts[1:], scan.end]
+        for number, (start, end) in enumerate(zip(scan.starts, ends, strict=True), offset):
+            self._remember(number, frames[start + FRAME_HEADER_SIZE : end])
 
     def append_record(self, message: StreamMessage) -> int:
         """Accepts a whole record, as one that came over a wire; its offset is stamped into it.
@@ -445,7 +509,7 @@ class Topic:
             raise ClosedError("the topic is closed", topic=self.name)
         offset = self._resolve_start(start)
         if end is not None:
-            end = _as_offset("end", end)
+            end = as_offset("end", end)
             if end < offset:
                 raise InvalidRequestError(
                     f"end {end} is before start {offset}", topic=self.name, offset=offset
@@ -486,9 +550,44 @@ class Topic:
         Raises:
             As `reader` and `Reader.next_batch`, and WaitTimeoutError.
         """
-        reader = self.reader(start, end=end)
         if follow:
-            return _iterate(reader, timeout)
+            return _iterate(self.reader(start, end=end), timeout)
+        return _iterate(self._bounded_reader(start, end, timeout), None)
+
+    def read_arrow(
+        self,
+        start: Start = "earliest",
+        *,
+        end: int | None = None,
+        columns: Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> pa.RecordBatchReader:
+        """Messages in order as Arrow record batches, read while they are consumed.
+
+        pandas, Polars and DuckDB take the result as it is. Nothing is made per message, so this is
+        the way to read many.
+
+        Args:
+            start: As for `reader`.
+            end: The offset before which to stop; everything appended before this call by default.
+            columns: Which of `topic`, `offset`, `publish_time`, `producer_name`, `payload`,
+                `attributes`, `routing_key`, `schema_id` and `schema_version`, in this order; all
+                of them by default. What is not asked for is not built.
+            timeout: How long to wait for what was appended before this call to become visible.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+            InvalidRequestError: There is no such column.
+            As `read`.
+        """
+        columnar = _columnar()
+        decoders = columnar.Decoders(self.name, columns)
+        reader = self._bounded_reader(start, end, timeout)
+        return columnar.as_arrow_reader(reader, decoders)
+
+    def _bounded_reader(self, start: Start, end: int | None, timeout: float | None) -> Reader:
+        """A reader up to `end`, or of what was appended before this call, once it is visible."""
+        reader = self.reader(start, end=end)
         upto = self.wal.next if end is None else min(end, self.wal.next)
         if upto > self.wal.visible:
             try:
@@ -497,7 +596,7 @@ class Topic:
                 # They cannot become visible for now. What is visible can still be read.
                 upto = max(self.wal.visible, reader.next_offset)
         reader.limit(upto)
-        return _iterate(reader, None)
+        return reader
 
     def _resolve_start(self, start: Start) -> int:
         if start == "earliest":
@@ -505,8 +604,8 @@ class Topic:
         if start == "latest":
             return self.wal.next
         if isinstance(start, datetime):
-            return self._find_time(_as_milliseconds(start))
-        offset = _as_offset("start", start)
+            return self._find_time(as_milliseconds(start))
+        offset = as_offset("start", start)
         check_start(self.wal, self.earliest, offset)
         return offset
 
@@ -604,44 +703,15 @@ class Topic:
         return f"<Topic {self.name} {self.state.value} next={self.wal.next} ack={self.ack}>"
 
 
+def _columnar() -> ModuleType:
+    """The module that knows Arrow, which is an extra."""
+    try:
+        return importlib.import_module("ister.topic.columns")
+    except ImportError as error:
+        raise missing_extra("Arrow", "arrow", error) from error
+
+
 def _iterate(reader: Reader, timeout: float | None) -> Iterator[Message]:
     with reader:
         while batch := reader.next_batch(timeout=timeout):
             yield from batch
-
-
-def _as_bytes(payload: object) -> bytes:
-    if isinstance(payload, bytes | bytearray | memoryview):
-        return bytes(payload)
-    raise InvalidRequestError(
-        f"a payload is bytes, not {type(payload).__name__}",
-        hint="encode text first: text.encode()" if isinstance(payload, str) else None,
-    )
-
-
-def _as_offset(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(
-            f"{name} cannot be {value!r}",
-            hint="an offset is a whole number; a start may also be 'earliest', 'latest' or a "
-            "datetime",
-        )
-    if value < 0:
-        raise InvalidRequestError(f"{name} is {value}; offsets begin at 0")
-    return value
-
-
-def _as_milliseconds(moment: datetime | int) -> int:
-    if isinstance(moment, datetime):
-        if moment.tzinfo is None:
-            raise InvalidRequestError(
-                "a point in time needs a time zone", hint="datetime.now(UTC), for example"
-            )
-        milliseconds = (moment - _EPOCH) // timedelta(milliseconds=1)
-    elif isinstance(moment, int) and not isinstance(moment, bool):
-        milliseconds = moment
-    else:
-        raise InvalidRequestError(f"{moment!r} is neither a datetime nor milliseconds")
-    if not 0 <= milliseconds <= _PUBLISH_TIME_MS_MAX:
-        raise InvalidRequestError(f"the time {moment!r} is before 1970 or too far ahead")
-    return milliseconds

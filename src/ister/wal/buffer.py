@@ -104,6 +104,17 @@ class AppendBuffer:
         if appended >= self.attention_at:
             self.on_attention()
 
+    def push_frames(self, frames: bytes, count: int, publish_time_max: int) -> None:
+        """Takes `count` whole frames at once, the first of which is that of `next`."""
+        self._seal()
+        self.next += count
+        self.appended_bytes += len(frames)
+        self._chunk_time_max = publish_time_max
+        self._parts.append(frames)
+        self._seal()
+        if self.appended_bytes >= self.attention_at:
+            self.on_attention()
+
     def has_room(self, size_bytes: int) -> bool:
         """Whether so many more bytes fit; a batch larger than the buffer fits when it is empty."""
         return self.appended_bytes + size_bytes <= self.admit_limit or self.pending_bytes == 0
@@ -161,5 +172,11 @@ class VolatileBuffer(AppendBuffer):
     def push(self, offset: int, body: bytes, publish_time_ms: int) -> None:
         """Takes the offset. The hot path."""
         self.next = offset + 1
+        if self.attention_at == 0:
+            self.on_attention()
+
+    def push_frames(self, frames: bytes, count: int, publish_time_max: int) -> None:
+        """Takes so many offsets at once."""
+        self.next += count
         if self.attention_at == 0:
             self.on_attention()

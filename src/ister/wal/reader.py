@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from operator import attrgetter
+from typing import Protocol
 
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError, OffsetOutOfRangeError, check
@@ -35,21 +36,72 @@ from ister.fs.base import File
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.metrics import Metrics
 from ister.model import Codec
+from ister.wal.directory import WalDirectory
 from ister.wal.index import SparseIndex
-from ister.wal.log import Wal
 from ister.wal.recovery import WalFile, build_index
+from ister.wal.writer import WalWriter
 
-__all__ = ["WalReader"]
+__all__ = ["ReadableLog", "ReadableSettings", "WalReader"]
 
 # Indexes of rotated files that a reader keeps: a reader walks forward, so few are enough.
 _INDEXES_MAX = 2
 _CHUNK_BYTES_MIN = 64 * KIB
 
 
+class ReadableSettings(Protocol):
+    """What a reader has to know about a log's bodies."""
+
+    @property
+    def topic(self) -> str:
+        """The topic's name, for errors."""
+        ...
+
+    @property
+    def codec(self) -> Codec:
+        """How bodies are encoded."""
+        ...
+
+
+class ReadableLog(Protocol):
+    """Where files are read from: a log that is open, or what its checkpoint says of it."""
+
+    @property
+    def settings(self) -> ReadableSettings:
+        """What does not change."""
+        ...
+
+    @property
+    def directory(self) -> WalDirectory | None:
+        """Where the files are; None for a log in memory."""
+        ...
+
+    @property
+    def files(self) -> tuple[WalFile, ...]:
+        """The files, ascending."""
+        ...
+
+    @property
+    def writer(self) -> WalWriter | None:
+        """Who knows the active file's index; None for a log that somebody else has open."""
+        ...
+
+    @property
+    def trimmed(self) -> int:
+        """The first offset in the files."""
+        ...
+
+    @property
+    def next(self) -> int:
+        """The offset after the last one."""
+        ...
+
+
 class WalReader:
     """One reader of one log's files. Used by one thread at a time."""
 
-    def __init__(self, wal: Wal, *, chunk_bytes: int, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, wal: ReadableLog, *, chunk_bytes: int, metrics: Metrics, clock: Clock
+    ) -> None:
         self._wal = wal
         self._chunk_bytes = chunk_bytes
         self._metrics = metrics
@@ -247,7 +299,8 @@ class WalReader:
             if directory is None:
                 return SparseIndex()
             index = SparseIndex(directory.load_index(file.seq))
-            if not index.entries:
+            if not index.entries and writer is not None:
+                # Only the owner's: others leave its directory as it is, and scan.
                 index = build_index(directory, file, self._wal.settings.codec)
             self._indexes[file.seq] = index
             while len(self._indexes) > _INDEXES_MAX:

@@ -1,0 +1,444 @@
+"""A client of the process that owns a topic, by Arrow Flight.
+
+    with FlightClient("127.0.0.1:6651") as client:
+        status = client.watermarks(["/default/orders"])["/default/orders"]
+        ticket = RangeTicket(topic=status.topic, incarnation=status.incarnation,
+                             start=status.tiered, end=status.synced)
+        for batch in client.read(ticket): ...
+
+Owns: the connection, deadlines, and whether an answer is what was asked for. Does not own: the
+messages (`ister.client.contract`), and retries: a call that failed with an UnavailableError may be
+repeated by whoever made it, and a read goes on from the first offset that has not come out.
+
+Nothing that comes out of `read` is taken on trust: the columns are those asked for, every batch is
+validated, and offsets follow each other from the first to the last. pyarrow is an extra, and is
+loaded when a client is made.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from ister.client.contract import (
+    Action,
+    AppendStaged,
+    FindTime,
+    FoundTime,
+    RangeTicket,
+    TopicNames,
+    TopicStatus,
+    WatermarksRequest,
+    carries_error,
+    decode_appended,
+    decode_error,
+    decode_settings,
+)
+from ister.errors import (
+    ClosedError,
+    CorruptDataError,
+    InvalidRequestError,
+    IsterError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from ister.extras import missing_extra
+from ister.model import AckLevel, Codec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ister.topic.batches import AppendedBatch, StagedBatch
+
+__all__ = ["FlightClient"]
+
+_ADDRESS: Final = re.compile(
+    r"(?:(?P<scheme>grpc|grpc\+tcp|grpc\+tls)://)?"
+    r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})"
+)
+_PORT_MAX: Final = 65535
+_TIMEOUT_SECONDS: Final = 30.0
+# Batches that wait for the consumer of a read.
+_AHEAD: Final = 1
+# A thread that has to be left alone is waited for so long.
+_END_SECONDS: Final = 1.0
+_OPTIONS: Final = [
+    # A server that was restarted is found again soon: unless told, gRPC waits up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # A connection whose other end has vanished ends at last, and with it a read that was given up.
+    # More often than every five minutes servers take for an attack.
+    ("grpc.keepalive_time_ms", 330_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+_Answer = TypeVar("_Answer")
+
+
+class FlightClient:
+    """The owner of topics, as far as it can be reached. Thread-safe."""
+
+    def __init__(self, address: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+        """Connects when it is first needed.
+
+        Args:
+            address: `host:port`, or with `grpc://` or, encrypted, `grpc+tls://` before it.
+            timeout_seconds: How long a call may take, and a read may go without a batch.
+
+        Raises:
+            ConfigError: pyarrow is not installed.
+            InvalidRequestError: That is not an address.
+        """
+        try:
+            import pyarrow  # noqa: PLC0415 - an extra
+            from pyarrow import flight  # noqa: PLC0415
+
+            from ister.format.columnar import arrow_schema  # noqa: PLC0415
+        except ImportError as error:
+            raise missing_extra("reading from a topic's owner", "arrow", error) from error
+        if not timeout_seconds > 0:
+            raise InvalidRequestError(f"a timeout of {timeout_seconds} seconds")
+        self.address = address
+        self._timeout = timeout_seconds
+        self._flight = flight
+        self._arrow_schema: Callable[[tuple[str, ...] | None], pa.Schema] = arrow_schema
+        self._errors = (flight.FlightError, pyarrow.ArrowException, OSError)
+        self._client = flight.FlightClient(_as_location(address), generic_options=_OPTIONS)
+        self._is_closed = False
+
+    # -- calls ------------------------------------------------------------------------------
+
+    def watermarks(self, topics: Iterable[str]) -> dict[str, TopicStatus]:
+        """How far topics have come, all of them.
+
+        Raises:
+            NotFoundError: One does not exist.
+            UnavailableError: The server does not answer.
+        """
+        request = WatermarksRequest(topics=tuple(topics))
+        answers = self._call(Action.WATERMARKS, request.to_json())
+        found = [self._decoded(TopicStatus.from_json, answer) for answer in answers]
+        if [status.topic for status in found] != list(request.topics):
+            raise self._strange("statuses of other topics")
+        return {status.topic: status for status in found}
+
+    def topics(self) -> list[str]:
+        """The names of all topics, sorted.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
+        answer = self._ask(Action.TOPICS, b"")
+        return sorted(self._decoded(TopicNames.from_json, answer).topics)
+
+    def find_time(self, topic: str, publish_time_ms: int, start: int, end: int) -> int | None:
+        """The first offset in a range whose message was published at or after the time.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            OffsetOutOfRangeError: The range is not all there.
+            UnavailableError: The server does not answer.
+        """
+        request = FindTime(topic=topic, publish_time_ms=publish_time_ms, start=start, end=end)
+        answer = self._ask(Action.FIND_TIME, request.to_json(), topic=topic)
+        found = self._decoded(FoundTime.from_json, answer).offset
+        if found is not None and not start <= found < end:
+            raise self._strange(f"offset {found} in the range {start} up to {end}")
+        return found
+
+    def append_staged(
+        self,
+        topic: str,
+        staged: StagedBatch,
+        *,
+        create: bool = False,
+        ack: AckLevel | None = None,
+        codec: Codec | None = None,
+        timeout_seconds: float | None = None,
+    ) -> AppendedBatch:
+        """Has the owner append a staged batch; as `Log.append_staged`, so it may be repeated.
+
+        Args:
+            topic: Where to.
+            staged: The rows.
+            create: Make the topic if it does not exist, with the following two.
+            ack: Its ack level.
+            codec: Its codec.
+            timeout_seconds: How long it may take; the client's timeout by default.
+
+        Raises:
+            InvalidRequestError: A file is not one of this topic's staged ones, or as below.
+            UnavailableError: The server does not answer; whether the batch is in is not known.
+            As `Log.topic` and `Log.append_staged`.
+        """
+        request = AppendStaged(topic=topic, staged=staged, create=create, ack=ack, codec=codec)
+        answer = self._ask(
+            Action.APPEND_STAGED, request.to_json(), topic=topic, timeout_seconds=timeout_seconds
+        )
+        return self._decoded(decode_appended, answer)
+
+    def storage(self) -> dict[str, Any]:
+        """The settings of the server's stores, for `ister.load_config`; without credentials.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
+        return self._decoded(decode_settings, self._ask(Action.STORAGE, b""))
+
+    def _ask(
+        self,
+        action: Action,
+        body: bytes,
+        *,
+        topic: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> bytes:
+        """The answer to an action that has exactly one."""
+        answers = self._call(action, body, topic=topic, timeout_seconds=timeout_seconds)
+        if len(answers) != 1:
+            raise self._strange(f"{len(answers)} answers to {action}")
+        return answers[0]
+
+    def _call(
+        self,
+        action: Action,
+        body: bytes,
+        *,
+        topic: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> list[bytes]:
+        self._check_open()
+        options = self._flight.FlightCallOptions(timeout=timeout_seconds or self._timeout)
+        with self._translated(topic):
+            results = self._client.do_action(self._flight.Action(str(action), body), options)
+            return [result.body.to_pybytes() for result in results]
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def read(self, ticket: RangeTicket) -> Iterator[pa.RecordBatch]:
+        """The messages of a range, in order, while they arrive.
+
+        What has come out is right, also when an error follows: a caller that asks again begins at
+        the first offset that it has not seen. Close the iterator to stop before the end.
+
+        Raises:
+            InvalidRequestError: There is no such column.
+            NotFoundError: There is no such topic.
+            ConflictError: The topic is not the one of that incarnation.
+            OffsetOutOfRangeError: Not all of the range is there and synced.
+            UnavailableError: The server does not answer, or has ended before the end of the range.
+            CorruptDataError: A message is damaged, or the answer is not what was asked for.
+        """
+        self._check_open()
+        return self._read(ticket, self._arrow_schema(ticket.columns))
+
+    def _read(self, ticket: RangeTicket, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        next_offset = ticket.start
+        stream = _Stream(lambda: self._open(ticket, schema))
+        try:
+            while True:
+                with self._translated(ticket.topic):
+                    batch = stream.take(self._timeout)
+                if batch is None:
+                    break
+                self._check_batch(batch, ticket, next_offset)
+                if batch.num_rows:
+                    next_offset += batch.num_rows
+                    yield batch
+        finally:
+            stream.close()
+        if next_offset < ticket.end:
+            raise UnavailableError(
+                f"the answer ended before offset {ticket.end}",
+                topic=ticket.topic,
+                offset=next_offset,
+                hint="ask again from this offset on",
+            )
+
+    def _open(self, ticket: RangeTicket, schema: pa.Schema) -> Any:  # noqa: ANN401 - untyped
+        """Asks for a range. Without a deadline: that would be one for whoever takes the batches."""
+        reader = self._client.do_get(self._flight.Ticket(ticket.to_json()))
+        if not reader.schema.equals(schema):
+            reader.cancel()
+            raise self._strange("other columns", topic=ticket.topic)
+        return reader
+
+    def _check_batch(self, batch: pa.RecordBatch, ticket: RangeTicket, start: int) -> None:
+        try:
+            batch.validate(full=True)
+        except self._errors as error:
+            raise self._strange(f"a broken batch: {error}", topic=ticket.topic) from error
+        if batch.num_rows > ticket.end - start:
+            raise self._strange(f"offsets from {ticket.end} on", topic=ticket.topic)
+        if "offset" in batch.schema.names and not _counts_up(batch["offset"], start):
+            raise self._strange("other offsets", topic=ticket.topic, offset=start)
+
+    # -- errors -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _translated(self, topic: str | None = None) -> Iterator[None]:
+        """Turns errors of the transport, and those that the server has sent, into ours."""
+        try:
+            yield
+        except self._errors as error:
+            raise self._translate(error, topic) from error
+
+    def _translate(self, error: Exception, topic: str | None) -> IsterError:
+        text = str(error)
+        if carries_error(text):
+            return decode_error(text)
+        if self._is_closed:
+            return ClosedError("the client is closed", topic=topic)
+        text = text.partition(" gRPC client debug context")[0].partition("\n")[0]
+        flight = self._flight
+        if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+            return PermissionDeniedError(f"{self.address} refuses the call: {text}", topic=topic)
+        if isinstance(error, flight.FlightTimedOutError | TimeoutError):
+            return UnavailableError(
+                f"{self.address} has not answered in time",
+                topic=topic,
+                hint="ask again, or allow more time",
+            )
+        return UnavailableError(
+            f"{self.address} does not answer: {text}",
+            topic=topic,
+            hint="see that the server runs and can be reached, then ask again",
+        )
+
+    def _strange(
+        self, what: str, *, topic: str | None = None, offset: int | None = None
+    ) -> CorruptDataError:
+        return CorruptDataError(
+            f"{self.address} answers with {what}",
+            topic=topic,
+            offset=offset,
+            hint="see that an Ister server of this version listens there",
+        )
+
+    def _decoded(self, decode: Callable[[bytes], _Answer], answer: bytes) -> _Answer:
+        try:
+            return decode(answer)
+        except InvalidRequestError as error:
+            raise self._strange(f"something else: {error.message}") from error
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the connection. May be called twice."""
+        self._is_closed = True
+        self._client.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the client is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<FlightClient {self.address}>"
+
+
+class _Stream:
+    """A read under way, whose batches can be waited for with a deadline.
+
+    Neither the first answer nor a batch can be, in pyarrow: a thread takes them, and one that hangs
+    is left alone. It ends with the connection.
+    """
+
+    def __init__(self, open_reader: Callable[[], Any]) -> None:
+        self._open_reader = open_reader
+        self._waiting: queue.Queue[pa.RecordBatch | Exception | None] = queue.Queue(_AHEAD)
+        self._lock = threading.Lock()
+        self._reader: Any = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="ister-flight-read", daemon=True)
+        self._thread.start()
+
+    def take(self, timeout_seconds: float) -> pa.RecordBatch | None:
+        """The next batch; None at the end.
+
+        Raises:
+            TimeoutError: None has come in time.
+            Exception: Whatever the transport has raised.
+        """
+        try:
+            item = self._waiting.get(timeout=timeout_seconds)
+        except queue.Empty:
+            raise TimeoutError from None
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Ends the read, wherever it is."""
+        with self._lock:
+            self._is_closed = True
+            reader = self._reader
+        if reader is not None:
+            reader.cancel()
+        # The thread may be about to put one more batch there; it looks before it puts another.
+        with suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()
+        self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            reader = self._open_reader()
+            with self._lock:
+                self._reader = reader
+                is_closed = self._is_closed
+            if is_closed:
+                reader.cancel()
+                return
+            for chunk in reader:
+                if chunk.data is not None and not self._put(chunk.data):
+                    return
+        except Exception as error:  # noqa: BLE001 - raised again where the batches are taken
+            self._put(error)
+        else:
+            self._put(None)
+
+    def _put(self, item: pa.RecordBatch | Exception | None) -> bool:
+        with self._lock:
+            if self._is_closed:
+                return False
+        self._waiting.put(item)
+        return True
+
+
+def _as_location(address: str) -> str:
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or not 0 < int(match["port"]) <= _PORT_MAX:
+        raise InvalidRequestError(
+            f"{address!r} is not an address",
+            hint="host:port, with grpc:// or grpc+tls:// before it if need be",
+        )
+    return f"{match['scheme'] or 'grpc'}://{match['host']}:{match['port']}"
+
+
+def _counts_up(offsets: pa.Array, start: int) -> bool:
+    """Whether these are `start`, `start + 1` and so on."""
+    import pyarrow.compute as pc  # noqa: PLC0415 - an extra
+
+    count = len(offsets)
+    if not count:
+        return True
+    if offsets.null_count or offsets[0].as_py() != start:
+        return False
+    steps = pc.subtract(offsets.slice(1), offsets.slice(0, count - 1))
+    return bool(pc.all(pc.equal(steps, 1), min_count=0).as_py())

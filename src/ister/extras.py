@@ -1,0 +1,23 @@
+"""What to say when an optional library is not installed."""
+
+from __future__ import annotations
+
+from ister.errors import ConfigError
+
+__all__ = ["missing_extra"]
+
+
+def missing_extra(what: str, extra: str, error: ImportError) -> ConfigError:
+    """The error for a feature whose library is missing.
+
+    Args:
+        what: The feature, as the beginning of a sentence.
+        extra: The extra of this package that brings the library.
+        error: What the import said; raised as it is if it is not about a library.
+    """
+    if (error.name or "").partition(".")[0] in ("ister", ""):
+        raise error
+    return ConfigError(
+        f"{what} needs {error.name}, which is not installed",
+        hint=f"pip install 'ister[{extra}]'",
+    )

@@ -1,0 +1,68 @@
+"""A stream's progress as cursors of a subscription, for those who look and for retention.
+
+Owns: the writing of these cursors from outside of the topics' owner. Does not own: the stream's
+progress itself, which is in Spark's checkpoint: a cursor is a shadow of it, a batch behind.
+
+A cursor only moves forward. It is written on the condition that neither it nor the topic's record
+has changed since they were read, so that a topic that was deleted gets none.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ister.errors import CommitUnknownError, ConflictError
+from ister.format.records import Progress, decode_progress, encode_progress
+from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
+from ister.spark.offsets import StreamOffset
+from ister.spark.place import Place
+from ister.tier.catalog import Catalog
+from ister.topic.history import HistoryTopic
+from ister.topic.tiers import open_metadata
+
+__all__ = ["hold_cursors"]
+
+_ATTEMPTS: Final = 5
+
+
+def hold_cursors(place: Place, subscription: str, progress: StreamOffset) -> None:
+    """Moves the subscription's cursor in each topic to where the stream has come.
+
+    Raises:
+        ConflictError: Others keep changing it.
+        UnavailableError: The metadata store does not answer.
+    """
+    history = place.history()
+    store = open_metadata(history.config.storage.metadata, history.clock)
+    try:
+        for name, reached in progress.topics.items():
+            topic = history.topic(name)
+            _hold(store, topic, subscription, reached.offset, reached.incarnation)
+    finally:
+        store.close()
+
+
+def _hold(
+    store: MetadataStore, topic: HistoryTopic, subscription: str, offset: int, incarnation: str
+) -> None:
+    catalog: Catalog = topic.catalog
+    key = catalog.keys.progress(subscription)
+    for _ in range(_ATTEMPTS):
+        record = catalog.record()
+        if record is None or record[0].incarnation != incarnation or not record[0].is_open:
+            return
+        found = store.get(key)
+        known = decode_progress(found.value, key=key) if found is not None else None
+        if known is not None and known.incarnation == incarnation:
+            offset = max(offset, known.offset)
+        more = known.more if known is not None else {}
+        now_ms = topic.clock.now_ns() // 1_000_000
+        wanted = Progress(offset=offset, timestamp=now_ms, incarnation=incarnation, more=more)
+        compare: Compare = Absent(key) if found is None else RevisionIs(key, found.revision)
+        same_topic = RevisionIs(catalog.keys.record, record[1])
+        try:
+            if store.transact([compare, same_topic], [Put(key, encode_progress(wanted))]):
+                return
+        except CommitUnknownError:
+            continue  # the next round reads what has become of it
+    raise ConflictError("the cursor keeps changing", path=key)

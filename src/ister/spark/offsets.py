@@ -1,0 +1,277 @@
+"""A stream's offset: the value that Spark keeps in a query's checkpoint.
+
+    {"version": 1, "topics": {"/default/a": {"incarnation": "…", "offset": 123, "from": 90}}}
+
+Owns: this value, how it goes on, and what counts as lost data. Does not own: finding out where
+topics stand; limits; what to do with warnings.
+
+`offset` is exclusive: the next message to read. `from` is where the micro-batch that ends here
+begins, so an end offset alone says which messages its batch has:
+
+    batch = [end.topics[t].start, end.topics[t].offset)  for each topic t
+
+The start that Spark passes beside it is not used for that. Spark does not keep the first start of
+a query: where the first batch fails, the restarted query would resolve `latest` anew and lose what
+came between.
+
+Spark compares offsets as texts, so the text is canonical: keys in the order above, topics sorted.
+A stream without news gives back the very offset that it was asked with, and never the same place
+with another `from`. The incarnation tells a topic from one of the same name that was deleted and
+made again.
+
+A crash leaves whatever Spark has written down; a batch that was planned and not finished comes
+again with the same end, and so with the same messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn, Self
+
+from ister.errors import (
+    ConflictError,
+    DataGapError,
+    InvalidRequestError,
+    TopicNameError,
+    UnsupportedVersionError,
+    check,
+)
+from ister.model import TopicName
+
+__all__ = ["StreamOffset", "TopicHead", "TopicOffset", "advance", "check_loss", "has_news"]
+
+_VERSION: Final = 1
+_FIELDS: Final = ("incarnation", "offset", "from")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicOffset:
+    """Where a stream stands in one topic."""
+
+    incarnation: str
+    offset: int
+    """The next message to read."""
+    start: int
+    """Where the micro-batch begins that ends at `offset`; `from` in JSON."""
+
+    def __post_init__(self) -> None:
+        check(0 <= self.start <= self.offset, f"not a topic's offset: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicHead:
+    """What a topic holds now: `earliest` up to, not including, `end`."""
+
+    incarnation: str
+    earliest: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOffset:
+    """Where a stream stands in all of its topics; see the module header."""
+
+    topics: Mapping[str, TopicOffset]
+    """By name, sorted."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topics", dict(sorted(self.topics.items())))
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """The micro-batch that ends here: (start, end) of each topic that has messages in it."""
+        return {
+            topic: (place.start, place.offset)
+            for topic, place in self.topics.items()
+            if place.start < place.offset
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """What Spark is given, with keys in the canonical order."""
+        return {
+            "version": _VERSION,
+            "topics": {
+                topic: dict(
+                    zip(_FIELDS, (place.incarnation, place.offset, place.start), strict=True)
+                )
+                for topic, place in self.topics.items()
+            },
+        }
+
+    def to_json_text(self) -> str:
+        """The text that Spark writes down and compares."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, value: object) -> Self:
+        """Reads what Spark gives back.
+
+        Raises:
+            UnsupportedVersionError: Another version of Ister wrote the checkpoint.
+            InvalidRequestError: The checkpoint is not one of this source.
+        """
+        fields = _object(value, "it")
+        version = fields.get("version")
+        if isinstance(version, bool) or not isinstance(version, int):
+            _refuse("it has no version")
+        if version != _VERSION:
+            raise UnsupportedVersionError(
+                f"the checkpoint has an offset of version {version}, and this Ister knows "
+                f"version {_VERSION}",
+                hint="run the query with the Ister that wrote it, or with a newer one",
+            )
+        if set(fields) != {"version", "topics"}:
+            _refuse(f"it has the keys {sorted(fields)}")
+        topics = _object(fields["topics"], "`topics`")
+        return cls({topic: _topic_offset(topic, place) for topic, place in topics.items()})
+
+    @classmethod
+    def from_json_text(cls, text: str) -> Self:
+        """Reads the text of an offset.
+
+        Raises:
+            UnsupportedVersionError: Another version of Ister wrote the checkpoint.
+            InvalidRequestError: The checkpoint is not one of this source.
+        """
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            _refuse(f"it is no JSON: {error}", error)
+        return cls.from_dict(value)
+
+
+def advance(
+    previous: StreamOffset, heads: Mapping[str, TopicHead], ends: Mapping[str, int]
+) -> StreamOffset:
+    """The next end of a stream: `previous` itself if there is nothing new.
+
+    Each topic goes on where it stood, a topic that is new from its earliest message, and one that
+    is not in `heads` stays where it is. Look for losses first: see `check_loss`.
+
+    Args:
+        previous: Where the stream stands.
+        heads: What topics hold now.
+        ends: How far to go in each; a topic that is not in here stays where it is.
+    """
+    topics: dict[str, TopicOffset] = {}
+    for topic, place in previous.topics.items():
+        end = max(ends.get(topic, place.offset), place.offset)
+        # A topic without news is in the batch with an empty range, not with that of its last batch.
+        topics[topic] = replace(place, offset=end, start=place.offset)
+    for topic, head in heads.items():
+        if topic not in topics:
+            end = max(ends.get(topic, head.earliest), head.earliest)
+            topics[topic] = TopicOffset(
+                incarnation=head.incarnation, offset=end, start=head.earliest
+            )
+    following = StreamOffset(topics)
+    return following if has_news(previous, following) else previous
+
+
+def has_news(previous: StreamOffset, end: StreamOffset) -> bool:
+    """Whether a batch that ends at `end` has messages that `previous` had not.
+
+    Without any, Spark has to be given back its own offset, or it makes an empty batch for the
+    difference. So a stream that went past lost data tells Spark with its next message.
+    """
+    return any(previous.topics.get(topic) != end.topics[topic] for topic in end.ranges())
+
+
+def check_loss(
+    previous: StreamOffset, heads: Mapping[str, TopicHead], *, fails: bool
+) -> tuple[StreamOffset, list[str]]:
+    """Looks for messages that the stream was to read and cannot any more.
+
+    That is where a topic was deleted, where it was deleted and made again (another incarnation),
+    where messages aged out before they were read, and where the topic ends before the offset that
+    the stream has come to.
+
+    Args:
+        previous: Where the stream stands.
+        heads: What topics hold now.
+        fails: The option `failOnDataLoss`.
+
+    Returns:
+        Where to go on, which is `previous` itself where nothing is lost, and a warning for each
+        loss. A deleted topic is left out; should it come back, it is new.
+
+    Raises:
+        DataGapError: Messages aged out, and `fails` is set.
+        ConflictError: Any other loss, and `fails` is set.
+    """
+    topics = dict(previous.topics)
+    warnings: list[str] = []
+    for topic, place in previous.topics.items():
+        head = heads.get(topic)
+        if head is None:
+            what = "the topic was deleted, or the options do not name it any more"
+            remedy = "leaves the topic out"
+        elif head.incarnation != place.incarnation:
+            what = "the topic was deleted and made again"
+            remedy = f"reads the new one from its earliest message, {head.earliest}, on"
+        elif place.offset < head.earliest:
+            what = (
+                f"the messages {place.offset} up to, not including, {head.earliest} aged out "
+                "before the stream read them"
+            )
+            remedy = f"goes on with message {head.earliest}"
+        elif place.offset > head.end:
+            what = (
+                f"the topic ends at {head.end}, and the stream had come to {place.offset}: the "
+                "messages between are gone, and their offsets will be used again"
+            )
+            remedy = f"goes on at {head.end}"
+        else:
+            continue
+        if fails:
+            _raise_loss(topic, place, head, what, remedy)
+        warnings.append(f"{topic}, offset {place.offset}: {what}; the stream {remedy}")
+        if head is None:
+            del topics[topic]
+        else:
+            is_ahead = head.incarnation == place.incarnation and place.offset > head.end
+            offset = head.end if is_ahead else head.earliest
+            topics[topic] = TopicOffset(incarnation=head.incarnation, offset=offset, start=offset)
+    return (StreamOffset(topics) if warnings else previous), warnings
+
+
+def _raise_loss(
+    topic: str, place: TopicOffset, head: TopicHead | None, what: str, remedy: str
+) -> NoReturn:
+    remedy = f"failOnDataLoss=false {remedy}"
+    if head is not None and head.incarnation == place.incarnation and place.offset < head.earliest:
+        raise DataGapError(f"{what}; {remedy}", start=place.offset, end=head.earliest, topic=topic)
+    raise ConflictError(what, topic=topic, offset=place.offset, hint=remedy)
+
+
+def _topic_offset(topic: str, value: object) -> TopicOffset:
+    try:
+        TopicName.parse(topic)
+    except TopicNameError as error:
+        _refuse(f"{topic!r} is no topic", error)
+    fields = _object(value, topic)
+    if set(fields) != set(_FIELDS):
+        _refuse(f"{topic} has the keys {sorted(fields)}")
+    incarnation, offset, start = (fields[name] for name in _FIELDS)
+    if not isinstance(incarnation, str):
+        _refuse(f"{topic} has the incarnation {incarnation!r}")
+    for number in (offset, start):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            _refuse(f"{topic} has the offset {number!r}")
+    if start > offset:
+        _refuse(f"{topic} goes from {start} to {offset}")
+    return TopicOffset(incarnation=incarnation, offset=offset, start=start)
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        _refuse(f"{what} is no JSON object, but {value!r}")
+    return value
+
+
+def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:
+    raise InvalidRequestError(
+        f"the checkpoint's offset is not one of this source: {reason}",
+        hint="give the query a checkpointLocation of its own",
+    ) from cause

@@ -1,0 +1,125 @@
+"""Where a log's data is, as a value that Spark sends to its workers, and the connections behind it.
+
+    options ─► Place (settings, broker) ─► pickled to every task ─► connections per process
+
+Owns: the settings as the driver read them, with paths made absolute (a worker runs in another
+directory), and one set of connections per process, which tasks that follow each other share. Does
+not own: what is read or written with them.
+
+Executors never read the config file: they get its settings, `${NAME}` values resolved.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from ister.client.flight import FlightClient
+from ister.config import CloudBackend, Config, MetadataBackend, StorageMode, load_config
+from ister.errors import ConfigError
+from ister.topic.history import History
+
+__all__ = ["Place", "find_place"]
+
+_HISTORIES_MAX: Final = 4
+
+_lock = threading.Lock()
+_histories: OrderedDict[bytes, History] = OrderedDict()
+_clients: dict[str, FlightClient] = {}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A log's stores, and the broker that serves its tail, if one is given."""
+
+    config: Config
+    broker: str | None
+
+    @cached_property
+    def _key(self) -> bytes:
+        return pickle.dumps(self.config)
+
+    def history(self) -> History:
+        """The log's bucket and metadata; shared by this process, not to be closed."""
+        with _lock:
+            history = _histories.get(self._key)
+            if history is None:
+                history = _histories[self._key] = History(self.config)
+            _histories.move_to_end(self._key)
+            while len(_histories) > _HISTORIES_MAX:
+                _histories.popitem(last=False)[1].close()
+            return history
+
+    def flight(self) -> FlightClient | None:
+        """The broker; None if none is given. Shared by this process, not to be closed."""
+        return None if self.broker is None else _client(self.broker)
+
+
+def find_place(config: str | None, broker: str | None) -> Place:
+    """The place that options name. Read on the driver.
+
+    Raises:
+        ConfigError: The settings are wrong, or only one process could use them.
+        UnavailableError: Only a broker is given, and it does not answer.
+    """
+    if config is not None:
+        settings = load_config(config)
+    else:
+        client = _client(broker or "")
+        settings = load_config(client.storage())
+    _check_shared(settings)
+    return Place(_absolute(settings), broker)
+
+
+def _client(broker: str) -> FlightClient:
+    with _lock:
+        client = _clients.get(broker)
+        if client is None:
+            client = _clients[broker] = FlightClient(broker)
+        return client
+
+
+def _check_shared(config: Config) -> None:
+    """Refuses settings whose data exists in one process alone."""
+    storage = config.storage
+    if storage.mode is not StorageMode.WAL_CLOUD:
+        raise ConfigError(
+            f"Spark needs a log with a bucket, and this one has storage.mode {storage.mode}",
+            hint="storage.mode: wal_cloud, which is the default",
+        )
+    if storage.cloud.backend is CloudBackend.MEMORY or (
+        storage.metadata.backend is MetadataBackend.MEMORY
+    ):
+        raise ConfigError(
+            "Spark runs in processes of its own, and a store in memory is not shared with them",
+            hint="storage.cloud.backend fs or s3, storage.metadata.backend sqlite or etcd",
+        )
+
+
+def _absolute(config: Config) -> Config:
+    storage = config.storage
+    wal, cloud, metadata = storage.wal, storage.cloud, storage.metadata
+    if wal.dir is not None:
+        wal = replace(wal, dir=os.path.abspath(wal.dir))
+    if cloud.root is not None and cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
+        cloud = replace(cloud, root=os.path.abspath(cloud.root))
+    if metadata.path is not None:
+        metadata = replace(metadata, path=os.path.abspath(metadata.path))
+    return replace(config, storage=replace(storage, wal=wal, cloud=cloud, metadata=metadata))
+
+
+@atexit.register
+def _close_all() -> None:
+    with _lock:
+        for history in _histories.values():
+            history.close()
+        _histories.clear()
+        for client in _clients.values():
+            client.close()
+        _clients.clear()

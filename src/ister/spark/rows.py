@@ -1,0 +1,187 @@
+"""The rows of `format("ister")` as Spark types, and what a user's schema may be.
+
+Owns: which columns a read builds and a write takes, and how their types go together. Does not own:
+how frames become columns (`ister.format.columnar`).
+
+Spark 4.3 prunes no columns of a Python source by itself, so a schema that the user gives, or the
+option `columns`, is how it is done: what is not in there is neither built nor shipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import (
+    BinaryType,
+    ByteType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from ister.errors import InvalidRequestError
+from ister.format.staging import STAGED_COLUMNS, STAGED_SCHEMA
+from ister.spark.options import COLUMNS
+
+__all__ = ["arrow_schema_of", "check_read_schema", "check_write_schema", "row_schema", "to_staged"]
+
+_TYPES: Final[dict[str, DataType]] = {
+    "topic": StringType(),
+    "offset": LongType(),
+    "publish_time": TimestampType(),
+    "producer_name": StringType(),
+    "payload": BinaryType(),
+    "attributes": MapType(StringType(), StringType(), valueContainsNull=True),
+    "routing_key": StringType(),
+    "schema_id": LongType(),
+    "schema_version": IntegerType(),
+}
+_NEVER_NULL: Final = frozenset(
+    {"topic", "offset", "publish_time", "producer_name", "payload", "attributes"}
+)
+_INTEGERS: Final = (ByteType, ShortType, IntegerType, LongType)
+# What is given for each column of a write; anything else is refused before a row is looked at.
+_WRITABLE: Final[dict[str, tuple[type[DataType], ...]]] = {
+    "topic": (StringType,),
+    "offset": _INTEGERS,
+    "publish_time": (TimestampType,),
+    "producer_name": (StringType,),
+    "payload": (BinaryType, StringType),
+    "attributes": (MapType,),
+    "routing_key": (StringType,),
+    "schema_id": _INTEGERS,
+    "schema_version": _INTEGERS,
+}
+_FOREIGN: Final = {"value": "payload", "key": "routing_key", "timestamp": "publish_time"}
+
+
+def row_schema(columns: Sequence[str] | None) -> StructType:
+    """The schema of a read, with the columns asked for."""
+    return StructType([StructField(name, _TYPES[name]) for name in columns or COLUMNS])
+
+
+def check_read_schema(schema: StructType, columns: Sequence[str] | None) -> tuple[str, ...]:
+    """The columns of a schema that a user gave.
+
+    Raises:
+        InvalidRequestError: A column does not exist or has another type, or the option `columns`
+            says something else.
+    """
+    names: list[str] = []
+    for field in schema.fields:
+        wanted = _TYPES.get(field.name)
+        if wanted is None:
+            raise InvalidRequestError(
+                f"there is no column {field.name!r}", hint=f"the columns are {', '.join(COLUMNS)}"
+            )
+        if not _is_same(field.dataType, wanted):
+            raise InvalidRequestError(
+                f"the column {field.name} is {wanted.simpleString()}, not "
+                f"{field.dataType.simpleString()}",
+                hint="read it as it is, and cast it afterwards",
+            )
+        if not field.nullable and field.name not in _NEVER_NULL:
+            raise InvalidRequestError(f"the column {field.name} may be null")
+        names.append(field.name)
+    if len(set(names)) != len(names) or not names:
+        raise InvalidRequestError("a schema names each of its columns once, and at least one")
+    if columns is not None and tuple(columns) != tuple(names):
+        raise InvalidRequestError(
+            "the option columns and the schema name different columns", hint="give one of the two"
+        )
+    return tuple(names)
+
+
+def _is_same(given: DataType, wanted: DataType) -> bool:
+    if isinstance(wanted, MapType):
+        return (
+            isinstance(given, MapType)
+            and type(given.keyType) is type(wanted.keyType)
+            and type(given.valueType) is type(wanted.valueType)
+            and given.valueContainsNull
+        )
+    return type(given) is type(wanted)
+
+
+def arrow_schema_of(schema: StructType) -> pa.Schema:
+    """The Arrow schema that Spark compares a source's first batch with."""
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
+    """Refuses rows that cannot become messages, before anything is written.
+
+    Raises:
+        InvalidRequestError: A column is missing, unknown, or of another type.
+    """
+    for field in schema.fields:
+        allowed = _WRITABLE.get(field.name)
+        if allowed is None:
+            better = _FOREIGN.get(field.name.lower())
+            raise InvalidRequestError(
+                f"a message has no column {field.name!r}",
+                hint=f'rename it: .withColumnRenamed("{field.name}", "{better}")'
+                if better is not None
+                else f"its columns are {', '.join(COLUMNS)}; pack others into the payload: "
+                "to_json(struct(...))",
+            )
+        if not isinstance(field.dataType, allowed):
+            names = " or ".join(kind().simpleString() for kind in allowed if kind is not MapType)
+            raise InvalidRequestError(
+                f"the column {field.name} is {field.dataType.simpleString()}",
+                hint=f"cast it to {names or 'map<string,string>'} first",
+            )
+        if isinstance(field.dataType, MapType) and not (
+            isinstance(field.dataType.keyType, StringType)
+            and isinstance(field.dataType.valueType, StringType)
+        ):
+            raise InvalidRequestError(
+                f"the column {field.name} is {field.dataType.simpleString()}",
+                hint="attributes are text by text: map<string,string>",
+            )
+    given = set(schema.names)
+    if len(given) != len(schema.names):
+        raise InvalidRequestError("a column is there twice")
+    if "payload" not in given:
+        raise InvalidRequestError(
+            "the rows have no column payload",
+            hint="the message itself, binary or string: to_json(struct(...)).alias('payload')",
+        )
+    if needs_topic and "topic" not in given:
+        raise InvalidRequestError(
+            "the rows have no column topic, and the option topic is not set",
+            hint='.option("topic", "/default/orders"), or a column that says it for each row',
+        )
+
+
+def to_staged(batch: pa.RecordBatch, producer_name: str | None) -> pa.RecordBatch:
+    """A batch as Spark hands it to a sink, with exactly the staged columns and types.
+
+    Raises:
+        InvalidRequestError: A value does not fit.
+    """
+    columns: list[pa.Array] = []
+    for name in STAGED_COLUMNS:
+        kind = STAGED_SCHEMA.field(name).type
+        at = batch.schema.get_field_index(name)
+        if at < 0:
+            column = pa.nulls(batch.num_rows, kind)
+        else:
+            try:
+                column = pc.cast(batch.column(at), kind)
+            except pa.ArrowInvalid as error:
+                raise InvalidRequestError(f"the column {name}: {error}") from error
+        if name == "producer_name" and producer_name is not None:
+            column = pc.fill_null(column, producer_name)
+        columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, schema=STAGED_SCHEMA)

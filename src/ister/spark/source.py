@@ -1,0 +1,77 @@
+"""The data source `ister`: what Spark finds behind `format("ister")`.
+
+Owns: which reader or writer a call gets. Spark builds this class in several processes, several
+times, so it does nothing but check options; stores are opened when there is something to read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSource
+from pyspark.sql.types import StructType
+
+from ister.extras import missing_extra
+from ister.spark.options import ReadOptions, WriteOptions, parse_columns
+
+if TYPE_CHECKING:
+    from ister.spark.batch import BatchReader
+    from ister.spark.sink import BatchWriter, StreamWriter
+    from ister.spark.stream import StreamReader
+
+__all__ = ["IsterDataSource"]
+
+
+class IsterDataSource(DataSource):
+    """Topics as tables and streams."""
+
+    @classmethod
+    def name(cls) -> str:
+        """What follows `format`."""
+        return "ister"
+
+    def schema(self) -> StructType:
+        """The columns of a row, or those that the option `columns` names."""
+        rows = _load("rows")
+        columns = next(
+            (text for name, text in self.options.items() if name.lower() == "columns"), None
+        )
+        schema: StructType = rows.row_schema(parse_columns(columns) if columns else None)
+        return schema
+
+    def reader(self, schema: StructType) -> BatchReader:
+        """For `spark.read`."""
+        options = ReadOptions.parse(self.options, is_streaming=False)
+        batch = _load("batch")
+        reader: BatchReader = (batch.PushdownReader if options.pushdown else batch.BatchReader)(
+            options, schema
+        )
+        return reader
+
+    def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - here: Spark's names
+        """For `spark.readStream`."""
+        options = ReadOptions.parse(self.options, is_streaming=True)
+        reader: StreamReader = _load("stream").StreamReader(options, schema)
+        return reader
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        """For `df.write`."""
+        options = WriteOptions.parse(self.options, is_streaming=False)
+        writer: BatchWriter = _load("sink").BatchWriter(options, schema, overwrite=overwrite)
+        return writer
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
+        """For `df.writeStream`."""
+        options = WriteOptions.parse(self.options, is_streaming=True)
+        writer: StreamWriter = _load("sink").StreamWriter(options, schema, overwrite=overwrite)
+        return writer
+
+
+def _load(name: str) -> ModuleType:
+    """A module of this package, when it is needed: the session may never read a topic."""
+    try:
+        return importlib.import_module(f"ister.spark.{name}")
+    except ImportError as error:
+        raise missing_extra("the data source ister", "spark", error) from error

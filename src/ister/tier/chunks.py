@@ -1,0 +1,117 @@
+"""Fetches a part of an object as chunks of bytes, for those who decode whole chunks at once.
+
+    ObjectPart: object ── position ─┬─ boundary ─┬─ boundary ─┬─ end_position
+                                    chunk        chunk        chunk
+
+Owns: where to cut, and one chunk fetched ahead. Does not own: frames, damage, replaced objects:
+`ister.tier.reader` knows about those and is asked when something is not as it should be.
+
+Cuts fall on index entries where there are such, so that a chunk begins and ends with a frame and
+nothing has to be carried over.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Generator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from ister.clock import Clock
+from ister.format.descriptor import ObjectDescriptor
+from ister.metrics import Metrics
+from ister.model import Codec
+from ister.objectstore.base import ObjectStore
+
+__all__ = ["ObjectPart", "fetch_chunks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectPart:
+    """The offsets `start` up to, not including, `end` of one object, and where its bytes lie."""
+
+    object_id: str
+    codec: Codec | None
+    """None where another program wrote it: to be recognised."""
+    start: int
+    end: int
+    index_offset: int
+    """The offset of the frame at `position`: at or before `start`."""
+    position: int
+    end_position: int
+    """All wanted frames end at or before this."""
+    boundaries: tuple[int, ...] = ()
+    """Positions in between at which a frame begins."""
+
+    @classmethod
+    def of(cls, described: ObjectDescriptor, start: int, end: int) -> ObjectPart:
+        """The part of an object that overlaps a range, which it does."""
+        start, end = max(start, described.start), min(end, described.end)
+        index_offset, position = described.position_before(start)
+        following = [at for offset, at in described.offset_index if offset >= end]
+        end_position = following[0] if following else described.size_bytes
+        return cls(
+            object_id=described.object_id,
+            codec=described.codec,
+            start=start,
+            end=end,
+            index_offset=index_offset,
+            position=position,
+            end_position=end_position,
+            boundaries=tuple(
+                at for _, at in described.offset_index if position < at < end_position
+            ),
+        )
+
+
+def fetch_chunks(
+    store: ObjectStore,
+    key: str,
+    part: ObjectPart,
+    *,
+    chunk_bytes: int,
+    ahead: Executor | None,
+    clock: Clock,
+    metrics: Metrics,
+) -> Generator[bytes]:
+    """The bytes of a part in order; with `ahead`, the next chunk is fetched on it meanwhile.
+
+    Raises:
+        NotFoundError: There is no such object (any more).
+        UnavailableError: The store does not answer.
+    """
+
+    def fetch(position: int, size: int) -> bytes:
+        began = clock.monotonic()
+        data = store.read(key, position, size)
+        metrics.observe("cloud_reader.fetch_latency_ms", (clock.monotonic() - began) * 1000)
+        metrics.count("cloud_reader.range_requests_total")
+        metrics.count("cloud_reader.bytes_read_total", len(data))
+        return data
+
+    metrics.count("cloud_reader.objects_opened_total")
+    coming: Future[bytes] | None = None
+    position = part.position
+    try:
+        while position < part.end_position:
+            cut = _cut(part, position, chunk_bytes)
+            chunk = coming.result() if coming is not None else fetch(position, cut - position)
+            coming = None
+            position = cut
+            if ahead is not None and position < part.end_position:
+                upto = _cut(part, position, chunk_bytes)
+                coming = ahead.submit(fetch, position, upto - position)
+            yield chunk
+    finally:
+        if coming is not None:
+            coming.cancel()
+
+
+def _cut(part: ObjectPart, position: int, chunk_bytes: int) -> int:
+    """Where the chunk that begins at `position` ends."""
+    limit = min(position + chunk_bytes, part.end_position)
+    if limit == part.end_position:
+        return limit
+    at = bisect_right(part.boundaries, limit)
+    boundary = part.boundaries[at - 1] if at else 0
+    return boundary if boundary > position else limit

@@ -1,0 +1,446 @@
+"""Batches that count once: staged rows become messages of a topic, however often that is asked for.
+
+    tasks ─► staged files ─► manifest ─► begin ─► rows ─► synced ─► done ─► staged files go
+             (bucket)        (bucket)    (metadata)  (topic)          (metadata)
+
+A writer has a name and numbers its batches, as a streaming query does. Its newest batch is
+remembered with the topic. Asked for a batch that is done, the answer is "known". Asked for one that
+was begun, the rows of the *first* asking are carried to their end, from its manifest: whoever asks
+again may bring the same rows in another order, or others.
+
+Which rows are in already is read from the log itself: each carries the batch's identity (in
+Danube's `producer_id`) and its number in the batch (in `request_id`). Rows are appended in that
+order, so the highest number found is where to go on. Other producers may append in between.
+
+Owns: the order of these steps. Does not own: the staging of files, the topic's lock; only the
+topic's owner calls this, one call at a time per topic.
+
+What a crash leaves, by the step it came after: staged files (swept when they are old); a batch that
+is begun, which the next asking finishes; staged files of a batch that is done (swept).
+
+Readers may see the first rows of a batch before its last ones, as with every producer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ister import failpoints
+from ister.clock import Clock
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    CorruptDataError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    check,
+)
+from ister.format.records import TopicRecord, WriterRecord, decode_writer, encode_writer
+from ister.format.staging import (
+    BLOCK_HEADER_SIZE,
+    StagedFile,
+    decode_block,
+    decode_manifest,
+    encode_manifest,
+    parse_block_size,
+)
+from ister.limits import MIB
+from ister.metadata.base import Absent, Compare, Delete, Put, RevisionIs
+from ister.model import AckLevel, TopicName
+from ister.objectstore.base import ObjectStore
+from ister.tier.names import staging_prefix
+from ister.tier.ownership import OwnedTopic
+from ister.topic.topic import Topic
+
+__all__ = [
+    "JOB_PREFIX",
+    "AppendedBatch",
+    "StagedBatch",
+    "append_staged",
+    "check_writer_name",
+    "sweep_staging",
+]
+
+_log = logging.getLogger("ister.topic.batches")
+
+JOB_PREFIX: Final = "job-"
+"""What the names of writers begin with that write one batch: nobody asks for it again later."""
+
+_WRITER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,119}")
+_ATTEMPTS: Final = 5
+_MANIFEST_BYTES_MAX: Final = 64 * MIB
+_BLOCK_BYTES_MAX: Final = 1024 * MIB
+# Rows encoded under the topic's lock at once: a few milliseconds for other producers.
+_ENCODE_BYTES: Final = 4 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedBatch:
+    """Rows in the bucket that are to become messages of one topic."""
+
+    writer: str
+    """Who writes: batches of one writer are told apart by their numbers."""
+    batch: int
+    files: tuple[StagedFile, ...]
+    """In the order in which rows are appended."""
+    is_repeatable: bool = True
+    """Whether the same batch may be asked for again; else nothing is remembered once it is in."""
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return sum(file.rows for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendedBatch:
+    """What has become of a batch."""
+
+    start: int
+    end: int
+    """All of its rows have offsets in `start` up to, not including, `end`."""
+    rows: int
+    is_known: bool
+    """Whether it was in the topic already."""
+
+
+def check_writer_name(name: str) -> None:
+    """Refuses what cannot be part of a key.
+
+    Raises:
+        InvalidRequestError: It cannot.
+    """
+    if not _WRITER_NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"a writer's name cannot be {name!r}",
+            hint="up to 120 ASCII letters, digits, '_' and '-', a letter or digit first",
+        )
+
+
+def append_staged(
+    topic: Topic, owned: OwnedTopic, objects: ObjectStore, staged: StagedBatch, *, clock: Clock
+) -> AppendedBatch:
+    """Appends the rows of a batch, unless they are in the topic; all are durable on return.
+
+    Raises:
+        ConflictError: The writer has begun another batch, or half a batch cannot be finished.
+        NotFoundError: A staged file is lost; nothing was appended.
+        FencedError: Another owner has the topic.
+        UnavailableError: A store does not answer; ask again.
+        As `Topic.append` and `Topic.wait`.
+    """
+    check_writer_name(staged.writer)
+    return _Appending(topic, owned, objects, staged, clock).run()
+
+
+class _Appending:
+    """One asking for one batch."""
+
+    def __init__(
+        self,
+        topic: Topic,
+        owned: OwnedTopic,
+        objects: ObjectStore,
+        staged: StagedBatch,
+        clock: Clock,
+    ) -> None:
+        self._topic = topic
+        self._owned = owned
+        self._objects = objects
+        self._staged = staged
+        self._clock = clock
+        self._name = TopicName.parse(topic.name)
+        self._key = owned.catalog.keys.writer(staged.writer)
+
+    def run(self) -> AppendedBatch:
+        """See the module header."""
+        staged = self._staged
+        record, revision = self._load()
+        if (
+            record is not None
+            and record.batch >= staged.batch
+            and (record.is_done or record.batch > staged.batch)
+        ):
+            self._remove(staged.files)
+            return AppendedBatch(
+                start=record.start, end=record.end, rows=record.rows, is_known=True
+            )
+        if record is not None and not record.is_done and record.batch < staged.batch:
+            raise ConflictError(
+                f"batch {record.batch} of the writer {staged.writer} was begun and not finished, "
+                f"and this is batch {staged.batch}",
+                topic=self._topic.name,
+                hint="ask for the unfinished one first: its rows are staged",
+            )
+        begun = self._resume(record) if record is not None and not record.is_done else None
+        if begun is None:
+            record, revision = self._begin(revision)
+            begun = _Begun(files=staged.files, have=0, end=record.start)
+        check(record is not None, "a batch is begun before its rows are appended")
+        if record is None:
+            return AppendedBatch(start=0, end=0, rows=0, is_known=False)
+        end = self._append(begun, record)
+        failpoints.reach("batch.before_done")
+        done = replace(record, is_done=True, end=end, updated_at=self._now_seconds())
+        self._finish(done, revision)
+        failpoints.reach("batch.after_done")
+        self._remove(begun.files)
+        self._remove(staged.files)
+        self._delete(record.manifest)
+        return AppendedBatch(start=done.start, end=done.end, rows=done.rows, is_known=False)
+
+    # -- what is known ----------------------------------------------------------------------
+
+    def _load(self) -> tuple[WriterRecord | None, int | None]:
+        """The writer's newest batch, if it still counts, and the revision of its key."""
+        found = self._owned.catalog.store.get(self._key)
+        if found is None:
+            return None, None
+        record = decode_writer(found.value, key=self._key)
+        topic = self._owned.record
+        if record.incarnation != topic.incarnation:
+            return None, found.revision  # of a topic of the same name that was deleted
+        given_up = _given_up_from(topic, record.epoch)
+        if given_up is not None and given_up < record.end:
+            # A disk was lost, and with it rows of this batch: it is not in the topic any more.
+            _log.warning(
+                "a batch was lost with its owner's disk",
+                extra={"topic": self._topic.name, "writer": self._staged.writer},
+            )
+            return (None if record.is_done else replace(record, start=given_up)), found.revision
+        return record, found.revision
+
+    def _resume(self, record: WriterRecord) -> _Begun | None:
+        """How to finish a batch that was begun; None if it has to be begun anew.
+
+        Raises:
+            ConflictError: A part of it is in the topic, and the rest is lost.
+        """
+        have, end = self._count_rows(record)
+        try:
+            files = self._read_manifest(record.manifest)
+            self._check_files(files)
+        except (NotFoundError, CorruptDataError) as error:
+            if have == record.rows:
+                return _Begun(files=(), have=have, end=end)
+            if have == 0:
+                return None
+            raise ConflictError(
+                f"{have} of {record.rows} rows of batch {record.batch} are in the topic, and the "
+                f"staged files of the rest are lost: {error.message}",
+                topic=self._topic.name,
+                offset=record.start,
+                hint="look at the rows from this offset on, and begin with a new checkpoint",
+            ) from error
+        return _Begun(files=files, have=have, end=end)
+
+    def _check_files(self, files: tuple[StagedFile, ...]) -> None:
+        """Finds out before the first row is appended that one of them cannot be read."""
+        for file in files:
+            if self._objects.stat(file.key).size != file.size_bytes:
+                raise CorruptDataError("a staged file has another size", path=file.key)
+
+    def _read_manifest(self, key: str) -> tuple[StagedFile, ...]:
+        return decode_manifest(self._objects.read(key, 0, _MANIFEST_BYTES_MAX), key=key)
+
+    def _count_rows(self, record: WriterRecord) -> tuple[int, int]:
+        """How many rows of the batch are in the topic, always the first so many, and their end."""
+        topic = self._topic
+        topic.flush()
+        start = max(record.start, topic.earliest)
+        if start >= topic.watermarks.synced:
+            return 0, record.start
+        mine = pa.scalar(_identity_of(record, self._staged.writer), pa.uint64())
+        count, end = 0, record.start
+        for batch in topic.read_arrow(start, columns=("offset", "producer_id", "request_id")):
+            rows = batch.filter(pc.equal(batch["producer_id"], mine))
+            if rows.num_rows:
+                count = max(count, pc.max(rows["request_id"]).as_py() + 1)
+                end = pc.max(rows["offset"]).as_py() + 1
+        return count, end
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _begin(self, revision: int | None) -> tuple[WriterRecord, int | None]:
+        """Notes what the batch consists of; from here on these rows are the batch."""
+        staged = self._staged
+        self._check_files(staged.files)
+        prefix = staging_prefix(self._name, staged.writer, staged.batch)
+        manifest = f"{prefix}manifest-{secrets.token_hex(8)}.json"
+        self._objects.put(manifest, encode_manifest(staged.files))
+        failpoints.reach("batch.after_manifest")
+        start = self._topic.watermarks.next
+        record = WriterRecord(
+            batch=staged.batch,
+            is_done=False,
+            start=start,
+            end=start,
+            rows=staged.rows,
+            manifest=manifest,
+            epoch=self._owned.epoch,
+            incarnation=self._owned.record.incarnation,
+            updated_at=self._now_seconds(),
+        )
+        revision = self._change(revision, Put(self._key, encode_writer(record)))
+        failpoints.reach("batch.after_begin")
+        return record, revision
+
+    def _append(self, begun: _Begun, record: WriterRecord) -> int:
+        """Appends the rows that are missing; returns the offset after the batch's last one."""
+        topic, end = self._topic, begun.end
+        identity = _identity_of(record, self._staged.writer)
+        number = 0
+        for file in begun.files:
+            if number + file.rows <= begun.have:
+                number += file.rows
+                continue
+            for batch in self._read_rows(file):
+                skip = max(0, begun.have - number)
+                for part in _cut(batch.slice(skip)) if skip < batch.num_rows else ():
+                    end = topic.append_arrow(
+                        part, producer_id=identity, first_request_id=number + skip
+                    ).stop
+                    skip += part.num_rows
+                    failpoints.reach("batch.after_rows")
+                number += batch.num_rows
+        if end > 0:
+            # What is remembered in the metadata store is durable, so the rows have to be first.
+            topic.wait(end - 1, AckLevel.SYNCED)
+            if topic.ack is AckLevel.TIERED:
+                topic.wait(end - 1)
+        return end
+
+    def _read_rows(self, file: StagedFile) -> Iterator[pa.RecordBatch]:
+        position = 0
+        while position < file.size_bytes:
+            header = self._objects.read(file.key, position, BLOCK_HEADER_SIZE)
+            if len(header) < BLOCK_HEADER_SIZE:
+                raise CorruptDataError("a staged file is cut short", path=file.key)
+            size = parse_block_size(header)
+            if size > _BLOCK_BYTES_MAX:
+                raise CorruptDataError("a staged block is damaged", path=file.key)
+            body = self._objects.read(file.key, position + BLOCK_HEADER_SIZE, size)
+            yield decode_block(header, body, key=file.key)
+            position += BLOCK_HEADER_SIZE + size
+
+    def _finish(self, done: WriterRecord, revision: int | None) -> None:
+        """The commit point: from here on the batch is in the topic."""
+        if self._staged.is_repeatable:
+            self._change(revision, Put(self._key, encode_writer(done)))
+        else:
+            self._change(revision, Delete(self._key))
+
+    def _change(self, revision: int | None, operation: Put | Delete) -> int | None:
+        """Changes the writer's key, if it still is what was read; returns its new revision."""
+        store = self._owned.catalog.store
+        for _ in range(_ATTEMPTS):
+            compare: Compare = (
+                Absent(self._key) if revision is None else RevisionIs(self._key, revision)
+            )
+            with suppress(CommitUnknownError):
+                self._owned.transact([compare], [operation])
+            # What is there now tells what happened, whatever the answer was.
+            found = store.get(self._key)
+            wanted = operation.value if isinstance(operation, Put) else None
+            if (found.value if found is not None else None) == wanted:
+                return found.revision if found is not None else None
+            if (found.revision if found is not None else None) != revision:
+                break
+        raise ConflictError(
+            "somebody else writes batches under this writer's name",
+            topic=self._topic.name,
+            path=self._key,
+        )
+
+    # -- leftovers --------------------------------------------------------------------------
+
+    def _remove(self, files: tuple[StagedFile, ...]) -> None:
+        for file in files:
+            self._delete(file.key)
+
+    def _delete(self, key: str) -> None:
+        try:
+            self._objects.delete(key)
+        except IsterError as error:
+            # Swept later: the batch is in the topic, and that is what was asked for.
+            _log.info("staged file left behind", extra={"path": key, "error": str(error)})
+
+    def _now_seconds(self) -> int:
+        return self._clock.now_ns() // 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A batch whose rows are being appended."""
+
+    files: tuple[StagedFile, ...]
+    have: int
+    """How many of its rows are in the topic."""
+    end: int
+    """The offset after the last of those."""
+
+
+def _identity_of(record: WriterRecord, writer: str) -> int:
+    """What marks a batch's rows in the log: never 0, which is a message of no batch."""
+    text = f"{record.incarnation}/{writer}/{record.batch}/{record.manifest}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
+
+
+def _given_up_from(topic: TopicRecord, epoch: int) -> int | None:
+    """The first offset that was given out again after `epoch`; None if none was."""
+    return min((item.start for item in topic.lineage if item.epoch > epoch), default=None)
+
+
+def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch in pieces that do not keep other producers waiting for long."""
+    if not batch.num_rows:
+        return
+    pieces = max(1, batch.nbytes // _ENCODE_BYTES)
+    rows = -(-batch.num_rows // pieces)
+    for start in range(0, batch.num_rows, rows):
+        yield batch.slice(start, rows)
+
+
+def sweep_staging(
+    objects: ObjectStore, owned: OwnedTopic, *, older_than_seconds: float, clock: Clock
+) -> int:
+    """Removes old staged files that no unfinished batch needs, and forgets jobs that are done.
+
+    Returns:
+        How many files.
+
+    Raises:
+        UnavailableError: A store does not answer.
+    """
+    keys = owned.catalog.keys
+    now = clock.now_ns() / 1e9
+    needed: set[str] = set()
+    for found in owned.catalog.store.range(keys.writer("")):
+        record = decode_writer(found.value, key=found.key)
+        if not record.is_done:
+            needed.add(record.manifest)
+            with suppress(NotFoundError):
+                data = objects.read(record.manifest, 0, _MANIFEST_BYTES_MAX)
+                needed.update(file.key for file in decode_manifest(data, key=record.manifest))
+        elif found.key.startswith(keys.writer(JOB_PREFIX)) and (
+            now - record.updated_at > older_than_seconds
+        ):
+            owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
+    removed = 0
+    for info in list(objects.list(staging_prefix(keys.topic))):
+        is_old = info.modified_at is not None and now - info.modified_at > older_than_seconds
+        if is_old and info.key not in needed:
+            objects.delete(info.key)
+            removed += 1
+    return removed

@@ -1,0 +1,336 @@
+"""The stores of a log, read without owning anything: no lock, no local files, no broker.
+
+    with ister.open_history("ister.yml") as history:
+        table = history.topic("/default/orders").read_arrow().read_all()
+
+Owns: the connections. Does not own: topics; whoever has them open goes on writing meanwhile.
+
+What is here is what is tiered: committed objects, by their descriptors. Stores are opened when they
+are first needed: a Spark task that was told which bytes of which object to read needs no metadata.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from datetime import datetime
+from types import TracebackType
+from typing import Final, Self
+
+import pyarrow as pa
+
+from ister.clock import Clock, SystemClock
+from ister.config import CloudBackend, Config, OnDamage, StorageMode
+from ister.errors import (
+    ClosedError,
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+)
+from ister.format.descriptor import ObjectDescriptor
+from ister.format.records import TopicRecord
+from ister.metadata.base import MetadataStore
+from ister.metrics import Metrics
+from ister.model import Start, TopicName
+from ister.objectstore.base import ObjectStore
+from ister.tier.catalog import Catalog, list_topics
+from ister.tier.chunks import ObjectPart
+from ister.tier.names import TopicKeys, object_key
+from ister.tier.reader import HistoryReader, ReaderSettings
+from ister.topic.arguments import as_milliseconds, as_offset
+from ister.topic.columns import Decoders, Rows, read_part, read_range
+from ister.topic.tiers import open_metadata, open_objects
+
+__all__ = ["History", "HistoryTopic"]
+
+_READ_AHEAD_THREADS: Final = 2
+
+
+class History:
+    """See the module header. Thread-safe. Made by `ister.open_history`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Clock | None = None,
+        objects: ObjectStore | None = None,
+        metadata: MetadataStore | None = None,
+    ) -> None:
+        """The stores that `config` names, or the ones given.
+
+        Raises:
+            ConfigError: The settings have no bucket that others could read.
+        """
+        if config.storage.mode is not StorageMode.WAL_CLOUD:
+            raise ConfigError(
+                f"a log in the mode {config.storage.mode} has no bucket",
+                hint="storage.mode: wal_cloud, which is the default",
+            )
+        if config.storage.cloud.backend is CloudBackend.MEMORY and objects is None:
+            raise ConfigError("a bucket in memory belongs to the process that has it")
+        self.config = config
+        self.metrics = Metrics()
+        self.clock: Clock = clock if clock is not None else SystemClock()
+        self._lock = threading.Lock()
+        self._objects = objects
+        self._metadata = metadata
+        self._ahead: ThreadPoolExecutor | None = None
+        self._is_closed = False
+
+    # -- stores -----------------------------------------------------------------------------
+
+    @property
+    def objects(self) -> ObjectStore:
+        """The object store."""
+        with self._lock:
+            self._check_open()
+            if self._objects is None:
+                self._objects = open_objects(self.config.storage, self.clock)
+            return self._objects
+
+    @property
+    def metadata(self) -> MetadataStore:
+        """The metadata store, to be read.
+
+        Raises:
+            UnavailableError: It does not answer.
+            NotFoundError: There is none where the settings say.
+        """
+        with self._lock:
+            self._check_open()
+            if self._metadata is None:
+                self._metadata = open_metadata(
+                    self.config.storage.metadata, self.clock, read_only=True
+                )
+            return self._metadata
+
+    @property
+    def ahead(self) -> Executor | None:
+        """Where chunks are fetched ahead; None if the settings say not to."""
+        if not self.config.storage.cloud_reader.read_ahead:
+            return None
+        with self._lock:
+            self._check_open()
+            if self._ahead is None:
+                self._ahead = ThreadPoolExecutor(
+                    _READ_AHEAD_THREADS, thread_name_prefix="ister-read-ahead"
+                )
+            return self._ahead
+
+    # -- topics -----------------------------------------------------------------------------
+
+    def topics(self) -> list[str]:
+        """The names of all topics, sorted."""
+        return list_topics(self.metadata, self.config.storage.metadata.root_prefix)
+
+    def topic(self, name: str) -> HistoryTopic:
+        """A topic, if it exists.
+
+        Raises:
+            TopicNameError: Not a name.
+            NotFoundError: There is none.
+            UnavailableError: The metadata store does not answer.
+        """
+        topic = HistoryTopic(self, TopicName.parse(name))
+        topic.record()
+        return topic
+
+    def close(self) -> None:
+        """Lets go of the stores. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            ahead, self._ahead = self._ahead, None
+            metadata, self._metadata = self._metadata, None
+            objects, self._objects = self._objects, None
+        if ahead is not None:
+            ahead.shutdown(wait=True, cancel_futures=True)
+        if metadata is not None:
+            metadata.close()
+        if objects is not None:
+            objects.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the history is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<History {self.config.storage.cloud.root}>"
+
+
+class HistoryTopic:
+    """The tiered messages of one topic. Thread-safe."""
+
+    def __init__(self, history: History, name: TopicName) -> None:
+        self._history = history
+        self._name = name
+        self.name = str(name)
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def catalog(self) -> Catalog:
+        """What the metadata store knows about the topic."""
+        history = self._history
+        keys = TopicKeys(history.config.storage.metadata.root_prefix, self._name)
+        return Catalog(history.metadata, keys, clock=history.clock, metrics=history.metrics)
+
+    @property
+    def clock(self) -> Clock:
+        """Where time comes from."""
+        return self._history.clock
+
+    def record(self) -> TopicRecord:
+        """The topic's record.
+
+        Raises:
+            NotFoundError: It does not exist (any more).
+        """
+        found = self.catalog.record()
+        if found is None or not found[0].is_open:
+            raise NotFoundError(f"there is no topic {self.name}", topic=self.name)
+        return found[0]
+
+    @property
+    def earliest(self) -> int:
+        """The first offset in the bucket; where it will begin, if nothing is there yet."""
+        first = self.catalog.first()
+        if first is not None:
+            return first.start
+        record = self.record()
+        return max(record.expired_before, record.lineage[0].start if record.lineage else 0)
+
+    @property
+    def tiered(self) -> int:
+        """The first offset after the newest object."""
+        last = self.catalog.last()
+        return last.end if last is not None else self.earliest
+
+    def descriptors(self, start: int, end: int) -> list[ObjectDescriptor]:
+        """The objects with offsets in a range, ascending."""
+        if start >= end:
+            return []
+        return [described for described, _ in self.catalog.descriptors(start, end)]
+
+    def find_time(self, publish_time_ms: int, start: int, end: int) -> int | None:
+        """The first offset in a range whose message was published at or after the time."""
+        reader = self.reader()
+        try:
+            return reader.find_time(publish_time_ms, start=start, end=end)
+        finally:
+            reader.close()
+
+    def reader(self) -> HistoryReader:
+        """A careful reader of the topic's objects, frame by frame."""
+        history = self._history
+        settings = history.config.storage.cloud_reader
+        return HistoryReader(
+            self.catalog,
+            history.objects,
+            settings=ReaderSettings(
+                chunk_bytes=settings.fetch_chunk_size,
+                ranged=settings.enable_ranged_reads,
+                skips_damage=settings.on_damage is OnDamage.SKIP,
+            ),
+            clock=history.clock,
+            metrics=history.metrics,
+            ahead=history.ahead,
+        )
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def read_arrow(
+        self,
+        start: Start = "earliest",
+        *,
+        end: int | datetime | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> pa.RecordBatchReader:
+        """The messages of a range as Arrow, read while it is consumed.
+
+        Args:
+            start: `earliest`; `latest`, which is the end; an offset; or a point in time, which is
+                the first message published then or later.
+            end: The offset, or the point in time, before which to stop; everything that is tiered
+                now by default.
+            columns: Which ones, in this order; all of them by default.
+
+        Raises:
+            OffsetOutOfRangeError: The bucket does not have the offset.
+            InvalidRequestError: An argument makes no sense, or there is no such column.
+        """
+        decoders = Decoders(self.name, columns)
+        earliest, tiered = self.earliest, self.tiered
+        first = self._resolve(start, earliest, tiered)
+        last = tiered if end is None else self._resolve(end, earliest, tiered)
+        if not earliest <= first <= last <= tiered:
+            if first > last:
+                raise InvalidRequestError(
+                    f"end {last} is before start {first}", topic=self.name, offset=first
+                )
+            raise OffsetOutOfRangeError(
+                "the bucket does not have the offset",
+                topic=self.name,
+                offset=first if first < earliest else last,
+                earliest=earliest,
+                next=tiered,
+            )
+        batches = self._batches(first, last, decoders)
+        return pa.RecordBatchReader.from_batches(decoders.schema, batches)
+
+    def _resolve(self, where: Start, earliest: int, tiered: int) -> int:
+        if where == "earliest":
+            return earliest
+        if where == "latest":
+            return tiered
+        if isinstance(where, datetime):
+            found = self.find_time(as_milliseconds(where), earliest, tiered)
+            return tiered if found is None else found
+        return as_offset("start", where)
+
+    def _batches(self, start: int, end: int, decoders: Decoders) -> Iterator[pa.RecordBatch]:
+        for described in self.descriptors(start, end):
+            if described.end > start:
+                for rows in self.read_part(ObjectPart.of(described, start, end), decoders):
+                    yield rows.batch
+                start = min(end, described.end)
+        if start < end:
+            for rows in self.read_range(start, end, decoders):
+                yield rows.batch
+
+    def read_part(self, part: ObjectPart, decoders: Decoders) -> Iterator[Rows]:
+        """The messages of a part of an object; as `ister.topic.columns.read_part`."""
+        history = self._history
+        settings = history.config.storage.cloud_reader
+        return read_part(
+            history.objects,
+            object_key(self._name, part.object_id),
+            part,
+            decoders,
+            open_careful=self.reader,
+            chunk_bytes=settings.fetch_chunk_size,
+            ahead=history.ahead,
+            clock=history.clock,
+            metrics=history.metrics,
+        )
+
+    def read_range(self, start: int, end: int, decoders: Decoders) -> Iterator[Rows]:
+        """The messages of a range, whichever objects hold them now."""
+        chunk_bytes = self._history.config.storage.cloud_reader.fetch_chunk_size
+        return read_range(self.reader, start, end, decoders, bytes_max=chunk_bytes)
+
+    def __repr__(self) -> str:
+        return f"<HistoryTopic {self.name}>"

@@ -1,0 +1,416 @@
+"""A stream's offset: its text, how it goes on, and what is lost."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ister.errors import (
+    ConflictError,
+    DataGapError,
+    InvalidRequestError,
+    InvariantError,
+    UnsupportedVersionError,
+)
+from ister.spark.offsets import (
+    StreamOffset,
+    TopicHead,
+    TopicOffset,
+    advance,
+    check_loss,
+    has_news,
+)
+
+_GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "stream_offset.json"
+
+EXAMPLES = settings(max_examples=200, deadline=None, print_blob=True)
+
+A, B, C = "/default/a", "/default/b", "/default/c"
+
+
+def at(offset, start=None, incarnation="i"):
+    return TopicOffset(
+        incarnation=incarnation, offset=offset, start=offset if start is None else start
+    )
+
+
+def head(earliest, end, incarnation="i"):
+    return TopicHead(incarnation=incarnation, earliest=earliest, end=end)
+
+
+def ends_of(heads):
+    return {topic: found.end for topic, found in heads.items()}
+
+
+# -- the value --------------------------------------------------------------------------------
+
+
+def test_golden_offset_is_decoded_and_encoded_unchanged():
+    text = _GOLDEN.read_text().rstrip("\n")
+    offset = StreamOffset.from_json_text(text)
+    assert offset.to_json_text() == text
+    assert offset.topics["/default/a"] == at(123, 90, "0123456789abcdef")
+
+
+def test_text_does_not_depend_on_the_order_of_topics():
+    one = StreamOffset({B: at(2), A: at(1)})
+    other = StreamOffset({A: at(1), B: at(2)})
+    assert one.to_json_text() == other.to_json_text()
+    assert list(one.to_dict()) == ["version", "topics"]
+    assert list(one.to_dict()["topics"]) == [A, B]
+    assert list(one.to_dict()["topics"][A]) == ["incarnation", "offset", "from"]
+
+
+def test_text_is_what_pyspark_makes_of_the_dict():
+    offset = StreamOffset({A: at(1, 0)})
+    assert json.dumps(offset.to_dict()) == offset.to_json_text()
+
+
+def test_value_read_in_another_order_is_the_same():
+    value = {
+        "topics": {
+            B: {"from": 0, "offset": 3, "incarnation": "i"},
+            A: {"offset": 2, "from": 1, "incarnation": "i"},
+        },
+        "version": 1,
+    }
+    assert StreamOffset.from_dict(value).to_json_text() == (
+        StreamOffset({A: at(2, 1), B: at(3, 0)}).to_json_text()
+    )
+
+
+def test_offset_does_not_change_with_the_mapping_it_was_made_of():
+    topics = {A: at(1)}
+    offset = StreamOffset(topics)
+    topics[B] = at(2)
+    assert list(offset.topics) == [A]
+
+
+def test_offset_pickles():
+    offset = StreamOffset({A: at(2, 1)})
+    assert pickle.loads(pickle.dumps(offset)) == offset
+
+
+def test_ranges_are_those_of_the_batch_that_ends_here():
+    offset = StreamOffset({A: at(10, 4), B: at(7), C: at(1, 0)})
+    assert offset.ranges() == {A: (4, 10), C: (0, 1)}
+
+
+@pytest.mark.parametrize(("offset", "start"), [(1, 2), (0, -1), (-1, -1)])
+def test_topic_offset_that_goes_backwards_is_a_bug(offset, start):
+    with pytest.raises(InvariantError):
+        at(offset, start)
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_other_version_is_unsupported_and_not_wrong(version):
+    with pytest.raises(UnsupportedVersionError, match=f"version {version}, and this Ister knows"):
+        StreamOffset.from_dict({"version": version, "whatever": {}})
+
+
+GOOD = {"incarnation": "i", "offset": 2, "from": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        pytest.param(None, "it is no JSON object, but None", id="nothing"),
+        pytest.param([1], "it is no JSON object", id="list"),
+        pytest.param({}, "it has no version", id="empty"),
+        pytest.param({"o": 100, "from": 90}, "it has no version", id="another-source"),
+        pytest.param({"version": "1", "topics": {}}, "it has no version", id="version-text"),
+        pytest.param({"version": True, "topics": {}}, "it has no version", id="version-bool"),
+        pytest.param({"version": 1}, r"it has the keys \['version'\]", id="no-topics"),
+        pytest.param({"version": 1, "topics": {}, "x": 1}, "'x'", id="one-key-more"),
+        pytest.param({"version": 1, "topics": []}, "`topics` is no JSON object", id="topics-list"),
+        pytest.param({"version": 1, "topics": {"a": GOOD}}, "'a' is no topic", id="topic-name"),
+        pytest.param({"version": 1, "topics": {A: 5}}, f"{A} is no JSON object", id="number"),
+        pytest.param(
+            {"version": 1, "topics": {A: {"0": 23}}}, r"has the keys \['0'\]", id="kafkas-own"
+        ),
+        pytest.param(
+            {"version": 1, "topics": {A: GOOD | {"x": 1}}}, "has the keys", id="one-field-more"
+        ),
+        pytest.param(
+            {"version": 1, "topics": {A: GOOD | {"incarnation": None}}},
+            "the incarnation None",
+            id="incarnation",
+        ),
+        pytest.param(
+            {"version": 1, "topics": {A: GOOD | {"offset": -1}}}, "the offset -1", id="negative"
+        ),
+        pytest.param(
+            {"version": 1, "topics": {A: GOOD | {"offset": 2.0}}}, "the offset 2.0", id="float"
+        ),
+        pytest.param(
+            {"version": 1, "topics": {A: GOOD | {"from": True}}}, "the offset True", id="bool"
+        ),
+        pytest.param(
+            {"version": 1, "topics": {A: GOOD | {"from": 3}}}, "goes from 3 to 2", id="backwards"
+        ),
+    ],
+)
+def test_what_is_no_offset_is_refused_as_another_sources_checkpoint(value, reason):
+    with pytest.raises(InvalidRequestError, match="not one of this source") as caught:
+        StreamOffset.from_dict(value)
+    assert caught.match(reason)
+    assert "checkpointLocation" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "{", "serialized offset", "[" * 100_000])
+def test_text_that_is_no_json_is_refused(text):
+    with pytest.raises(InvalidRequestError, match="not one of this source: it is no JSON"):
+        StreamOffset.from_json_text(text)
+
+
+# -- going on ---------------------------------------------------------------------------------
+
+
+def test_advance_goes_on_where_the_stream_stood():
+    previous = StreamOffset({A: at(10, 4), B: at(7, 2)})
+    heads = {A: head(0, 20), B: head(0, 30)}
+    assert advance(previous, heads, {A: 15, B: 30}) == StreamOffset({A: at(15, 10), B: at(30, 7)})
+
+
+def test_advance_without_news_is_the_previous_offset_itself():
+    """Another `from` for the same place would be another text, and so an empty batch for ever."""
+    previous = StreamOffset({A: at(10, 4), B: at(7, 7)})
+    heads = {A: head(0, 10), B: head(0, 7)}
+    assert advance(previous, heads, ends_of(heads)) is previous
+    assert advance(previous, heads, {}) is previous
+
+
+def test_topic_without_news_is_not_read_again_in_a_batch_of_others():
+    previous = StreamOffset({A: at(10, 4), B: at(7, 2)})
+    following = advance(previous, {A: head(0, 10), B: head(0, 8)}, {A: 10, B: 8})
+    assert following == StreamOffset({A: at(10, 10), B: at(8, 7)})
+    assert following.ranges() == {B: (7, 8)}
+
+
+def test_new_topic_begins_at_its_earliest():
+    previous = StreamOffset({A: at(10)})
+    following = advance(previous, {A: head(0, 10), B: head(5, 9)}, {A: 10, B: 7})
+    assert following == StreamOffset({A: at(10), B: at(7, 5)})
+
+
+def test_new_topic_without_messages_is_no_news():
+    previous = StreamOffset({A: at(10, 3)})
+    heads = {A: head(0, 10), B: head(5, 5)}
+    assert advance(previous, heads, ends_of(heads)) is previous
+    heads = {A: head(0, 11), B: head(5, 5)}
+    assert advance(previous, heads, ends_of(heads)) == StreamOffset({A: at(11, 10), B: at(5)})
+
+
+def test_vanished_topic_stays_where_it_is_and_is_not_read_again():
+    previous = StreamOffset({A: at(10, 4), B: at(7, 2)})
+    following = advance(previous, {B: head(0, 9)}, {B: 9})
+    assert following == StreamOffset({A: at(10, 10), B: at(9, 7)})
+    assert advance(previous, {}, {}) is previous
+
+
+def test_stream_never_goes_backwards():
+    previous = StreamOffset({A: at(10, 4), B: at(3)})
+    following = advance(previous, {A: head(0, 8), B: head(0, 5)}, {A: 8, B: 5})
+    assert following == StreamOffset({A: at(10), B: at(5, 3)})
+
+
+def test_first_batch_says_where_it_began():
+    """Goal: a start that was resolved once is not resolved again, whatever fails.
+
+    Spark keeps the end of batch 0 and forgets its start; the end alone gives the range.
+    """
+    initial = StreamOffset({A: at(90)})
+    end = advance(initial, {A: head(0, 100)}, {A: 100})
+    replayed = StreamOffset.from_json_text(end.to_json_text())
+    assert replayed.ranges() == {A: (90, 100)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        pytest.param({A: at(5, 1)}, {A: at(5, 1)}, False, id="same"),
+        pytest.param({A: at(5, 1)}, {A: at(6, 5)}, True, id="further"),
+        pytest.param({A: at(5, 1)}, {A: at(5, 5)}, False, id="empty-range"),
+        pytest.param({A: at(5, 1)}, {}, False, id="left-out"),
+        pytest.param({}, {A: at(5, 5)}, False, id="new-and-empty"),
+        pytest.param({}, {A: at(5, 4)}, True, id="new"),
+        pytest.param({A: at(5, 1)}, {A: at(5, 0, "j")}, True, id="another-incarnation"),
+        pytest.param({A: at(9, 8)}, {A: at(9, 5)}, True, id="same-place-read-again-after-loss"),
+    ],
+)
+def test_news_are_messages_that_the_previous_offset_had_not(before, after, expected):
+    assert has_news(StreamOffset(before), StreamOffset(after)) is expected
+
+
+NAMES = st.sampled_from([A, B, C, "/x/1", "/x/2"])
+
+
+@st.composite
+def topics_growing(draw):
+    """The ends of some topics over some polls, and how far each poll may go."""
+    polls = []
+    ends = {}
+    for _ in range(draw(st.integers(1, 8))):
+        for topic in draw(st.sets(NAMES, max_size=3)):
+            ends[topic] = ends.get(topic, 0) + draw(st.integers(0, 5))
+        limits = {topic: draw(st.integers(0, end)) for topic, end in ends.items()}
+        polls.append((dict(ends), limits))
+    return polls
+
+
+@EXAMPLES
+@given(topics_growing())
+def test_batches_of_a_growing_stream_have_every_message_once_and_in_order(polls):
+    stream = StreamOffset({})
+    read = {}
+    for ends, limits in polls:
+        heads = {topic: head(0, end) for topic, end in ends.items()}
+        following = advance(stream, heads, limits)
+        if following is stream:
+            assert not has_news(stream, following)
+            continue
+        assert has_news(stream, following)
+        for topic, (start, end) in following.ranges().items():
+            assert start == read.get(topic, 0)
+            assert end <= ends[topic]
+            read[topic] = end
+        stream = StreamOffset.from_json_text(following.to_json_text())
+        assert stream == following
+    for topic, place in stream.topics.items():
+        assert place.offset == read.get(topic, 0)
+
+
+# -- losses -----------------------------------------------------------------------------------
+
+
+def test_nothing_lost_gives_back_the_offset_itself():
+    previous = StreamOffset({A: at(10, 4), B: at(0)})
+    heads = {A: head(10, 10), B: head(0, 5), C: head(3, 4)}
+    adjusted, warnings = check_loss(previous, heads, fails=True)
+    assert adjusted is previous
+    assert warnings == []
+
+
+LOSSES = [
+    pytest.param(
+        {B: head(0, 9)},
+        ConflictError,
+        "the topic was deleted",
+        "leaves the topic out",
+        None,
+        id="deleted",
+    ),
+    pytest.param(
+        {A: head(3, 99, "j"), B: head(0, 9)},
+        ConflictError,
+        "the topic was deleted and made again",
+        "reads the new one from its earliest message, 3, on",
+        at(3, incarnation="j"),
+        id="made-again",
+    ),
+    pytest.param(
+        {A: head(15, 99), B: head(0, 9)},
+        DataGapError,
+        "the messages 10 up to, not including, 15 aged out",
+        "goes on with message 15",
+        at(15),
+        id="aged-out",
+    ),
+    pytest.param(
+        {A: head(0, 8), B: head(0, 9)},
+        ConflictError,
+        "the topic ends at 8, and the stream had come to 10",
+        "goes on at 8",
+        at(8),
+        id="ahead",
+    ),
+    pytest.param(
+        {A: head(12, 12), B: head(0, 9)},
+        DataGapError,
+        "the messages 10 up to, not including, 12 aged out",
+        "goes on with message 12",
+        at(12),
+        id="all-aged-out",
+    ),
+]
+PREVIOUS = StreamOffset({A: at(10, 4), B: at(7, 2)})
+
+
+@pytest.mark.parametrize(("heads", "kind", "what", "remedy", "_"), LOSSES)
+def test_loss_fails_by_name_and_says_what_the_option_does(heads, kind, what, remedy, _):
+    with pytest.raises(kind) as caught:
+        check_loss(PREVIOUS, heads, fails=True)
+    assert caught.value.topic == A
+    assert caught.value.offset == 10
+    assert what in str(caught.value)
+    assert f"failOnDataLoss=false {remedy}" in str(caught.value)
+    if isinstance(caught.value, DataGapError):
+        assert (caught.value.start, caught.value.end) == (10, heads[A].earliest)
+
+
+@pytest.mark.parametrize(("heads", "kind", "what", "remedy", "place"), LOSSES)
+def test_loss_that_may_not_fail_is_passed_with_a_warning(heads, kind, what, remedy, place):
+    adjusted, (warning,) = check_loss(PREVIOUS, heads, fails=False)
+    assert warning.startswith(f"{A}, offset 10: {what}")
+    assert warning.endswith(f"the stream {remedy}")
+    assert adjusted.topics.get(A) == place
+    assert adjusted.topics[B] is PREVIOUS.topics[B]
+
+
+@pytest.mark.parametrize(("heads", "kind", "what", "remedy", "place"), LOSSES)
+def test_loss_alone_is_no_news_and_is_told_with_the_next_message(heads, kind, what, remedy, place):
+    """Goal: no batch without messages, and none read twice, after a loss.
+
+    Each loss is followed by polls without and with news, as the stream reader makes them.
+    """
+    quiet = {topic: found.earliest if topic == A else 7 for topic, found in heads.items()}
+    adjusted, _ = check_loss(PREVIOUS, heads, fails=False)
+    following = advance(adjusted, heads, quiet)
+    assert not has_news(PREVIOUS, following)
+    following = advance(adjusted, heads, {B: 9})
+    assert has_news(PREVIOUS, following)
+    assert following.ranges() == {B: (7, 9)}
+    assert check_loss(following, heads, fails=True) == (following, [])
+
+
+def test_deleted_topic_that_comes_back_is_new():
+    adjusted, _ = check_loss(PREVIOUS, {B: head(0, 9)}, fails=False)
+    end = advance(adjusted, {B: head(0, 9)}, {B: 9})
+    back = {A: head(0, 3, "j"), B: head(0, 9)}
+    assert check_loss(end, back, fails=True) == (end, [])
+    assert advance(end, back, ends_of(back)).ranges() == {A: (0, 3)}
+
+
+def test_every_loss_has_its_warning():
+    adjusted, warnings = check_loss(PREVIOUS, {A: head(11, 12), B: head(0, 5)}, fails=False)
+    assert [warning.partition(",")[0] for warning in warnings] == [A, B]
+    assert adjusted == StreamOffset({A: at(11), B: at(5)})
+
+
+@EXAMPLES
+@given(
+    st.dictionaries(NAMES, st.tuples(st.integers(0, 9), st.sampled_from("ij"))),
+    st.dictionaries(NAMES, st.tuples(st.integers(0, 9), st.integers(0, 5), st.sampled_from("ij"))),
+)
+def test_adjusted_offset_lies_within_what_topics_hold(places, found):
+    previous = StreamOffset(
+        {topic: at(offset, 0, incarnation) for topic, (offset, incarnation) in places.items()}
+    )
+    heads = {
+        topic: head(earliest, earliest + more, incarnation)
+        for topic, (earliest, more, incarnation) in found.items()
+    }
+    adjusted, warnings = check_loss(previous, heads, fails=False)
+    for topic, place in adjusted.topics.items():
+        assert place.incarnation == heads[topic].incarnation
+        assert heads[topic].earliest <= place.offset <= heads[topic].end
+    assert check_loss(adjusted, heads, fails=True) == (adjusted, [])
+    assert not has_news(previous, adjusted)
+    if warnings:
+        with pytest.raises((ConflictError, DataGapError)):
+            check_loss(previous, heads, fails=True)
+    else:
+        assert adjusted is previous

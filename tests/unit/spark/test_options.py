@@ -1,0 +1,629 @@
+"""Options of the Spark format: values, defaults, and what is refused with which words."""
+
+import pickle
+import re
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ister.errors import InvalidRequestError, TopicNameError
+from ister.limits import GIB, KIB, MIB
+from ister.model import AckLevel, Codec
+from ister.spark.options import (
+    COLUMNS,
+    READ_OPTIONS,
+    SPLIT_BYTES_DEFAULT,
+    WRITE_OPTIONS,
+    OffsetsOption,
+    ReadOptions,
+    WriteOptions,
+)
+
+EXAMPLES = settings(max_examples=200, deadline=None, print_blob=True)
+
+A, B = "/default/a", "/default/b"
+BASE = {"topic": A, "config": "ister.yml"}
+PLACE = {"config": "ister.yml"}
+
+
+def batch(**options):
+    return ReadOptions.parse(BASE | options, is_streaming=False)
+
+
+def stream(**options):
+    return ReadOptions.parse(BASE | options, is_streaming=True)
+
+
+def write(**options):
+    return WriteOptions.parse(PLACE | options, is_streaming=False)
+
+
+def refused(parse, *texts, kind=InvalidRequestError, **options):
+    """The options are refused, and the error has all of the texts in it."""
+    with pytest.raises(kind) as caught:
+        parse(**options)
+    for text in texts:
+        assert text in str(caught.value)
+    return caught.value
+
+
+# -- names ------------------------------------------------------------------------------------
+
+
+def test_columns_are_those_that_are_built():
+    columnar = pytest.importorskip("ister.format.columnar")
+    assert columnar.COLUMNS == COLUMNS
+
+
+def test_defaults_of_a_batch():
+    assert batch() == ReadOptions(
+        is_streaming=False,
+        topics=(A,),
+        config="ister.yml",
+        starting_offsets=OffsetsOption(otherwise="earliest"),
+        ending_offsets=OffsetsOption(otherwise="latest"),
+    )
+    assert batch().split_bytes == SPLIT_BYTES_DEFAULT == 64 * MIB
+    assert (batch().pushdown, batch().fail_on_data_loss, batch().include_tail) == (
+        False,
+        True,
+        True,
+    )
+
+
+def test_defaults_of_a_stream():
+    assert stream().starting_offsets == OffsetsOption(otherwise="latest")
+    assert stream().is_streaming
+    assert stream().max_messages_per_trigger is None
+    assert stream().max_bytes_per_trigger is None
+
+
+def test_defaults_of_a_write():
+    assert write() == WriteOptions(is_streaming=False, config="ister.yml")
+    assert write().create_topics is True
+    assert write().commit_timeout_seconds == 60
+    assert (write().topic, write().ack, write().codec, write().producer_name) == (None,) * 4
+
+
+EVERY_READ_OPTION = {
+    "topic": f"{A}, {B}",
+    "config": "/data",
+    "broker": "127.0.0.1:6651",
+    "startingOffsets": '{"/default/a": 5}',
+    "minPartitions": "7",
+    "splitBytes": "1m",
+    "columns": "offset, payload",
+    "failOnDataLoss": "false",
+    "includeTail": "False",
+}
+
+
+@pytest.mark.parametrize("change", [str.lower, str.upper, str], ids=["lower", "upper", "proper"])
+def test_names_are_compared_without_regard_to_case(change):
+    options = {change(name): value for name, value in EVERY_READ_OPTION.items()}
+    assert ReadOptions.parse(options, is_streaming=True) == ReadOptions(
+        is_streaming=True,
+        topics=(A, B),
+        config="/data",
+        broker="127.0.0.1:6651",
+        starting_offsets=OffsetsOption(otherwise="latest", by_topic={A: 5}),
+        ending_offsets=OffsetsOption(otherwise="latest"),
+        min_partitions=7,
+        split_bytes=MIB,
+        columns=("offset", "payload"),
+        fail_on_data_loss=False,
+        include_tail=False,
+    )
+
+
+def test_options_pickle():
+    read = stream(startingOffsets='{"/default/a": 5}', broker="h:1", columns="offset")
+    assert pickle.loads(pickle.dumps(read)) == read
+    written = write(ack="tiered", codec="bincode1", topic=A)
+    assert pickle.loads(pickle.dumps(written)) == written
+
+
+@pytest.mark.parametrize("parse", [batch, stream, write])
+def test_every_documented_option_is_known(parse):
+    """Goal: no name in the tables that parsing does not know.
+
+    A value that fits no option is either refused under the option's own name, or it is a text
+    that anything may be; never "unknown".
+    """
+    for name in WRITE_OPTIONS if parse is write else READ_OPTIONS:
+        try:
+            parse(**{name.lower(): "\x01"})
+        except InvalidRequestError as error:
+            assert "unknown option" not in str(error)
+            assert name in str(error) or "column" in str(error)
+
+
+def test_tables_have_one_line_each():
+    for table in (READ_OPTIONS, WRITE_OPTIONS):
+        for name, text in table.items():
+            assert name
+            assert text
+            assert "\n" not in text
+            assert not text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("startingoffset", "did you mean startingOffsets?"),
+        ("maxbytepertrigger", "did you mean maxBytesPerTrigger?"),
+        ("FailOnDataLos", "did you mean failOnDataLoss?"),
+        ("subscribe", "it is called topic here"),
+        ("subscribePattern", "it is called topicPattern here"),
+        ("maxoffsetspertrigger", "it is called maxMessagesPerTrigger here"),
+        ("kafka.bootstrap.servers", "it is called broker here"),
+        ("zzzzzz", "known: topic, topicPattern, config"),
+        ("checkpointlocation", "unknown option 'checkpointlocation'"),
+    ],
+)
+def test_unknown_option_is_refused_with_the_nearest(name, hint):
+    refused(batch, f"unknown option '{name}'", hint, **{name: "1"})
+
+
+def test_foreign_name_is_not_explained_by_an_option_of_the_other_direction():
+    error = refused(write, "unknown option 'maxoffsetspertrigger'", maxoffsetspertrigger="1")
+    assert "is called" not in error.hint
+
+
+def test_option_of_the_other_direction_is_refused():
+    refused(batch, "the option createTopics is not for reading", "writing", createtopics="true")
+    refused(stream, "the option producerName is not for reading", producername="p")
+    refused(write, "the option splitBytes is not for writing", "reading", splitbytes="1m")
+    refused(write, "the option startingOffsets is not for writing", startingoffsets="earliest")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("endingOffsets", "latest"),
+        ("endingTimestamp", "5"),
+        ("pushdown", "false"),
+    ],
+)
+def test_option_of_a_batch_is_refused_for_a_stream(name, value):
+    batch(**{name: value})
+    refused(stream, f"the option {name} is not for a stream", "spark.read", **{name.lower(): value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("maxMessagesPerTrigger", "5"),
+        ("maxBytesPerTrigger", "5"),
+        ("subscription", "s"),
+    ],
+)
+def test_option_of_a_stream_is_refused_for_a_batch(name, value):
+    stream(**{name: value})
+    refused(
+        batch, f"the option {name} is not for a batch", "spark.readStream", **{name.lower(): value}
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in READ_OPTIONS if name != "topicPattern"])
+@pytest.mark.parametrize("value", ["", "  \t"])
+def test_empty_value_is_refused(name, value):
+    parse = batch if name in {"endingOffsets", "endingTimestamp", "pushdown"} else stream
+    refused(parse, f"the option {name} is empty", **{name: value})
+
+
+def test_value_that_is_no_text_is_refused():
+    refused(batch, "the option minPartitions is empty", minPartitions=None)
+
+
+def test_option_given_in_two_spellings_is_refused():
+    refused(batch, "the option minPartitions is given twice", minPartitions="1", minpartitions="1")
+
+
+def test_values_lose_the_blanks_around_them():
+    assert batch(startingOffsets=" earliest ", minPartitions=" 3 ").min_partitions == 3
+
+
+def test_settings_of_a_streaming_query_are_passed_over_by_its_sink_alone():
+    sparks_own = {"checkpointlocation": "/c", "queryname": "q"}
+    assert WriteOptions.parse(PLACE | sparks_own, is_streaming=True) == (
+        WriteOptions(is_streaming=True, config="ister.yml")
+    )
+    refused(write, "unknown option 'checkpointlocation'", checkpointlocation="/c")
+
+
+# -- topics and places ------------------------------------------------------------------------
+
+
+def test_topics_are_a_comma_list():
+    assert batch(topic=f"{B} ,{A}").topics == (B, A)
+
+
+def test_topic_named_twice_is_refused():
+    refused(batch, f"topic names {A} twice", topic=f"{A},{B},{A}")
+
+
+@pytest.mark.parametrize("text", ["a", "/default", f"{A},", "/default/a.b", ","])
+def test_name_that_no_topic_can_have_is_refused(text):
+    refused(batch, "topic: topic name", kind=TopicNameError, topic=text)
+
+
+def test_topic_and_pattern_exclude_each_other():
+    refused(
+        batch, "both topic and topicPattern are given", "match them", topicPattern="/default/.*"
+    )
+    with pytest.raises(InvalidRequestError, match="no topic is given"):
+        ReadOptions.parse(PLACE, is_streaming=False)
+
+
+def test_pattern_matches_whole_names():
+    options = ReadOptions.parse(PLACE | {"topicpattern": "/default/[ab]|/x/.*"}, is_streaming=True)
+    assert options.topics == ()
+    found = [t for t in (A, B, "/default/ab", "/x/", "/x/y", "x/y") if options.matches(t)]
+    assert found == [A, B, "/x/", "/x/y"]
+
+
+def test_topics_match_by_their_names():
+    assert batch().matches(A)
+    assert not batch().matches(B)
+
+
+@pytest.mark.parametrize("text", ["(", "[a", "*", "(?P<x", "a{99999999999999999999}"])
+def test_pattern_that_does_not_compile_is_refused(text):
+    with pytest.raises(InvalidRequestError, match="topicPattern is not a regular expression"):
+        ReadOptions.parse(PLACE | {"topicpattern": text}, is_streaming=False)
+
+
+@pytest.mark.parametrize("kind", [ReadOptions, WriteOptions])
+def test_path_is_another_name_for_config(kind):
+    assert kind.parse({"topic": A, "path": "/d"}, is_streaming=False).config == "/d"
+    with pytest.raises(InvalidRequestError, match=re.escape("load(path) and save(path) mean")):
+        kind.parse({"topic": A, "path": "/d", "config": "/d"}, is_streaming=False)
+
+
+@pytest.mark.parametrize("kind", [ReadOptions, WriteOptions])
+def test_one_of_config_and_broker_is_needed(kind):
+    with pytest.raises(InvalidRequestError, match="neither config nor broker is given"):
+        kind.parse({"topic": A}, is_streaming=False)
+    both = kind.parse({"topic": A, "config": "/d", "broker": "h:1"}, is_streaming=False)
+    assert (both.config, both.broker) == ("/d", "h:1")
+    alone = kind.parse({"topic": A, "broker": "h:1"}, is_streaming=False)
+    assert (alone.config, alone.broker) == (None, "h:1")
+
+
+@pytest.mark.parametrize(
+    ("text", "location"),
+    [
+        ("127.0.0.1:6651", "grpc://127.0.0.1:6651"),
+        ("broker-1.example.org:65535", "grpc://broker-1.example.org:65535"),
+        ("[::1]:6651", "grpc://[::1]:6651"),
+        ("grpc://h:1", "grpc://h:1"),
+        ("grpc+tls://h:1", "grpc+tls://h:1"),
+    ],
+)
+def test_broker_is_an_address(text, location):
+    assert batch(broker=text).broker == text
+    assert batch(broker=text).broker_location == location
+    assert write(broker=text).broker_location == location
+    assert batch().broker_location is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["h", "h:", ":1", "h:0", "h:65536", "h:x", "http://h:1", "h:1/x", "u@h:1", "::1:6651", "-h:1"],
+)
+def test_what_is_no_address_is_refused(text):
+    refused(batch, f"broker is '{text}'", "127.0.0.1:6651", broker=text)
+
+
+# -- offsets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "offset"),
+    [
+        ("earliest", "earliest"),
+        ("Latest", "latest"),
+        ('{"/default/a": 0}', 0),
+        ('{"/default/a": 9223372036854775807}', 2**63 - 1),
+        ('{"/default/a": -2}', "earliest"),
+        ('{"/default/a": -1}', "latest"),
+        ('{"/default/a": "EARLIEST"}', "earliest"),
+        ('{"/default/a": "latest"}', "latest"),
+        ('{"/default/b": 3}', "latest"),
+        ("{}", "latest"),
+    ],
+)
+def test_starting_offsets_of_a_stream(text, offset):
+    assert stream(topic=f"{A},{B}", startingOffsets=text).starting_offsets.of(A) == offset
+
+
+def test_topic_that_json_leaves_out_has_the_default():
+    options = batch(
+        topic=f"{A},{B}",
+        startingOffsets='{"/default/a": 3}',
+        endingOffsets='{"/default/b": 9, "/default/a": -1}',
+    )
+    assert (options.starting_offsets.of(A), options.ending_offsets.of(A)) == (3, "latest")
+    assert (options.starting_offsets.of(B), options.ending_offsets.of(B)) == ("earliest", 9)
+
+
+def test_range_of_a_batch():
+    options = batch(startingOffsets='{"/default/a": 3}', endingOffsets='{"/default/a": 3}')
+    assert (options.starting_offsets.of(A), options.ending_offsets.of(A)) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "text", ["latest", "LATEST", '{"/default/a": -1}', '{"/default/a":"latest"}']
+)
+def test_batch_does_not_begin_at_the_latest(text):
+    refused(batch, "startingOffsets of a batch cannot be latest", startingOffsets=text)
+
+
+@pytest.mark.parametrize("text", ["earliest", '{"/default/a": -2}', '{"/default/a":"earliest"}'])
+def test_batch_does_not_end_at_the_earliest(text):
+    refused(batch, "endingOffsets of a batch cannot be earliest", endingOffsets=text)
+
+
+def test_reversed_range_is_refused():
+    error = refused(
+        batch,
+        "startingOffsets (5) is after endingOffsets (4)",
+        topic=f"{A},{B}",
+        startingOffsets='{"/default/a": 1, "/default/b": 5}',
+        endingOffsets='{"/default/a": 1, "/default/b": 4}',
+    )
+    assert error.topic == B
+
+
+def test_offsets_of_a_topic_that_is_not_read_are_refused():
+    error = refused(batch, "startingOffsets names a topic", A, startingOffsets='{"/default/b": 1}')
+    assert error.topic == B
+
+
+def test_offsets_may_name_a_partition_of_a_topic_that_is_read():
+    options = batch(startingOffsets='{"/default/a-part-1": 7}')
+    assert options.starting_offsets.of("/default/a-part-1") == 7
+    refused(batch, "startingOffsets names a topic", startingOffsets='{"/default/b-part-1": 7}')
+
+
+def test_offsets_with_a_pattern_may_name_any_topic():
+    options = ReadOptions.parse(
+        PLACE | {"topicpattern": ".*", "startingoffsets": '{"/x/y": 1}'}, is_streaming=False
+    )
+    assert options.starting_offsets.of("/x/y") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ("first", ("startingOffsets is 'first'", "earliest, latest, or JSON")),
+        ("5", ("startingOffsets is '5'", "earliest, latest, or JSON")),
+        ("-2", ("startingOffsets is '-2'",)),
+        ("[1]", ("startingOffsets is '[1]'",)),
+        ('{"/default/a": 1', ("earliest, latest, or JSON",)),
+        ("[" * 100_000, ("earliest, latest, or JSON",)),
+        ('{"/default/a": -3}', ("startingOffsets has -3 for a topic", "-2 or earliest")),
+        ('{"/default/a": 9223372036854775808}', ("has 9223372036854775808 for a topic",)),
+        ('{"/default/a": 1.0}', ("has 1.0 for a topic",)),
+        ('{"/default/a": true}', ("has True for a topic",)),
+        ('{"/default/a": null}', ("has None for a topic",)),
+        ('{"/default/a": "5"}', ("has '5' for a topic",)),
+        ('{"/default/a": {"0": 23}}', ("a topic has no partitions", '{"/default/a": 23}')),
+        ('{"/default/a": 1, "/default/a": 2}', (f"startingOffsets names {A} twice",)),
+        ('{"a": 1}', ("startingOffsets: topic name 'a'",)),
+    ],
+)
+def test_offsets_that_mean_nothing_are_refused(text, texts):
+    refused(stream, *texts, startingOffsets=text)
+
+
+# -- times ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "time_ms"),
+    [
+        ("0", 0),
+        ("1700000000123", 1_700_000_000_123),
+        ("2023-11-14T22:13:20Z", 1_700_000_000_000),
+        ("2023-11-14T23:13:20+01:00", 1_700_000_000_000),
+        ("2023-11-14 22:13:20.123Z", 1_700_000_000_123),
+        ("2023-11-14T22:13:20.123001Z", 1_700_000_000_124),
+        ("9999-12-31T23:59:59Z", 253_402_300_799_000),
+    ],
+)
+def test_times_are_milliseconds_or_iso(text, time_ms):
+    assert batch(startingTimestamp=text).starting_timestamp_ms == time_ms
+    assert batch(endingTimestamp=text).ending_timestamp_ms == time_ms
+    assert stream(startingTimestamp=text).starting_timestamp_ms == time_ms
+
+
+@EXAMPLES
+@given(
+    st.datetimes(
+        min_value=datetime(1970, 1, 2),
+        max_value=datetime(9999, 12, 30),
+        timezones=st.integers(-720, 720).map(lambda m: timezone(timedelta(minutes=m))),
+    )
+)
+def test_time_is_the_first_millisecond_that_is_not_before_it(time):
+    time_ms = batch(startingTimestamp=time.isoformat()).starting_timestamp_ms
+    found = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=time_ms)
+    assert time <= found < time + timedelta(milliseconds=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("2023-11-14T22:13:20", "has no time zone"),
+        ("2023-11-14", "has no time zone"),
+        ("yesterday", "milliseconds since the epoch, or ISO-8601"),
+        ("-5", "milliseconds since the epoch, or ISO-8601"),
+        ("1.5", "milliseconds since the epoch, or ISO-8601"),
+        ("1969-12-31T23:59:59Z", "between 1970 and 9999"),
+        ("1700000000123456", "a bare number counts milliseconds"),
+    ],
+)
+def test_time_that_means_nothing_is_refused(text, hint):
+    refused(batch, f"startingTimestamp is '{text}'", hint, startingTimestamp=text)
+
+
+def test_reversed_times_are_refused():
+    refused(batch, "startingTimestamp (6 ms) is after", startingTimestamp="6", endingTimestamp="5")
+    assert batch(startingTimestamp="5", endingTimestamp="5").ending_timestamp_ms == 5
+
+
+def test_one_end_said_in_two_ways_is_refused():
+    refused(
+        batch,
+        "both startingTimestamp and startingOffsets are given",
+        startingTimestamp="5",
+        startingOffsets="earliest",
+    )
+    refused(
+        batch,
+        "both endingTimestamp and endingOffsets are given",
+        endingTimestamp="5",
+        endingOffsets="latest",
+    )
+    mixed = batch(startingTimestamp="5", endingOffsets='{"/default/a": 7}')
+    assert (mixed.starting_timestamp_ms, mixed.ending_offsets.of(A)) == (5, 7)
+
+
+# -- numbers, flags and the rest --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("1000b", 1000),
+        ("512k", 512 * KIB),
+        ("512K", 512 * KIB),
+        ("3kb", 3 * KIB),
+        ("3 KiB", 3 * KIB),
+        ("64m", 64 * MIB),
+        ("64MB", 64 * MIB),
+        ("64MiB", 64 * MIB),
+        ("2g", 2 * GIB),
+        ("2GiB", 2 * GIB),
+        ("1t", 1024 * GIB),
+    ],
+)
+def test_sizes_have_sparks_suffixes(text, size):
+    assert stream(maxBytesPerTrigger=text).max_bytes_per_trigger == size
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "0m", "-1", "1.5m", "m", "1x", "1mm", "1ib2", "9" * 18 + "t"]
+)
+def test_what_is_no_size_is_refused(text):
+    refused(stream, f"maxBytesPerTrigger is '{text}'", "512k or 64MiB", maxBytesPerTrigger=text)
+
+
+def test_split_bytes_have_a_least():
+    assert batch(splitBytes="64k").split_bytes == 64 * KIB
+    refused(batch, "splitBytes is 65535", "at least 65536", splitBytes="65535")
+
+
+@pytest.mark.parametrize("name", ["minPartitions", "maxMessagesPerTrigger"])
+@pytest.mark.parametrize("text", ["0", "-1", "1.0", "ten", "2147483648", "1k"])
+def test_what_is_no_count_is_refused(name, text):
+    refused(stream, f"{name} is '{text}'", "a whole number from 1", **{name: text})
+
+
+def test_both_limits_may_be_given():
+    options = stream(maxMessagesPerTrigger="5", maxBytesPerTrigger="1k", minPartitions="2")
+    assert (options.max_messages_per_trigger, options.max_bytes_per_trigger) == (5, 1024)
+    assert options.min_partitions == 2
+
+
+@pytest.mark.parametrize(("text", "flag"), [("true", True), ("TRUE", True), ("False", False)])
+def test_flags_are_true_or_false(text, flag):
+    assert batch(pushdown=text).pushdown is flag
+    assert batch(failOnDataLoss=text).fail_on_data_loss is flag
+    assert batch(includeTail=text).include_tail is flag
+    assert write(createTopics=text).create_topics is flag
+
+
+@pytest.mark.parametrize("text", ["1", "yes", "on", "truee"])
+def test_what_is_no_flag_is_refused(text):
+    refused(batch, f"includeTail is '{text}'", "either true or false", includeTail=text)
+
+
+def test_columns_keep_the_order_given():
+    assert batch(columns="payload,Offset , topic").columns == ("payload", "offset", "topic")
+    assert batch(columns=",".join(COLUMNS)).columns == COLUMNS
+    assert batch().columns is None
+
+
+def test_columns_that_do_not_exist_are_refused():
+    refused(
+        batch, "columns names an unknown column 'ofset'", "did you mean offset?", columns="ofset"
+    )
+    refused(batch, "unknown column 'zzz'", "known: topic, offset", columns="zzz")
+    refused(batch, "unknown column ''", columns="offset,")
+    refused(batch, "columns names offset twice", columns="offset,offset")
+
+
+@pytest.mark.parametrize("text", ["a", "spark-job_1", "x" * 120])
+def test_subscription_is_a_name(text):
+    assert stream(subscription=text).subscription == text
+
+
+@pytest.mark.parametrize("text", ["a b", "a/b", "a.b", "x" * 121, "é"])
+def test_what_is_no_subscription_is_refused(text):
+    refused(stream, f"subscription is '{text}'", "1 to 120", subscription=text)
+
+
+def test_write_options():
+    options = write(
+        topic=A,
+        createTopics="false",
+        ack="Tiered",
+        codec="bincode1",
+        producerName="a job",
+        commitTimeoutSeconds="2.5",
+    )
+    assert options == WriteOptions(
+        is_streaming=False,
+        topic=A,
+        config="ister.yml",
+        create_topics=False,
+        ack=AckLevel.TIERED,
+        codec=Codec.BINCODE1,
+        producer_name="a job",
+        commit_timeout_seconds=2.5,
+    )
+
+
+def test_write_options_that_mean_nothing_are_refused():
+    refused(write, "topic names 2 topics", "a column `topic`", topic=f"{A},{B}")
+    refused(write, "ack is 'safe'", "memory, written, synced, tiered", ack="safe")
+    refused(write, "codec is 'json'", "bincode1, bincode2", codec="json")
+    for text in ("0", "-1", "86401", "x", "1e3", "nan"):
+        refused(write, f"commitTimeoutSeconds is '{text}'", "above 0", commitTimeoutSeconds=text)
+
+
+@EXAMPLES
+@given(
+    st.dictionaries(
+        st.sampled_from([*READ_OPTIONS, *WRITE_OPTIONS, "path", "x"]),
+        # Without `[`: Python warns of a set in a set, and here warnings are errors.
+        st.text(st.characters(exclude_characters="["), max_size=12)
+        | st.sampled_from(["true", "5", A, "latest", "earliest", '{"/default/a":1}', "h:1", "1m"]),
+        max_size=6,
+    ),
+    st.booleans(),
+)
+def test_any_options_are_parsed_or_refused_as_a_wrong_call(options, is_streaming):
+    for kind in (ReadOptions, WriteOptions):
+        try:
+            parsed = kind.parse(options, is_streaming=is_streaming)
+        except InvalidRequestError as error:
+            assert str(error)
+        else:
+            assert pickle.loads(pickle.dumps(parsed)) == parsed
