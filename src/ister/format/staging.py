@@ -73,7 +73,10 @@ def decode_block(header: bytes, body: Buffer, *, key: str) -> pa.RecordBatch:
     size, crc = _HEADER.unpack(header)
     if len(body) != size or crc32(body) != crc:
         raise CorruptDataError("a staged block is damaged", path=key)
-    return pa.ipc.read_record_batch(pa.py_buffer(body), STAGED_SCHEMA)
+    try:
+        return pa.ipc.read_record_batch(pa.py_buffer(body), STAGED_SCHEMA)
+    except pa.ArrowException as error:
+        raise CorruptDataError(f"a staged block has no rows: {error}", path=key) from error
 
 
 def encode_manifest(files: Sequence[StagedFile]) -> bytes:
@@ -101,5 +104,5 @@ def decode_manifest(data: bytes, *, key: str) -> tuple[StagedFile, ...]:
             StagedFile(key=str(f["key"]), rows=int(f["rows"]), size_bytes=int(f["size"]))
             for f in fields["files"]
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CorruptDataError(f"not a manifest: {error!r}", path=key) from error

@@ -210,12 +210,10 @@ class _FormReader:
         if isinstance(schema, str):
             return _FORMS.get((schema, None)) or self._by_name(schema, where)
         kind = schema["type"]
-        if not isinstance(kind, str):
-            return self.read(kind, where)
         if kind == "array":
             return self._array(schema, where)
         if kind == "map":
-            values = self.read(schema["values"], where)
+            values = self._repeated(schema["values"], where)
             return AvroForm(
                 {"type": "map", "values": values.avro},
                 pa.map_(pa.string(), values.counted),
@@ -242,7 +240,7 @@ class _FormReader:
         return replace(form, avro=avro, takes_bytes=True)
 
     def _array(self, schema: dict[str, Any], where: str) -> AvroForm:
-        items = self.read(schema["items"], where)
+        items = self._repeated(schema["items"], where)
         if not items.takes_bytes:
             # A few damaged bytes could announce more of them than there is time to count.
             raise InvalidRequestError(
@@ -255,6 +253,16 @@ class _FormReader:
             pa.list_(items.timed),
             ArrayType(items.spark),
         )
+
+    def _repeated(self, schema: Any, where: str) -> AvroForm:  # noqa: ANN401 - JSON
+        form = self.read(schema, where)
+        if _has_void(form.spark):
+            # Arrow's conversions lose count of them, in lists and in maps.
+            raise InvalidRequestError(
+                f"the Avro schema has the type null in an array or a map at {_show(where)}",
+                hint="a union of null and another type may be there",
+            )
+        return form
 
     def _by_name(self, name: str, where: str) -> AvroForm:
         if name in self._open:
@@ -309,6 +317,12 @@ def _show(where: str) -> str:
 def _name_of(schema: Any) -> str:  # noqa: ANN401 - JSON
     found = schema.get("name", schema["type"]) if isinstance(schema, dict) else schema
     return str(found)
+
+
+def _has_void(kind: DataType) -> bool:
+    if isinstance(kind, StructType):
+        return any(_has_void(field.dataType) for field in kind.fields)
+    return isinstance(kind, NullType)
 
 
 def _is_decimal(schema: Mapping[str, Any]) -> bool:
@@ -485,7 +499,9 @@ def _unpairing(kind: pa.DataType) -> Callable[[Any], Any] | None:
     """What makes dicts of the lists of pairs that Arrow makes of maps, if there are any."""
     if pa.types.is_map(kind):
         inner = _unpairing(kind.item_type)
-        return lambda pairs: pairs and {k: inner(v) if inner else v for k, v in pairs}
+        return lambda pairs: (
+            None if pairs is None else {k: inner(v) if inner else v for k, v in pairs}
+        )
     if pa.types.is_list(kind):
         inner = _unpairing(kind.value_type)
         return inner and (lambda items: items and [inner(item) for item in items])

@@ -22,7 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from ister.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
+from ister.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
 from ister.format.records import TopicRecord
 from ister.model import TopicName
 from ister.spark.options import ReadOptions
@@ -206,19 +212,28 @@ class Heads:
 
     def find_time(self, head: Head, publish_time_ms: int) -> int | None:
         """The first offset of a topic whose message was published at or after a time."""
-        topic = self._topic(head)
-        found = None
-        if head.earliest < head.tiered:
-            found = topic.find_time(publish_time_ms, head.earliest, head.tiered)
-        if found is not None or head.end <= head.tiered:
-            return found
-        local = self._local(head.topic, topic.record())
-        if local is not None:
-            return local.find_time(publish_time_ms, head.tiered, head.end)
+        topic, tiered = self._topic(head), head.tiered
+        while True:
+            found = None
+            if head.earliest < tiered:
+                found = topic.find_time(publish_time_ms, head.earliest, tiered)
+            if found is not None or head.end <= tiered:
+                return found
+            local = self._local(head.topic, topic.record())
+            if local is None:
+                break
+            try:
+                return local.find_time(publish_time_ms, tiered, head.end)
+            except OffsetOutOfRangeError:
+                # Uploaded and trimmed meanwhile: the bucket has more than it had.
+                moved = min(topic.tiered, head.end)
+                if moved <= tiered:
+                    raise
+                tiered = moved
         client = self._place.flight()
         if client is None:
             return None
-        return client.find_time(head.topic, publish_time_ms, start=head.tiered, end=head.end)
+        return client.find_time(head.topic, publish_time_ms, start=tiered, end=head.end)
 
     def range_of(self, head: Head, start: int, end: int) -> TopicRange:
         """A range of a topic, with the objects that it lies in."""

@@ -56,6 +56,11 @@ _PARSED: Final = "__ister_parsed"
 _UNPARSED: Final = "__ister_unparsed"
 
 _OUR_JSON_OPTIONS: Final = ("mode", "columnnameofcorruptrecord")
+# Spark's own formats end with milliseconds, its times with microseconds.
+_TIME_FORMATS: Final = {
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
+}
 # As much of a payload as an error shows.
 _SHOWN_CHARACTERS: Final = 200
 
@@ -105,7 +110,7 @@ def from_json_payload(
     bytes_as_text = F.col(_PAYLOAD).cast("string")
     text = F.try_validate_utf8(bytes_as_text)
     if errors is None and not fails:
-        parsed = F.from_json(text, wanted, given)
+        parsed = F.from_json(text, wanted, given or None)  # Spark Connect knows no empty options
         return _replace_payload(df.withColumn(_PARSED, parsed), F.col(_PARSED), wanted, into=into)
 
     watched = StructType([*wanted.fields, StructField(_UNPARSED, StringType())])
@@ -134,13 +139,16 @@ def to_json_payload(
     Args:
         df: The rows, a stream or not.
         *columns: What to pack; all columns that are not a message's own, if none is named.
-        options: Options for Spark's `to_json`: `ignoreNullFields` set to `false` writes nulls too.
+        options: Options for Spark's `to_json`, such as `timestampFormat`, which has microseconds
+            here unless it is set; `ignoreNullFields` set to `false` writes nulls too.
 
     Raises:
         InvalidRequestError: There is nothing to pack.
     """
     packed = columns or tuple(_column(name) for name in _other_columns(df))
-    body = F.to_json(F.struct(*packed), dict(options or {}))
+    given = {name.lower() for name in options or {}}
+    formats = {name: text for name, text in _TIME_FORMATS.items() if name.lower() not in given}
+    body = F.to_json(F.struct(*packed), {**formats, **(options or {})})
     return _with_payload(df, body.cast("binary"))
 
 
@@ -262,7 +270,7 @@ def to_avro_payload(
     if framing == "confluent" and schema_id is None:
         raise InvalidRequestError("the framing confluent needs a schema_id")
     form = read_schema(schema)
-    if not isinstance(form.spark, StructType):
+    if not isinstance(form.spark, StructType) or isinstance(form.avro, list):
         raise InvalidRequestError("columns are packed into a record, and the Avro schema is none")
     given = columns or _other_columns(df)
     _check_fields(df, form, form.spark, given)

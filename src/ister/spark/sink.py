@@ -44,6 +44,7 @@ from pyspark.sql.types import StructType
 from ister.clock import SystemClock
 from ister.config import Engine
 from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError
+from ister.format.columnar import encode_frames
 from ister.format.staging import StagedFile, encode_block
 from ister.limits import MIB
 from ister.model import TopicName
@@ -159,13 +160,29 @@ class _Writer:
         try:
             for rows in batches:
                 for topic, part in self._by_topic(rows):
-                    staging.add(topic, to_staged(part, self._options.producer_name))
+                    staged = to_staged(part, self._options.producer_name)
+                    self._check(topic, staged)
+                    staging.add(topic, staged)
             staging.close()
         except BaseException:
             staging.abort()
             raise
         partition = context.partitionId() if context is not None else 0
         return StagedRows(partition=partition, query=query, files=staging.files)
+
+    def _check(self, topic: str, rows: pa.RecordBatch) -> None:
+        """Refuses rows that cannot become messages here, where only this task fails.
+
+        In the commit it would be too late: other rows of the batch might be in the topic already.
+        """
+        encode_frames(
+            rows,
+            topic=topic,
+            codec=self._options.codec or self._place.config.storage.codec,
+            first_offset=0,
+            now_ms=0,
+            payload_bytes_max=self._place.config.storage.max_message_size,
+        )
 
     def _by_topic(self, rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
         if not rows.num_rows:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Generator
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ister.clock import Clock
@@ -100,7 +101,8 @@ def fetch_chunks(
             position = cut
             if ahead is not None and position < part.end_position:
                 upto = _cut(part, position, chunk_bytes)
-                coming = ahead.submit(fetch, position, upto - position)
+                with suppress(RuntimeError):  # whoever reads ahead is being closed
+                    coming = ahead.submit(fetch, position, upto - position)
             yield chunk
     finally:
         if coming is not None:

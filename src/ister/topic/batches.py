@@ -4,13 +4,14 @@
              (bucket)        (bucket)    (metadata)  (topic)          (metadata)
 
 A writer has a name and numbers its batches, as a streaming query does. Its newest batch is
-remembered with the topic. Asked for a batch that is done, the answer is "known". Asked for one that
-was begun, the rows of the *first* asking are carried to their end, from its manifest: whoever asks
-again may bring the same rows in another order, or others.
+remembered with the topic. Asked for a batch that is done, the answer is "known". Asked for one of
+which rows are in, the rows of the *first* asking are carried to their end, from its manifest:
+whoever asks again may bring the same rows in another order, or others.
 
 Which rows are in already is read from the log itself: each carries the batch's identity (in
 Danube's `producer_id`) and its number in the batch (in `request_id`). Rows are appended in that
-order, so the highest number found is where to go on. Other producers may append in between.
+order, so the highest number found is where to go on. Other producers may append in between. The
+same look tells, after a disk was lost, that a batch which was done is not in any more.
 
 Owns: the order of these steps. Does not own: the staging of files, the topic's lock; only the
 topic's owner calls this, one call at a time per topic.
@@ -44,9 +45,9 @@ from ister.errors import (
     InvalidRequestError,
     IsterError,
     NotFoundError,
-    check,
+    UnavailableError,
 )
-from ister.format.records import TopicRecord, WriterRecord, decode_writer, encode_writer
+from ister.format.records import WriterRecord, decode_writer, encode_writer
 from ister.format.staging import (
     BLOCK_HEADER_SIZE,
     StagedFile,
@@ -134,6 +135,7 @@ def append_staged(
     """Appends the rows of a batch, unless they are in the topic; all are durable on return.
 
     Raises:
+        InvalidRequestError: A name or a key is not one of this topic's staging.
         ConflictError: The writer has begun another batch, or half a batch cannot be finished.
         NotFoundError: A staged file is lost; nothing was appended.
         FencedError: Another owner has the topic.
@@ -141,6 +143,13 @@ def append_staged(
         As `Topic.append` and `Topic.wait`.
     """
     check_writer_name(staged.writer)
+    prefix = staging_prefix(TopicName.parse(topic.name))
+    for file in staged.files:
+        if not file.key.startswith(prefix):
+            # They are removed at the end: nobody may name an object that is something else.
+            raise InvalidRequestError(
+                "a staged file is not one of this topic's", topic=topic.name, path=file.key
+            )
     return _Appending(topic, owned, objects, staged, clock).run()
 
 
@@ -167,33 +176,37 @@ class _Appending:
         """See the module header."""
         staged = self._staged
         record, revision = self._load()
-        if (
-            record is not None
-            and record.batch >= staged.batch
-            and (record.is_done or record.batch > staged.batch)
-        ):
+        if record is not None and record.batch > staged.batch:
+            self._remove(staged.files)
+            return AppendedBatch(start=record.start, end=record.start, rows=0, is_known=True)
+        if record is not None and record.batch == staged.batch and self._is_in(record):
             self._remove(staged.files)
             return AppendedBatch(
                 start=record.start, end=record.end, rows=record.rows, is_known=True
             )
-        if record is not None and not record.is_done and record.batch < staged.batch:
+        if record is not None and record.batch < staged.batch and not record.is_done:
             raise ConflictError(
                 f"batch {record.batch} of the writer {staged.writer} was begun and not finished, "
                 f"and this is batch {staged.batch}",
                 topic=self._topic.name,
                 hint="ask for the unfinished one first: its rows are staged",
             )
-        begun = self._resume(record) if record is not None and not record.is_done else None
+        begun: _Begun | None = None
+        if record is not None and record.batch == staged.batch:
+            begun = self._resume(record, revision)
         if begun is None:
-            record, revision = self._begin(revision)
-            begun = _Begun(files=staged.files, have=0, end=record.start)
-        check(record is not None, "a batch is begun before its rows are appended")
-        if record is None:
-            return AppendedBatch(start=0, end=0, rows=0, is_known=False)
-        end = self._append(begun, record)
+            begun = self._begin(revision)
+        end = self._append(begun)
         failpoints.reach("batch.before_done")
-        done = replace(record, is_done=True, end=end, updated_at=self._now_seconds())
-        self._finish(done, revision)
+        record = begun.record
+        done = replace(
+            record,
+            is_done=True,
+            end=end,
+            epoch=self._owned.epoch,
+            updated_at=self._now_seconds(),
+        )
+        self._finish(done, begun.revision)
         failpoints.reach("batch.after_done")
         self._remove(begun.files)
         self._remove(staged.files)
@@ -203,47 +216,63 @@ class _Appending:
     # -- what is known ----------------------------------------------------------------------
 
     def _load(self) -> tuple[WriterRecord | None, int | None]:
-        """The writer's newest batch, if it still counts, and the revision of its key."""
+        """The writer's newest batch, and the revision of its key."""
         found = self._owned.catalog.store.get(self._key)
         if found is None:
             return None, None
         record = decode_writer(found.value, key=self._key)
-        topic = self._owned.record
-        if record.incarnation != topic.incarnation:
+        if record.incarnation != self._owned.record.incarnation:
             return None, found.revision  # of a topic of the same name that was deleted
-        given_up = _given_up_from(topic, record.epoch)
-        if given_up is not None and given_up < record.end:
-            # A disk was lost, and with it rows of this batch: it is not in the topic any more.
-            _log.warning(
-                "a batch was lost with its owner's disk",
-                extra={"topic": self._topic.name, "writer": self._staged.writer},
-            )
-            return (None if record.is_done else replace(record, start=given_up)), found.revision
         return record, found.revision
 
-    def _resume(self, record: WriterRecord) -> _Begun | None:
-        """How to finish a batch that was begun; None if it has to be begun anew.
+    def _is_in(self, record: WriterRecord) -> bool:
+        """Whether a batch that was done still is: a disk may have been lost with its rows since.
+
+        Its last row tells, unless retention has taken that: then the batch was in.
+        """
+        topic, last = self._topic, record.end - 1
+        if not record.is_done:
+            return False
+        if record.rows == 0 or last < topic.earliest:
+            return True
+        if last >= topic.flush():
+            return False
+        columns = ("producer_id", "request_id")
+        row = topic.read_arrow(last, end=record.end, columns=columns).read_all()
+        mine = {
+            "producer_id": [_identity_of(record, self._staged.writer)],
+            "request_id": [record.rows - 1],
+        }
+        return bool(row.to_pydict() == mine)
+
+    def _resume(self, record: WriterRecord, revision: int | None) -> _Begun | None:
+        """How to finish a batch of which rows may be in; None if none is: it is begun anew.
 
         Raises:
             ConflictError: A part of it is in the topic, and the rest is lost.
         """
+        synced = self._topic.flush()
+        # After a lost disk offsets are given out again, and rows may lie below where they were.
+        record = replace(record, start=min(record.start, synced), is_done=False)
         have, end = self._count_rows(record)
-        try:
-            files = self._read_manifest(record.manifest)
-            self._check_files(files)
-        except (NotFoundError, CorruptDataError) as error:
-            if have == record.rows:
-                return _Begun(files=(), have=have, end=end)
-            if have == 0:
-                return None
-            raise ConflictError(
-                f"{have} of {record.rows} rows of batch {record.batch} are in the topic, and the "
-                f"staged files of the rest are lost: {error.message}",
-                topic=self._topic.name,
-                offset=record.start,
-                hint="look at the rows from this offset on, and begin with a new checkpoint",
-            ) from error
-        return _Begun(files=files, have=have, end=end)
+        if have == 0:
+            # These rows are as good as those: whoever asks again may have mended something.
+            return None
+        files: tuple[StagedFile, ...] = ()
+        if have < record.rows:
+            try:
+                files = self._read_manifest(record.manifest)
+                self._check_files(files)
+            except (NotFoundError, CorruptDataError) as error:
+                raise ConflictError(
+                    f"{have} of {record.rows} rows of batch {record.batch} are in the topic, and "
+                    f"the staged files of the rest are lost: {error.message}",
+                    topic=self._topic.name,
+                    offset=record.start,
+                    hint="look at the rows from this offset on, and begin with a new checkpoint",
+                ) from error
+        revision = self._change(revision, Put(self._key, encode_writer(record)))
+        return _Begun(record=record, revision=revision, files=files, have=have, end=end)
 
     def _check_files(self, files: tuple[StagedFile, ...]) -> None:
         """Finds out before the first row is appended that one of them cannot be read."""
@@ -257,10 +286,7 @@ class _Appending:
     def _count_rows(self, record: WriterRecord) -> tuple[int, int]:
         """How many rows of the batch are in the topic, always the first so many, and their end."""
         topic = self._topic
-        topic.flush()
         start = max(record.start, topic.earliest)
-        if start >= topic.watermarks.synced:
-            return 0, record.start
         mine = pa.scalar(_identity_of(record, self._staged.writer), pa.uint64())
         count, end = 0, record.start
         for batch in topic.read_arrow(start, columns=("offset", "producer_id", "request_id")):
@@ -272,7 +298,7 @@ class _Appending:
 
     # -- steps ------------------------------------------------------------------------------
 
-    def _begin(self, revision: int | None) -> tuple[WriterRecord, int | None]:
+    def _begin(self, revision: int | None) -> _Begun:
         """Notes what the batch consists of; from here on these rows are the batch."""
         staged = self._staged
         self._check_files(staged.files)
@@ -280,7 +306,8 @@ class _Appending:
         manifest = f"{prefix}manifest-{secrets.token_hex(8)}.json"
         self._objects.put(manifest, encode_manifest(staged.files))
         failpoints.reach("batch.after_manifest")
-        start = self._topic.watermarks.next
+        # Of what is durable: what is not may be taken back, and rows would get lower offsets.
+        start = self._topic.flush()
         record = WriterRecord(
             batch=staged.batch,
             is_done=False,
@@ -294,12 +321,12 @@ class _Appending:
         )
         revision = self._change(revision, Put(self._key, encode_writer(record)))
         failpoints.reach("batch.after_begin")
-        return record, revision
+        return _Begun(record=record, revision=revision, files=staged.files, have=0, end=start)
 
-    def _append(self, begun: _Begun, record: WriterRecord) -> int:
+    def _append(self, begun: _Begun) -> int:
         """Appends the rows that are missing; returns the offset after the batch's last one."""
         topic, end = self._topic, begun.end
-        identity = _identity_of(record, self._staged.writer)
+        identity = _identity_of(begun.record, self._staged.writer)
         number = 0
         for file in begun.files:
             if number + file.rows <= begun.have:
@@ -322,7 +349,7 @@ class _Appending:
         return end
 
     def _read_rows(self, file: StagedFile) -> Iterator[pa.RecordBatch]:
-        position = 0
+        position = rows = 0
         while position < file.size_bytes:
             header = self._objects.read(file.key, position, BLOCK_HEADER_SIZE)
             if len(header) < BLOCK_HEADER_SIZE:
@@ -331,8 +358,14 @@ class _Appending:
             if size > _BLOCK_BYTES_MAX:
                 raise CorruptDataError("a staged block is damaged", path=file.key)
             body = self._objects.read(file.key, position + BLOCK_HEADER_SIZE, size)
-            yield decode_block(header, body, key=file.key)
+            batch = decode_block(header, body, key=file.key)
+            rows += batch.num_rows
+            if rows > file.rows:
+                raise CorruptDataError("a staged file has more rows than it should", path=file.key)
+            yield batch
             position += BLOCK_HEADER_SIZE + size
+        if rows < file.rows:
+            raise CorruptDataError("a staged file has fewer rows than it should", path=file.key)
 
     def _finish(self, done: WriterRecord, revision: int | None) -> None:
         """The commit point: from here on the batch is in the topic."""
@@ -344,23 +377,28 @@ class _Appending:
     def _change(self, revision: int | None, operation: Put | Delete) -> int | None:
         """Changes the writer's key, if it still is what was read; returns its new revision."""
         store = self._owned.catalog.store
+        wanted = operation.value if isinstance(operation, Put) else None
+        compare: Compare = (
+            Absent(self._key) if revision is None else RevisionIs(self._key, revision)
+        )
+        unknown: CommitUnknownError | None = None
         for _ in range(_ATTEMPTS):
-            compare: Compare = (
-                Absent(self._key) if revision is None else RevisionIs(self._key, revision)
-            )
-            with suppress(CommitUnknownError):
+            try:
                 self._owned.transact([compare], [operation])
+            except CommitUnknownError as error:
+                unknown = error
             # What is there now tells what happened, whatever the answer was.
             found = store.get(self._key)
-            wanted = operation.value if isinstance(operation, Put) else None
             if (found.value if found is not None else None) == wanted:
                 return found.revision if found is not None else None
             if (found.revision if found is not None else None) != revision:
-                break
-        raise ConflictError(
-            "somebody else writes batches under this writer's name",
-            topic=self._topic.name,
-            path=self._key,
+                raise ConflictError(
+                    "somebody else writes batches under this writer's name",
+                    topic=self._topic.name,
+                    path=self._key,
+                )
+        raise unknown or UnavailableError(
+            "the writer's record could not be changed", topic=self._topic.name, path=self._key
         )
 
     # -- leftovers --------------------------------------------------------------------------
@@ -384,6 +422,9 @@ class _Appending:
 class _Begun:
     """A batch whose rows are being appended."""
 
+    record: WriterRecord
+    revision: int | None
+    """Of the writer's key."""
     files: tuple[StagedFile, ...]
     have: int
     """How many of its rows are in the topic."""
@@ -395,11 +436,6 @@ def _identity_of(record: WriterRecord, writer: str) -> int:
     """What marks a batch's rows in the log: never 0, which is a message of no batch."""
     text = f"{record.incarnation}/{writer}/{record.batch}/{record.manifest}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
-
-
-def _given_up_from(topic: TopicRecord, epoch: int) -> int | None:
-    """The first offset that was given out again after `epoch`; None if none was."""
-    return min((item.start for item in topic.lineage if item.epoch > epoch), default=None)
 
 
 def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

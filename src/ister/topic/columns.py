@@ -36,6 +36,7 @@ from ister.topic.reader import Reader
 
 __all__ = [
     "Decoders",
+    "RecordBatch",
     "Rows",
     "as_arrow_reader",
     "decode_frames",
@@ -45,6 +46,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger("ister.topic.columns")
+
+
+RecordBatch = pa.RecordBatch
 
 
 class Rows(NamedTuple):

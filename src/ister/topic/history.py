@@ -274,24 +274,25 @@ class HistoryTopic:
         """
         decoders = Decoders(self.name, columns)
         earliest, tiered = self.earliest, self.tiered
-        first = self._resolve(start, earliest, tiered)
-        last = tiered if end is None else self._resolve(end, earliest, tiered)
-        if not earliest <= first <= last <= tiered:
-            if first > last:
-                raise InvalidRequestError(
-                    f"end {last} is before start {first}", topic=self.name, offset=first
+        first = self._resolve("start", start, earliest, tiered)
+        last = tiered if end is None else self._resolve("end", end, earliest, tiered)
+        for offset in (first, last):
+            if not earliest <= offset <= tiered:
+                raise OffsetOutOfRangeError(
+                    "the bucket does not have the offset",
+                    topic=self.name,
+                    offset=offset,
+                    earliest=earliest,
+                    next=tiered,
                 )
-            raise OffsetOutOfRangeError(
-                "the bucket does not have the offset",
-                topic=self.name,
-                offset=first if first < earliest else last,
-                earliest=earliest,
-                next=tiered,
+        if first > last:
+            raise InvalidRequestError(
+                f"end {last} is before start {first}", topic=self.name, offset=first
             )
         batches = self._batches(first, last, decoders)
         return pa.RecordBatchReader.from_batches(decoders.schema, batches)
 
-    def _resolve(self, where: Start, earliest: int, tiered: int) -> int:
+    def _resolve(self, name: str, where: Start, earliest: int, tiered: int) -> int:
         if where == "earliest":
             return earliest
         if where == "latest":
@@ -299,10 +300,15 @@ class HistoryTopic:
         if isinstance(where, datetime):
             found = self.find_time(as_milliseconds(where), earliest, tiered)
             return tiered if found is None else found
-        return as_offset("start", where)
+        return as_offset(name, where)
 
     def _batches(self, start: int, end: int, decoders: Decoders) -> Iterator[pa.RecordBatch]:
         for described in self.descriptors(start, end):
+            if described.start > start:
+                # A hole, unless the catalog has changed meanwhile: looking for it tells.
+                for rows in self.read_range(start, min(end, described.start), decoders):
+                    yield rows.batch
+                start = described.start
             if described.end > start:
                 for rows in self.read_part(ObjectPart.of(described, start, end), decoders):
                     yield rows.batch

@@ -71,7 +71,7 @@ class LocalTail:
             metrics: What was read is counted there.
             fs: Where files live; the machine's own file system by default.
         """
-        if wal_dir is None:
+        if wal_dir is None or not node:
             return None
         fs = fs if fs is not None else LocalFileSystem()
         root = os.path.abspath(wal_dir)
@@ -140,16 +140,28 @@ class LocalTail:
                 reader.close()
 
     def find_time(self, publish_time_ms: int, start: int, end: int) -> int | None:
-        """The first offset in a range whose message was published at or after the time."""
+        """The first offset in a range whose message was published at or after the time.
+
+        Raises:
+            OffsetOutOfRangeError: The beginning of the range was trimmed: the bucket has it.
+        """
         snapshot = self.snapshot()
         if snapshot is None:
             return None
+        if start < min(end, snapshot.trimmed):
+            raise OffsetOutOfRangeError(
+                "the offset is no longer in local files",
+                topic=self._topic,
+                offset=start,
+                earliest=snapshot.trimmed,
+                next=snapshot.synced,
+            )
         reader = self._reader(snapshot, 64 * KIB)
         try:
             return reader.find_time(
                 publish_time_ms,
                 snapshot.settings.codec,
-                start=max(start, snapshot.trimmed),
+                start=start,
                 end=min(end, snapshot.synced),
             )
         finally:

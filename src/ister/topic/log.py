@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from ister import failpoints
@@ -37,6 +37,7 @@ from ister.errors import (
     UnavailableError,
     check,
 )
+from ister.extras import missing_extra
 from ister.fs.base import FileLock, FileSystem
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
@@ -605,7 +606,7 @@ class Log:
             InvalidRequestError: This log has no object store, or a row is not a message.
             As `ister.topic.batches.append_staged`.
         """
-        batches = importlib.import_module("ister.topic.batches")  # needs pyarrow, an extra
+        batches = _batches()
         topic = self.topic(name)
         if topic.tier is None or self._tiers is None:
             raise InvalidRequestError("this log has no object store to stage rows in", topic=name)
@@ -621,7 +622,7 @@ class Log:
         Raises:
             As `append_staged`.
         """
-        batches = importlib.import_module("ister.topic.batches")
+        batches = _batches()
         topic = self.topic(name)
         if topic.tier is None or self._tiers is None:
             return 0
@@ -850,6 +851,14 @@ _GAUGES: Final[dict[str, Callable[[Topic], int]]] = {
     "wal_reader.active_readers": lambda topic: len(topic.readers),
     "wal_reader.memory_bytes": lambda topic: sum(r.held_bytes for r in topic.readers),
 }
+
+
+def _batches() -> ModuleType:
+    """The module that appends staged rows, which needs pyarrow."""
+    try:
+        return importlib.import_module("ister.topic.batches")
+    except ImportError as error:
+        raise missing_extra("appending staged rows", "arrow", error) from error
 
 
 def _parse_codec(codec: Codec | str | None) -> Codec | None:

@@ -286,13 +286,18 @@ class Topic:
             InvalidRequestError: A column or a value is not of its kind.
             As `append`, and then nothing was accepted.
         """
-        encode_frames = _columnar().encode_frames
+        columnar = _columnar()
+        if not isinstance(batch, columnar.RecordBatch):
+            raise InvalidRequestError(
+                f"rows are a pyarrow.RecordBatch, not {type(batch).__name__}",
+                hint="for batch in table.to_batches(): topic.append_arrow(batch)",
+            )
         size = batch.nbytes + batch.num_rows * self._envelope_bytes
         wal = self.wal
         with self._lock:
             wal.admit(size)
             first = wal.next
-            encoded = encode_frames(
+            encoded = columnar.encode_frames(
                 batch,
                 topic=self.name,
                 codec=self.codec,

@@ -65,12 +65,14 @@ class WalSnapshot:
         return not self.covers(self.end_of_files())
 
     def end_of_files(self) -> tuple[int, int]:
-        """The number of the last file now, and its size."""
+        """The number of the last file that has bytes now, and how many."""
         directory = self.directory
-        seqs = directory.log_seqs() if directory is not None else []
-        if directory is None or not seqs:
-            return self.active_seq, 0
-        return seqs[-1], self._size(directory, seqs[-1])
+        if directory is not None:
+            # A rotation that has just begun, or failed, leaves an empty last file.
+            for seq in reversed(directory.log_seqs()):
+                if size := self._size(directory, seq):
+                    return seq, size
+        return self.active_seq, 0
 
     def covers(self, end: tuple[int, int]) -> bool:
         """Whether everything before an `end_of_files` is durable, as far as this one knows."""
@@ -81,7 +83,7 @@ class WalSnapshot:
         """About how many bytes the frames of a range take, by the sizes of the files."""
         directory = self.directory
         total = 0
-        if directory is None:
+        if directory is None or not self.files:
             return 0
         ends = [file.first_offset for file in self.files[1:]]
         for file, file_end in zip(self.files, [*ends, self.synced], strict=True):

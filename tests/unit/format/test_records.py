@@ -1,10 +1,11 @@
 """The other values in the metadata store: both directions, Danube's form, what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ister.errors import CorruptDataError
@@ -15,18 +16,21 @@ from ister.format.records import (
     SealedState,
     TopicRecord,
     UploadSession,
+    WriterRecord,
     decode_current,
     decode_owner,
     decode_progress,
     decode_sealed,
     decode_session,
     decode_topic,
+    decode_writer,
     encode_current,
     encode_owner,
     encode_progress,
     encode_sealed,
     encode_session,
     encode_topic,
+    encode_writer,
 )
 from ister.model import AckLevel, Codec
 
@@ -51,6 +55,17 @@ SESSION = UploadSession(
     object_id="data-5001-6000-3.dnb1", start=5001, end=6001, epoch=3, started_at=1_703_001_300
 )
 SEALED = SealedState(next_offset=5001, node="node-a", epoch=1, sealed_at=1_703_001_290)
+WRITER = WriterRecord(
+    batch=12,
+    is_done=True,
+    start=5001,
+    end=6001,
+    rows=980,
+    manifest="staging/default/orders/query-1/12/manifest-0123456789abcdef.json",
+    epoch=3,
+    incarnation="0123456789abcdef",
+    updated_at=1_703_001_400,
+)
 PROGRESS = Progress(offset=4000, timestamp=1_703_001_280_000, incarnation="0123456789abcdef")
 
 _KINDS = {
@@ -60,6 +75,7 @@ _KINDS = {
     "session": (encode_session, decode_session, SESSION),
     "sealed": (encode_sealed, decode_sealed, SEALED),
     "progress": (encode_progress, decode_progress, PROGRESS),
+    "writer": (encode_writer, decode_writer, WRITER),
 }
 
 
@@ -69,7 +85,10 @@ def test_record_comes_back_as_it_was(kind):
     assert decode(encode(record), key=_KEY) == record
 
 
-@pytest.mark.parametrize(("name", "kind"), [("topic_record", "topic"), ("sealed_state", "sealed")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("topic_record", "topic"), ("sealed_state", "sealed"), ("writer_record", "writer")],
+)
 def test_golden_bytes_are_these(name, kind):
     encode, decode, record = _KINDS[kind]
     golden = (_GOLDEN / f"{name}.json").read_bytes().rstrip(b"\n")
@@ -93,6 +112,11 @@ def test_pointer_has_twenty_digits_and_comes_back(start):
 def test_topic_is_open_in_one_state_alone(state, is_open):
     fields = {**json.loads(encode_topic(TOPIC)), "state": state}
     assert decode_topic(json.dumps(fields).encode(), key=_KEY).is_open is is_open
+
+
+def test_node_of_a_topic_is_the_last_one_that_wrote_it():
+    assert TOPIC.node == "node-b"
+    assert replace(TOPIC, lineage=()).node == ""
 
 
 def test_topic_record_keeps_what_others_put_into_it():
@@ -166,6 +190,43 @@ def test_cursor_without_an_incarnation_belongs_to_any():
     assert found.incarnation == ""
 
 
+# -- writers of batches -------------------------------------------------------------------------
+
+_COUNTS = st.integers(0, 2**63)
+
+
+@settings(deadline=None)
+@given(
+    st.builds(
+        WriterRecord,
+        batch=_COUNTS,
+        is_done=st.booleans(),
+        start=_COUNTS,
+        end=_COUNTS,
+        rows=_COUNTS,
+        manifest=st.text(),
+        epoch=_COUNTS,
+        incarnation=st.text(),
+        updated_at=_COUNTS,
+    )
+)
+def test_writers_record_comes_back_whatever_is_in_it(record):
+    assert decode_writer(encode_writer(record), key=_KEY) == record
+
+
+@pytest.mark.parametrize("name", sorted(json.loads(encode_writer(WRITER))))
+def test_writers_record_needs_all_of_its_fields(name):
+    fields = json.loads(encode_writer(WRITER))
+    del fields[name]
+    with pytest.raises(CorruptDataError, match="writer's record"):
+        decode_writer(json.dumps(fields).encode(), key=_KEY)
+
+
+def test_writers_record_of_a_later_ister_is_read():
+    fields = {**json.loads(encode_writer(WRITER)), "more": [1]}
+    assert decode_writer(json.dumps(fields).encode(), key=_KEY) == WRITER
+
+
 # -- what is refused ----------------------------------------------------------------------------
 
 _WRONG = {
@@ -196,6 +257,7 @@ _NUMBERS = {
     "session": "end_offset",
     "sealed": "timestamp",
     "progress": "offset",
+    "writer": "next_offset",
 }
 
 

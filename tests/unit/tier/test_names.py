@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from ister.model import TopicName
 from ister.tier.names import (
+    STAGING_PREFIX,
+    TOPICS_PREFIX,
     ObjectName,
     TopicKeys,
     format_object_id,
@@ -15,6 +17,7 @@ from ister.tier.names import (
     objects_prefix,
     parse_object_id,
     parse_topic_of_key,
+    staging_prefix,
 )
 
 NAME = TopicName(namespace="default", topic="orders")
@@ -97,6 +100,23 @@ def test_key_of_no_topic_has_none(key):
     assert parse_topic_of_key(key) is None
 
 
+def test_staged_rows_lie_apart_from_objects_by_topic_writer_and_batch():
+    assert staging_prefix(NAME) == "staging/default/orders/"
+    assert staging_prefix(NAME, "query-1") == "staging/default/orders/query-1/"
+    assert staging_prefix(NAME, "query-1", 12) == "staging/default/orders/query-1/12/"
+    assert staging_prefix(NAME, "query-1", 0) == "staging/default/orders/query-1/0/"
+    assert not staging_prefix(NAME).startswith(TOPICS_PREFIX)
+    assert staging_prefix(NAME).startswith(STAGING_PREFIX)
+    assert parse_topic_of_key(staging_prefix(NAME, "query-1", 12) + "part") is None
+
+
+def test_staging_of_a_topic_does_not_cover_one_with_a_longer_name():
+    longer = TopicName(namespace="default", topic="orders2")
+    assert not staging_prefix(longer).startswith(staging_prefix(NAME))
+    assert not staging_prefix(NAME, "q", 12).startswith(staging_prefix(NAME, "q", 1))
+    assert not staging_prefix(NAME, "q2").startswith(staging_prefix(NAME, "q"))
+
+
 # -- metadata keys ------------------------------------------------------------------------------
 
 
@@ -109,6 +129,16 @@ def test_metadata_keys_are_danubes():
     assert keys.session == "/danube/storage/topics/default/orders/upload/session"
     assert keys.sealed == "/danube/storage/topics/default/orders/state"
     assert keys.progress("s") == "/danube/subscriptions/default/orders/s/progress"
+    assert keys.writer("q") == "/danube/storage/topics/default/orders/writers/q"
+
+
+def test_writers_are_removed_with_their_topic_and_taken_for_nothing_else():
+    keys = TopicKeys("/danube", NAME)
+    assert keys.writer("q").startswith(keys.storage)
+    assert keys.writer("q").startswith(keys.writer(""))
+    for other in (keys.objects, keys.current, keys.session, keys.sealed):
+        assert not keys.writer("q").startswith(other)
+        assert not other.startswith(keys.writer(""))
 
 
 @given(_OFFSETS, _OFFSETS)

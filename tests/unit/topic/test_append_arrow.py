@@ -1,0 +1,557 @@
+"""Rows of Arrow as messages: the same as appended one by one, for every reader."""
+
+import asyncio
+import random
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ister
+from ister.clock import ManualClock
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptDataError,
+    InvalidRequestError,
+    MessageTooLargeError,
+)
+from ister.limits import INDEX_STRIDE_BYTES, MIB
+from ister.model import AckLevel, Codec, TopicState
+from rig import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+NOW_MS = 1_700_000_000_000
+
+
+def a_topic(machine, *, codec=None, ack=None, **settings):
+    settings = {"clock": ManualClock(now_ms=NOW_MS), "scheduler": NoThreads(), **settings}
+    return machine.open(**settings).topic(NAME, create=True, codec=codec, ack=ack)
+
+
+def a_batch(rows):
+    """Payloads as a record batch."""
+    return pa.record_batch({"payload": pa.array(rows, pa.binary())})
+
+
+def records(topic, start="earliest"):
+    return [message.record for message in topic.read(start)]
+
+
+# -- the same as append -------------------------------------------------------------------------
+
+_NAMES = st.text(max_size=6)
+_ROWS = st.fixed_dictionaries(
+    {
+        "payload": st.binary(max_size=50),
+        "producer_name": st.none() | _NAMES,
+        "publish_time": st.none() | st.integers(0, 253_402_300_799_999),
+        "attributes": st.none() | st.dictionaries(_NAMES, _NAMES, max_size=3),
+        "routing_key": st.none() | _NAMES,
+        "schema_id": st.none() | st.integers(0, 2**64 - 1),
+        "schema_version": st.none() | st.integers(0, 2**32 - 1),
+    }
+)
+_TYPES = {
+    "payload": pa.binary(),
+    "producer_name": pa.string(),
+    "publish_time": pa.timestamp("ms", tz="UTC"),
+    "attributes": pa.map_(pa.string(), pa.string()),
+    "routing_key": pa.string(),
+    "schema_id": pa.uint64(),
+    "schema_version": pa.uint32(),
+}
+_BINCODE1_COLUMNS = ("payload", "producer_name", "publish_time", "attributes")
+
+
+def as_batch(rows, columns):
+    def value(row, name):
+        found = row[name]
+        return list(found.items()) if name == "attributes" and found is not None else found
+
+    return pa.RecordBatch.from_arrays(
+        [pa.array([value(row, name) for row in rows], _TYPES[name]) for name in columns],
+        names=list(columns),
+    )
+
+
+def append_each(topic, rows, columns):
+    for row in rows:
+        given = {name: row[name] for name in columns if row[name] is not None}
+        topic.append(given.pop("payload"), **given)
+
+
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    parts=st.lists(st.tuples(st.booleans(), st.lists(_ROWS, max_size=12)), max_size=5),
+    codec=st.sampled_from(list(Codec)),
+    extra=st.sets(st.sampled_from(sorted(_TYPES))),
+)
+def test_rows_are_the_messages_that_append_makes_of_them(parts, codec, extra):
+    """Goal: the same records, however rows and single messages are mixed, in both codecs."""
+    possible = _TYPES if codec is Codec.BINCODE2 else _BINCODE1_COLUMNS
+    columns = [name for name in possible if name == "payload" or name in extra]
+    with Machine() as one, Machine() as other:
+        mixed, single = a_topic(one, codec=codec), a_topic(other, codec=codec)
+        for is_arrow, rows in parts:
+            append_each(single, rows, columns)
+            if is_arrow:
+                first = mixed.watermarks.next
+                offsets = mixed.append_arrow(as_batch(rows, columns))
+                assert offsets == range(first, first + len(rows))
+            else:
+                append_each(mixed, rows, columns)
+        # Rows are numbered within their batch; messages that come alone are not.
+        assert [replace(record, request_id=0) for record in records(mixed)] == records(single)
+        assert mixed.watermarks.next == sum(len(rows) for _, rows in parts)
+
+
+def test_topic_and_offset_of_the_rows_are_passed_over(machine):
+    topic = a_topic(machine)
+    topic.append_many(numbered(3))
+    table = topic.read_arrow().read_all()
+    (batch,) = table.to_batches()
+    assert topic.append_arrow(batch) == range(3, 6)
+    first, second = records(topic)[:3], records(topic)[3:]
+    assert [r.payload for r in first] == [r.payload for r in second]
+    assert [r.msg_id.topic_offset for r in second] == [3, 4, 5]
+    assert [r.publish_time for r in first] == [r.publish_time for r in second]
+
+
+def test_rows_without_a_time_are_published_now(machine):
+    topic = a_topic(machine)
+    topic.append_arrow(a_batch([b"x", b"y"]))
+    assert {record.publish_time for record in records(topic)} == {NOW_MS}
+
+
+def test_rows_carry_the_ids_they_are_given(machine):
+    topic = a_topic(machine)
+    topic.append_arrow(a_batch([b"x", b"y"]), producer_id=2**64 - 1, first_request_id=41)
+    topic.append_arrow(a_batch([b"z"]))
+    found = [(r.msg_id.producer_id, r.request_id) for r in records(topic)]
+    assert found == [(2**64 - 1, 41), (2**64 - 1, 42), (0, 0)]
+
+
+def test_no_rows_are_no_messages(machine):
+    topic = a_topic(machine)
+    topic.append(b"x")
+    assert topic.append_arrow(a_batch([])) == range(1, 1)
+    assert payloads(topic.read()) == [b"x"]
+
+
+def test_slice_of_a_batch_is_its_rows(machine):
+    topic = a_topic(machine)
+    rows = [{"payload": b"%d" % n, "attributes": {"n": str(n)}} for n in range(10)]
+    batch = as_batch(rows, ["payload", "attributes"])
+    topic.append_arrow(batch.slice(3, 4))
+    found = [(r.payload, dict(r.attributes)) for r in records(topic)]
+    assert found == [(b"%d" % n, {"n": str(n)}) for n in range(3, 7)]
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+def with_column(name, values, kind=None):
+    rows = pa.array([b"fine"] * len(values), pa.binary())
+    return pa.RecordBatch.from_arrays([rows, pa.array(values, kind)], names=["payload", name])
+
+
+MAP = pa.map_(pa.string(), pa.string())
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(pa.record_batch({"value": [b"x"]}), id="no payload"),
+        pytest.param(pa.record_batch({"payload": [b"x"], "value": [1]}), id="unknown column"),
+        pytest.param(a_batch([b"x", None]), id="null payload"),
+        pytest.param(pa.record_batch({"payload": [1, 2]}), id="payload of numbers"),
+        pytest.param(with_column("publish_time", [1, -1], pa.timestamp("ms")), id="before 1970"),
+        pytest.param(with_column("publish_time", [1, 2]), id="time of numbers"),
+        pytest.param(with_column("producer_name", [b"x", b"\xff"]), id="name of bytes"),
+        pytest.param(with_column("schema_version", [1, 2**40]), id="version too large"),
+        pytest.param(with_column("attributes", ["x"]), id="attributes of text"),
+        pytest.param(
+            with_column("attributes", [[], [("a", "b"), ("a", "c")]], MAP), id="attribute twice"
+        ),
+        pytest.param(with_column("attributes", [[("a", None)]], MAP), id="attribute null"),
+        pytest.param(a_batch([b"fine"] * 20 + [b"x" * 2000]), id="payload too large"),
+        pytest.param(with_column("routing_key", ["", "k" * (2 * MIB)]), id="key too large"),
+    ],
+)
+def test_batch_that_cannot_be_taken_whole_leaves_nothing(machine, batch):
+    topic = a_topic(machine, storage={"max_message_size": 1024})
+    topic.append(b"before")
+    with pytest.raises(InvalidRequestError):
+        topic.append_arrow(batch)
+    assert topic.watermarks.next == 1
+    assert topic.append(b"after") == 1
+    assert payloads(topic.read()) == [b"before", b"after"]
+
+
+def test_field_that_the_codec_does_not_have_is_refused(machine):
+    topic = a_topic(machine, codec=Codec.BINCODE1)
+    with pytest.raises(InvalidRequestError):
+        topic.append_arrow(with_column("routing_key", [None, "k"]))
+    assert topic.watermarks.next == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [pa.table({"payload": [b"x"]}), [b"x"], None, b"x", {"payload": [b"x"]}],
+    ids=lambda given: type(given).__name__,
+)
+def test_something_else_than_a_batch_is_refused(machine, given):
+    topic = a_topic(machine)
+    with pytest.raises(InvalidRequestError):
+        topic.append_arrow(given)
+    assert topic.append(b"x") == 0
+
+
+@pytest.mark.parametrize("ids", [{"producer_id": -1}, {"first_request_id": 2**64 - 1}])
+def test_ids_that_do_not_fit_are_refused(machine, ids):
+    topic = a_topic(machine)
+    with pytest.raises(InvalidRequestError):
+        topic.append_arrow(a_batch([b"x", b"y"]), **ids)
+    assert topic.watermarks.next == 0
+
+
+def test_too_large_is_an_error_of_its_own(machine):
+    topic = a_topic(machine, storage={"max_message_size": 10})
+    with pytest.raises(MessageTooLargeError, match="row 1"):
+        topic.append_arrow(a_batch([b"x", b"y" * 11]))
+
+
+def test_closed_topic_takes_nothing(machine):
+    topic = a_topic(machine)
+    topic.close()
+    with pytest.raises(ClosedError):
+        topic.append_arrow(a_batch([b"x"]))
+
+
+def test_quarantined_topic_takes_nothing(machine):
+    topic = a_topic(machine)
+    topic.append_many(numbered(100, size=100))
+    topic.flush()
+    topic.wal.save_checkpoint()
+    path = topic.wal.directory.log_path(0)
+    machine.kill()
+    machine.overwrite(path, 3000, b"\xaa" * 50)
+    topic = machine.reopened(scheduler=NoThreads())
+    assert topic.state is TopicState.QUARANTINED
+    with pytest.raises(CorruptDataError):
+        topic.append_arrow(a_batch([b"x"]))
+
+
+def test_full_buffer_refuses_where_that_is_the_policy(machine):
+    topic = a_topic(machine, buffer_max_bytes=1 * MIB, buffer_full="refuse")
+    big = a_batch([b"x" * 1000] * 800)
+    topic.append_arrow(big)
+    with pytest.raises(CapacityError):
+        topic.append_arrow(big)
+    assert topic.watermarks.next == 800
+    topic.flush()
+    assert topic.append_arrow(big) == range(800, 1600)
+    topic.flush()
+    # A batch that is larger than the buffer is taken when that is empty.
+    assert len(topic.append_arrow(a_batch([b"x" * 1000] * 3000))) == 3000
+    topic.flush()
+    assert len(payloads(topic.read())) == 4600
+
+
+def test_full_disk_refuses_and_goes_on_when_there_is_room(machine):
+    topic = a_topic(machine)
+    topic.append_arrow(a_batch(numbered(10)))
+    topic.flush()
+    machine.fs.write_limit_bytes = 0
+    topic.append_arrow(a_batch(numbered(10)))
+    with pytest.raises(CapacityError):
+        topic.flush()
+    with pytest.raises(CapacityError):
+        topic.append_arrow(a_batch(numbered(10)))
+    assert topic.watermarks.next == 20
+
+
+# -- readers ------------------------------------------------------------------------------------
+
+
+def test_reader_at_the_tail_sees_rows_and_messages_in_order(machine):
+    topic = a_topic(machine)
+    reader = topic.reader()
+    sent, found = [], []
+    for turn in range(6):
+        rows = numbered(5, first=10 * turn)
+        sent += rows
+        if turn % 2:
+            topic.append_arrow(a_batch(rows))
+        else:
+            topic.append_many(rows)
+        topic.flush()
+        found += payloads(reader.poll(3))
+    while batch := reader.poll():
+        found += payloads(batch)
+    assert found == sent
+    reader.close()
+
+
+def test_reader_that_waits_is_woken(machine):
+    topic = machine.topic()  # with threads
+    follower = Task(lambda: payloads(topic.reader().next_batch(timeout=5.0)))
+    follower.join(0.05)
+    topic.append_arrow(a_batch([b"x", b"y"]))
+    assert follower.result()[0] == b"x"
+
+
+@pytest.mark.parametrize("ack", ["memory", "written", "synced"])
+def test_follower_sees_every_row_at_every_level(machine, ack):
+    topic = machine.topic(ack=ack)
+    count = 3000
+
+    def follow():
+        found = []
+        for message in topic.read(follow=True, timeout=5.0):
+            found.append(message.payload)
+            if len(found) == count:
+                return found
+        return found
+
+    follower = Task(follow)
+    sent = numbered(count)
+    rng = random.Random(3)
+    at = 0
+    while at < count:
+        rows = sent[at : at + rng.randint(1, 200)]
+        at += len(rows)
+        if rng.random() < 0.5:
+            topic.append_arrow(a_batch(rows))
+        else:
+            topic.append_many(rows)
+    assert follower.result() == sent
+
+
+def test_rows_are_not_seen_before_they_are_synced(machine):
+    topic = a_topic(machine)
+    reader = topic.reader()
+    topic.append_arrow(a_batch([b"x"]))
+    assert reader.poll() == []
+    assert topic.watermarks.synced == 0
+    topic.wait(0, AckLevel.WRITTEN)
+    assert reader.poll() == []
+    topic.wait(0)
+    assert payloads(reader.poll()) == [b"x"]
+    reader.close()
+
+
+def test_rows_are_for_asyncio_too(machine):
+    topic = machine.topic()
+
+    async def use():
+        found = []
+        first = topic.append_arrow(a_batch(numbered(50)))
+        await topic.aio.wait(first[-1])
+        topic.append(b"between")
+        last = topic.append_arrow(a_batch(numbered(50)))
+        await topic.aio.wait(last[-1])
+        async for message in topic.aio.read(end=101):
+            found.append(message.payload)  # noqa: PERF401
+        return found
+
+    assert asyncio.run(use()) == [*numbered(50), b"between", *numbered(50)]
+
+
+def test_reader_that_is_in_the_cache_falls_back_to_the_files(machine):
+    """Rows go past the cache: what was in it is read from the files from then on."""
+    topic = a_topic(machine, cache_capacity=1000)
+    topic.append_many(numbered(10))
+    topic.flush()
+    reader = topic.reader()
+    found = payloads(reader.poll(5))
+    topic.append_arrow(a_batch(numbered(10, first=10)))
+    assert (topic.cache.start, topic.cache.end, len(topic.cache)) == (20, 20, 0)
+    topic.append_many(numbered(5, first=20))
+    assert (topic.cache.start, topic.cache.end) == (20, 25)
+    topic.flush()
+    while batch := reader.poll(4):
+        found += payloads(batch)
+    assert found == numbered(25)
+    assert payloads(topic.reader(22).poll()) == numbered(3, first=22)
+    reader.close()
+
+
+def test_time_is_found_among_rows(machine):
+    topic = a_topic(machine)
+    times = [1000 + n for n in range(100)]
+    batch = pa.record_batch(
+        {"payload": numbered(100), "publish_time": pa.array(times, pa.timestamp("ms"))}
+    )
+    topic.append_arrow(batch)
+    topic.flush()
+    assert topic.reader(EPOCH + timedelta(milliseconds=1042)).next_offset == 42
+
+
+# -- in memory alone ----------------------------------------------------------------------------
+
+
+def test_log_in_memory_takes_rows():
+    with ister.open() as log:
+        topic = log.topic(NAME, create=True)
+        topic.append(b"first")
+        reader = topic.reader()
+        assert topic.append_arrow(a_batch(numbered(50))) == range(1, 51)
+        topic.append(b"last")
+        assert payloads(topic.read()) == [b"first", *numbered(50), b"last"]
+        assert payloads(reader.poll()) == [b"first", *numbered(50), b"last"]
+        reader.close()
+
+
+def test_log_in_memory_keeps_the_newest_rows():
+    tree = {"storage": {"mode": "memory", "wal": {"cache_capacity": 20}}}
+    with ister.open(tree) as log:
+        topic = log.topic(NAME, create=True)
+        topic.append_arrow(a_batch(numbered(50)))
+        assert topic.earliest == 30
+        assert payloads(topic.read()) == numbered(20, first=30)
+
+
+def test_follower_in_memory_is_woken():
+    with ister.open() as log:
+        topic = log.topic(NAME, create=True)
+        follower = Task(lambda: payloads(topic.reader().next_batch(timeout=5.0)))
+        follower.join(0.05)
+        topic.append_arrow(a_batch([b"x", b"y"]))
+        assert follower.result() == [b"x", b"y"]
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def test_many_rows_have_index_entries_and_rotate(machine):
+    """Rows of many MiB: files end near their limit, and an offset is found without a scan."""
+    topic = a_topic(machine, rotate_max_bytes=2 * MIB, cache_capacity=10)
+    sent = numbered(12_000, size=1000)
+    for at in range(0, len(sent), 3000):
+        topic.append_arrow(a_batch(sent[at : at + 3000]))
+        topic.flush()
+    files = topic.wal.files
+    assert len(files) >= 3
+    sizes = [len(machine.read(topic.wal.directory.log_path(file.seq))) for file in files]
+    for file, size in zip(files[:-1], sizes, strict=False):
+        entries = topic.wal.directory.load_index(file.seq)
+        assert len(entries) >= size // (3 * INDEX_STRIDE_BYTES)
+        assert [entry.offset for entry in entries] == sorted({entry.offset for entry in entries})
+    assert payloads(topic.read()) == sent
+    machine.fs.before = (reads := Reads())
+    assert payloads(topic.read(7000, end=7002)) == sent[7000:7002]
+    assert reads.count <= 8
+    machine.fs.before = lambda kind, path: None
+    topic.wal.save_checkpoint()
+    machine.kill()
+    topic = machine.reopened(scheduler=NoThreads(), rotate_max_bytes=2 * MIB)
+    assert topic.watermarks.next == 12_000
+    assert payloads(topic.read(11_990)) == sent[11_990:]
+
+
+class Reads:
+    """Counts reads of log files."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, kind, path):
+        self.count += kind == "read" and path.endswith(".log")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_were_waited_for_survive_a_power_cut(machine, seed):
+    """Goal: what is left is a gapless beginning of what was sent, with all that was synced."""
+    rng = random.Random(seed)
+    topic = a_topic(machine, rotate_max_bytes=4096)
+    sent, durable = [], 0
+    for turn in range(30):
+        rows = numbered(rng.randint(1, 20), first=1000 * turn, size=rng.choice((0, 50)))
+        if rng.random() < 0.6:
+            topic.append_arrow(a_batch(rows))
+        else:
+            topic.append_many(rows)
+        sent += rows
+        choice = rng.random()
+        if choice < 0.4:
+            topic.wait(len(sent) - 1)
+            durable = len(sent)
+        elif choice < 0.7:
+            topic.wait(len(sent) - 1, AckLevel.WRITTEN)
+    machine.cut_power(seed)
+    topic = machine.reopened(clock=ManualClock(), scheduler=NoThreads(), rotate_max_bytes=4096)
+    assert topic.state is TopicState.OPEN
+    found = payloads(topic.read())
+    assert found == sent[: len(found)]
+    assert len(found) >= durable
+    assert topic.append_arrow(a_batch([b"on"])) == range(len(found), len(found) + 1)
+    topic.flush()
+    assert payloads(topic.read(len(found))) == [b"on"]
+
+
+def test_rows_that_were_written_survive_a_kill(machine):
+    topic = a_topic(machine)
+    topic.append_arrow(a_batch(numbered(100)))
+    topic.wait(99, AckLevel.WRITTEN)
+    topic.append_arrow(a_batch(numbered(100)))
+    machine.kill()
+    topic = machine.reopened(clock=ManualClock(), scheduler=NoThreads())
+    assert payloads(topic.read()) == numbered(100)
+
+
+def test_producers_go_on_while_rows_are_being_written(machine):
+    topic = machine.topic()
+    topic.append(b"opens the file")
+    topic.flush()
+    gate = Gate("write")
+    machine.fs.before = gate
+    waiting = Task(lambda: topic.wait(topic.append_arrow(a_batch(numbered(10)))[-1]))
+    gate.wait_reached()
+    assert topic.append(b"meanwhile") == 11
+    assert topic.append_arrow(a_batch([b"and this"])) == range(12, 13)
+    gate.open()
+    waiting.result()
+    topic.flush()
+    assert payloads(topic.read()) == [
+        b"opens the file",
+        *numbered(10),
+        b"meanwhile",
+        b"and this",
+    ]
+
+
+def test_threads_that_append_rows_do_not_mix_them(machine):
+    """Goal: the rows of a batch follow each other without another message in between."""
+    topic = machine.topic()
+
+    def produce(name):
+        for number in range(20):
+            topic.append_arrow(a_batch([b"%s-%d-%d" % (name, number, row) for row in range(25)]))
+            topic.append(b"%s-single" % name)
+
+    producers = [Task(produce, name) for name in (b"a", b"b", b"c")]
+    for producer in producers:
+        producer.result()
+    topic.flush()
+    found = payloads(topic.read())
+    assert len(found) == 3 * 20 * 26
+    rows = [payload for payload in found if not payload.endswith(b"single")]
+    at = 0
+    while at < len(found):
+        if found[at].endswith(b"single"):
+            at += 1
+            continue
+        name, number, row = found[at].split(b"-")
+        assert row == b"0"
+        assert found[at : at + 25] == [b"%s-%s-%d" % (name, number, n) for n in range(25)]
+        at += 25
+    assert len(rows) == len(set(rows)) == 1500

@@ -1,0 +1,131 @@
+"""The ring of recent messages: what it holds, what it lets go, where it begins anew."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import a_message
+from ister.format.message import encode_message
+from ister.model import Codec
+from ister.topic.cache import Cache
+
+
+def a_cache(*, capacity=8, bytes_max=1 << 30, next_offset=0):
+    return Cache(
+        capacity=capacity, bytes_max=bytes_max, next_offset=next_offset, codec=Codec.BINCODE2
+    )
+
+
+def a_body(offset, payload=b"x"):
+    return encode_message(a_message(topic_offset=offset, payload=payload), Codec.BINCODE2)
+
+
+def fill(cache, count, payload=b"x"):
+    """Appends the next messages; their bodies."""
+    bodies = [a_body(offset, payload) for offset in range(cache.end, cache.end + count)]
+    for offset, body in enumerate(bodies, cache.end):
+        cache.append(offset, body)
+    return bodies
+
+
+def test_bodies_are_those_appended():
+    cache = a_cache()
+    bodies = fill(cache, 5)
+    assert cache.bodies(0, 5, bytes_max=1 << 20) == bodies
+    assert cache.bodies(2, 4, bytes_max=1 << 20) == bodies[2:4]
+    assert cache.bodies(2, 100, bytes_max=1 << 20) == bodies[2:]
+
+
+def test_bodies_that_are_not_here_are_none():
+    cache = a_cache(capacity=4)
+    bodies = fill(cache, 10)
+    assert cache.bodies(5, 10, bytes_max=1 << 20) == []
+    assert cache.bodies(10, 20, bytes_max=1 << 20) == []
+    assert cache.bodies(6, 10, bytes_max=1 << 20) == bodies[6:]
+    assert cache.bodies(7, 7, bytes_max=1 << 20) == []
+
+
+def test_bodies_end_with_the_bytes_and_one_comes_always():
+    cache = a_cache()
+    bodies = fill(cache, 5, payload=b"x" * 100)
+    size = len(bodies[0])
+    assert cache.bodies(0, 5, bytes_max=1) == bodies[:1]
+    assert cache.bodies(0, 5, bytes_max=2 * size) == bodies[:2]
+    assert cache.bodies(0, 5, bytes_max=2 * size + 1) == bodies[:2]
+    assert cache.bodies(3, 5, bytes_max=0) == bodies[3:4]
+
+
+def test_skipping_begins_anew_and_empty():
+    cache = a_cache()
+    fill(cache, 5)
+    cache.skip_to(20)
+    assert (cache.start, cache.end, len(cache), cache.size_bytes) == (20, 20, 0, 0)
+    assert cache.bodies(3, 20, bytes_max=1 << 20) == []
+    assert cache.read(3, 20, bytes_max=1 << 20) == []
+    assert cache.bodies(20, 30, bytes_max=1 << 20) == []
+
+
+def test_what_was_skipped_counts_as_having_left():
+    cache = a_cache(next_offset=100)
+    fill(cache, 5)
+    cache.skip_to(120)
+    assert cache.evictions == 20
+
+
+@pytest.mark.parametrize("skipped", [1, 7, 8, 9, 1000])
+def test_messages_after_a_skip_are_held_as_before(skipped):
+    cache = a_cache(capacity=8)
+    fill(cache, 5)
+    cache.skip_to(5 + skipped)
+    bodies = fill(cache, 20)
+    first = 5 + skipped
+    assert (cache.start, cache.end) == (first + 12, first + 20)
+    assert cache.bodies(first + 12, first + 20, bytes_max=1 << 20) == bodies[12:]
+    assert cache.size_bytes == sum(map(len, bodies[12:]))
+    found = cache.read(cache.start, cache.end, bytes_max=1 << 20)
+    assert [message.offset for message in found] == list(range(cache.start, cache.end))
+
+
+def test_decoded_messages_from_before_a_skip_are_not_given_out():
+    cache = a_cache(capacity=4)
+    fill(cache, 4, payload=b"old")
+    assert {m.payload for m in cache.read(0, 4, bytes_max=1 << 20)} == {b"old"}
+    cache.skip_to(8)
+    fill(cache, 4, payload=b"new")
+    assert [(m.offset, m.payload) for m in cache.read(8, 12, bytes_max=1 << 20)] == [
+        (offset, b"new") for offset in range(8, 12)
+    ]
+
+
+_ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, 60)),
+        st.tuples(st.just("skip"), st.integers(0, 9)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(_ACTIONS, st.integers(1, 6), st.integers(1, 400))
+def test_cache_is_a_suffix_of_what_was_appended_within_its_bounds(actions, capacity, bytes_max):
+    """Goal: bodies and messages agree, are the newest ones, and never lie before a skip."""
+    cache = a_cache(capacity=capacity, bytes_max=bytes_max)
+    known = {}
+    floor = 0
+    for what, number in actions:
+        if what == "append":
+            body = a_body(cache.end, b"y" * number)
+            known[cache.end] = body
+            cache.append(cache.end, body)
+        else:
+            floor = cache.end + number
+            cache.skip_to(floor)
+        assert cache.start >= floor
+        assert len(cache) <= capacity
+        held = cache.bodies(cache.start, cache.end, bytes_max=1 << 30)
+        assert held == [known[offset] for offset in range(cache.start, cache.end)]
+        assert cache.size_bytes == sum(map(len, held))
+        assert cache.size_bytes <= bytes_max or len(held) == 1
+        read = cache.read(cache.start, cache.end, bytes_max=1 << 30)
+        assert [message.offset for message in read] == list(range(cache.start, cache.end))

@@ -1,0 +1,707 @@
+"""A log's bucket read by anybody, without a lock, a broker or local files."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ister
+from ister import api
+from ister.config import load_config
+from ister.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptDataError,
+    DataGapError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    TopicNameError,
+    UnavailableError,
+)
+from ister.format.columnar import COLUMNS, HIDDEN
+from ister.format.descriptor import encode_descriptor
+from ister.format.frame import encode_frame, scan_frames
+from ister.format.message import encode_message
+from ister.model import Codec
+from ister.tier.chunks import ObjectPart
+from ister.tier.names import object_key
+from ister.topic.columns import Decoders
+from ister.topic.history import History
+from rig import NoThreads, Task, numbered
+from tier_rig import NAME, TTL_SECONDS, Site
+
+TEXT = str(NAME)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+SMALL = {
+    "uploader": {"max_object_bytes": 4096, "index_every_messages": 3},
+    "cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": False},
+}
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def a_topic(site, disk="a", *, codec=None, storage=SMALL, **wal):
+    log = site.open(disk, scheduler=NoThreads(), storage=storage, **wal)
+    topic = log.topic(TEXT, create=True, codec=codec)
+    topic.log = log
+    return topic
+
+
+def a_history(site, **storage):
+    """The site's stores, through other eyes."""
+    tree = {"storage": {**SMALL, **storage, "wal": {"dir": "/nowhere"}}}
+    return History(
+        load_config(tree, {}), clock=site.clock, objects=site.objects, metadata=site.metadata
+    )
+
+
+def fill(topic, count, *, size=200):
+    first = topic.watermarks.next
+    for number, payload in enumerate(numbered(count, first=first, size=size), first):
+        topic.append(
+            payload, publish_time=1000 + 10 * number, routing_key="k", attributes={"a": "b"}
+        )
+
+
+def offsets(reader):
+    return [row["offset"] for row in reader.read_all().select(["offset"]).to_pylist()]
+
+
+def drain(reader, found):
+    for batch in reader:
+        found += batch.to_pylist()
+
+
+def rows_of(topic, start=0, end=None):
+    return topic.read_arrow(start, end=end, columns=(*COLUMNS, *HIDDEN)).read_all().to_pylist()
+
+
+def history_rows(history, *args, **named):
+    topic = history.topic(TEXT)
+    named = {"columns": (*COLUMNS, *HIDDEN), **named}
+    return topic.read_arrow(*args, **named).read_all().to_pylist()
+
+
+# -- a real directory ---------------------------------------------------------------------------
+
+
+def test_bucket_is_read_while_somebody_writes_and_when_nobody_does(tmp_path):
+    """Goal: neither the lock nor the local files nor a broker are needed."""
+    with ister.open(tmp_path) as log:
+        topic = log.topic(TEXT, create=True)
+        fill(topic, 10)
+        topic.upload()
+        fill(topic, 5)
+        topic.flush()
+        with ister.open_history(tmp_path) as history:
+            assert history.topics() == [TEXT]
+            found = history.topic(TEXT)
+            assert (found.earliest, found.tiered) == (0, 10)
+            assert offsets(found.read_arrow()) == list(range(10))
+            topic.upload()
+            assert offsets(found.read_arrow()) == list(range(15))
+            fill(topic, 1)
+    with ister.open_history(str(tmp_path)) as history:
+        expected = 15 if history.topic(TEXT).tiered == 15 else 16
+        assert offsets(history.topic(TEXT).read_arrow()) == list(range(expected))
+        with ister.open(tmp_path) as log:
+            assert len(list(log.topic(TEXT).read())) == 16
+
+
+def test_reading_leaves_the_local_files_alone(tmp_path):
+    with ister.open(tmp_path) as log:
+        topic = log.topic(TEXT, create=True)
+        fill(topic, 10)
+        topic.upload()
+
+    def listing():
+        return {
+            str(path): (path.stat().st_mtime_ns, path.stat().st_size)
+            for path in sorted((tmp_path / "wal").rglob("*"))
+        }
+
+    before = listing()
+    with ister.open_history(tmp_path) as history:
+        assert offsets(history.topic(TEXT).read_arrow()) == list(range(10))
+    assert listing() == before
+
+
+def test_place_without_a_log_is_said_to_have_none(tmp_path):
+    with ister.open_history(tmp_path / "nothing") as history, pytest.raises(IsterError):
+        history.topic(TEXT)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_stores_are_opened_when_they_are_needed(tmp_path):
+    with ister.open(tmp_path) as log:
+        topic = log.topic(TEXT, create=True)
+        fill(topic, 10)
+        topic.upload()
+        described = topic.tier.owned.last
+        key = object_key(NAME, described.object_id)
+    with ister.open_history(tmp_path) as history:
+        assert (history._metadata, history._objects) == (None, None)
+        assert history.objects.stat(key).size == described.size_bytes
+        assert history._metadata is None
+    history.close()
+    for store in ("objects", "metadata", "ahead"):
+        with pytest.raises(ClosedError):
+            getattr(history, store)
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        {"mode": "memory"},
+        {"mode": "local_only", "wal": {"dir": "x"}},
+        {"cloud": {"backend": "memory"}},
+    ],
+    ids=["memory", "local_only", "bucket in memory"],
+)
+def test_log_without_a_bucket_has_no_history(storage):
+    with pytest.raises(ConfigError):
+        ister.open_history({"storage": storage})
+
+
+def test_missing_library_is_said_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ister.topic.history", None)
+    monkeypatch.setattr(
+        api,
+        "missing_extra",
+        lambda what, extra, error: ConfigError(f"{what} needs it", hint=extra),
+    )
+    with pytest.raises(ConfigError, match="needs it") as caught:
+        ister.open_history(tmp_path)
+    assert caught.value.hint == "arrow"
+
+
+# -- what is there ------------------------------------------------------------------------------
+
+
+def test_only_what_is_tiered_is_seen(site):
+    topic = a_topic(site)
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+        assert (seen.earliest, seen.tiered) == (0, 0)
+        assert history_rows(history) == []
+        fill(topic, 10)
+        topic.flush()
+        assert history_rows(history) == []
+        topic.upload()
+        fill(topic, 10)
+        topic.flush()
+        assert history_rows(history) == rows_of(topic, 0, 10)
+        assert seen.tiered == 10
+        with pytest.raises(OffsetOutOfRangeError):
+            seen.read_arrow(0, end=11)
+
+
+def test_everything_is_read_whoever_owns_the_topic(site):
+    topic = a_topic(site)
+    fill(topic, 30)
+    expected = rows_of(topic)
+    topic.log.seal(TEXT)
+    topic.log.close()
+    with a_history(site) as history:
+        assert history_rows(history) == expected
+    other = a_topic(site, "b")
+    fill(other, 5)
+    other.upload()
+    with a_history(site) as history:
+        assert history_rows(history) == rows_of(other)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 15), min_size=1, max_size=5),
+    codec=st.sampled_from(list(Codec)),
+    chunk=st.sampled_from([65_536, 1 << 20]),
+    ahead=st.booleans(),
+    ranges=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted), max_size=4),
+    columns=st.none() | st.lists(st.sampled_from((*COLUMNS, *HIDDEN)), unique=True, max_size=4),
+)
+def test_history_has_what_the_topic_has(sizes, codec, chunk, ahead, ranges, columns):
+    """Goal: objects of any size and number, both codecs, ranges and projections: the same rows."""
+    with Site() as site:
+        topic = a_topic(site, codec=codec)
+        for count in sizes:
+            for number in range(count):
+                topic.append(b"%d" % number * (number * 37 % 300), attributes={"k": "v"})
+            topic.upload()
+        total = sum(sizes)
+        reading = {"cloud_reader": {"fetch_chunk_size": chunk, "read_ahead": ahead}}
+        with a_history(site, **reading) as history:
+            assert history_rows(history) == rows_of(topic)
+            seen = history.topic(TEXT)
+            for low, high in ranges:
+                start, end = int(low * total), int(high * total)
+                expected = topic.read_arrow(start, end=end, columns=columns).read_all()
+                found = seen.read_arrow(start, end=end, columns=columns).read_all()
+                assert found.schema.equals(expected.schema)
+                assert found.num_rows == expected.num_rows == end - start
+                assert found.to_pylist() == expected.to_pylist()
+
+
+def test_range_fetches_what_it_needs_and_little_more(site):
+    topic = a_topic(site, storage={"uploader": {"index_every_messages": 10}})
+    fill(topic, 500, size=1000)
+    topic.upload()
+    reading = {"cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": False}}
+
+    def fetched(start, end):
+        with a_history(site, **reading) as history:
+            assert offsets(history.topic(TEXT).read_arrow(start, end=end)) == list(
+                range(start, end)
+            )
+            return history.metrics.snapshot()["cloud_reader.bytes_read_total"]
+
+    whole = fetched(0, 500)
+    size = site.catalog().first().size_bytes
+    assert whole == size
+    assert fetched(250, 500) < 0.55 * size
+    assert fetched(400, 420) < 0.07 * size
+    assert fetched(499, 500) < 0.05 * size
+    with a_history(site, **reading) as history:
+        assert offsets(history.topic(TEXT).read_arrow(5, end=5)) == []
+        assert history.metrics.snapshot().get("cloud_reader.bytes_read_total", 0) == 0
+
+
+def test_topics_are_listed_and_names_checked(site):
+    topic = a_topic(site)
+    topic.log.topic("/default/another", create=True)
+    with a_history(site) as history:
+        assert history.topics() == ["/default/another", TEXT]
+        with pytest.raises(NotFoundError, match="no topic /default/none"):
+            history.topic("/default/none")
+        with pytest.raises(TopicNameError):
+            history.topic("orders")
+        topic.log.delete("/default/another")
+        assert history.topics() == [TEXT]
+        with pytest.raises(NotFoundError):
+            history.topic("/default/another")
+
+
+def test_topic_that_was_deleted_meanwhile_is_not_found(site):
+    topic = a_topic(site)
+    fill(topic, 3)
+    topic.upload()
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+        topic.log.delete(TEXT)
+        for call in (seen.record, lambda: seen.earliest, seen.read_arrow):
+            with pytest.raises(NotFoundError):
+                call()
+
+
+def test_bucket_whose_beginning_has_expired_begins_later(site):
+    topic = a_topic(site)
+    fill(topic, 60)
+    topic.upload()
+    gone = [described for described, _ in site.catalog().descriptors()][:-1]
+    topic.tier.owned.expire(gone)
+    begin = gone[-1].end
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+        assert (seen.earliest, seen.tiered) == (begin, 60)
+        assert offsets(seen.read_arrow()) == list(range(begin, 60))
+        with pytest.raises(OffsetOutOfRangeError) as caught:
+            seen.read_arrow(begin - 1)
+        assert (caught.value.earliest, caught.value.next) == (begin, 60)
+
+
+def test_descriptors_are_those_of_the_range(site):
+    topic = a_topic(site)
+    fill(topic, 60)
+    topic.upload()
+    ranges = site.ranges()
+    assert len(ranges) > 3
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+        assert [(d.start, d.end) for d in seen.descriptors(0, 60)] == ranges
+        low, high = ranges[1]
+        assert [(d.start, d.end) for d in seen.descriptors(low, high)] == [ranges[1]]
+        assert seen.descriptors(7, 7) == []
+
+
+# -- by time ------------------------------------------------------------------------------------
+
+
+def at(milliseconds):
+    return EPOCH + timedelta(milliseconds=milliseconds)
+
+
+def test_points_in_time_are_found(site):
+    topic = a_topic(site)
+    fill(topic, 60)
+    topic.upload()
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+        assert seen.find_time(0, 0, 60) == 0
+        assert seen.find_time(1300, 0, 60) == 30
+        assert seen.find_time(1301, 0, 60) == 31
+        assert seen.find_time(1300, 40, 60) == 40
+        assert seen.find_time(1300, 0, 30) is None
+        assert seen.find_time(5000, 0, 60) is None
+        assert offsets(seen.read_arrow(at(1300))) == list(range(30, 60))
+        assert offsets(seen.read_arrow(at(1295), end=at(1310))) == [30]
+        assert offsets(seen.read_arrow(end=at(1000))) == []
+        assert offsets(seen.read_arrow(at(9000))) == []
+        assert offsets(seen.read_arrow(10, end=at(1200))) == list(range(10, 20))
+        assert offsets(seen.read_arrow("latest")) == []
+        with pytest.raises(InvalidRequestError, match="before start"):
+            seen.read_arrow(at(1300), end=at(1200))
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "error"),
+    [
+        (31, None, OffsetOutOfRangeError),
+        (0, 31, OffsetOutOfRangeError),
+        (20, 10, InvalidRequestError),
+        (-1, None, InvalidRequestError),
+        (0, -1, InvalidRequestError),
+        (True, None, InvalidRequestError),
+        ("soon", None, InvalidRequestError),
+        (1.5, None, InvalidRequestError),
+        (datetime(2024, 1, 1), None, InvalidRequestError),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense_are_refused(site, start, end, error):
+    topic = a_topic(site)
+    fill(topic, 30)
+    topic.upload()
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+        with pytest.raises(error):
+            seen.read_arrow(start, end=end)
+        with pytest.raises(InvalidRequestError, match="no column"):
+            seen.read_arrow(columns=["value"])
+
+
+# -- what changes under a read ------------------------------------------------------------------
+
+
+def a_cold_bucket(site, count=60, **settings):
+    topic = a_topic(site, **settings)
+    fill(topic, count)
+    topic.upload()
+    return topic
+
+
+def frame_at(site, offset):
+    described = site.catalog().find(offset)
+    key = object_key(NAME, described.object_id)
+    data = site.objects.read(key, 0, 1 << 40)
+    scan = scan_frames(data, expected_offset=described.start)
+    number = offset - described.start
+    return key, scan.starts[number], [*scan.starts[1:], scan.end][number]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("offset", [0, 1, 29, 59])
+def test_rows_before_damage_come_out_first(site, offset, ahead):
+    """Even where local files still have the message: they are not this reader's."""
+    topic = a_cold_bucket(site)
+    expected = rows_of(topic)
+    key, begin, _ = frame_at(site, offset)
+    site.objects.corrupt(key, begin + 20)
+    found = []
+    reading = {"cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": ahead}}
+    with a_history(site, **reading) as history:
+        reader = history.topic(TEXT).read_arrow(columns=(*COLUMNS, *HIDDEN))
+        with pytest.raises(CorruptDataError) as caught:
+            drain(reader, found)
+        assert found == expected[:offset]
+        assert (caught.value.offset, caught.value.path) == (offset, key)
+        if offset < 59:
+            assert history_rows(history, offset + 1) == expected[offset + 1 :]
+        assert history_rows(history, 0, end=offset) == expected[:offset]
+
+
+@pytest.mark.parametrize("bad", [[0], [59], [10, 11, 12], [5, 30, 58], [*range(60)]], ids=len)
+def test_damaged_messages_are_left_out_where_that_is_wanted(site, bad):
+    topic = a_cold_bucket(site)
+    expected = rows_of(topic)
+    for key, begin, _ in [frame_at(site, offset) for offset in bad]:
+        site.objects.corrupt(key, begin + 20)
+    reading = {"cloud_reader": {"on_damage": "skip", "read_ahead": False}}
+    with a_history(site, **reading) as history:
+        assert history_rows(history) == [row for row in expected if row["offset"] not in bad]
+
+
+def put_descriptor(site, described):
+    site.metadata.put(site.catalog().keys.descriptor(described.start), encode_descriptor(described))
+
+
+@pytest.mark.parametrize("shift", [-40, -1, 1, 13, 1 << 40])
+def test_wrong_index_entries_do_not_matter(site, shift):
+    topic = a_cold_bucket(site)
+    expected = rows_of(topic)
+    for described, _ in list(site.catalog().descriptors()):
+        index = tuple((o, max(0, p + shift)) for o, p in described.offset_index)
+        put_descriptor(site, replace(described, offset_index=index))
+    with a_history(site) as history:
+        assert history_rows(history) == expected
+        for start, end in [(7, 20), (33, 34), (0, 1), (59, 60)]:
+            assert history_rows(history, start, end=end) == expected[start:end]
+
+
+def test_index_that_names_the_wrong_offsets_does_not_matter(site):
+    topic = a_cold_bucket(site)
+    expected = rows_of(topic)
+    for described, _ in list(site.catalog().descriptors()):
+        index = tuple((o + 1, p) for o, p in described.offset_index)
+        put_descriptor(site, replace(described, offset_index=index))
+    with a_history(site) as history:
+        assert history_rows(history) == expected
+        assert history_rows(history, 20, end=23) == expected[20:23]
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_objects_of_danube_are_read(site, codec):
+    """Without a codec, an index, times or a checksum in their descriptors."""
+    topic = a_cold_bucket(site)
+    expected = [
+        {**row, "routing_key": row["routing_key"] if codec is Codec.BINCODE2 else None}
+        for row in rows_of(topic)
+    ]
+    for described, _ in list(site.catalog().descriptors()):
+        records = [m.record for m in topic.read(described.start, end=described.end)]
+        if codec is Codec.BINCODE1:
+            records = [replace(record, routing_key=None) for record in records]
+        data = b"".join(
+            encode_frame(offset, encode_message(record, codec))
+            for offset, record in enumerate(records, described.start)
+        )
+        site.objects.put(object_key(NAME, described.object_id), data)
+        put_descriptor(
+            site,
+            replace(
+                described,
+                codec=None,
+                size_bytes=len(data),
+                offset_index=(),
+                publish_time_index=(),
+                publish_time_min=None,
+                publish_time_max=None,
+                checksum=None,
+            ),
+        )
+    with a_history(site) as history:
+        assert history_rows(history) == expected
+        assert history_rows(history, 31, end=33) == expected[31:33]
+        assert history.topic(TEXT).find_time(1300, 0, 60) == 30
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_object_that_is_replaced_under_a_read_is_read_from_its_new_place(site, ahead):
+    topic = a_cold_bucket(site)
+    expected = rows_of(topic)
+    reading = {"cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": ahead}}
+    with a_history(site, **reading) as history:
+        reader = history.topic(TEXT).read_arrow(columns=(*COLUMNS, *HIDDEN))
+        found = reader.read_next_batch().to_pylist()
+        for described, _ in list(site.catalog().descriptors()):
+            old = object_key(NAME, described.object_id)
+            new = replace(described, object_id=described.object_id.replace(".dnb1", "-7.dnb1"))
+            site.objects.put(object_key(NAME, new.object_id), site.objects.read(old, 0, 1 << 40))
+            put_descriptor(site, new)
+            site.objects.drop(old)
+        drain(reader, found)
+    assert found == expected
+
+
+def test_object_that_expires_under_a_read_is_an_error(site):
+    topic = a_cold_bucket(site)
+    with a_history(site) as history:
+        reader = history.topic(TEXT).read_arrow(columns=["offset"])
+        found = reader.read_next_batch().to_pylist()
+        gone = [described for described, _ in site.catalog().descriptors()][:-1]
+        topic.tier.owned.expire(gone)
+        for described in gone:
+            site.objects.drop(object_key(NAME, described.object_id))
+        with pytest.raises((DataGapError, NotFoundError, OffsetOutOfRangeError)):
+            drain(reader, found)
+        assert [row["offset"] for row in found] == list(range(len(found)))
+        assert len(found) < gone[-1].end
+
+
+def test_object_that_is_lost_is_an_error_that_names_it(site):
+    a_cold_bucket(site)
+    key = site.key(30)
+    site.objects.drop(key)
+    with a_history(site) as history, pytest.raises(NotFoundError) as caught:
+        history_rows(history)
+    assert caught.value.path == key
+
+
+def test_object_that_is_cut_short_is_damage(site):
+    topic = a_cold_bucket(site)
+    expected = rows_of(topic)
+    key, begin, _ = frame_at(site, 30)
+    site.objects.put(key, site.objects.read(key, 0, begin + 5))
+    found = []
+    with a_history(site) as history:
+        reader = history.topic(TEXT).read_arrow(columns=(*COLUMNS, *HIDDEN))
+        with pytest.raises(CorruptDataError) as caught:
+            drain(reader, found)
+    assert caught.value.offset == 30
+    assert found == expected[:30]
+
+
+def test_hole_between_objects_is_an_error_with_its_range(site):
+    a_cold_bucket(site)
+    start, end = site.ranges()[2]
+    site.metadata.delete(site.catalog().keys.descriptor(start))
+    found = []
+    with a_history(site) as history:
+        reader = history.topic(TEXT).read_arrow(columns=["offset"])
+        with pytest.raises(DataGapError) as caught:
+            drain(reader, found)
+    assert (caught.value.start, caught.value.end) == (start, end)
+    assert [row["offset"] for row in found] == list(range(start))
+
+
+def test_missing_beginning_of_a_range_is_an_error(site):
+    """The first object is forgotten between looking at the range and reading it."""
+    a_cold_bucket(site)
+    start, end = site.ranges()[0]
+    with a_history(site) as history:
+        reader = history.topic(TEXT).read_arrow(columns=["offset"])
+        site.metadata.delete(site.catalog().keys.descriptor(start))
+        with pytest.raises(DataGapError) as caught:
+            reader.read_all()
+    assert (caught.value.start, caught.value.end) == (start, end)
+
+
+def test_silent_bucket_is_an_error_that_passes(site):
+    topic = a_cold_bucket(site)
+    with a_history(site) as history:
+
+        def silent(kind, key):
+            raise UnavailableError("silent")
+
+        site.objects.before = silent
+        with pytest.raises(UnavailableError):
+            history_rows(history)
+        site.objects.before = lambda kind, key: None
+        assert history_rows(history) == rows_of(topic)
+
+
+def test_parts_of_an_object_are_read_without_metadata(site):
+    """What a task of Spark does: it was told which bytes of which object to read."""
+    topic = a_cold_bucket(site)
+    expected = rows_of(topic)
+    described = site.catalog().find(20)
+    part = ObjectPart.of(described, 20, described.end)
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+
+        def refuse(kind, key):
+            raise UnavailableError("the metadata store was asked")
+
+        site.metadata.before = refuse
+        decoders = Decoders(TEXT, (*COLUMNS, *HIDDEN))
+        rows = list(seen.read_part(part, decoders))
+        site.metadata.before = lambda kind, key: None
+    assert [row for item in rows for row in item.batch.to_pylist()] == expected[20 : described.end]
+    assert rows[-1].next_offset == described.end
+
+
+def test_every_cut_of_an_object_gives_the_same_rows(site):
+    topic = a_cold_bucket(site, storage={"uploader": {"index_every_messages": 7}})
+    expected = rows_of(topic)
+    (described,) = [d for d, _ in site.catalog().descriptors()]
+    with a_history(site) as history:
+        seen = history.topic(TEXT)
+        decoders = Decoders(TEXT, (*COLUMNS, *HIDDEN))
+        for step in (1, 4, 7, 13, 60):
+            found = []
+            for start in range(0, 60, step):
+                part = ObjectPart.of(described, start, start + step)
+                for rows in seen.read_part(part, decoders):
+                    found += rows.batch.to_pylist()
+                    assert rows.next_offset == len(found)
+            assert found == expected
+
+
+# -- threads and the end ------------------------------------------------------------------------
+
+
+def test_threads_share_one(site):
+    topic = a_cold_bucket(site, 200)
+    expected = rows_of(topic)
+    reading = {"cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": True}}
+    with a_history(site, **reading) as history, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda start: history_rows(history, start), range(0, 200, 20)))
+    assert found == [expected[start:] for start in range(0, 200, 20)]
+
+
+def test_reading_goes_on_beside_uploads_and_expiry(site):
+    """Goal: whatever is uploaded meanwhile, what is read is a gapless beginning of the topic."""
+    topic = a_topic(site)
+    fill(topic, 20)
+    topic.upload()
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set() and topic.watermarks.next < 2000:
+            fill(topic, 10)
+            topic.upload()
+
+    writer = Task(write)
+    try:
+        with a_history(site) as history:
+            for _ in range(20):
+                found = offsets(history.topic(TEXT).read_arrow(columns=["offset"]))
+                assert found == list(range(len(found)))
+                assert len(found) >= 20
+    finally:
+        stop.set()
+        writer.result()
+
+
+def test_fenced_owners_objects_are_not_seen(site):
+    topic = a_topic(site)
+    fill(topic, 5)
+    topic.upload()
+    site.clock.advance(TTL_SECONDS + 1)
+    other = site.open("b", scheduler=NoThreads(), storage=SMALL).topic(TEXT, take_over=True)
+    fill(topic, 5)
+    with pytest.raises(IsterError):
+        topic.upload()
+    other.append(b"counts")
+    other.upload()
+    with a_history(site) as history:
+        rows = history_rows(history)
+    assert [row["payload"] for row in rows[5:]] == [b"counts"]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_history_that_is_closed_under_a_read_says_so(site, ahead):
+    topic = a_topic(site, storage={})
+    fill(topic, 300, size=2000)
+    topic.upload()
+    reading = {"cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": ahead}}
+    history = a_history(site, **reading)
+    reader = history.topic(TEXT).read_arrow(columns=["offset"])
+    found = reader.read_next_batch().to_pylist()
+    history.close()
+    history.close()
+    try:
+        drain(reader, found)
+    except IsterError as error:
+        assert isinstance(error, (ClosedError, UnavailableError)), error
+    # Or it ends well: what was under way may be finished.
+    assert [row["offset"] for row in found] == list(range(len(found)))

@@ -1,0 +1,518 @@
+"""A topic's files read by somebody who does not own it, while the owner goes on."""
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+import ister
+from ister.clock import ManualClock, SystemClock
+from ister.errors import CorruptDataError, NotFoundError, OffsetOutOfRangeError
+from ister.format.frame import FRAME_HEADER_SIZE
+from ister.format.message import decode_message
+from ister.metrics import Metrics
+from ister.model import TopicName
+from ister.topic.local_tail import LocalTail
+from ister.topic.tiers import NODE_NAME
+from rig import Task, numbered, payloads
+from tier_rig import NAME, Site
+
+TEXT = str(NAME)
+CHUNK = 1 << 16
+SECONDS = 15.0 if os.environ.get("ISTER_HEAVY") else 1.5
+
+
+class Place:
+    """A data directory on a real disk."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.wal = path / "wal"
+        self.log = None
+
+    def open(self, **wal):
+        self.log = ister.open(
+            {
+                "storage": {
+                    "wal": {"dir": str(self.wal), **wal},
+                    "cloud": {"root": str(self.path / "objects")},
+                    "metadata": {"path": str(self.path / "metadata.db")},
+                    "uploader": {"engine": "none"},
+                }
+            }
+        )
+        return self.log.topic(TEXT, create=True)
+
+    @property
+    def directory(self):
+        return self.wal / NAME.namespace / NAME.topic
+
+    @property
+    def node(self):
+        return (self.wal / NODE_NAME).read_text().strip()
+
+    def tail(self, *, node=None, name=NAME, clock=None):
+        return LocalTail.find(
+            str(self.wal),
+            name,
+            self.node if node is None else node,
+            clock=clock or SystemClock(),
+            metrics=Metrics(),
+        )
+
+
+@pytest.fixture
+def place(tmp_path):
+    place = Place(tmp_path)
+    yield place
+    if place.log is not None:
+        place.log.close()
+
+
+def decoded(batches):
+    """(offset, payload) of every frame; offsets follow each other."""
+    found = []
+    for batch in batches:
+        ends = [*batch.starts[1:], batch.end]
+        assert not found or batch.first_offset == found[-1][0] + 1
+        for offset, (head, tail) in enumerate(
+            zip(batch.starts, ends, strict=True), batch.first_offset
+        ):
+            message = decode_message(batch.chunk[head + FRAME_HEADER_SIZE : tail], batch.codec)
+            assert message.msg_id.topic_offset == offset
+            found.append((offset, message.payload))
+    return found
+
+
+def read(tail, start=0, end=1 << 60, *, chunk_bytes=CHUNK):
+    return decoded(tail.frames(start, end, chunk_bytes=chunk_bytes))
+
+
+def fill(topic, count, *, size=200):
+    for payload in numbered(count, first=topic.watermarks.next, size=size):
+        topic.append(payload)
+        topic.flush()
+
+
+def expected(start, end, *, size=200):
+    return list(enumerate(numbered(end - start, first=start, size=size), start))
+
+
+# -- whose files --------------------------------------------------------------------------------
+
+
+def test_files_of_the_node_that_wrote_the_topic_last_are_used(place):
+    topic = place.open()
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    record = topic.tier.owned.record
+    assert record.node == place.node
+    assert read(place.tail(node=record.node)) == expected(0, 10)
+
+
+def test_directory_of_another_node_is_not_used(place):
+    topic = place.open()
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    assert place.tail(node="0123456789abcdef") is None
+
+
+def test_directory_of_a_node_that_was_replaced_is_not_used():
+    """Goal: messages that were given up are never read in the place of those that count."""
+    with Site() as site:
+        old = site.open("a").topic(TEXT, create=True)
+        old.append_many(numbered(5))
+        old.upload()
+        old.append_many([b"given up"] * 5)
+        old.flush()
+        old.wal.save_checkpoint()
+        site.clock.advance(100)
+        new = site.open("b").topic(TEXT, take_over=True)
+        new.append_many([b"counts"] * 5)
+        new.flush()
+        new.wal.save_checkpoint()
+        node = site.catalog().record()[0].node
+
+        def tail(disk):
+            return LocalTail.find(
+                "/data", NAME, node, clock=site.clock, metrics=Metrics(), fs=site.disk(disk)
+            )
+
+        assert tail("a") is None
+        assert [payload for _, payload in read(tail("b"), 5)] == [b"counts"] * 5
+
+
+@pytest.mark.parametrize("content", [None, "", "\n", "garbage", "\xff\xfe"])
+def test_directory_without_a_nodes_name_is_not_used(place, content):
+    topic = place.open()
+    node = place.node
+    fill(topic, 3)
+    topic.wal.save_checkpoint()
+    (place.wal / NODE_NAME).unlink()
+    if content is not None:
+        (place.wal / NODE_NAME).write_text(content)
+    assert place.tail(node=node) is None
+    # A topic whose metadata was rebuilt names nobody, and nobody's files are its own.
+    assert place.tail(node="") is None
+
+
+def test_no_directory_no_tail(place, tmp_path):
+    clock, metrics = SystemClock(), Metrics()
+    assert LocalTail.find(None, NAME, "x", clock=clock, metrics=metrics) is None
+    missing = str(tmp_path / "nowhere")
+    assert LocalTail.find(missing, NAME, "x", clock=clock, metrics=metrics) is None
+    assert not Path(missing).exists()
+    place.open()
+    other = TopicName(namespace="default", topic="other")
+    assert place.tail(name=other) is None
+    assert not (place.wal / "default" / "other").exists()
+
+
+def test_topic_that_was_handed_over_has_no_tail_here(place):
+    topic = place.open()
+    fill(topic, 3)
+    place.log.seal(TEXT)
+    assert place.tail() is None
+
+
+# -- what is read -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["missing", "corrupt"])
+def test_without_a_whole_checkpoint_nothing_is_read(place, damage):
+    topic = place.open()
+    fill(topic, 5)
+    place.log.close()
+    path = place.directory / "wal.ckpt"
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"x" + path.read_bytes()[1:])
+    tail = place.tail()
+    assert tail.snapshot() is None
+    assert tail.mark() is None
+    assert tail.catch_up((7, 7)) is None
+    assert read(tail) == []
+    assert tail.find_time(0, 0, 100) is None
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_ranges_are_read_whether_somebody_has_the_log_open_or_not(place, is_open):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    if not is_open:
+        place.log.close()
+    tail = place.tail()
+    assert read(tail) == expected(0, 100)
+    for start, end in [(0, 1), (17, 55), (99, 100), (50, 1000)]:
+        assert read(tail, start, end) == expected(start, min(end, 100))
+    assert read(tail, 100, 200) == read(tail, 500, 600) == read(tail, 5, 5) == []
+
+
+def test_range_that_grows_meanwhile_is_read_to_its_end(place):
+    """`frames` takes a newer checkpoint where the one it began with ends."""
+    topic = place.open()
+    fill(topic, 5)
+    topic.wal.save_checkpoint()
+    frames = place.tail().frames(0, 12, chunk_bytes=CHUNK)
+    found = decoded([next(frames)])
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    found += decoded(frames)
+    assert found == expected(0, 12)
+
+
+def test_reading_ends_where_files_were_trimmed(place):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100)
+    topic.upload()
+    tail = place.tail()
+    topic.wal.save_checkpoint()
+    frames = tail.frames(0, 100, chunk_bytes=CHUNK)
+    first = decoded([next(frames)])
+    topic.wal.trim(80)
+    rest = decoded(frames)
+    # What was open is read to its end; behind it the caller looks elsewhere.
+    found = first + rest
+    assert found == expected(0, len(found))
+    assert len(found) < topic.watermarks.trimmed
+    assert read(tail, 0, 100) == []
+    trimmed = topic.watermarks.trimmed
+    assert read(tail, trimmed) == expected(trimmed, 100)
+
+
+def test_file_that_is_lost_is_not_taken_for_one_that_was_trimmed(place):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100)
+    place.log.close()
+    (place.directory / "wal.2.log").unlink()
+    with pytest.raises(NotFoundError):
+        read(place.tail())
+
+
+def test_damaged_frame_raises_behind_those_before_it(place):
+    topic = place.open()
+    fill(topic, 20)
+    place.log.close()
+    path = place.directory / "wal.log"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    found = []
+    with pytest.raises(CorruptDataError) as caught:
+        found.extend(place.tail().frames(0, 20, chunk_bytes=CHUNK))
+    assert decoded(found) == expected(0, caught.value.offset)
+    assert 5 < caught.value.offset < 15
+
+
+def test_time_is_found_below_the_durable_end(place):
+    topic = place.open(rotate_max_bytes=4096)
+    for number in range(100):
+        topic.append(b"x" * 200, publish_time=1000 + number * 10)
+        topic.flush()
+    topic.wal.save_checkpoint()
+    topic.append(b"too new", publish_time=5000)
+    topic.flush()
+    tail = place.tail()
+    assert tail.find_time(0, 0, 100) == 0
+    assert tail.find_time(1500, 0, 100) == 50
+    assert tail.find_time(1501, 0, 100) == 51
+    assert tail.find_time(1000, 30, 100) == 30
+    assert tail.find_time(1500, 0, 50) is None
+    assert tail.find_time(3000, 0, 1000) is None
+    assert tail.find_time(1000, 100, 100) is None
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["before", "meanwhile"])
+def test_time_is_not_looked_for_behind_what_was_trimmed(place, monkeypatch, is_late):
+    """Goal: the first message of a time is never passed over because it lies in the bucket by now;
+    the caller hears that the range is not here, and looks there.
+    """
+    topic = place.open(rotate_max_bytes=4096)
+    for number in range(100):
+        topic.append(b"x" * 200, publish_time=1000 + number)
+        topic.flush()
+    topic.upload()
+    topic.wal.save_checkpoint()
+    tail = place.tail()
+    old = tail.snapshot()
+    topic.wal.trim(80)
+    if not is_late:
+        snapshots, load = iter([old]), tail.snapshot
+        monkeypatch.setattr(tail, "snapshot", lambda: next(snapshots, None) or load())
+    with pytest.raises((NotFoundError, OffsetOutOfRangeError)):
+        tail.find_time(1005, 0, 100)
+
+
+def test_topic_that_is_deleted_meanwhile_ends_the_reading(place):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    tail = place.tail()
+    frames = tail.frames(0, 100, chunk_bytes=CHUNK)
+    found = decoded([next(frames)])
+    place.log.delete(TEXT)
+    found += decoded(frames)
+    assert found == expected(0, len(found))
+    assert tail.snapshot() is None
+
+
+# -- hands off ----------------------------------------------------------------------------------
+
+
+def listing(place):
+    """Every file under the directory, with what would tell that it was touched."""
+    found = {}
+    for path in sorted(place.wal.rglob("*")):
+        status = path.stat()
+        found[str(path)] = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
+    return found
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_nothing_is_written_into_the_owners_directory(place, is_open):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100)
+    if is_open:
+        topic.wal.save_checkpoint()
+        topic.wal.release_file(sync=True)
+    else:
+        place.log.close()
+    removed = [path for path in place.directory.iterdir() if path.suffix == ".idx"]
+    assert removed
+    for path in removed:
+        path.unlink()
+    before = listing(place)
+    tail = place.tail()
+    assert read(tail) == expected(0, 100)
+    assert read(tail, 77, 78) == expected(77, 78)
+    tail.find_time(10, 0, 100)
+    tail.catch_up(tail.mark())
+    assert not any(path.exists() for path in removed)
+    assert listing(place) == before
+
+
+def test_directory_that_may_only_be_read_is_enough(place, monkeypatch):
+    """Nothing but reading is asked of the file system, whatever the rights."""
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 50)
+    place.log.close()
+    real = os.open
+
+    def read_only(path, flags, *more, **named):
+        assert flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) == 0, path
+        return real(path, flags, *more, **named)
+
+    def refuse(*_, **__):
+        raise AssertionError("written")
+
+    monkeypatch.setattr(os, "open", read_only)
+    for name in ("mkdir", "rename", "replace", "unlink", "remove", "truncate", "ftruncate"):
+        monkeypatch.setattr(os, name, refuse)
+    assert read(place.tail()) == expected(0, 50)
+
+
+def test_one_file_is_open_at_a_time_and_none_afterwards(place):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    topic.wal.release_file(sync=True)
+
+    def open_logs():
+        links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+        found = []
+        for link in links:
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith(str(place.directory)):
+                found.append(target)
+        return found
+
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("no list of open files here")
+    tail = place.tail()
+    for _ in tail.frames(0, 100, chunk_bytes=CHUNK):
+        assert len(open_logs()) <= 1
+    frames = tail.frames(0, 100, chunk_bytes=CHUNK)
+    next(frames)
+    frames.close()
+    assert open_logs() == []
+
+
+# -- catching up --------------------------------------------------------------------------------
+
+
+def test_catching_up_sees_what_was_just_synced(place):
+    topic = place.open()
+    fill(topic, 5)
+    topic.wal.save_checkpoint()
+    tail = place.tail()
+    assert tail.snapshot().synced == 5
+    for _ in range(2):
+        fill(topic, 2)
+        done = topic.watermarks.synced
+        assert tail.catch_up(tail.mark()).synced >= done
+
+
+def test_catching_up_across_a_rotation_sees_what_was_just_synced(place):
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 5)
+    tail = place.tail()
+    fill(topic, 40)
+    assert tail.catch_up(tail.mark()).synced >= 45
+
+
+def test_catching_up_does_not_wait_where_nothing_is_missing(place):
+    topic = place.open()
+    fill(topic, 5)
+    topic.wal.save_checkpoint()
+    tail = place.tail(clock=ManualClock())  # a wait would never end
+    assert tail.catch_up(tail.mark()).synced == 5
+    assert tail.catch_up(None).synced == 5
+
+
+def test_catching_up_gives_up_when_the_owner_is_dead(place):
+    """Goal: what no checkpoint covers stays out of sight, and the wait has an end."""
+    topic = place.open()
+    fill(topic, 5)
+    place.log.close()
+    with (place.directory / "wal.log").open("ab") as file:
+        file.write(b"torn")
+    clock = ManualClock()
+    tail = place.tail(clock=clock)
+    waiting = Task(tail.catch_up, tail.mark())
+    waiting.join(0.2)
+    assert waiting.is_running
+    clock.advance(60)
+    assert waiting.result().synced == 5
+
+
+# -- beside an owner that works -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["bincode2", "bincode1"])
+@pytest.mark.timeout(120)
+def test_every_snapshot_is_what_was_appended_while_the_owner_works(place, codec):
+    """Goal: appends, rotations, uploads and trims beside it: every frame read is the one appended,
+    none is above what is synced, and reading ends only where files were trimmed.
+    """
+    seed = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
+    print(f"ISTER_SIM_SEED={seed}")
+    place.open(rotate_max_bytes=16_384, cache_capacity=64)
+    place.log.delete(TEXT)
+    topic = place.log.topic(TEXT, create=True, codec=codec)
+    stop = threading.Event()
+
+    def payload(offset):
+        return b"%d" % offset + b"." * (offset * 7919 % 300)
+
+    def own():
+        rng = random.Random(seed)
+        while not stop.is_set():
+            for _ in range(rng.randint(1, 30)):
+                topic.append(payload(topic.watermarks.next))
+            choice = rng.random()
+            if choice < 0.7:
+                topic.flush()
+            if choice < 0.1:
+                topic.upload()
+                topic.wal.trim(topic.watermarks.tiered)
+            elif choice < 0.3:
+                topic.wal.save_checkpoint()
+
+    def look(number):
+        rng = random.Random(seed + number)
+        tail = place.tail()
+        reads = frames = ended_early = 0
+        while not stop.is_set():
+            snapshot = tail.snapshot()
+            if snapshot is None or snapshot.trimmed == snapshot.synced:
+                continue
+            assert snapshot.synced <= topic.watermarks.synced
+            start = rng.randint(snapshot.trimmed, snapshot.synced - 1)
+            end = min(snapshot.synced, start + rng.randint(1, 400))
+            found = read(tail, start, end, chunk_bytes=rng.choice((1 << 16, 1 << 20)))
+            assert found == [(n, payload(n)) for n in range(start, start + len(found))]
+            if len(found) < end - start:
+                assert topic.watermarks.trimmed > start + len(found)
+                ended_early += 1
+            snapshot.measure(start, end)
+            reads, frames = reads + 1, frames + len(found)
+        return reads, frames, ended_early
+
+    owner = Task(own)
+    readers = [Task(look, number) for number in range(2)]
+    threading.Event().wait(SECONDS)
+    stop.set()
+    owner.result()
+    for reader in readers:
+        reads, frames, ended_early = reader.result()
+        print(f"{reads} reads of {frames} frames, {ended_early} met a trim")
+        assert reads > 20
+    assert topic.watermarks.trimmed > 0
+    assert payloads(topic.read(topic.watermarks.next - 1)) == [payload(topic.watermarks.next - 1)]

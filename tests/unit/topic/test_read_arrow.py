@@ -1,0 +1,682 @@
+"""Messages as Arrow: the same as read one by one, from every tier, whatever is damaged."""
+
+import gc
+import itertools
+import random
+import weakref
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ister
+from ister.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptDataError,
+    DataGapError,
+    InvalidRequestError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from ister.extras import missing_extra
+from ister.format.columnar import COLUMNS, HIDDEN, arrow_schema
+from ister.format.descriptor import encode_descriptor
+from ister.format.frame import encode_frame, scan_frames
+from ister.format.message import encode_message
+from ister.model import Codec, MessageId, StreamMessage
+from ister.tier.names import object_key
+from ister.topic import topic as topic_module
+from rig import ROOT, NoThreads, Task, numbered
+from tier_rig import NAME, Site
+
+TEXT = str(NAME)
+PATH = f"{ROOT}{TEXT}"
+ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 4}
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def a_topic(site, disk="a", *, codec=None, take_over=False, storage=None, **wal):
+    log = site.open(
+        disk,
+        scheduler=NoThreads(),
+        storage={"cloud_reader": {"read_ahead": False}, **(storage or {})},
+        **{**ROTATE, **wal},
+    )
+    topic = log.topic(TEXT, create=True, codec=codec, take_over=take_over)
+    topic.log = log
+    return topic
+
+
+def a_memory_topic(**settings):
+    log = ister.open({"storage": {"mode": "memory", **settings}})
+    topic = log.topic(TEXT, create=True)
+    topic.log = log
+    return topic
+
+
+def signed(value, bits):
+    return value - (1 << bits) if value is not None and value >> (bits - 1) else value
+
+
+def as_row(message):
+    """What a message is in a table."""
+    record = message.record
+    return {
+        "topic": TEXT,
+        "offset": message.offset,
+        "publish_time": EPOCH + timedelta(milliseconds=record.publish_time),
+        "producer_name": record.producer_name,
+        "payload": record.payload,
+        "attributes": list(record.attributes.items()),
+        "routing_key": record.routing_key,
+        "schema_id": signed(record.schema_id, 64),
+        "schema_version": signed(record.schema_version, 32),
+        "request_id": record.request_id,
+        "producer_id": record.msg_id.producer_id,
+    }
+
+
+def rows_of(topic, start="earliest", end=None, columns=(*COLUMNS, *HIDDEN)):
+    """The rows as `read` has them."""
+    return [
+        {name: row[name] for name in columns} for row in map(as_row, topic.read(start, end=end))
+    ]
+
+
+def arrow_rows(topic, *args, **named):
+    table = topic.read_arrow(*args, **{"columns": (*COLUMNS, *HIDDEN), **named}).read_all()
+    table.validate(full=True)
+    return table.to_pylist()
+
+
+def same(topic, *args, **named):
+    """Both ways of reading give the same, and something."""
+    rows = arrow_rows(topic, *args, **named)
+    assert rows == rows_of(topic, *args, **named)
+    return len(rows)
+
+
+def drain(reader, found):
+    """Adds the rows to `found`, batch by batch: they stay there when reading fails."""
+    for batch in reader:
+        found += batch.to_pylist()
+
+
+def fill(topic, count, *, size=200):
+    for payload in numbered(count, first=topic.watermarks.next, size=size):
+        topic.append(payload, attributes={"n": str(len(payload))}, routing_key="k")
+        topic.flush()
+
+
+def trim(topic, before=None):
+    topic.upload()
+    topic.wal.trim(topic.watermarks.tiered if before is None else before)
+
+
+# -- the same as read ---------------------------------------------------------------------------
+
+_NAMES = st.text(max_size=6)
+_FIELDS = st.fixed_dictionaries(
+    {
+        "payload": st.binary(max_size=40) | st.binary(min_size=300, max_size=300),
+        "publish_time": st.integers(0, 253_402_300_799_999),
+        "producer_name": _NAMES,
+        "attributes": st.dictionaries(_NAMES, _NAMES, max_size=3),
+        "request_id": st.integers(0, 2**64 - 1),
+        "producer_id": st.integers(0, 2**64 - 1),
+        "schema_id": st.none() | st.integers(0, 2**64 - 1),
+        "schema_version": st.none() | st.integers(0, 2**32 - 1),
+        "routing_key": st.none() | _NAMES,
+    }
+)
+_STEPS = st.lists(
+    st.lists(_FIELDS, min_size=1, max_size=12)
+    | st.sampled_from(["upload", "trim", "reopen", "move"]),
+    min_size=1,
+    max_size=8,
+)
+
+
+def a_record(fields, codec):
+    if codec is Codec.BINCODE1:
+        fields = {**fields, "schema_id": None, "schema_version": None, "routing_key": None}
+    fields = dict(fields)
+    identity = MessageId(producer_id=fields.pop("producer_id"), topic_name=TEXT)
+    return StreamMessage(msg_id=identity, subscription_name=None, **fields)
+
+
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    steps=_STEPS,
+    codec=st.sampled_from(list(Codec)),
+    columns=st.none()
+    | st.lists(st.sampled_from((*COLUMNS, *HIDDEN)), unique=True, min_size=1, max_size=5),
+    ranges=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted), max_size=4),
+)
+def test_arrow_has_what_read_has_wherever_it_lies(steps, codec, columns, ranges):
+    """Goal: field by field the same, from bucket, files and both, in ranges and projections."""
+    with Site() as site:
+        disks = itertools.count()
+        disk = f"disk-{next(disks)}"
+        topic = a_topic(site, disk, codec=codec)
+        for step in steps:
+            if step == "upload":
+                topic.upload()
+            elif step == "trim":
+                trim(topic)
+            elif step == "reopen":
+                topic.log.close()
+                topic = a_topic(site, disk)
+            elif step == "move":
+                topic.log.seal(TEXT)
+                topic.log.close()
+                disk = f"disk-{next(disks)}"
+                topic = a_topic(site, disk)
+            else:
+                for fields in step:
+                    topic.append_record(a_record(fields, codec))
+                topic.flush()
+        assert same(topic) == topic.watermarks.next
+        names = tuple(columns) if columns is not None else COLUMNS
+        for low, high in [(0.0, 1.0), *ranges]:
+            start, end = (int(share * topic.watermarks.next) for share in (low, high))
+            found = topic.read_arrow(start, end=end, columns=columns).read_all()
+            assert found.schema.equals(arrow_schema(columns))
+            assert found.to_pylist() == rows_of(topic, start, end, names)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    batches=st.lists(st.lists(_FIELDS, max_size=10), max_size=5),
+    capacity=st.integers(1, 60),
+)
+def test_arrow_has_what_read_has_in_memory_alone(batches, capacity):
+    topic = a_memory_topic(wal={"cache_capacity": capacity})
+    try:
+        for batch in batches:
+            for fields in batch:
+                topic.append_record(a_record(fields, topic.codec))
+        assert same(topic) == min(capacity, topic.watermarks.next)
+        start = topic.earliest
+        end = topic.watermarks.next
+        middle = (start + end) // 2
+        same(topic, middle)
+        same(topic, start, end=middle)
+    finally:
+        topic.log.close()
+
+
+def test_message_that_has_left_the_memory_is_an_error():
+    topic = a_memory_topic(wal={"cache_capacity": 10})
+    topic.append_many(numbered(5))
+    reader = topic.read_arrow(0)
+    topic.append_many(numbered(20))
+    with pytest.raises(OffsetOutOfRangeError):
+        reader.read_all()
+    topic.log.close()
+
+
+def test_schema_is_the_tables(site):
+    topic = a_topic(site)
+    reader = topic.read_arrow()
+    assert reader.schema.names == list(COLUMNS)
+    assert reader.read_all().num_rows == 0
+    topic.append(b"x")
+    assert topic.read_arrow(columns=["payload", "offset"]).schema.names == ["payload", "offset"]
+
+
+def test_rows_without_columns_are_still_counted(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    assert sum(batch.num_rows for batch in topic.read_arrow(columns=[])) == 10
+
+
+def test_arguments_are_those_of_read(site):
+    topic = a_topic(site)
+    for number in range(20):
+        topic.append(b"%d" % number, publish_time=1000 + number)
+    same(topic, 5)
+    same(topic, 5, end=5)
+    same(topic, 5, end=15)
+    same(topic, "earliest", end=1000)
+    assert same(topic, EPOCH + timedelta(milliseconds=1015)) == 5
+    assert same(topic, "latest") == 0
+    for start, end, error in [
+        (21, None, OffsetOutOfRangeError),
+        (7, 3, InvalidRequestError),
+        (-1, None, InvalidRequestError),
+        ("soon", None, InvalidRequestError),
+        (0, "x", InvalidRequestError),
+    ]:
+        with pytest.raises(error):
+            topic.read_arrow(start, end=end)
+    with pytest.raises(InvalidRequestError, match="there is no column 'value'"):
+        topic.read_arrow(columns=["value"])
+    assert topic.readers == []
+
+
+def test_what_was_appended_before_the_call_is_there_and_nothing_later(site):
+    topic = a_topic(site)
+    topic.append_many(numbered(10))
+    reader = topic.read_arrow(columns=["offset"])
+    topic.append_many(numbered(10))
+    topic.flush()
+    assert reader.read_all()["offset"].to_pylist() == list(range(10))
+
+
+def test_waiting_for_what_does_not_become_visible_has_an_end(site):
+    topic = a_topic(site)
+    topic.append(b"never synced: nobody commits here")
+    site.disk().before = lambda kind, path: (_ for _ in ()).throw(OSError(5, "broken"))
+    reader = Task(topic.read_arrow, timeout=0.0)
+    assert isinstance(reader.error(), (WaitTimeoutError, UnavailableError))
+
+
+def test_unread_part_of_a_batch_is_not_lost_between_two_ways_of_reading(site):
+    """`next_frames` goes on where `next_batch` has stopped, in the middle of a chunk too."""
+    topic = a_topic(site, cache_capacity=1)
+    fill(topic, 60)
+    reader = topic.reader(end=60)
+    found = [message.offset for message in reader.next_batch(7)]
+    while (frames := reader.next_frames(500)) is not None:
+        found += range(frames.first_offset, frames.next_offset)
+        found += [message.offset for message in reader.poll(3)]
+    assert found == list(range(60))
+    reader.close()
+    with pytest.raises(ClosedError):
+        reader.next_frames()
+
+
+def test_next_frames_does_not_wait(site):
+    topic = a_topic(site)
+    reader = topic.reader()
+    assert reader.next_frames() is None
+    topic.append(b"not visible yet")
+    assert reader.next_frames() is None
+    topic.flush()
+    assert reader.next_frames().next_offset == 1
+    assert reader.next_frames() is None
+    reader.close()
+
+
+# -- readers end --------------------------------------------------------------------------------
+
+
+def test_reader_is_closed_at_the_end(site):
+    topic = a_topic(site)
+    fill(topic, 30)
+    reader = topic.read_arrow()
+    assert len(topic.readers) == 1
+    for _ in reader:
+        pass
+    assert topic.readers == []
+
+
+@pytest.mark.parametrize("where", ["before the first batch", "after a batch"])
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_reader_is_closed_when_the_consumer_stops_early(site, where, how):
+    topic = a_topic(site, storage={"uploader": {"max_object_bytes": 4096}})
+    fill(topic, 100)
+    trim(topic, 50)
+    reader = topic.read_arrow()
+    if where == "after a batch":
+        assert reader.read_next_batch().num_rows < 100
+    if how == "close":
+        reader.close()
+    del reader
+    gc.collect()
+    assert topic.readers == []
+    assert topic.log.metrics.snapshot()["wal_reader.active_readers"] == 0
+
+
+def test_reader_is_closed_after_an_error(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    reader = topic.read_arrow()
+    site.disk().before = lambda kind, path: (_ for _ in ()).throw(OSError(5, "broken"))
+    with pytest.raises(UnavailableError):
+        reader.read_all()
+    site.disk().before = lambda kind, path: None
+    assert topic.readers == []
+
+
+def test_topic_that_is_closed_ends_its_readers(site):
+    topic = a_topic(site)
+    fill(topic, 100)
+    reader = topic.read_arrow()
+    reader.read_next_batch()
+    topic.close()
+    with pytest.raises(ClosedError):
+        reader.read_all()
+
+
+def test_batches_do_not_hold_on_to_the_reader(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    reader = topic.read_arrow()
+    held = weakref.ref(topic.readers[0])
+    table = reader.read_all()
+    del reader
+    gc.collect()
+    assert held() is None
+    assert table.num_rows == 10
+
+
+# -- how much is fetched ------------------------------------------------------------------------
+
+
+def bytes_read(topic):
+    return topic.log.metrics.snapshot().get("cloud_reader.bytes_read_total", 0)
+
+
+def test_smaller_range_fetches_fewer_bytes(site):
+    """The index tells where a range begins: what lies before it is not fetched."""
+    settings = {
+        "uploader": {"index_every_messages": 10},
+        "cloud_reader": {"fetch_chunk_size": 65_536, "read_ahead": False},
+    }
+    topic = a_topic(site, storage=settings)
+    for payload in numbered(600, size=1000):
+        topic.append(payload)
+    trim(topic)
+    topic.log.seal(TEXT)
+    topic.log.close()
+    topic = a_topic(site, "b", storage=settings)
+    assert bytes_read(topic) == 0
+    fetched = []
+    for start, end in [(0, 600), (300, 600), (550, 600), (595, 600)]:
+        before = bytes_read(topic)
+        assert same(topic, start, end=end) == end - start
+        fetched.append(bytes_read(topic) - before)
+    assert fetched == sorted(fetched, reverse=True)
+    assert fetched[0] > 2 * 600_000
+    assert fetched[1] < 0.6 * fetched[0]
+    assert fetched[3] < 0.15 * fetched[0]
+
+
+# -- damage -------------------------------------------------------------------------------------
+
+
+def frame_in_object(site, offset):
+    """The key of the object that holds an offset, and where the frame begins and ends in it."""
+    described = site.catalog().find(offset)
+    key = object_key(NAME, described.object_id)
+    scan = scan_frames(site.objects.read(key, 0, 1 << 40), expected_offset=described.start)
+    number = offset - described.start
+    ends = [*scan.starts[1:], scan.end]
+    return key, scan.starts[number], ends[number]
+
+
+def local_frame(site, topic, offset):
+    """The local file that holds an offset, and where the frame begins."""
+    file = [file for file in topic.wal.files if file.first_offset <= offset][-1]
+    path = topic.wal.directory.log_path(file.seq)
+    handle = site.disk().open_read(path)
+    try:
+        data = handle.read_at(0, handle.size())
+    finally:
+        handle.close()
+    scan = scan_frames(data, expected_offset=file.first_offset)
+    return path, scan.starts[offset - file.first_offset]
+
+
+def flip_local(site, path, position):
+    file = site.disk().open(path)
+    byte = file.read_at(position, 1)
+    file.write_at(position, [bytes([byte[0] ^ 1])])
+    file.sync()
+    file.close()
+
+
+def cold(site, count=60, **settings):
+    """A topic of which everything is in the bucket alone."""
+    topic = a_topic(site, **settings)
+    fill(topic, count)
+    topic.log.seal(TEXT)
+    topic.log.close()
+    return a_topic(site, "b", **settings)
+
+
+def test_flipped_byte_in_an_object_does_not_matter_while_local_files_have_it(site):
+    topic = a_topic(site)
+    fill(topic, 60)
+    topic.upload()
+    key, begin, _ = frame_in_object(site, 30)
+    site.objects.corrupt(key, begin + 20)
+    assert same(topic) == 60
+
+
+def test_flipped_byte_in_a_local_file_is_read_from_the_bucket(site):
+    topic = a_topic(site)
+    fill(topic, 60)
+    topic.upload()
+    expected = rows_of(topic)
+    path, position = local_frame(site, topic, 30)
+    flip_local(site, path, position + 20)
+    assert arrow_rows(topic) == expected
+
+
+def test_rows_before_damage_come_out_first(site):
+    topic = cold(site)
+    expected = rows_of(topic)
+    key, begin, _ = frame_in_object(site, 37)
+    site.objects.corrupt(key, begin + 20)
+    reader = topic.read_arrow(columns=(*COLUMNS, *HIDDEN))
+    found = []
+    with pytest.raises(CorruptDataError) as caught:
+        drain(reader, found)
+    assert found == expected[:37]
+    assert (caught.value.offset, caught.value.path) == (37, key)
+    assert topic.readers == []
+    assert arrow_rows(topic, 38) == expected[38:]
+
+
+def test_rows_before_local_damage_come_out_first(site):
+    topic = a_topic(site)
+    fill(topic, 60)
+    expected = rows_of(topic)
+    path, position = local_frame(site, topic, 37)
+    flip_local(site, path, position + 20)
+    found = []
+    with pytest.raises(CorruptDataError) as caught:
+        drain(topic.read_arrow(columns=(*COLUMNS, *HIDDEN)), found)
+    assert found == expected[:37]
+    assert caught.value.offset == 37
+
+
+@pytest.mark.parametrize("bad", [[0], [59], [10, 11, 12], [5, 30, 58], [*range(60)]], ids=len)
+def test_damaged_messages_are_left_out_where_that_is_wanted(site, bad):
+    topic = cold(site, storage={"cloud_reader": {"on_damage": "skip", "read_ahead": False}})
+    expected = rows_of(topic)
+    for key, begin, _ in [frame_in_object(site, offset) for offset in bad]:
+        site.objects.corrupt(key, begin + 20)
+    found = arrow_rows(topic)
+    assert found == [row for row in expected if row["offset"] not in bad]
+    assert found == rows_of(topic)
+
+
+def rewrite(site, described, data):
+    """Puts other bytes, with their size, in the place of an object."""
+    site.objects.put(object_key(NAME, described.object_id), data)
+    changed = replace(described, size_bytes=len(data))
+    site.metadata.put(site.catalog().keys.descriptor(described.start), encode_descriptor(changed))
+
+
+def test_frame_that_is_whole_and_no_message_raises_behind_those_before_it(site):
+    topic = cold(site)
+    expected = rows_of(topic)
+    described = site.catalog().find(0)
+    key, begin, end = frame_in_object(site, 20)
+    data = site.objects.read(key, 0, 1 << 40)
+    rewrite(site, described, data[:begin] + encode_frame(20, b"\xff" * 30) + data[end:])
+    found = []
+    with pytest.raises(CorruptDataError) as caught:
+        drain(topic.read_arrow(columns=(*COLUMNS, *HIDDEN)), found)
+    assert caught.value.offset == 20
+    assert found == expected[:20]
+
+
+def test_wrong_index_entries_do_not_matter(site):
+    """An index is a hint: what it says is looked at, and a scan finds what it does not."""
+    settings = {"uploader": {"index_every_messages": 5}, "cloud_reader": {"read_ahead": False}}
+    topic = cold(site, storage=settings)
+    expected = rows_of(topic)
+    rng = random.Random(7)
+    for described, _ in list(site.catalog().descriptors()):
+        index = tuple(
+            (offset, max(0, position + rng.choice((-50, -1, 0, 1, 17, 100_000))))
+            for offset, position in described.offset_index
+        )
+        wrong = replace(described, offset_index=index)
+        site.metadata.put(site.catalog().keys.descriptor(described.start), encode_descriptor(wrong))
+    assert arrow_rows(topic) == expected
+    for start, end in [(7, 20), (33, 34), (58, 60), (0, 1)]:
+        assert arrow_rows(topic, start, end=end) == expected[start:end]
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_object_of_another_program_is_recognised(site, codec):
+    """Danube's descriptors have no codec, and may have no index."""
+    topic = cold(site, codec=None)
+    expected = rows_of(topic)
+    for described, _ in list(site.catalog().descriptors()):
+        messages = [
+            m.record if codec is Codec.BINCODE2 else replace(m.record, routing_key=None)
+            for m in topic.read(described.start, end=described.end)
+        ]
+        data = b"".join(
+            encode_frame(offset, encode_message(message, codec))
+            for offset, message in enumerate(messages, described.start)
+        )
+        rewrite(
+            site,
+            replace(described, codec=None, offset_index=(), publish_time_index=(), checksum=None),
+            data,
+        )
+    if codec is Codec.BINCODE1:
+        expected = [{**row, "routing_key": None} for row in expected]
+    assert arrow_rows(topic) == expected
+    assert arrow_rows(topic, 41, end=43) == expected[41:43]
+
+
+def test_object_that_is_replaced_under_a_read_is_read_from_its_new_place(site):
+    topic = cold(site, storage={"uploader": {"max_object_bytes": 4096}})
+    expected = rows_of(topic)
+    reader = topic.read_arrow(columns=(*COLUMNS, *HIDDEN))
+    found = reader.read_next_batch().to_pylist()
+    for described, _ in list(site.catalog().descriptors()):
+        old = object_key(NAME, described.object_id)
+        new = replace(described, object_id=described.object_id.replace(".dnb1", "-9.dnb1"))
+        site.objects.put(object_key(NAME, new.object_id), site.objects.read(old, 0, 1 << 40))
+        site.metadata.put(site.catalog().keys.descriptor(described.start), encode_descriptor(new))
+        site.objects.drop(old)
+    for batch in reader:
+        found += batch.to_pylist()
+    assert found == expected
+
+
+def test_object_that_expires_under_a_read_is_an_error_that_says_so(site):
+    topic = cold(site, storage={"uploader": {"max_object_bytes": 4096}})
+    reader = topic.read_arrow(columns=["offset"])
+    found = reader.read_next_batch().to_pylist()
+    owned = topic.tier.owned
+    gone = [described for described, _ in site.catalog().descriptors()][:-1]
+    owned.expire(gone)
+    for described in gone:
+        site.objects.drop(object_key(NAME, described.object_id))
+    with pytest.raises(OffsetOutOfRangeError) as caught:
+        drain(reader, found)
+    assert [row["offset"] for row in found] == list(range(len(found)))
+    assert caught.value.earliest == gone[-1].end
+    assert same(topic) == 60 - gone[-1].end
+
+
+def test_object_that_is_lost_is_an_error_that_names_it(site):
+    topic = cold(site)
+    key = site.key(30)
+    site.objects.drop(key)
+    with pytest.raises(NotFoundError) as caught:
+        topic.read_arrow().read_all()
+    assert caught.value.path == key
+
+
+def test_hole_between_objects_is_an_error_with_its_range(site):
+    topic = cold(site, storage={"uploader": {"max_object_bytes": 4096}})
+    ranges = site.ranges()
+    start, end = ranges[2]
+    site.metadata.delete(site.catalog().keys.descriptor(start))
+    found = []
+    with pytest.raises(DataGapError) as caught:
+        drain(topic.read_arrow(columns=["offset"]), found)
+    assert (caught.value.start, caught.value.end) == (start, end)
+    assert [row["offset"] for row in found] == list(range(start))
+
+
+def test_trimming_under_a_read_is_not_noticed(site):
+    topic = a_topic(site)
+    fill(topic, 100)
+    expected = rows_of(topic)
+    reader = topic.read_arrow(columns=(*COLUMNS, *HIDDEN))
+    found = reader.read_next_batch().to_pylist()
+    trim(topic)
+    assert topic.watermarks.trimmed > 50
+    for batch in reader:
+        found += batch.to_pylist()
+    assert found == expected
+
+
+# -- without the library ------------------------------------------------------------------------
+
+
+def test_missing_library_is_said_with_what_to_install(site, monkeypatch):
+    topic = a_topic(site)
+
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
+
+    monkeypatch.setattr(topic_module.importlib, "import_module", missing)
+    for call in (topic.read_arrow, lambda: topic.append_arrow(None)):
+        with pytest.raises(ConfigError, match="needs pyarrow") as caught:
+            call()
+        assert "ister[arrow]" in caught.value.hint
+
+
+def test_extra_that_is_missing_is_named():
+    error = missing_extra("this", "spark", ImportError("x", name="pyspark"))
+    assert error.message == "this needs pyspark, which is not installed"
+    assert error.hint == "pip install 'ister[spark]'"
+
+
+@pytest.mark.parametrize("name", [None, "ister", "ister.format.columnar"])
+def test_import_that_fails_for_another_reason_is_not_about_an_extra(name):
+    with pytest.raises(ImportError, match="broken"):
+        missing_extra("this", "spark", ImportError("broken", name=name))
+
+
+def test_pandas_polars_and_duckdb_take_it_as_it_is(site):
+    duckdb = pytest.importorskip("duckdb")
+    polars = pytest.importorskip("polars")
+    pytest.importorskip("pandas")
+    topic = a_topic(site)
+    fill(topic, 30)
+    assert len(topic.read_arrow().read_pandas()) == 30
+    assert polars.from_arrow(topic.read_arrow().read_all()).height == 30
+    reader = topic.read_arrow(10, columns=["offset", "payload"])
+    assert isinstance(reader, pa.RecordBatchReader)
+    assert duckdb.sql('select count(*), min("offset") from reader').fetchall() == [(20, 10)]

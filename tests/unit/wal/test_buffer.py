@@ -1,0 +1,166 @@
+"""The append buffer: frames one by one and many at once, in one order, with one count of bytes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import frames
+from ister.format.frame import encode_frame, scan_frames
+from ister.limits import APPEND_CHUNK_BYTES
+from ister.wal.buffer import AppendBuffer, VolatileBuffer
+
+
+class Attention:
+    """Counts how often somebody was called."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+
+
+def a_buffer(kind=AppendBuffer, *, next_offset=0, bytes_max=1 << 20):
+    attention = Attention()
+    buffer = kind(next_offset=next_offset, bytes_max=bytes_max, on_attention=attention)
+    buffer.attention_at = 1 << 60
+    return buffer, attention
+
+
+def test_frames_that_come_at_once_are_a_chunk():
+    buffer, _ = a_buffer(next_offset=7)
+    data = frames(7, [b"a", b"bb", b"ccc"])
+    buffer.push_frames(data, 3, 55)
+    assert (buffer.next, buffer.appended_bytes, buffer.pending_bytes) == (10, len(data), len(data))
+    (chunk,) = buffer.take()
+    assert (chunk.first_offset, chunk.end_offset) == (7, 10)
+    assert (chunk.size_bytes, chunk.publish_time_max) == (len(data), 55)
+    assert chunk.data() == data
+
+
+def test_frames_that_come_at_once_are_not_copied():
+    buffer, _ = a_buffer()
+    data = frames(0, [b"x" * 1000])
+    buffer.push_frames(data, 1, 0)
+    (chunk,) = buffer.take()
+    assert chunk.data() is data
+
+
+def test_single_frames_before_and_after_have_chunks_of_their_own():
+    buffer, _ = a_buffer()
+    buffer.push(0, b"first", 10)
+    buffer.push(1, b"second", 30)
+    buffer.push_frames(frames(2, [b"a", b"b"]), 2, 20)
+    buffer.push(4, b"last", 5)
+    chunks = buffer.take()
+    assert [(c.first_offset, c.end_offset, c.publish_time_max) for c in chunks] == [
+        (0, 2, 30),
+        (2, 4, 20),
+        (4, 5, 5),
+    ]
+    assert b"".join(c.data() for c in chunks) == frames(
+        0, [b"first", b"second", b"a", b"b", b"last"]
+    )
+    assert buffer.take() == []
+
+
+def test_somebody_is_called_once_the_bytes_are_reached():
+    buffer, attention = a_buffer()
+    data = frames(0, [b"a", b"b"])
+    buffer.attention_at = len(data) + 1
+    buffer.push_frames(data, 2, 0)
+    assert attention.calls == 0
+    buffer.push_frames(frames(2, [b"c"]), 1, 0)
+    assert attention.calls == 1
+
+
+def test_whoever_is_called_sees_the_frames():
+    seen = []
+    buffer = AppendBuffer(
+        next_offset=0, bytes_max=1 << 20, on_attention=lambda: seen.append(buffer.take())
+    )
+    buffer.push_frames(frames(0, [b"a", b"b"]), 2, 0)
+    assert [chunk.end_offset for chunk in seen[0]] == [2]
+    assert buffer.take() == []
+
+
+def test_bytes_stay_pending_until_they_are_written():
+    buffer, _ = a_buffer(bytes_max=100)
+    data = frames(0, [b"x" * 84])
+    buffer.push_frames(data, 1, 0)
+    assert not buffer.has_room(1)
+    buffer.take()
+    assert buffer.pending_bytes == len(data) == 100
+    assert not buffer.has_room(1)
+    buffer.note_written(len(data))
+    assert buffer.pending_bytes == 0
+    assert buffer.has_room(100)
+    assert buffer.has_room(10_000)
+
+
+def test_dropped_frames_are_gone():
+    buffer, _ = a_buffer()
+    buffer.push_frames(frames(0, [b"a"]), 1, 0)
+    buffer.discard()
+    assert (buffer.take(), buffer.pending_bytes, buffer.next) == ([], 0, 1)
+
+
+def test_full_chunk_of_single_frames_is_not_sealed_twice():
+    buffer, _ = a_buffer(bytes_max=1 << 30)
+    buffer.push(0, b"x" * APPEND_CHUNK_BYTES, 1)
+    buffer.seal_if_full()
+    buffer.push_frames(frames(1, [b"y"]), 1, 2)
+    buffer.seal_if_full()
+    assert [(c.first_offset, c.end_offset) for c in buffer.take()] == [(0, 1), (1, 2)]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(),
+            st.lists(
+                st.tuples(st.binary(min_size=1, max_size=20), st.integers(0, 99)),
+                min_size=1,
+                max_size=5,
+            ),
+            st.booleans(),
+        ),
+        max_size=20,
+    )
+)
+def test_chunks_are_the_frames_in_order_whichever_way_they_came(steps):
+    buffer, _ = a_buffer(next_offset=100)
+    expected, found, times = b"", b"", []
+    offset = 100
+    for at_once, items, takes in steps:
+        bodies = [body for body, _ in items]
+        if at_once:
+            buffer.push_frames(frames(offset, bodies), len(bodies), max(t for _, t in items))
+        else:
+            for number, (body, time) in enumerate(items, offset):
+                buffer.push(number, body, time)
+        expected += frames(offset, bodies)
+        offset += len(bodies)
+        if takes:
+            for chunk in buffer.take():
+                found += chunk.data()
+                times.append(chunk.publish_time_max)
+    chunks = buffer.take()
+    for chunk in chunks:
+        found += chunk.data()
+        times.append(chunk.publish_time_max)
+    assert found == expected
+    assert (buffer.next, buffer.appended_bytes) == (offset, len(expected))
+    assert max(times, default=0) == max((t for _, items, _ in steps for _, t in items), default=0)
+    scan = scan_frames(found, expected_offset=100)
+    assert len(scan.starts) == offset - 100
+
+
+@pytest.mark.parametrize("attention_at", [0, 1])
+def test_log_in_memory_takes_the_offsets_alone(attention_at):
+    buffer, attention = a_buffer(VolatileBuffer, next_offset=5)
+    buffer.attention_at = attention_at
+    buffer.push_frames(encode_frame(5, b"a") + encode_frame(6, b"b"), 2, 9)
+    assert (buffer.next, buffer.pending_bytes, buffer.take()) == (7, 0, [])
+    assert attention.calls == (attention_at == 0)

@@ -1,0 +1,373 @@
+"""A log's files read from outside: what the checkpoint says, never more, and nothing is touched."""
+
+import pytest
+
+from builders import with_valid_crc
+from ister.clock import ManualClock, SystemClock
+from ister.errors import NotFoundError, OffsetOutOfRangeError, UnsupportedVersionError
+from ister.format.frame import FRAME_HEADER_SIZE
+from ister.format.message import decode_message
+from ister.fs.memory import MemoryFileSystem
+from ister.metrics import Metrics
+from ister.model import Codec
+from ister.wal.directory import CHECKPOINT_NAME, WalDirectory
+from ister.wal.reader import WalReader
+from ister.wal.snapshot import load_snapshot
+from rig import NAME, ROOT, NoThreads, numbered
+
+PATH = f"{ROOT}{NAME}"
+ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
+
+
+def snapshot_of(machine):
+    return load_snapshot(WalDirectory(machine.fs, PATH), NAME)
+
+
+def read_frames(snapshot, start=None, end=None):
+    """(offset, payload) of what a snapshot has."""
+    start = snapshot.trimmed if start is None else start
+    end = snapshot.synced if end is None else end
+    reader = WalReader(snapshot, chunk_bytes=1 << 16, metrics=Metrics(), clock=SystemClock())
+    found = []
+    try:
+        while start < end:
+            batch = reader.fetch(start, end, bytes_max=1 << 16)
+            ends = [*batch.starts[1:], batch.end]
+            for head, tail in zip(batch.starts, ends, strict=True):
+                body = batch.chunk[head + FRAME_HEADER_SIZE : tail]
+                message = decode_message(body, batch.codec)
+                found.append((message.msg_id.topic_offset, message.payload))
+            start = batch.next_offset
+    finally:
+        reader.close()
+    return found
+
+
+def a_topic(machine, **settings):
+    settings = {"clock": ManualClock(), "scheduler": NoThreads(), **settings}
+    return machine.topic(**settings)
+
+
+def fill(topic, count, *, size=200):
+    """Appends and syncs messages one by one, so that files may end after each."""
+    for payload in numbered(count, first=topic.watermarks.next, size=size):
+        topic.append(payload)
+        topic.flush()
+
+
+def expected(count, *, first=0, size=200):
+    return list(enumerate(numbered(count - first, first=first, size=size), first))
+
+
+# -- what it says -------------------------------------------------------------------------------
+
+
+def test_topic_that_does_not_exist_has_none(machine):
+    assert snapshot_of(machine) is None
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "flipped", "cut"])
+def test_checkpoint_that_is_not_whole_is_none(machine, damage):
+    topic = a_topic(machine)
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    path = f"{PATH}/{CHECKPOINT_NAME}"
+    data = machine.read(path)
+    machine.remove(path)
+    if damage != "missing":
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 1
+        machine.create(
+            path,
+            {"empty": b"", "garbage": b"x" * 300, "flipped": bytes(flipped), "cut": data[:-1]}[
+                damage
+            ],
+        )
+    assert snapshot_of(machine) is None
+
+
+def test_checkpoint_of_a_newer_ister_is_said_to_be_one(machine):
+    topic = a_topic(machine)
+    fill(topic, 3)
+    topic.wal.save_checkpoint()
+    path = f"{PATH}/{CHECKPOINT_NAME}"
+    content = bytearray(machine.read(path)[:-4])
+    content[4] += 1  # behind the magic
+    machine.overwrite(path, 0, with_valid_crc(bytes(content)))
+    with pytest.raises(UnsupportedVersionError):
+        snapshot_of(machine)
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_snapshot_of_an_empty_topic_is_empty(machine, codec):
+    machine.open(clock=ManualClock(), scheduler=NoThreads()).topic(NAME, create=True, codec=codec)
+    snapshot = snapshot_of(machine)
+    assert (snapshot.trimmed, snapshot.synced, snapshot.next) == (0, 0, 0)
+    assert snapshot.files == ()
+    assert snapshot.settings.codec is codec
+    assert snapshot.settings.topic == NAME
+    assert snapshot.writer is None
+    assert not snapshot.is_behind()
+    assert snapshot.measure(0, 100) == 0
+
+
+def test_snapshot_has_everything_that_was_synced_at_its_checkpoint(machine):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    snapshot = snapshot_of(machine)
+    assert (snapshot.trimmed, snapshot.synced) == (0, 100)
+    assert len(snapshot.files) > 4
+    assert snapshot.files == topic.wal.files
+    assert read_frames(snapshot) == expected(100)
+    assert read_frames(snapshot, 37, 59) == expected(100)[37:59]
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_bodies_are_in_the_topics_codec(machine, codec):
+    log = machine.open(clock=ManualClock(), scheduler=NoThreads())
+    topic = log.topic(NAME, create=True, codec=codec)
+    fill(topic, 5)
+    topic.wal.save_checkpoint()
+    assert read_frames(snapshot_of(machine)) == expected(5)
+
+
+def test_nothing_above_the_checkpoint_is_read(machine):
+    """What the owner has written since, synced or not, is not in sight."""
+    topic = a_topic(machine)
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    fill(topic, 5)
+    topic.append(b"accepted")
+    topic.wait(topic.append(b"written"), "written")
+    snapshot = snapshot_of(machine)
+    assert (snapshot.synced, snapshot.next) == (10, 10)
+    assert read_frames(snapshot) == expected(10)
+
+
+def test_bytes_above_the_checkpoint_may_be_anything(machine):
+    """A torn or garbled tail is not looked at, and does not keep the rest from being read."""
+    topic = a_topic(machine)
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    position = snapshot_of(machine).synced_position
+    for tail in (b"\0" * 5000, b"\xff" * 5000, b"x"):
+        machine.overwrite(f"{PATH}/wal.log", position, tail)
+        assert read_frames(snapshot_of(machine)) == expected(10)
+
+
+def test_file_whose_first_frame_is_not_durable_is_not_part_of_it(machine):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 20)
+    topic.wal.save_checkpoint()
+    before = snapshot_of(machine)
+    while len(topic.wal.files) == len(before.files):
+        topic.wait(topic.append(b"x" * 500), "written")
+    snapshot = snapshot_of(machine)
+    assert snapshot.files[: len(before.files)] == before.files
+    assert read_frames(snapshot, 0, 20) == expected(20)
+    assert all(file.first_offset < snapshot.synced for file in snapshot.files)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_a_snapshot_has_survives_a_power_cut(machine, seed):
+    """Goal: nothing is ever read from outside that the owner does not have after a crash."""
+    topic = a_topic(machine, **ROTATE)
+    for _ in range(5):
+        fill(topic, 7)
+        topic.wait(topic.append(b"written only"), "written")
+        topic.flush()
+    topic.wal.save_checkpoint()
+    fill(topic, 3)
+    topic.wait(topic.append(b"written only"), "written")
+    seen = read_frames(snapshot_of(machine))
+    machine.cut_power(seed)
+    assert read_frames(snapshot_of(machine)) == seen
+    topic = machine.reopened(clock=ManualClock(), scheduler=NoThreads(), **ROTATE)
+    found = [(message.offset, message.payload) for message in topic.read()]
+    assert found[: len(seen)] == seen
+
+
+# -- trimmed under the reader -------------------------------------------------------------------
+
+
+def test_trimmed_files_are_no_longer_part_of_it(machine):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100)
+    assert topic.wal.trim(60) > 0
+    snapshot = snapshot_of(machine)
+    assert 0 < snapshot.trimmed <= 60
+    assert read_frames(snapshot) == expected(100, first=snapshot.trimmed)
+    with pytest.raises(OffsetOutOfRangeError):
+        read_frames(snapshot, 0)
+
+
+def test_file_that_was_trimmed_after_the_snapshot_is_not_found(machine):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    old = snapshot_of(machine)
+    topic.wal.trim(60)
+    with pytest.raises(NotFoundError):
+        read_frames(old, 0)
+    new = snapshot_of(machine)
+    assert read_frames(old, new.trimmed) == read_frames(new)
+
+
+def test_checkpoint_tells_of_a_trim_before_a_file_goes(machine):
+    """Goal: a file that is gone is one that the newest snapshot does not name."""
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100)
+    gone = []
+
+    def look(kind, path):
+        if kind == "remove" and path.endswith(".log"):
+            seqs = {file.seq for file in snapshot_of(machine).files}
+            gone.append(path)
+            assert not any(path == WalDirectory(machine.fs, PATH).log_path(s) for s in seqs)
+
+    machine.fs.before = look
+    topic.wal.trim(60)
+    assert len(gone) > 2
+
+
+# -- hands off ----------------------------------------------------------------------------------
+
+
+def listing(fs):
+    return {name: (bytes(node.cache), node.modified_ms) for name, node in entries(fs).items()}
+
+
+def entries(fs: MemoryFileSystem):
+    return dict(fs._find(PATH).entries)
+
+
+@pytest.mark.parametrize("index", ["kept", "removed", "garbled"])
+def test_reading_changes_nothing_in_the_directory(machine, index):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    for name in machine.fs.list_directory(PATH):
+        if name.endswith(".idx") and index == "removed":
+            machine.remove(f"{PATH}/{name}")
+        elif name.endswith(".idx") and index == "garbled":
+            machine.overwrite(f"{PATH}/{name}", 0, b"\xaa" * 10)
+    before = listing(machine.fs)
+    kinds = set()
+    machine.fs.before = lambda kind, path: kinds.add(kind)
+    snapshot = snapshot_of(machine)
+    assert read_frames(snapshot) == expected(100)
+    assert read_frames(snapshot, 55, 60) == expected(100)[55:60]
+    reader = WalReader(snapshot, chunk_bytes=1 << 16, metrics=Metrics(), clock=SystemClock())
+    assert reader.find_time(1, snapshot.settings.codec, end=100) is not None
+    reader.close()
+    snapshot.is_behind()
+    snapshot.measure(0, 100)
+    machine.fs.before = lambda kind, path: None
+    assert listing(machine.fs) == before
+    assert kinds <= {"open_read", "read", "size", "list_directory"}, kinds
+
+
+def test_files_are_closed_again(machine):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    before = machine.fs.open_files
+    snapshot = snapshot_of(machine)
+    read_frames(snapshot)
+    snapshot.is_behind()
+    snapshot.measure(0, 100)
+    assert machine.fs.open_files == before
+
+
+# -- how far behind -----------------------------------------------------------------------------
+
+
+def test_snapshot_is_behind_until_the_checkpoint_is_saved(machine):
+    topic = a_topic(machine)
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    old = snapshot_of(machine)
+    assert not old.is_behind()
+    fill(topic, 1)
+    assert old.is_behind()
+    assert snapshot_of(machine).is_behind()
+    topic.wal.save_checkpoint()
+    new = snapshot_of(machine)
+    assert not new.is_behind()
+    assert old.is_behind()
+    assert new.covers(old.end_of_files())
+
+
+def test_rotation_does_not_hide_how_far_behind_it_is(machine):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    old = snapshot_of(machine)
+    fill(topic, 50)
+    assert len(topic.wal.files) > len(old.files)
+    assert old.is_behind()
+    topic.wal.save_checkpoint()
+    assert snapshot_of(machine).covers(old.end_of_files())
+
+
+def test_new_file_without_a_frame_does_not_hide_what_is_synced_before_it(machine):
+    """The moment between the making of a file and its first frame, which on a full disk is long."""
+    topic = a_topic(machine)
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    fill(topic, 10)
+    machine.create(f"{PATH}/wal.1.log")
+    assert snapshot_of(machine).is_behind()
+    topic.wal.save_checkpoint()
+    assert not snapshot_of(machine).is_behind()
+
+
+def test_directory_without_files_is_not_behind(machine):
+    a_topic(machine)
+    snapshot = snapshot_of(machine)
+    assert snapshot.end_of_files() == (snapshot.active_seq, 0)
+    assert snapshot.covers(snapshot.end_of_files())
+
+
+# -- sizes --------------------------------------------------------------------------------------
+
+
+def test_measure_is_about_what_the_frames_take(machine):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    snapshot = snapshot_of(machine)
+    whole = sum(
+        len(machine.read(f"{PATH}/{n}"))
+        for n in machine.fs.list_directory(PATH)
+        if n.endswith(".log")
+    )
+    assert snapshot.measure(0, 100) == whole
+    parts = [snapshot.measure(start, start + 10) for start in range(0, 100, 10)]
+    assert abs(sum(parts) - whole) <= 20
+    assert all(abs(part - whole / 10) < whole / 50 for part in parts)
+    assert snapshot.measure(100, 200) == snapshot.measure(50, 50) == 0
+    assert snapshot.measure(0, 1 << 60) == whole
+
+
+def test_measure_does_not_count_what_is_above_the_checkpoint(machine):
+    topic = a_topic(machine)
+    fill(topic, 10)
+    topic.wal.save_checkpoint()
+    snapshot = snapshot_of(machine)
+    size = snapshot.measure(0, 10)
+    assert size == snapshot.synced_position
+    fill(topic, 10)
+    assert snapshot.measure(0, 20) == size
+
+
+def test_measure_of_a_trimmed_file_is_nothing(machine):
+    topic = a_topic(machine, **ROTATE)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    old = snapshot_of(machine)
+    topic.wal.trim(60)
+    new = snapshot_of(machine)
+    assert old.measure(0, new.trimmed) == 0
+    assert old.measure(0, 100) == new.measure(0, 100)
