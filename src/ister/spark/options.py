@@ -38,7 +38,6 @@ __all__ = [
     "OffsetsOption",
     "ReadOptions",
     "WriteOptions",
-    "parse_columns",
 ]
 
 COLUMNS: Final = (
@@ -572,15 +571,6 @@ def _as_seconds(name: str, text: str) -> float:
             hint=f"it is a number of seconds above 0, at most {_TIMEOUT_SECONDS_MAX}",
         )
     return seconds
-
-
-def parse_columns(text: str) -> tuple[str, ...]:
-    """The option `columns` alone, for who asks for the schema of a read.
-
-    Raises:
-        InvalidRequestError: It names a column that does not exist, or one twice.
-    """
-    return _as_columns("columns", text)
 
 
 def _as_columns(name: str, text: str) -> tuple[str, ...]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
+from ister.errors import IsterError
 from ister.extras import missing_extra
-from ister.spark.options import ReadOptions, WriteOptions, parse_columns
+from ister.spark.options import ReadOptions, WriteOptions
 
 if TYPE_CHECKING:
     from ister.spark.batch import BatchReader
@@ -33,12 +34,18 @@ class IsterDataSource(DataSource):
         return "ister"
 
     def schema(self) -> StructType:
-        """The columns of a row, or those that the option `columns` names."""
-        rows = _load("rows")
-        columns = next(
-            (text for name, text in self.options.items() if name.lower() == "columns"), None
-        )
-        schema: StructType = rows.row_schema(parse_columns(columns) if columns else None)
+        """The columns of a row, or those that the option `columns` names.
+
+        Asked for by `load()`: options that no read takes are refused there, not at the first row.
+        """
+        try:
+            options = ReadOptions.parse(self.options, is_streaming=False)
+        except IsterError as error:
+            try:
+                options = ReadOptions.parse(self.options, is_streaming=True)
+            except IsterError:
+                raise error from None
+        schema: StructType = _load("rows").row_schema(options.columns)
         return schema
 
     def reader(self, schema: StructType) -> BatchReader:

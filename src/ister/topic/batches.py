@@ -258,12 +258,12 @@ class _Appending:
         if have == 0:
             # These rows are as good as those: whoever asks again may have mended something.
             return None
-        files: tuple[StagedFile, ...] = ()
-        if have < record.rows:
-            try:
-                files = self._read_manifest(record.manifest)
-                self._check_files(files)
-            except (NotFoundError, CorruptDataError) as error:
+        try:
+            files = self._read_manifest(record.manifest)
+            self._check_files(files)
+        except (NotFoundError, CorruptDataError) as error:
+            files = ()
+            if have < record.rows:
                 raise ConflictError(
                     f"{have} of {record.rows} rows of batch {record.batch} are in the topic, and "
                     f"the staged files of the rest are lost: {error.message}",
@@ -329,7 +329,7 @@ class _Appending:
         identity = _identity_of(begun.record, self._staged.writer)
         number = 0
         for file in begun.files:
-            if number + file.rows <= begun.have:
+            if number + file.rows < begun.have:
                 number += file.rows
                 continue
             for batch in self._read_rows(file):
@@ -349,6 +349,7 @@ class _Appending:
         return end
 
     def _read_rows(self, file: StagedFile) -> Iterator[pa.RecordBatch]:
+        """The rows of a file, which are as many as it should have, or the batch is never done."""
         position = rows = 0
         while position < file.size_bytes:
             header = self._objects.read(file.key, position, BLOCK_HEADER_SIZE)
@@ -359,11 +360,11 @@ class _Appending:
                 raise CorruptDataError("a staged block is damaged", path=file.key)
             body = self._objects.read(file.key, position + BLOCK_HEADER_SIZE, size)
             batch = decode_block(header, body, key=file.key)
+            position += BLOCK_HEADER_SIZE + size
             rows += batch.num_rows
             if rows > file.rows:
                 raise CorruptDataError("a staged file has more rows than it should", path=file.key)
             yield batch
-            position += BLOCK_HEADER_SIZE + size
         if rows < file.rows:
             raise CorruptDataError("a staged file has fewer rows than it should", path=file.key)
 

@@ -1,0 +1,1820 @@
+"""Batches that count once: whatever crashes, whoever asks again, with whichever files."""
+
+import itertools
+import json
+import os
+import random
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pytest
+
+from ister import failpoints
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    CorruptDataError,
+    FencedError,
+    InvalidRequestError,
+    IsterError,
+    MessageTooLargeError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedVersionError,
+)
+from ister.format.records import decode_writer, encode_writer
+from ister.format.staging import (
+    BLOCK_HEADER_SIZE,
+    STAGED_SCHEMA,
+    StagedFile,
+    decode_block,
+    decode_manifest,
+    encode_block,
+    parse_block_size,
+)
+from ister.fs.memory import SimulatedCrash
+from ister.model import AckLevel
+from ister.tier.names import TopicKeys, staging_prefix
+from ister.topic import batches
+from ister.topic.batches import AppendedBatch, StagedBatch, check_writer_name
+from rig import ROOT, NoThreads, Task, payloads
+from tier_rig import NAME, PREFIX, TTL_SECONDS, Site
+
+TEXT = str(NAME)
+PATH = f"{ROOT}{TEXT}"
+WRITER = "query-1"
+KEYS = TopicKeys(PREFIX, NAME)
+KEY = KEYS.writer(WRITER)
+DAY_SECONDS = 86_400
+POINTS = (
+    "batch.after_manifest",
+    "batch.after_begin",
+    "batch.after_rows",
+    "batch.before_done",
+    "batch.after_done",
+)
+ROUNDS = 5_000 if os.environ.get("ISTER_HEAVY") else 200
+
+
+class Desk(Site):
+    """A site at which rows are staged, and batches are asked for by one process after another."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self._numbers = itertools.count()
+
+    # -- processes --
+
+    def process(self, disk="a", *, take_over=False, ack=None, codec=None, storage=None, **wal):
+        """A process without threads that has the topic open."""
+        storage = {"cloud_reader": {"read_ahead": False}, **(storage or {})}
+        log = self.open(disk, scheduler=NoThreads(), storage=storage, **wal)
+        log.topic(TEXT, create=True, take_over=take_over, ack=ack, codec=codec)
+        return log
+
+    def cut_power(self, log, seed=0):
+        """Ends a process and its machine: what was not synced may be gone."""
+        ((disk, _),) = [item for item in self._logs if item[1] is log]
+        self.kill(log)
+        self.disks[disk].crash(random.Random(seed))
+
+    def lose_disk(self, log):
+        """Ends a process for good; nobody opens its disk again, and its lease ends."""
+        self.kill(log)
+        self.clock.advance(TTL_SECONDS + 1)
+
+    # -- rows --
+
+    def stage_file(self, blocks, *, writer=WRITER, batch=0):
+        """A staged file with these blocks of payloads."""
+        key = f"{staging_prefix(NAME, writer, batch)}part-{next(self._numbers)}.arrow"
+        data = b"".join(map(a_block, blocks))
+        self.objects.put(key, data)
+        return StagedFile(key=key, rows=sum(map(len, blocks)), size_bytes=len(data))
+
+    def stage(self, files, *, writer=WRITER, batch=0, **fields):
+        """A batch of files, which are blocks of payloads each."""
+        staged = tuple(self.stage_file(blocks, writer=writer, batch=batch) for blocks in files)
+        return StagedBatch(writer=writer, batch=batch, files=staged, **fields)
+
+    def stage_rows(self, rows, *, batch=0, writer=WRITER, blocks=2, **fields):
+        """Rows in two files of some blocks."""
+        half = (len(rows) + 1) // 2
+        files = [cut(part, blocks) for part in (rows[:half], rows[half:])]
+        return self.stage(files, batch=batch, writer=writer, **fields)
+
+    def staged_keys(self):
+        """What is staged in the bucket."""
+        return [key for key in self.bucket_keys() if key.startswith("staging/")]
+
+    def writer_record(self, writer=WRITER):
+        """What the metadata store remembers of a writer."""
+        found = self.metadata.get(KEYS.writer(writer))
+        return None if found is None else decode_writer(found.value, key=found.key)
+
+    def put_record(self, **changes):
+        """Changes what is remembered of the writer."""
+        self.metadata.put(KEY, encode_writer(replace(self.writer_record(), **changes)))
+
+    def rows_of_manifest(self, key):
+        """The payloads that a manifest lists, in its order."""
+        found = []
+        for file in decode_manifest(self.objects.read(key, 0, 1 << 30), key=key):
+            data, position = self.objects.read(file.key, 0, 1 << 30), 0
+            while position < len(data):
+                header = data[position : position + BLOCK_HEADER_SIZE]
+                position += BLOCK_HEADER_SIZE
+                size = parse_block_size(header)
+                block = decode_block(header, data[position : position + size], key=file.key)
+                found += block["payload"].to_pylist()
+                position += size
+        return found
+
+
+def a_block(rows):
+    """Payloads, or whole rows, as a block."""
+    fields = [row if isinstance(row, dict) else {"payload": row} for row in rows]
+    batch = pa.RecordBatch.from_pylist(
+        [{"producer_name": "spark", **row} for row in fields], schema=STAGED_SCHEMA
+    )
+    header, body = encode_block(batch)
+    return header + body.to_pybytes()
+
+
+def cut(rows, count):
+    """Rows in so many parts, or fewer."""
+    size = max(1, -(-len(rows) // count))
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def rows_of(batch=0, count=8, *, writer=WRITER):
+    return [f"{writer}/{batch}/{number}".encode() for number in range(count)]
+
+
+def shuffled(rows, seed=1):
+    rows = list(rows)
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+@pytest.fixture
+def desk():
+    with Desk() as desk:
+        yield desk
+
+
+def ask(log, staged):
+    """Asks for a batch; what is said about it has to be true."""
+    answer = log.append_staged(TEXT, staged)
+    assert log.topic(TEXT).watermarks.synced >= answer.end >= answer.start
+    return answer
+
+
+def contents(log, start="earliest"):
+    return payloads(log.topic(TEXT).read(start))
+
+
+def marks(log):
+    """(payload, producer_id, request_id) of everything."""
+    table = log.topic(TEXT).read_arrow(columns=("payload", "producer_id", "request_id")).read_all()
+    return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+
+
+def crash_at(point, visit=1, *, error=SimulatedCrash, before=lambda: None):
+    """Arms a point: `before` runs at every visit, and the chosen one ends the process."""
+    visits = itertools.count(1)
+
+    def act():
+        before()
+        if next(visits) == visit:
+            raise error
+
+    failpoints.arm(point, act)
+
+
+def ask_and_crash(log, staged, point, visit=1, **options):
+    crash_at(point, visit, **options)
+    with pytest.raises(options.get("error", SimulatedCrash)):
+        log.append_staged(TEXT, staged)
+    failpoints.disarm()
+
+
+def appends_foreign(log, *, prefix=b"foreign", flush=False):
+    """Something for `crash_at`: another producer."""
+    numbers = itertools.count()
+
+    def act():
+        topic = log.topic(TEXT)
+        topic.append(b"%s-%d" % (prefix, next(numbers)))
+        if flush:
+            topic.flush()
+
+    return act
+
+
+def without_foreign(found):
+    return [payload for payload in found if not payload.startswith(b"foreign")]
+
+
+# -- asking once, and again ---------------------------------------------------------------------
+
+
+def test_rows_become_messages_in_their_order(desk):
+    log = desk.process()
+    log.topic(TEXT).append_many([b"x", b"y"])
+    answer = ask(log, desk.stage_rows(rows_of()))
+    assert (answer.start, answer.end, answer.rows, answer.is_known) == (2, 10, 8, False)
+    assert contents(log) == [b"x", b"y", *rows_of()]
+    assert {message.producer_name for message in log.topic(TEXT).read(2)} == {"spark"}
+
+
+def test_rows_carry_their_batch_and_their_number(desk):
+    log = desk.process()
+    crash_at("batch.after_rows", 99, before=appends_foreign(log))
+    ask(log, desk.stage_rows(rows_of()))
+    ask(log, desk.stage_rows(rows_of(1), batch=1))
+    found = [row for row in marks(log) if not row[0].startswith(b"foreign")]
+    assert [number for _, _, number in found] == [*range(8), *range(8)]
+    first, second = {row[1] for row in found[:8]}, {row[1] for row in found[8:]}
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert 0 not in first | second
+    assert {row[1:] for row in marks(log) if row[0].startswith(b"foreign")} == {(0, 0)}
+
+
+def test_same_batch_twice_appends_once(desk):
+    log = desk.process()
+    first = ask(log, desk.stage_rows(rows_of()))
+    second = ask(log, desk.stage_rows(shuffled(rows_of())))
+    assert second == replace(first, is_known=True)
+    assert contents(log) == rows_of()
+
+
+def test_same_batch_is_known_to_the_next_process_and_to_the_next_owner(desk):
+    log = desk.process()
+    first = ask(log, desk.stage_rows(rows_of()))
+    desk.cut_power(log)
+    log = desk.process()
+    assert ask(log, desk.stage_rows(rows_of())) == replace(first, is_known=True)
+    log.seal(TEXT)
+    log.close()
+    log = desk.process("b")
+    assert ask(log, desk.stage_rows(rows_of())) == replace(first, is_known=True)
+    assert contents(log) == rows_of()
+
+
+def test_batches_follow_each_other(desk):
+    log = desk.process()
+    for batch in (0, 1, 2, 7):
+        assert not ask(log, desk.stage_rows(rows_of(batch), batch=batch)).is_known
+    assert contents(log) == [row for batch in (0, 1, 2, 7) for row in rows_of(batch)]
+    assert desk.writer_record().batch == 7
+
+
+def test_lower_number_is_known(desk):
+    log = desk.process()
+    ask(log, desk.stage_rows(rows_of(5), batch=5))
+    ask(log, desk.stage_rows(rows_of(6), batch=6))
+    for batch in (0, 5):
+        answer = ask(log, desk.stage_rows(rows_of(batch), batch=batch))
+        assert answer == AppendedBatch(start=8, end=8, rows=0, is_known=True)
+    assert contents(log) == rows_of(5) + rows_of(6)
+    assert desk.staged_keys() == []
+
+
+def test_lower_number_is_known_while_a_higher_one_is_not_finished(desk):
+    log = desk.process()
+    staged = desk.stage_rows(rows_of(5), batch=5)
+    ask_and_crash(log, staged, "batch.after_rows")
+    answer = ask(log, desk.stage_rows(rows_of(4), batch=4))
+    assert answer == AppendedBatch(start=0, end=0, rows=0, is_known=True)
+    assert not ask(log, staged).is_known
+    assert contents(log) == rows_of(5)
+
+
+def test_unfinished_batch_has_to_be_finished_first(desk):
+    log = desk.process()
+    first, second = desk.stage_rows(rows_of()), desk.stage_rows(rows_of(1), batch=1)
+    ask_and_crash(log, first, "batch.after_rows")
+    have = contents(log)
+    with pytest.raises(ConflictError, match="batch 0 of the writer query-1"):
+        log.append_staged(TEXT, second)
+    assert contents(log) == have
+    ask(log, first)
+    ask(log, second)
+    assert contents(log) == rows_of() + rows_of(1)
+
+
+def test_writers_do_not_know_of_each_other(desk):
+    log = desk.process()
+    one, two = (desk.stage_rows(rows_of(writer=w), writer=w) for w in ("one", "two"))
+    ask_and_crash(log, one, "batch.after_rows", 2)
+    ask_and_crash(log, two, "batch.after_rows", 3)
+    ask(log, one)
+    ask(log, two)
+    found = contents(log)
+    assert [row for row in found if row.startswith(b"one")] == rows_of(writer="one")
+    assert [row for row in found if row.startswith(b"two")] == rows_of(writer="two")
+    assert len(found) == 16
+
+
+def test_answer_covers_all_rows_with_messages_of_others_in_between(desk):
+    log = desk.process()
+    crash_at("batch.after_rows", 99, before=appends_foreign(log))
+    answer = ask(log, desk.stage_rows(rows_of()))
+    at = {message.offset for message in log.topic(TEXT).read() if b"foreign" not in message.payload}
+    assert answer.start <= min(at) <= max(at) < answer.end
+
+
+def test_batch_without_rows_counts_too(desk):
+    log = desk.process()
+    assert ask(log, desk.stage([])).rows == 0
+    assert ask(log, desk.stage([])).is_known
+    assert ask(log, desk.stage([[[]], [[], []]], batch=1)).rows == 0
+    assert contents(log) == []
+    assert log.topic(TEXT).append(b"next") == 0
+
+
+def test_large_block_is_appended_in_pieces_that_let_others_in(desk, monkeypatch):
+    monkeypatch.setattr(batches, "_ENCODE_BYTES", 200)
+    log = desk.process()
+    crash_at("batch.after_rows", 99, before=appends_foreign(log))
+    ask(log, desk.stage([[rows_of(count=40)]]))
+    found = contents(log)
+    assert without_foreign(found) == rows_of(count=40)
+    assert len(found) - 40 >= 5
+    assert found[-1].startswith(b"foreign")
+
+
+@pytest.mark.parametrize("ack", ["memory", "written", "synced"])
+@pytest.mark.parametrize("codec", ["bincode1", "bincode2"])
+def test_all_rows_are_durable_on_return_at_any_level(desk, ack, codec):
+    log = desk.process(ack=ack, codec=codec)
+    ask(log, desk.stage_rows(rows_of()))
+    desk.cut_power(log)
+    log = desk.process()
+    assert contents(log) == rows_of()
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+
+
+def test_rows_of_a_topic_that_answers_when_tiered_are_tiered_on_return(desk):
+    log = desk.process(ack="tiered")
+    topic = log.topic(TEXT)
+    asking = Task(log.append_staged, TEXT, desk.stage_rows(rows_of()))
+    while asking.is_running:
+        topic.upload()
+        asking.join(0.01)
+    assert asking.result().rows == 8
+    assert topic.watermarks.tiered == 8
+
+
+def test_two_that_ask_at_once_append_once(desk):
+    log = desk.process()
+    staged = [desk.stage_rows(shuffled(rows_of(), seed)) for seed in range(4)]
+    tasks = [Task(log.append_staged, TEXT, item) for item in staged]
+    answers = [task.result() for task in tasks]
+    assert sorted(answer.is_known for answer in answers) == [False, True, True, True]
+    assert sorted(contents(log)) == rows_of()
+
+
+def test_batch_that_will_not_be_repeated_leaves_no_record(desk):
+    log = desk.process()
+    staged = desk.stage_rows(rows_of(), is_repeatable=False)
+    assert not ask(log, staged).is_known
+    assert desk.metadata.get(KEY) is None
+    assert desk.staged_keys() == []
+    assert contents(log) == rows_of()
+
+
+@pytest.mark.parametrize("point", POINTS[1:4])
+def test_batch_that_will_not_be_repeated_is_finished_once_begun(desk, point):
+    log = desk.process()
+    staged = desk.stage_rows(rows_of(), is_repeatable=False)
+    ask_and_crash(log, staged, point)
+    desk.cut_power(log)
+    log = desk.process()
+    ask(log, staged)
+    assert contents(log) == rows_of()
+    assert desk.metadata.get(KEY) is None
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a", "A-b_9", "9", "x" * 120])
+def test_writer_may_be_called_this(name):
+    check_writer_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "-a", "_a", "a/b", "a.b", "é", "a\n", "x" * 121, "..", "a b"])
+def test_writer_may_not_be_called_this(desk, name):
+    log = desk.process()
+    with pytest.raises(InvalidRequestError, match="writer's name"):
+        log.append_staged(TEXT, StagedBatch(writer=name, batch=0, files=()))
+    assert desk.staged_keys() == []
+
+
+def test_topic_has_to_exist(desk):
+    log = desk.process()
+    with pytest.raises(NotFoundError):
+        log.append_staged("/default/other", desk.stage_rows(rows_of()))
+
+
+@pytest.mark.parametrize("mode", ["local_only", "memory"])
+def test_log_without_a_bucket_takes_no_staged_rows(desk, mode):
+    wal = {} if mode == "local_only" else {"dir": None}
+    log = desk.open(scheduler=NoThreads(), storage={"mode": mode}, **wal)
+    log.topic(TEXT, create=True)
+    with pytest.raises(InvalidRequestError, match="no object store"):
+        log.append_staged(TEXT, desk.stage_rows(rows_of()))
+    assert log.sweep_staging(TEXT) == 0
+
+
+def test_staged_file_that_is_not_there_is_noticed_before_anything_happens(desk):
+    log = desk.process()
+    staged = desk.stage_rows(rows_of())
+    desk.objects.drop(staged.files[1].key)
+    with pytest.raises(NotFoundError):
+        log.append_staged(TEXT, staged)
+    assert contents(log) == []
+    assert desk.writer_record() is None
+
+
+@pytest.mark.parametrize("change", [-1, 1, -1000])
+def test_staged_file_of_another_size_is_noticed_before_anything_happens(desk, change):
+    log = desk.process()
+    staged = desk.stage_rows(rows_of())
+    data = desk.objects.read(staged.files[1].key, 0, 1 << 20)
+    data = data + b"x" * change if change > 0 else data[:change]
+    desk.objects.put(staged.files[1].key, data)
+    with pytest.raises(CorruptDataError, match="another size"):
+        log.append_staged(TEXT, staged)
+    assert contents(log) == []
+    assert desk.writer_record() is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "storage/topics/default/orders/objects/data-0-7.dnb1",
+        "staging/default/orders2/query-1/0/part",
+        "staging/default/orders",
+        "other",
+    ],
+)
+def test_object_that_is_not_staged_for_the_topic_is_not_touched(desk, key):
+    """Goal: staged files are removed in the end, so nobody may name something else as one."""
+    log = desk.process()
+    data = a_block(rows_of())
+    desk.objects.put(key, data)
+    file = StagedFile(key=key, rows=8, size_bytes=len(data))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError):
+            log.append_staged(TEXT, StagedBatch(writer=WRITER, batch=0, files=(file,)))
+    assert key in desk.bucket_keys()
+    assert contents(log) == []
+
+
+def test_row_that_is_no_message_appends_nothing_of_its_block(desk):
+    log = desk.process(storage={"max_message_size": 100})
+    staged = desk.stage([[rows_of()[:4], [b"fine", b"x" * 101]]])
+    with pytest.raises(MessageTooLargeError):
+        log.append_staged(TEXT, staged)
+    assert contents(log) == rows_of()[:4]
+    assert not desk.writer_record().is_done
+
+
+TOO_EARLY = {"payload": b"bad", "publish_time": datetime(1960, 1, 1, tzinfo=UTC)}
+BAD_ROWS = {
+    "publish_time": TOO_EARLY,
+    "attribute 'a' that is null": {"payload": b"bad", "attributes": [("a", None)]},
+    "no payload": {"payload": None},
+}
+HOW = ["error", "kill", "power cut"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", BAD_ROWS)
+def test_batch_whose_first_rows_are_no_messages_can_be_mended(desk, what, how):
+    """Goal: nothing of it is in, so whoever asks again may bring rows that are messages."""
+    log = desk.process()
+    log.topic(TEXT).append(b"foreign")
+    first = desk.stage([[[*rows_of()[:3], BAD_ROWS[what]], rows_of()[3:]]])
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=what):
+            log.append_staged(TEXT, first)
+        assert contents(log) == [b"foreign"]
+        assert not desk.writer_record().is_done
+        log = end(desk, log, how)
+    mended = shuffled(rows_of(count=9))
+    assert not ask(log, desk.stage_rows(mended)).is_known
+    assert contents(log) == [b"foreign", *mended]
+    assert [number for _, _, number in marks(log)[1:]] == list(range(9))
+    assert ask(log, first).is_known
+    assert not ask(log, desk.stage_rows(rows_of(1), batch=1)).is_known
+    assert contents(log) == [b"foreign", *mended, *rows_of(1)]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", BAD_ROWS)
+@pytest.mark.parametrize("is_same_file", [True, False], ids=["same file", "next file"])
+def test_bad_row_behind_rows_that_are_in_is_the_same_error_each_time(desk, what, how, is_same_file):
+    """Goal: what is in cannot be taken back: the batch stays as it is, and nothing is doubled."""
+    log = desk.process()
+    good, bad = rows_of()[:4], [*rows_of()[4:6], BAD_ROWS[what], *rows_of()[6:]]
+    first = desk.stage([[good, bad]] if is_same_file else [[good], [bad]])
+    errors = set()
+    for staged in (first, first, desk.stage_rows(shuffled(rows_of()))):
+        with pytest.raises(InvalidRequestError, match=f"row 2 has .*{what}") as caught:
+            log.append_staged(TEXT, staged)
+        errors.add(str(caught.value))
+        log.topic(TEXT).flush()
+        log = end(desk, log, how)
+        assert contents(log) == good
+        assert [number for _, _, number in marks(log)] == list(range(4))
+        assert not desk.writer_record().is_done
+    assert len(errors) == 1
+    with pytest.raises(ConflictError, match="batch 0 of the writer query-1"):
+        log.append_staged(TEXT, desk.stage_rows(rows_of(1), batch=1))
+    assert contents(log) == good
+
+
+def test_record_of_a_writer_that_is_no_record_is_an_error(desk):
+    log = desk.process()
+    desk.metadata.put(KEY, b"{}")
+    with pytest.raises(CorruptDataError, match="writer's record"):
+        log.append_staged(TEXT, desk.stage_rows(rows_of()))
+    assert contents(log) == []
+
+
+# -- damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["length", "crc", "first byte", "middle", "last byte"])
+@pytest.mark.parametrize("block", [0, 1])
+def test_damaged_block_appends_nothing_of_it(desk, where, block):
+    log = desk.process()
+    blocks = [rows_of()[:4], rows_of()[4:]]
+    staged = desk.stage([blocks])
+    begin = len(a_block(blocks[0])) * block
+    size = len(a_block(blocks[block]))
+    at = {
+        "length": 1,
+        "crc": 5,
+        "first byte": BLOCK_HEADER_SIZE,
+        "middle": size // 2,
+        "last byte": size - 1,
+    }[where]
+    desk.objects.corrupt(staged.files[0].key, begin + at)
+    with pytest.raises(CorruptDataError) as caught:
+        log.append_staged(TEXT, staged)
+    assert caught.value.path == staged.files[0].key
+    assert contents(log) == rows_of()[: 4 * block]
+    assert not desk.writer_record().is_done
+
+
+def test_every_flipped_byte_of_a_block_is_noticed(desk):
+    """Goal: no bit of a staged file can change a message unseen."""
+    data = a_block(rows_of(count=3))
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1
+        header, body = bytes(damaged[:BLOCK_HEADER_SIZE]), bytes(damaged[BLOCK_HEADER_SIZE:])
+        with pytest.raises(CorruptDataError):
+            decode_block(header, body, key="k")
+
+
+def test_batch_goes_on_when_the_damage_is_gone(desk):
+    log = desk.process()
+    staged = desk.stage([[rows_of()[:4], rows_of()[4:]]])
+    last = staged.files[0].size_bytes - 1
+    desk.objects.corrupt(staged.files[0].key, last)
+    with pytest.raises(CorruptDataError):
+        log.append_staged(TEXT, staged)
+    desk.objects.corrupt(staged.files[0].key, last)  # flips it back
+    assert not ask(log, desk.stage_rows(shuffled(rows_of()))).is_known
+    assert contents(log) == rows_of()
+
+
+def test_length_that_no_block_has_is_not_read(desk, monkeypatch):
+    log = desk.process()
+    staged = desk.stage([[rows_of()]])
+    key = staged.files[0].key
+    desk.objects.put(key, b"\xff" * 4 + desk.objects.read(key, 4, 1 << 20))
+    sizes = []
+    read = desk.objects.read
+    monkeypatch.setattr(
+        desk.objects, "read", lambda key, start, size: sizes.append(size) or read(key, start, size)
+    )
+    with pytest.raises(CorruptDataError):
+        log.append_staged(TEXT, staged)
+    assert max(sizes) < 1 << 30
+    assert contents(log) == []
+
+
+def with_rows(staged, number, change):
+    """A batch one of whose files is said to have more or fewer rows than it has."""
+    files = list(staged.files)
+    files[number] = replace(files[number], rows=files[number].rows + change)
+    return replace(staged, files=tuple(files))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("change", "match"), [(-1, "more rows"), (1, "fewer rows")])
+def test_count_of_rows_that_is_wrong_never_makes_a_batch_done(desk, change, match, number):
+    """Goal: rows are numbered by these counts, so nothing goes on behind a wrong one."""
+    log = desk.process()
+    staged = with_rows(desk.stage_rows(rows_of()), number, change)
+    # Rows up to the block that is too much, or to the end of the file, are in.
+    have = rows_of()[: 4 * number + (2 if change < 0 else 4)]
+    for again in (staged, staged, desk.stage_rows(shuffled(rows_of()))):
+        with pytest.raises(CorruptDataError, match=match) as caught:
+            log.append_staged(TEXT, again)
+        assert caught.value.path == staged.files[number].key
+        assert contents(log) == have
+        assert not desk.writer_record().is_done
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_count_of_rows_that_ends_with_a_block_never_makes_a_batch_done(desk, number):
+    """Goal: rows that are in, as many as there should be, do not hide that the file has more."""
+    log = desk.process()
+    staged = with_rows(desk.stage_rows(rows_of()), number, -2)
+    for _ in range(3):
+        with pytest.raises(CorruptDataError, match="more rows"):
+            log.append_staged(TEXT, staged)
+        assert contents(log) == rows_of()[: 4 * number + 2]
+        assert not desk.writer_record().is_done
+
+
+@pytest.mark.parametrize("change", [-1, -7, -8])
+def test_wrong_count_of_the_first_block_can_be_mended(desk, change):
+    log = desk.process()
+    staged = desk.stage([[rows_of()]])
+    with pytest.raises(CorruptDataError, match="more rows"):
+        log.append_staged(TEXT, with_rows(staged, 0, change))
+    assert contents(log) == []
+    assert not ask(log, staged).is_known
+    assert contents(log) == rows_of()
+
+
+# -- a crash at each step -----------------------------------------------------------------------
+
+
+def end(desk, log, how):
+    """Ends a process in one of the ways, and begins the next one; the same one after an error."""
+    if how == "error":
+        return log
+    (desk.cut_power if how == "power cut" else desk.kill)(log)
+    return desk.process()
+
+
+@pytest.mark.parametrize("is_synced", [True, False], ids=["synced", "in memory"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("point", POINTS)
+def test_crash_at_each_step_leaves_the_rows_of_one_asking_once(desk, point, how, is_synced):
+    """Goal: once a row is in, a batch is what its manifest says, whatever is brought later; while
+    none is, it is what is brought later.
+    """
+    log = desk.process()
+    log.topic(TEXT).append(b"foreign-before")
+    first, second = rows_of(), shuffled(rows_of(), 3)
+    before = appends_foreign(log, flush=is_synced)
+    ask_and_crash(log, desk.stage_rows(first), point, before=before)
+    log = end(desk, log, how)
+    if point == "batch.after_rows":
+        is_first = is_synced or how == "error"
+    else:
+        is_first = point in ("batch.before_done", "batch.after_done")
+    log.topic(TEXT).append(b"foreign-between")
+    crash_at("batch.after_rows", 99, before=appends_foreign(log))
+    answer = ask(log, desk.stage_rows(second, blocks=3))
+    assert answer.is_known is (point == "batch.after_done")
+    expected = first if is_first else second
+    assert without_foreign(contents(log)) == expected
+    at = [m.offset for m in log.topic(TEXT).read() if b"foreign" not in m.payload]
+    assert answer.start <= at[0] <= at[-1] < answer.end
+    assert ask(log, desk.stage_rows(shuffled(rows_of(), 4))).is_known
+    assert without_foreign(contents(log)) == expected
+    assert desk.writer_record().rows == 8
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("visit", range(1, 9))
+def test_crash_after_any_rows_goes_on_behind_them(desk, visit, how):
+    log = desk.process()
+    first, second = rows_of(), shuffled(rows_of(), 3)
+    staged = desk.stage([[[row] for row in first[:5]], [[row] for row in first[5:]]])
+    ask_and_crash(log, staged, "batch.after_rows", visit, before=appends_foreign(log, flush=True))
+    log = end(desk, log, how)
+    assert without_foreign(contents(log)) == first[:visit]
+    ask(log, desk.stage_rows(second, blocks=1))
+    assert without_foreign(contents(log)) == first
+    assert [row[2] for row in marks(log) if row[0] in first] == list(range(8))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_crash_after_every_piece_gets_there_in_the_end(desk, how):
+    """One block is appended by each process, the last of them finds nothing left to do."""
+    log = desk.process()
+    first = rows_of()
+    staged = desk.stage([[[row] for row in first]])
+    for lives in range(1, 9):
+        ask_and_crash(
+            log,
+            staged if lives % 2 else desk.stage_rows(shuffled(first, lives)),
+            "batch.after_rows",
+            before=appends_foreign(log, prefix=b"foreign-%d" % lives, flush=True),
+        )
+        log = end(desk, log, how)
+        assert without_foreign(contents(log)) == first[:lives]
+    assert not ask(log, desk.stage_rows(shuffled(first, 99))).is_known
+    assert without_foreign(contents(log)) == first
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_block_that_is_half_in_is_finished(desk, at, monkeypatch):
+    """A crash in the middle of a block, whose pieces are appended one after the other."""
+    monkeypatch.setattr(batches, "_ENCODE_BYTES", 1)
+    log = desk.process()
+    staged = desk.stage([[rows_of()[:3]], [rows_of()[3:]]])
+    ask_and_crash(log, staged, "batch.after_rows", at, before=lambda: log.topic(TEXT).flush())
+    desk.cut_power(log)
+    log = desk.process()
+    assert contents(log) == rows_of()[:at]
+    monkeypatch.undo()
+    ask(log, staged)
+    assert contents(log) == rows_of()
+
+
+def test_rows_that_a_power_cut_took_are_appended_again_and_those_it_left_are_not():
+    """Rows were written and not synced: the disk keeps the first so many of them, or none."""
+    kept = Counter()
+    for seed in range(40):
+        with Desk() as desk:
+            log = desk.process()
+            staged = desk.stage([[[row] for row in rows_of()]])
+
+            def write_only(log=log):
+                topic = log.topic(TEXT)
+                topic.wait(topic.wal.next - 1, AckLevel.WRITTEN)
+
+            ask_and_crash(log, staged, "batch.after_rows", 5, before=write_only)
+            desk.cut_power(log, seed)
+            log = desk.process()
+            have = contents(log)
+            assert have == rows_of()[: len(have)], f"seed {seed}"
+            second = shuffled(rows_of())
+            ask(log, desk.stage_rows(second))
+            assert contents(log) == (rows_of() if have else second), f"seed {seed}"
+            assert ask(log, staged).is_known
+            kept[len(have)] += 1
+    assert kept[0], "a power cut never took all rows"
+    assert len(kept) > 2, "a power cut never left some of the rows"
+
+
+@pytest.mark.parametrize("point", ["batch.after_begin", "batch.after_rows"])
+def test_messages_that_a_power_cut_took_do_not_hide_rows(desk, point):
+    """Others' messages were accepted, not synced, when the batch began; the power went, and with
+    them the offsets below which no row of the batch was to be. Its rows lie there now.
+    """
+    log = desk.process()
+    log.topic(TEXT).append_many([b"foreign-%d" % number for number in range(20)])
+    staged = desk.stage([[[row] for row in rows_of()]])
+    ask_and_crash(log, staged, point)
+    desk.kill(log)
+    log = desk.process()
+    have = len(without_foreign(contents(log)))
+    ask_and_crash(log, staged, "batch.after_rows", 3, before=lambda: log.topic(TEXT).flush())
+    desk.kill(log)
+    log = desk.process()
+    assert without_foreign(contents(log)) == rows_of()[: have + 3]
+    ask(log, staged)
+    assert without_foreign(contents(log)) == rows_of()
+    assert ask(log, staged).is_known
+
+
+def test_crash_between_the_tiers_leaves_the_rows_once(desk):
+    """The first rows are in the bucket alone when the batch goes on."""
+    settings = {
+        "rotate_max_bytes": 4096,
+        "cache_capacity": 1,
+        "retention": {"time_minutes": 0, "size_mb": 0},
+    }
+    log = desk.process(**settings)
+    rows = [row + b"." * 500 for row in rows_of(count=40)]
+    staged = desk.stage([[[row] for row in rows]])
+    ask_and_crash(log, staged, "batch.after_rows", 30, before=lambda: log.topic(TEXT).flush())
+    topic = log.topic(TEXT)
+    topic.upload()
+    desk.clock.advance(DAY_SECONDS)
+    topic.tier._tiers.membership.renew()
+    assert topic.tier.trim() > 2
+    desk.cut_power(log)
+    log = desk.process(**settings)
+    assert log.topic(TEXT).watermarks.trimmed > 10
+    ask(log, desk.stage_rows(shuffled(rows)))
+    assert contents(log) == rows
+
+
+@pytest.mark.parametrize("point", POINTS[1:4])
+def test_unfinished_batch_is_finished_by_the_next_owner(desk, point):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), point)
+    log.seal(TEXT)
+    log.close()
+    log = desk.process("b")
+    second = shuffled(rows_of())
+    ask(log, desk.stage_rows(second))
+    # Who hands over syncs first: what was appended is in.
+    assert contents(log) == (second if point == "batch.after_begin" else rows_of())
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+
+
+# -- leftovers ----------------------------------------------------------------------------------
+
+
+def test_nothing_stays_staged_when_a_batch_is_in(desk):
+    log = desk.process()
+    ask(log, desk.stage_rows(rows_of()))
+    assert desk.staged_keys() == []
+    ask(log, desk.stage_rows(rows_of()))
+    assert desk.staged_keys() == []
+
+
+def test_files_of_both_askings_go(desk):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows")
+    ask(log, desk.stage_rows(shuffled(rows_of())))
+    assert desk.staged_keys() == []
+
+
+def test_file_that_cannot_be_removed_is_no_error(desk):
+    log = desk.process()
+    staged = desk.stage_rows(rows_of())
+
+    def refuse(kind, key):
+        if kind == "delete":
+            raise UnavailableError("silent")
+
+    desk.objects.before = refuse
+    assert ask(log, staged).rows == 8
+    assert ask(log, staged).is_known
+    assert len(desk.staged_keys()) == 3
+
+
+def grow_old(desk, log, seconds):
+    desk.clock.advance(seconds)
+    log.tiers.membership.renew()
+
+
+def test_old_files_of_nobody_are_swept(desk):
+    log = desk.process()
+    grace = log.config.storage.cloud.orphan_grace_minutes * 60
+    desk.stage_rows(rows_of())
+    grow_old(desk, log, grace)
+    young = desk.stage_rows(rows_of(1), batch=1)
+    assert log.sweep_staging(TEXT) == 0
+    grow_old(desk, log, 1)
+    assert log.sweep_staging(TEXT) == 2
+    assert desk.staged_keys() == sorted(file.key for file in young.files)
+    assert log.sweep_staging(TEXT) == 0
+
+
+def test_sweep_keeps_to_its_topic(desk):
+    log = desk.process()
+    for key in ("staging/default/orders2/q/0/x", "staging/default/o", "storage/topics/x"):
+        desk.objects.put(key, b"x")
+    grow_old(desk, log, 30 * DAY_SECONDS)
+    before = desk.bucket_keys()
+    assert log.sweep_staging(TEXT) == 0
+    assert desk.bucket_keys() == before
+
+
+@pytest.mark.parametrize("point", POINTS[1:4])
+def test_sweep_keeps_what_an_unfinished_batch_needs(desk, point):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), point)
+    needed = desk.staged_keys()
+    assert len(needed) == 3
+    desk.stage_rows(rows_of())  # of an asking that never came
+    grow_old(desk, log, 30 * DAY_SECONDS)
+    assert log.sweep_staging(TEXT) == 2
+    assert desk.staged_keys() == needed
+    second = shuffled(rows_of())
+    ask(log, desk.stage_rows(second))
+    assert contents(log) == (second if point == "batch.after_begin" else rows_of())
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_sweep_removes_what_an_asking_left_that_was_given_up(desk, is_mended):
+    """Its rows have not become the batch: nobody needs its files and its manifest any more."""
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
+    left = desk.staged_keys()
+    second = shuffled(rows_of())
+    if is_mended:
+        ask(log, desk.stage_rows(second))
+        needed = []
+    else:
+        ask_and_crash(log, desk.stage_rows(second), "batch.after_rows")
+        needed = sorted(set(desk.staged_keys()) - set(left))
+        assert len(needed) == 3
+    assert sorted(needed + left) == desk.staged_keys()
+    grow_old(desk, log, 30 * DAY_SECONDS)
+    assert log.sweep_staging(TEXT) == 3
+    assert desk.staged_keys() == needed
+    ask(log, desk.stage_rows(rows_of()))
+    assert contents(log) == second
+
+
+@pytest.mark.parametrize("point", ["batch.after_manifest", "batch.after_done"])
+def test_sweep_removes_what_a_crash_left(desk, point):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), point)
+    assert len(desk.staged_keys()) == 3
+    grow_old(desk, log, 30 * DAY_SECONDS)
+    assert log.sweep_staging(TEXT) == 3
+
+
+def test_sweep_does_without_a_manifest_that_is_lost(desk):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
+    desk.objects.drop(desk.writer_record().manifest)
+    grow_old(desk, log, 30 * DAY_SECONDS)
+    assert log.sweep_staging(TEXT) == 2
+
+
+# -- staged files that are lost -----------------------------------------------------------------
+
+
+def lose(desk, what):
+    manifest = desk.writer_record().manifest
+    files = decode_manifest(desk.objects.read(manifest, 0, 1 << 20), key=manifest)
+    if what == "manifest":
+        desk.objects.drop(manifest)
+    elif what == "garbled manifest":
+        desk.objects.put(manifest, b"[]")
+    elif what == "all files":
+        for file in files:
+            desk.objects.drop(file.key)
+    elif what == "short file":
+        desk.objects.put(files[1].key, desk.objects.read(files[1].key, 0, 20))
+    elif what == "one file":
+        desk.objects.drop(files[1].key)
+    else:
+        assert what == "nothing"
+
+
+LOSSES = ["manifest", "garbled manifest", "all files", "one file", "short file"]
+
+
+@pytest.mark.parametrize("what", [*LOSSES, "nothing"])
+@pytest.mark.parametrize("how", ["error", "power cut"])
+def test_begun_batch_without_rows_begins_anew_whatever_is_left_of_its_files(desk, what, how):
+    log = desk.process()
+    log.topic(TEXT).append(b"foreign")
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
+    lose(desk, what)
+    log = end(desk, log, how)
+    second = shuffled(rows_of())
+    assert not ask(log, desk.stage_rows(second)).is_known
+    assert without_foreign(contents(log)) == second
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+    assert without_foreign(contents(log)) == second
+
+
+@pytest.mark.parametrize("what", ["all files", "nothing"])
+def test_batch_that_begins_anew_may_crash_again(desk, what):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
+    lose(desk, what)
+    second, third = shuffled(rows_of(), 2), shuffled(rows_of(), 3)
+    ask_and_crash(log, desk.stage_rows(second), "batch.after_rows", 2)
+    ask(log, desk.stage_rows(third))
+    assert contents(log) == second
+
+
+@pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("how", ["error", "power cut"])
+def test_half_a_batch_whose_files_are_lost_is_a_conflict(desk, what, how):
+    log = desk.process()
+    log.topic(TEXT).append(b"foreign")
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
+    log.topic(TEXT).flush()
+    lose(desk, what)
+    log = end(desk, log, how)
+    have = contents(log)
+    for _ in range(2):
+        with pytest.raises(ConflictError, match="4 of 8 rows of batch 0") as caught:
+            log.append_staged(TEXT, desk.stage_rows(rows_of()))
+        assert caught.value.offset == 1
+    assert contents(log) == have
+
+
+@pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("how", ["error", "power cut"])
+@pytest.mark.parametrize(("point", "visit"), [("batch.after_rows", 4), ("batch.before_done", 1)])
+def test_whole_batch_does_not_need_its_files(desk, what, how, point, visit):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), point, visit)
+    log.topic(TEXT).flush()
+    lose(desk, what)
+    log = end(desk, log, how)
+    assert ask(log, desk.stage_rows(shuffled(rows_of()))).rows == 8
+    assert contents(log) == rows_of()
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+
+
+def put_newer_manifest(desk):
+    manifest = desk.writer_record().manifest
+    fields = json.loads(desk.objects.read(manifest, 0, 1 << 20))
+    desk.objects.put(manifest, json.dumps({**fields, "version": 2}).encode())
+
+
+def test_manifest_of_a_newer_ister_is_left_to_it(desk):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
+    put_newer_manifest(desk)
+    record = desk.writer_record()
+    for _ in range(2):
+        with pytest.raises(UnsupportedVersionError):
+            log.append_staged(TEXT, desk.stage_rows(rows_of()))
+    assert contents(log) == rows_of()[:4]
+    assert desk.writer_record() == record
+
+
+def test_manifest_of_a_newer_ister_is_not_needed_while_no_row_is_in(desk):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
+    put_newer_manifest(desk)
+    second = shuffled(rows_of())
+    assert not ask(log, desk.stage_rows(second)).is_known
+    assert contents(log) == second
+
+
+@pytest.mark.parametrize("kind", ["read", "stat", "put"])
+def test_bucket_that_does_not_answer_costs_nothing_but_time(desk, kind):
+    log = desk.process()
+    staged = desk.stage_rows(rows_of())
+    for number in range(1, 12):
+        left = [number]
+
+        def silent(asked, key, left=left):
+            left[0] -= asked == kind and key.startswith("staging/")
+            if left[0] <= 0 and asked == kind and key.startswith("staging/"):
+                raise UnavailableError("silent")
+
+        desk.objects.before = silent
+        try:
+            log.append_staged(TEXT, staged)
+        except UnavailableError:
+            continue
+        break
+    assert number > 1
+    desk.objects.before = lambda kind, key: None
+    assert contents(log) == rows_of()
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+
+
+# -- other owners -------------------------------------------------------------------------------
+
+
+def test_batch_whose_rows_are_in_the_bucket_survives_its_owners_disk(desk):
+    log = desk.process()
+    first = ask(log, desk.stage_rows(rows_of()))
+    log.topic(TEXT).upload()
+    log.topic(TEXT).append(b"given up")
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    assert contents(log) == rows_of()
+    assert ask(log, desk.stage_rows(shuffled(rows_of()))) == replace(first, is_known=True)
+    assert contents(log) == rows_of()
+
+
+def test_batch_that_went_with_its_owners_disk_is_appended_again(desk):
+    log = desk.process()
+    log.topic(TEXT).append(b"foreign")
+    log.topic(TEXT).upload()
+    ask(log, desk.stage_rows(rows_of()))
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    assert contents(log) == [b"foreign"]
+    second = shuffled(rows_of())
+    assert not ask(log, desk.stage_rows(second)).is_known
+    assert without_foreign(contents(log)) == second
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+    assert without_foreign(contents(log)) == second
+
+
+@pytest.mark.parametrize("others", ["messages", "fewer messages", "a batch"])
+def test_batch_that_went_is_not_mistaken_for_what_has_its_offsets_now(desk, others):
+    """Goal: the last row tells by what it carries, not by its offset alone."""
+    log = desk.process()
+    log.topic(TEXT).append(b"foreign")
+    log.topic(TEXT).upload()
+    first = ask(log, desk.stage_rows(rows_of()))
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    if others == "a batch":
+        taken = rows_of(writer="other")
+        assert ask(log, desk.stage_rows(taken, writer="other")) == first
+    else:
+        taken = [b"other-%d" % number for number in range(12 if others == "messages" else 5)]
+        log.topic(TEXT).append_many(taken)
+    second = shuffled(rows_of())
+    assert not ask(log, desk.stage_rows(second)).is_known
+    assert contents(log) == [b"foreign", *taken, *second]
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+    assert contents(log) == [b"foreign", *taken, *second]
+
+
+@pytest.mark.parametrize("rows", [8, 60])
+def test_batch_that_retention_took_is_known(desk, rows):
+    """Goal: what is not there any more because it is old is not appended again."""
+    log = desk.process(
+        rotate_max_bytes=4096,
+        cache_capacity=1,
+        retention={"time_minutes": 0, "size_mb": 0},
+        storage={
+            "cloud": {"retention": {"time_minutes": 1}},
+            "uploader": {"max_object_bytes": 4096},
+        },
+    )
+    topic = log.topic(TEXT)
+    sent = [row + b"." * 500 for row in rows_of(count=rows)]
+    failpoints.arm("batch.after_rows", topic.flush)  # so that there is more than one file
+    first = ask(log, desk.stage([[[row] for row in sent]]))
+    failpoints.disarm()
+    others = [b"foreign-%d" % number + b"." * 500 for number in range(60 - rows)]
+    for payload in others:
+        topic.append(payload)
+        topic.flush()
+    topic.upload()
+    grow_old(desk, log, DAY_SECONDS)
+    assert topic.tier.trim() > 0
+    assert topic.tier.expire() > 0
+    # Either the whole batch is gone, or its first rows are.
+    assert (topic.earliest >= 8) if rows == 8 else (0 < topic.earliest < 60)
+    left = [*sent, *others][topic.earliest :]
+    assert contents(log) == left
+    assert ask(log, desk.stage_rows(shuffled(sent))) == replace(first, is_known=True)
+    assert contents(log) == left
+
+
+def test_batch_is_not_lost_with_what_others_appended_behind_it(desk):
+    """All rows are in the bucket. Messages of others, between them and the end of the batch, went
+    with the disk: the batch did not.
+    """
+    log = desk.process()
+    topic = log.topic(TEXT)
+
+    def others():
+        topic.upload()
+        topic.append_many([b"foreign-a", b"foreign-b"])
+        topic.flush()
+
+    failpoints.arm("batch.before_done", others)
+    ask(log, desk.stage_rows(rows_of()))
+    failpoints.disarm()
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    assert contents(log) == rows_of()
+    assert ask(log, desk.stage_rows(shuffled(rows_of()))).is_known
+    assert contents(log) == rows_of()
+
+
+@pytest.mark.parametrize("tiered", [2, 6])
+def test_half_of_a_batch_that_went_with_the_disk_is_no_reason_to_repeat_the_other_half(
+    desk, tiered
+):
+    """The batch was done, and only its first rows were in the bucket. Its staged files are gone,
+    and the new ones may have another order: the rest cannot be told. Nothing is appended.
+    """
+    log = desk.process()
+    visits = itertools.count(1)
+    failpoints.arm(
+        "batch.after_rows", lambda: next(visits) * 2 == tiered and log.topic(TEXT).upload()
+    )
+    ask(log, desk.stage_rows(rows_of()))
+    failpoints.disarm()
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    assert contents(log) == rows_of()[:tiered]
+    for _ in range(2):
+        with pytest.raises(ConflictError, match=f"{tiered} of 8 rows of batch 0"):
+            log.append_staged(TEXT, desk.stage_rows(shuffled(rows_of())))
+    assert contents(log) == rows_of()[:tiered]
+
+
+@pytest.mark.parametrize("tiered", [0, 2, 4, 8])
+@pytest.mark.parametrize("how", ["error", "kill"])
+def test_unfinished_batch_survives_its_owners_disk(desk, tiered, how):
+    """Goal: whatever part of it was in the bucket, the rest comes behind it, and it stays known;
+    if no part was, it is what is brought now.
+    """
+    log = desk.process()
+    topic = log.topic(TEXT)
+    topic.append(b"foreign")
+    topic.upload()
+    visits = itertools.count(1)
+
+    def upload_first():
+        if next(visits) * 2 == tiered:
+            topic.upload()
+
+    staged = desk.stage_rows(rows_of())
+    ask_and_crash(log, staged, "batch.after_rows", 4, before=upload_first)
+    topic.flush()
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    assert contents(log) == [b"foreign", *rows_of()[:tiered]]
+    second = shuffled(rows_of())
+    assert not ask(log, desk.stage_rows(second)).is_known
+    expected = rows_of() if tiered else second
+    assert contents(log) == [b"foreign", *expected]
+    if how == "kill":
+        desk.kill(log)
+        log = desk.process("b")
+    assert ask(log, desk.stage_rows(shuffled(rows_of(), 2))).is_known
+    assert contents(log) == [b"foreign", *expected]
+
+
+def test_batch_taken_over_twice_is_appended_once(desk):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
+    log.topic(TEXT).upload()
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    ask_and_crash(log, desk.stage_rows(shuffled(rows_of(), 1)), "batch.after_rows", 1)
+    log.topic(TEXT).upload()
+    desk.lose_disk(log)
+    log = desk.process("c", take_over=True)
+    ask(log, desk.stage_rows(shuffled(rows_of(), 2)))
+    assert contents(log) == rows_of()
+    assert ask(log, desk.stage_rows(shuffled(rows_of(), 3))).is_known
+    assert contents(log) == rows_of()
+
+
+def lose_topic_directory(desk, log):
+    """The machine and its identity stay; the topic's directory is gone."""
+    desk.kill(log)
+    disk = desk.disk()
+    for name in disk.list_directory(PATH):
+        disk.remove(f"{PATH}/{name}")
+    disk.remove_directory(PATH)
+    disk.sync_directory(PATH.rpartition("/")[0])
+
+
+def test_batch_that_went_with_the_topics_directory_is_appended_again(desk):
+    """The same node goes on without its files: what was not in the bucket is given up."""
+    log = desk.process()
+    ask(log, desk.stage_rows(rows_of()))
+    lose_topic_directory(desk, log)
+    log = desk.process(take_over=True)
+    assert contents(log) == []
+    assert not ask(log, desk.stage_rows(rows_of())).is_known
+    assert contents(log) == rows_of()
+
+
+def test_unfinished_batch_that_went_with_the_topics_directory_is_appended_once(desk):
+    log = desk.process()
+    log.topic(TEXT).append_many([b"foreign"] * 20)
+    staged = desk.stage([[[row] for row in rows_of()]])
+    ask_and_crash(log, staged, "batch.after_rows", 2)
+    log.topic(TEXT).flush()
+    lose_topic_directory(desk, log)
+    log = desk.process(take_over=True)
+    ask_and_crash(log, staged, "batch.after_rows", 3)
+    ask(log, desk.stage_rows(shuffled(rows_of())))
+    assert contents(log) == rows_of()
+    assert ask(log, staged).is_known
+
+
+def test_batch_of_a_topic_that_was_deleted_is_forgotten(desk):
+    log = desk.process()
+    ask(log, desk.stage_rows(rows_of()))
+    log.delete(TEXT)
+    assert desk.metadata.get(KEY) is None
+    log.topic(TEXT, create=True)
+    assert not ask(log, desk.stage_rows(rows_of())).is_known
+    assert contents(log) == rows_of()
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_record_of_an_earlier_topic_of_that_name_does_not_count(desk, is_done):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.before_done")
+    desk.put_record(incarnation="0000000000000000", is_done=is_done, batch=9)
+    assert not ask(log, desk.stage_rows(rows_of(1), batch=1)).is_known
+    assert contents(log) == rows_of() + rows_of(1)
+    assert desk.writer_record().batch == 1
+
+
+@pytest.mark.parametrize("is_tiered", [True, False], ids=["tiered", "on its disk"])
+@pytest.mark.parametrize("point", POINTS[:4])
+def test_owner_that_was_replaced_cannot_make_a_batch_count(desk, point, is_tiered):
+    """Goal: at whichever step another node takes the topic, the rows are in it once: those that
+    the replaced owner began with if it has handed one of them on, else those brought later.
+    """
+    slow = desk.process("a")
+    slow.topic(TEXT).append(b"foreign")
+    slow.topic(TEXT).upload()
+    others = []
+
+    def take():
+        if not others:
+            if is_tiered:
+                slow.topic(TEXT).upload()
+            desk.clock.advance(TTL_SECONDS + 1)
+            others.append(desk.process("b", take_over=True))
+
+    failpoints.arm(point, take)
+    with pytest.raises((FencedError, UnavailableError)):
+        slow.append_staged(TEXT, desk.stage_rows(rows_of()))
+    failpoints.disarm()
+    (log,) = others
+    record = desk.writer_record()
+    assert record is None or not record.is_done
+    second = shuffled(rows_of())
+    assert not ask(log, desk.stage_rows(second)).is_known
+    is_first = is_tiered and point in ("batch.after_rows", "batch.before_done")
+    expected = rows_of() if is_first else second
+    assert without_foreign(contents(log)) == expected
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+    with pytest.raises((FencedError, ConflictError, UnavailableError)):
+        slow.append_staged(TEXT, desk.stage_rows(rows_of(1), batch=1))
+    assert without_foreign(contents(log)) == expected
+    assert desk.writer_record().batch == 0
+
+
+def test_replaced_owner_says_so(desk):
+    slow = desk.process("a")
+    slow.topic(TEXT).upload()
+    topic = slow.topic(TEXT)
+
+    def take():
+        failpoints.disarm()
+        desk.clock.advance(TTL_SECONDS + 1)
+        desk.process("b", take_over=True)
+        with suppress(IsterError):
+            slow.tiers.membership.renew()
+
+    failpoints.arm("batch.after_rows", take)
+    with pytest.raises(FencedError):
+        batches.append_staged(
+            topic,
+            topic.tier.owned,
+            desk.objects,
+            desk.stage_rows(rows_of()),
+            clock=desk.clock,
+        )
+    assert not desk.writer_record().is_done
+
+
+def test_lapsed_lease_is_no_answer(desk):
+    log = desk.process()
+    failpoints.arm("batch.after_rows", lambda: desk.clock.advance(TTL_SECONDS + 1))
+    staged = desk.stage_rows(rows_of())
+    with pytest.raises(UnavailableError):
+        log.append_staged(TEXT, staged)
+    failpoints.disarm()
+    assert not desk.writer_record().is_done
+    log.tiers.membership.renew()
+    ask(log, staged)
+    assert contents(log) == rows_of()
+
+
+# -- lost answers of the metadata store ---------------------------------------------------------
+
+
+class LostAnswers:
+    """Loses answers to changes of the writer's key: those with these numbers, from 1 on."""
+
+    def __init__(self, numbers, *, is_done):
+        self.numbers, self.seen, self.is_done = numbers, 0, is_done
+
+    def __call__(self, kind, key):
+        if kind == "transact" and key == KEY:
+            self.seen += 1
+            if self.seen in self.numbers:
+                raise CommitUnknownError("the answer was lost")
+
+    def install(self, desk):
+        setattr(desk.metadata, "after" if self.is_done else "before", self)
+        return self
+
+
+@pytest.mark.parametrize("is_done", [True, False], ids=["done", "not done"])
+@pytest.mark.parametrize("numbers", [{1}, {2}, {1, 2}, {1, 2, 3}, {2, 3}, {3}], ids=str)
+def test_lost_answer_changes_nothing(desk, numbers, is_done):
+    log = desk.process()
+    LostAnswers(numbers, is_done=is_done).install(desk)
+    answer = ask(log, desk.stage_rows(rows_of()))
+    assert (answer.start, answer.end, answer.is_known) == (0, 8, False)
+    assert contents(log) == rows_of()
+    assert desk.writer_record().is_done
+    assert ask(log, desk.stage_rows(shuffled(rows_of()))).is_known
+    assert contents(log) == rows_of()
+
+
+@pytest.mark.parametrize("is_done", [True, False], ids=["done", "not done"])
+def test_lost_answer_to_the_removal_of_a_record_changes_nothing(desk, is_done):
+    log = desk.process()
+    LostAnswers({2, 3}, is_done=is_done).install(desk)
+    ask(log, desk.stage_rows(rows_of(), is_repeatable=False))
+    assert contents(log) == rows_of()
+    assert desk.metadata.get(KEY) is None
+
+
+@pytest.mark.parametrize("first", [1, 2], ids=["begin", "done"])
+def test_store_that_never_answers_is_a_reason_to_ask_again(desk, first):
+    """Goal: what the caller is told is that trying later helps, not that somebody interferes."""
+    log = desk.process()
+    staged = desk.stage_rows(rows_of())
+    LostAnswers(range(first, 1000), is_done=False).install(desk)
+    with pytest.raises(UnavailableError) as caught:
+        log.append_staged(TEXT, staged)
+    assert caught.value.retriable
+    desk.metadata.before = lambda kind, key: None
+    ask(log, desk.stage_rows(shuffled(rows_of())))
+    assert sorted(contents(log)) == rows_of()
+    assert ask(log, staged).is_known
+
+
+@pytest.mark.parametrize("kind", ["get", "transact"])
+@pytest.mark.parametrize("number", range(1, 5))
+def test_store_that_is_silent_at_any_step_costs_nothing_but_time(desk, kind, number):
+    log = desk.process()
+    left = [number]
+
+    def silent(asked, key):
+        if asked == kind and key == KEY:
+            left[0] -= 1
+            if left[0] == 0:
+                raise UnavailableError("silent")
+
+    desk.metadata.before = silent
+    with suppress(UnavailableError):
+        log.append_staged(TEXT, desk.stage_rows(rows_of()))
+    desk.metadata.before = lambda kind, key: None
+    ask(log, desk.stage_rows(rows_of()))
+    assert contents(log) == rows_of()
+
+
+@pytest.mark.parametrize("lands", ["before", "between", "after", "never"])
+@pytest.mark.parametrize("step", [1, 2], ids=["begin", "done"])
+def test_change_that_lands_late_leaves_the_rows_once(desk, lands, step):
+    """The answer to a change is lost and its process dies; the change lands when it likes."""
+    log = desk.process()
+    seen = itertools.count(1)
+
+    def delay(kind, key):
+        if desk.metadata.delayed:
+            raise SimulatedCrash  # whatever comes after the lost answer
+        if kind == "transact" and key == KEY and next(seen) == step:
+            desk.metadata.delay_next_change()
+
+    staged = desk.stage_rows(rows_of())
+    desk.metadata.before = delay
+    with pytest.raises(SimulatedCrash):
+        log.append_staged(TEXT, staged)
+    desk.metadata.before = lambda kind, key: None
+    desk.kill(log)
+    if lands == "before":
+        desk.metadata.deliver_delayed()
+    log = desk.process()
+    if lands == "between":
+        failpoints.arm("batch.after_rows", desk.metadata.deliver_delayed)
+        failpoints.arm("batch.after_manifest", desk.metadata.deliver_delayed)
+    for _ in range(3):
+        with suppress(ConflictError):
+            ask(log, desk.stage_rows(shuffled(rows_of())))
+    failpoints.disarm()
+    if lands == "after":
+        desk.metadata.deliver_delayed()
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+    assert Counter(contents(log)) == Counter(rows_of())
+
+
+def test_somebody_else_under_the_same_name_is_a_conflict(desk):
+    log = desk.process()
+
+    def interfere():
+        desk.put_record(updated_at=1)
+
+    failpoints.arm("batch.before_done", interfere)
+    with pytest.raises(ConflictError, match="somebody else"):
+        log.append_staged(TEXT, desk.stage_rows(rows_of()))
+    failpoints.disarm()
+    ask(log, desk.stage_rows(rows_of()))
+    assert contents(log) == rows_of()
+
+
+# -- everything at once -------------------------------------------------------------------------
+
+
+class Query:
+    """A writer in the random world: asks for one batch until it is in, then for the next.
+
+    Each asking brings rows of its own, which say which one it was: rows of two of them in one batch
+    are seen at once.
+    """
+
+    def __init__(self, name, rng):
+        self.name = name
+        self.rng = rng
+        self.batch = -1
+        self.count = 0
+        self.asked = 0
+        self.orders = []
+        """The rows of each asking whose rows can be in, in their order."""
+        self.newest = None
+        """Of the last asking; None if they cannot be in, as one is not a message."""
+        self.pinned = None
+        """What the batch has to be in the end, since a row of it is in the topic."""
+        self.is_looked_at = True
+        """Whether nothing was asked for since `pinned` was found out."""
+        self.done = []
+        """The rows of each batch that is in."""
+        self.is_repeatable = True
+        self.begin()
+
+    def begin(self):
+        self.batch += self.rng.choice((1, 1, 1, 3))
+        self.count = self.rng.choice((0, 1, 2, 3, 5, 9))
+        self.asked = 0
+        self.orders, self.newest, self.pinned, self.is_looked_at = [], None, None, True
+        self.is_repeatable = self.rng.random() < 0.85
+
+    def bring(self):
+        """The rows of the next asking, mostly as many as before."""
+        count = self.rng.randint(0, 9) if self.rng.random() < 0.2 else self.count
+        rows = [b"%s/%d/%d" % (self.prefix, self.asked, number) for number in range(count)]
+        self.rng.shuffle(rows)
+        self.asked += 1
+        return rows
+
+    @property
+    def prefix(self):
+        return f"{self.name}/{self.batch}".encode()
+
+    def mine(self, found):
+        """Those of the batch at hand."""
+        return [payload for payload in found if payload.startswith(self.prefix + b"/")]
+
+
+class World:
+    """Random crashes, retries, foreign messages, hand-overs; what must hold is asked at the end."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.desk = Desk()
+        self.disks = itertools.count()
+        self.disk = f"disk-{next(self.disks)}"
+        self.log = self.desk.process(self.disk)
+        self.queries = [Query(name, self.rng) for name in ("one", "two")]
+        self.sent = itertools.count()
+        self.acked = []
+        self.crashes = Counter()
+
+    # -- the parts --
+
+    def topic(self):
+        return self.log.topic(TEXT)
+
+    def append_foreign(self, *, waits=None):
+        payload = b"foreign-%d" % next(self.sent)
+        topic = self.topic()
+        topic.append(payload)
+        if self.rng.random() < 0.5 if waits is None else waits:
+            topic.flush()
+            self.acked.append(payload)
+
+    def stage(self, query):
+        rng = self.rng
+        rows = query.bring()
+        files = [cut(part, rng.randint(1, 4)) for part in cut(rows, rng.randint(1, 3)) if part]
+        query.newest = rows
+        if files and rng.random() < 0.15:
+            # With the first block none of these can be in, whatever is asked for later.
+            block = files[0][0]
+            block.insert(rng.randint(0, len(block)), TOO_EARLY)
+            query.newest = None
+        else:
+            query.orders.append(rows)
+        return self.desk.stage(
+            files, writer=query.name, batch=query.batch, is_repeatable=query.is_repeatable
+        )
+
+    def look(self, query):
+        """Finds out what a batch has to be: a row that is in the topic has decided that."""
+        found = query.mine(contents(self.log))
+        query.is_looked_at = True
+        if not found:
+            assert query.pinned is None, f"rows of {query.prefix} are lost"
+            return
+        record = self.desk.writer_record(query.name)
+        rows = found
+        if record is not None and record.batch == query.batch and not record.is_done:
+            rows = self.desk.rows_of_manifest(record.manifest)
+        assert rows in query.orders, f"{query.prefix}: {rows}"
+        assert found == rows[: len(found)]
+        assert query.pinned in (None, rows), f"{query.prefix} was begun anew"
+        query.pinned = rows
+
+    def fault(self, query):
+        """Something that goes wrong at a random moment of an asking."""
+        rng, desk = self.rng, self.desk
+        kind = rng.choice(("point", "point", "bucket", "metadata", "unknown", "none"))
+        left = [rng.randint(1, 6)]
+        error = rng.choice((SimulatedCrash, UnavailableError))
+
+        def count_down():
+            left[0] -= 1
+            return left[0] == 0
+
+        if kind == "point":
+            name = rng.choice(POINTS)
+
+            def act():
+                if rng.random() < 0.4:
+                    self.append_foreign()
+                if count_down():
+                    self.crashes[name] += 1
+                    raise SimulatedCrash
+
+            left[0] = rng.randint(1, 4) if name == "batch.after_rows" else 1
+            failpoints.arm(name, act)
+        elif kind in ("bucket", "metadata"):
+            store = desk.objects if kind == "bucket" else desk.metadata
+
+            def hook(what, key):
+                if count_down():
+                    self.crashes[f"{kind} {what}"] += 1
+                    raise error("fault")
+
+            setattr(store, rng.choice(("before", "after")), hook)
+        elif kind == "unknown":
+
+            def lose_answer(what, key):
+                if what == "transact" and count_down():
+                    self.crashes["lost answer"] += 1
+                    raise CommitUnknownError("lost")
+
+            setattr(desk.metadata, rng.choice(("before", "after")), lose_answer)
+
+    def repair(self):
+        failpoints.disarm()
+        for store in (self.desk.objects, self.desk.metadata):
+            store.before = store.after = lambda kind, key: None
+
+    # -- turns --
+
+    def ask(self, query):
+        if self.rng.random() < 0.5:
+            # Not always: who reads waits for what was appended to be synced.
+            self.look(query)
+        staged = self.stage(query)
+        self.fault(query)
+        try:
+            answer = self.log.append_staged(TEXT, staged)
+        except (SimulatedCrash, IsterError) as error:
+            self.repair()
+            self.crashes["bad row"] += isinstance(error, InvalidRequestError)
+            query.is_looked_at = False
+            if isinstance(error, SimulatedCrash) or self.rng.random() < 0.5:
+                self.end()
+            if not query.is_repeatable and self.is_in(query):
+                # It is in, and nobody remembers it: such a batch is not asked for again.
+                query.done.append(query.mine(contents(self.log)))
+                query.begin()
+        else:
+            self.repair()
+            if answer.is_known and not query.is_repeatable:
+                raise AssertionError("nothing is known of a batch that is not repeated")
+            self.finish(query, answer)
+
+    def is_in(self, query):
+        """Whether a batch has come to its end, as far as the topic tells."""
+        if self.desk.writer_record(query.name) is not None:
+            return False
+        self.look(query)
+        found = query.mine(contents(self.log))
+        if found:
+            assert found == query.pinned
+        return found in query.orders
+
+    def finish(self, query, answer):
+        found = [(m.offset, m.payload) for m in self.topic().read()]
+        rows = query.mine(payload for _, payload in found)
+        assert rows in query.orders, f"{query.prefix}: {rows}"
+        if query.pinned is not None:
+            self.crashes["went on"] += 1
+            assert rows == query.pinned
+        elif query.is_looked_at:
+            # No row was in: it is what was brought now, or it was done without any.
+            self.crashes["began anew"] += query.asked > 1
+            assert rows == ([] if answer.is_known else query.newest)
+        assert answer.rows == len(rows)
+        at = [offset for offset, payload in found if payload in set(rows)]
+        assert all(answer.start <= offset < answer.end for offset in at)
+        if query.is_repeatable and self.rng.random() < 0.4:
+            again = self.log.append_staged(TEXT, self.stage(query))
+            assert again == replace(answer, is_known=True)
+            assert query.mine(contents(self.log)) == rows
+        query.done.append(rows)
+        query.begin()
+
+    def end(self):
+        """The process ends in some way, and another one begins."""
+        how = self.rng.choice(("kill", "kill", "power", "power", "close", "hand over", "new disk"))
+        desk, log = self.desk, self.log
+        self.crashes[how] += 1
+        if how == "kill":
+            desk.kill(log)
+        elif how == "power":
+            desk.cut_power(log, self.rng.randrange(1 << 30))
+        elif how == "close":
+            log.close()
+        elif how == "hand over":
+            log.seal(TEXT)
+            log.close()
+            self.disk = f"disk-{next(self.disks)}"
+        else:
+            # Everything is in the bucket when the disk goes.
+            log.topic(TEXT).upload()
+            desk.lose_disk(log)
+            self.disk = f"disk-{next(self.disks)}"
+        self.log = desk.process(self.disk, take_over=how == "new disk")
+        for query in self.queries:
+            self.look(query)
+
+    def sweep(self):
+        """Nothing that is needed is taken, however old it is."""
+        grow_old(self.desk, self.log, 30 * DAY_SECONDS)
+        self.crashes["swept"] += self.log.sweep_staging(TEXT)
+
+    def turn(self):
+        choice = self.rng.random()
+        if choice < 0.6:
+            self.ask(self.rng.choice(self.queries))
+        elif choice < 0.8:
+            self.append_foreign()
+        elif choice < 0.85:
+            self.topic().upload()
+        elif choice < 0.9:
+            self.sweep()
+        else:
+            self.end()
+
+    def check(self):
+        """Ends all that is open, and looks at everything."""
+        for query in self.queries:
+            batch = query.batch
+            for _ in range(200):
+                if query.batch != batch:
+                    break
+                self.ask(query)
+            assert query.batch != batch, "an asking never succeeds"
+        found = contents(self.log)
+        expected = Counter(row for query in self.queries for rows in query.done for row in rows)
+        rows = without_foreign(found)
+        assert Counter(rows) == expected
+        for query in self.queries:
+            mine = [row for row in rows if row.startswith(query.name.encode())]
+            assert mine == [row for rows in query.done for row in rows]
+        foreign = [payload for payload in found if payload.startswith(b"foreign")]
+        assert len(foreign) == len(set(foreign))
+        assert [payload for payload in foreign if payload in set(self.acked)] == self.acked
+
+
+@pytest.mark.timeout(3000)
+def test_random_crashes_and_retries_end_in_every_row_once():
+    """Goal: two writers, foreign messages, any crash at any step: every row once, in its order.
+
+    Method: small worlds from consecutive seeds, beginning with a random one that is printed.
+    """
+    first = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
+    print(f"ISTER_SIM_SEED={first}")
+    crashes = Counter()
+    for seed in range(first, first + ROUNDS):
+        world = World(seed)
+        with world.desk:
+            try:
+                for _ in range(12):
+                    world.turn()
+                world.check()
+            except BaseException as error:
+                error.add_note(f"replay with ISTER_SIM_SEED={seed}")
+                raise
+            finally:
+                world.repair()
+        crashes += world.crashes
+    print(dict(crashes))
+    assert all(crashes[point] for point in POINTS), "a step was never interrupted"
+    for what in ("lost answer", "bad row", "went on", "began anew", "swept"):
+        assert crashes[what], f"not one: {what}"
