@@ -171,7 +171,11 @@ class SqliteMetadata:
             existed = os.path.exists(self._path)
             if read_only:
                 if not existed:
-                    raise NotFoundError("there is no metadata file", path=self._path)
+                    raise NotFoundError(
+                        "there is no metadata file",
+                        path=self._path,
+                        hint="no log was ever opened here: is it the right directory or config?",
+                    )
                 self._verify_read_only()
                 return
             LocalFileSystem().make_directories(os.path.dirname(self._path))
