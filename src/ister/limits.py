@@ -25,6 +25,7 @@ __all__ = [
     "INDEX_STRIDE_BYTES",
     "KIB",
     "LAZY_WRITE_SECONDS",
+    "MANIFEST_BYTES_MAX",
     "MESSAGE_SIZE_BYTES_DEFAULT",
     "MESSAGE_SIZE_BYTES_MAX",
     "MIB",
@@ -72,6 +73,9 @@ INDEX_ENTRIES_MAX: Final = 1_000_000
 
 DESCRIPTOR_BYTES_MAX: Final = 64 * KIB
 """A descriptor's JSON. etcd keeps every value in memory on every node."""
+
+MANIFEST_BYTES_MAX: Final = 64 * MIB
+"""The list of a batch's staged files: half a million of them."""
 
 OBJECT_INDEX_ENTRIES_MAX: Final = 512
 """Entries in an object's index; beyond that every second one goes and the stride doubles."""

@@ -41,7 +41,8 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.columnar import HIDDEN, arrow_schema
-from ister.format.staging import STAGED_SCHEMA, StagedFile, encode_block
+from ister.format.manifest import StagedFile
+from ister.format.staging import STAGED_SCHEMA, encode_block
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.memory import MemoryObjectStore
 from ister.tier.names import staging_prefix

@@ -39,6 +39,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedVersionError,
 )
+from ister.format.manifest import StagedFile
 from ister.limits import MIB
 from ister.model import AckLevel, Codec, TopicName
 from ister.tier.names import staging_prefix
@@ -315,8 +316,7 @@ class AppendStaged:
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         """Reads the message; raises as `RangeTicket.from_json`."""
-        from ister.format.staging import StagedFile  # noqa: PLC0415 - needs pyarrow, an extra
-        from ister.topic.batches import StagedBatch  # noqa: PLC0415
+        from ister.topic.batches import StagedBatch  # noqa: PLC0415 - needs pyarrow, an extra
 
         message = _Message.parse(data, "request")
         return cls(

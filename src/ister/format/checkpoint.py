@@ -101,6 +101,8 @@ class WalState:
     """A sync failed: what the files hold above `synced` may exist in the page cache only."""
     codec: Codec = Codec.BINCODE2
     ack: str = "synced"
+    incarnation: str = ""
+    """Which topic of its name this is; empty for a log without a bucket, and in older files."""
     checkpoint: WalCheckpoint = field(default_factory=WalCheckpoint)
 
 
@@ -197,15 +199,17 @@ def decode_uploader_body(body: bytes, codec: Codec) -> UploaderCheckpoint:
 
 def encode_wal_checkpoint(state: WalState) -> bytes:
     """The whole of `wal.ckpt`."""
-    extra = (
+    writer = (
         VarintWriter()
         .u64(state.synced)
         .u64(state.synced_position)
         .some(state.is_poisoned)
         .text(state.codec)
         .text(state.ack)
-        .finish()
     )
+    if state.incarnation:
+        writer.text(state.incarnation)
+    extra = writer.finish()
     return _seal(_Kind.WAL, encode_wal_body(state.checkpoint, Codec.BINCODE2), extra)
 
 
@@ -226,6 +230,7 @@ def decode_wal_checkpoint(data: bytes) -> WalState | None:
             is_poisoned=reader.some(),
             codec=Codec(reader.text()),
             ack=reader.text(),
+            incarnation="" if reader.at_end() else reader.text(),
             checkpoint=decode_wal_body(body, Codec.BINCODE2),
         )
     except ValueError:

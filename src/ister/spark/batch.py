@@ -32,9 +32,15 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from ister.errors import DataGapError, InvalidRequestError, OffsetOutOfRangeError
-from ister.spark.heads import Head, Heads, patiently
-from ister.spark.options import OffsetWord, ReadOptions
+from ister.errors import (
+    DataGapError,
+    InvalidRequestError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+)
+from ister.spark.heads import Head, Heads
+from ister.spark.options import OffsetsOption, OffsetWord, ReadOptions
+from ister.spark.patience import patiently
 from ister.spark.place import find_place
 from ister.spark.planner import Partition, TopicRange, plan
 from ister.spark.reading import ReadTask, TopicIdentity
@@ -47,6 +53,7 @@ __all__ = ["BatchReader", "PlannedPartition", "PushdownReader", "in_schema"]
 
 _log = logging.getLogger("ister.spark.batch")
 
+_ATTEMPTS: Final = 3
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -82,7 +89,21 @@ class BatchReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """The plan. Called once per DataFrame, on the driver."""
         heads = Heads(self._task.place, self._options)
-        found = patiently(lambda: heads.look(catches_up=True))
+        attempts = _ATTEMPTS
+        while True:
+            attempts -= 1
+            found = patiently(lambda: heads.look(catches_up=True))
+            try:
+                return self._plan(heads, found)
+            except (DataGapError, NotFoundError):
+                # Retention or a deletion may have come between the look and the plan.
+                if not attempts or patiently(heads.look) == found:
+                    raise
+
+    def _plan(self, heads: Heads, found: dict[str, Head]) -> list[InputPartition]:
+        for which in ("starting", "ending"):
+            option: OffsetsOption = getattr(self._options, f"{which}_offsets")
+            option.check_known(f"{which}Offsets", found)
         ranges = patiently(lambda: [self._range(heads, head) for head in found.values()])
         planned = plan(
             ranges,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ister.errors import CommitUnknownError, ConflictError
+from ister.errors import CommitUnknownError, ConflictError, NotFoundError
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
 from ister.spark.offsets import StreamOffset
@@ -36,7 +36,10 @@ def hold_cursors(place: Place, subscription: str, progress: StreamOffset) -> Non
     store = open_metadata(history.config.storage.metadata, history.clock)
     try:
         for name, reached in progress.topics.items():
-            topic = history.topic(name)
+            try:
+                topic = history.topic(name)
+            except NotFoundError:
+                continue  # deleted: nobody needs its cursor
             _hold(store, topic, subscription, reached.offset, reached.incarnation)
     finally:
         store.close()

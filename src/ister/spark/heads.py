@@ -16,36 +16,26 @@ checkpoint must not change.
 from __future__ import annotations
 
 import logging
-import re
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
 
 from ister.errors import (
     ConflictError,
     InvalidRequestError,
     NotFoundError,
     OffsetOutOfRangeError,
-    UnavailableError,
 )
 from ister.format.records import TopicRecord
+from ister.limits import KIB
 from ister.model import TopicName
-from ister.spark.options import ReadOptions
+from ister.spark.options import ReadOptions, parent_of
 from ister.spark.place import Place
 from ister.spark.planner import TopicRange
 from ister.topic.history import HistoryTopic
 from ister.topic.local_tail import LocalTail
 
-__all__ = ["Head", "Heads", "patiently"]
+__all__ = ["Head", "Heads"]
 
 _log = logging.getLogger("ister.spark.heads")
-
-_PARTITION: Final = re.compile(r"(.*)-part-(0|[1-9][0-9]*)")
-_PATIENCE_SECONDS: Final = 120.0
-_PAUSE_SECONDS: Final = (0.2, 0.5, 1.0, 2.0, 5.0)
-
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +46,8 @@ class Head:
     incarnation: str
     node: str
     """Whose local files are the topic's."""
+    lineage: tuple[tuple[int, int], ...]
+    """(epoch, start) of each change of owner."""
     earliest: int
     tiered: int
     """What lies below is in the bucket; what lies above is the tail."""
@@ -103,8 +95,8 @@ class Heads:
             return matching
         parts: dict[str, list[str]] = {}
         for name in existing:
-            if match := _PARTITION.fullmatch(name):
-                parts.setdefault(match.group(1), []).append(name)
+            if (parent := parent_of(name)) is not None:
+                parts.setdefault(parent, []).append(name)
         wanted: set[str] = set()
         for name in self._options.topics:
             found = [name] if name in existing else parts.get(name, [])
@@ -150,30 +142,36 @@ class Heads:
 
     def _look_at(self, item: _Found) -> Head:
         topic, record = item.topic, item.record
+        snapshot = item.local.catch_up(item.mark) if item.local is not None else None
+        # After the snapshot: what was uploaded and trimmed meanwhile is in the catalog by now.
         first, last = topic.catalog.first(), topic.catalog.last()
-        # In this order: what is uploaded and trimmed meanwhile is in the bucket by then.
         earliest = first.start if first is not None else topic.earliest
         tiered = last.end if last is not None else earliest
-        end, tail_bytes = tiered, 0
-        if item.local is not None:
-            snapshot = item.local.catch_up(item.mark)
-            if snapshot is not None:
-                end = max(tiered, snapshot.synced)
-                if first is None:
-                    earliest = tiered = min(snapshot.trimmed, end)
-                tail_bytes = snapshot.measure(tiered, end)
-        elif self._options.include_tail and self._place.broker is not None:
-            earliest, tiered, end = self._ask_broker(topic.name, record, earliest, tiered)
+        end = tiered
+        tail_bytes: int | None = None
+        if snapshot is not None:
+            if first is None:
+                earliest = tiered = max(snapshot.trimmed, record.expired_before)
+            end = max(tiered, snapshot.synced)
+            tail_bytes = snapshot.measure(tiered, end)
         elif self._options.include_tail and topic.catalog.sealed() is None:
-            raise InvalidRequestError(
-                "what is not in the bucket yet is on another machine",
-                topic=topic.name,
-                hint="give the option broker, or includeTail=false to read the bucket alone",
-            )
+            if self._place.broker is not None:
+                earliest, tiered, end = self._ask_broker(topic.name, record, earliest, tiered)
+            elif item.local is None:
+                raise InvalidRequestError(
+                    "what is not in the bucket yet is on another machine",
+                    topic=topic.name,
+                    hint="give the option broker, or includeTail=false to read the bucket alone",
+                )
+        if tail_bytes is None:
+            # Nobody says how large its messages are: like those in the bucket, or a guess.
+            each = last.size_bytes // (last.end - last.start) if last is not None else KIB
+            tail_bytes = each * (end - tiered)
         return Head(
             topic=topic.name,
             incarnation=record.incarnation,
             node=record.node,
+            lineage=tuple((item.epoch, item.start) for item in record.lineage),
             earliest=earliest,
             tiered=tiered,
             end=max(end, tiered),
@@ -204,6 +202,7 @@ class Heads:
             history.config.storage.wal.dir,
             TopicName.parse(name),
             record.node,
+            record.incarnation,
             clock=history.clock,
             metrics=history.metrics,
         )
@@ -251,28 +250,6 @@ class Heads:
 
     def _topic(self, head: Head) -> HistoryTopic:
         return self._place.history().topic(head.topic)
-
-
-def patiently(ask: Callable[[], _Answer], *, seconds: float = _PATIENCE_SECONDS) -> _Answer:
-    """Asks again while a store does not answer: an exception on the driver ends a whole query.
-
-    Raises:
-        UnavailableError: It has not answered for a long time.
-    """
-    pause = threading.Event()
-    waited = 0.0
-    attempt = 0
-    while True:
-        try:
-            return ask()
-        except UnavailableError as error:
-            length = _PAUSE_SECONDS[min(attempt, len(_PAUSE_SECONDS) - 1)]
-            if waited >= seconds:
-                raise
-            _log.warning("asked again", extra={"error": str(error), "pause_seconds": length})
-            pause.wait(length)
-            waited += length
-            attempt += 1
 
 
 def _known(existing: list[str]) -> str:

@@ -1,6 +1,7 @@
 """A stream's offset: the value that Spark keeps in a query's checkpoint.
 
-    {"version": 1, "topics": {"/default/a": {"incarnation": "…", "offset": 123, "from": 90}}}
+    {"version": 1, "topics": {"/default/a":
+        {"incarnation": "…", "epoch": 4, "offset": 123, "from": 90}}}
 
 Owns: this value, how it goes on, and what counts as lost data. Does not own: finding out where
 topics stand; limits; what to do with warnings.
@@ -17,7 +18,8 @@ came between.
 Spark compares offsets as texts, so the text is canonical: keys in the order above, topics sorted.
 A stream without news gives back the very offset that it was asked with, and never the same place
 with another `from`. The incarnation tells a topic from one of the same name that was deleted and
-made again.
+made again; the epoch tells whose messages were read: where a later owner had to go on from a lower
+offset, because a disk was lost, other messages have the offsets that the stream has passed.
 
 A crash leaves whatever Spark has written down; a batch that was planned and not finished comes
 again with the same end, and so with the same messages.
@@ -43,7 +45,7 @@ from ister.model import TopicName
 __all__ = ["StreamOffset", "TopicHead", "TopicOffset", "advance", "check_loss", "has_news"]
 
 _VERSION: Final = 1
-_FIELDS: Final = ("incarnation", "offset", "from")
+_FIELDS: Final = ("incarnation", "epoch", "offset", "from")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class TopicOffset:
     """Where a stream stands in one topic."""
 
     incarnation: str
+    epoch: int
+    """The lineage's newest, when this was made."""
     offset: int
     """The next message to read."""
     start: int
@@ -67,6 +71,17 @@ class TopicHead:
     incarnation: str
     earliest: int
     end: int
+    lineage: tuple[tuple[int, int], ...] = ()
+    """(epoch, start) of each change of owner: from `start` on its messages are that owner's."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the last change."""
+        return self.lineage[-1][0] if self.lineage else 0
+
+    def given_up_from(self, epoch: int) -> int | None:
+        """The lowest offset that was given out again after `epoch`; None if none was."""
+        return min((start for newer, start in self.lineage if newer > epoch), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +108,11 @@ class StreamOffset:
             "version": _VERSION,
             "topics": {
                 topic: dict(
-                    zip(_FIELDS, (place.incarnation, place.offset, place.start), strict=True)
+                    zip(
+                        _FIELDS,
+                        (place.incarnation, place.epoch, place.offset, place.start),
+                        strict=True,
+                    )
                 )
                 for topic, place in self.topics.items()
             },
@@ -158,12 +177,13 @@ def advance(
     for topic, place in previous.topics.items():
         end = max(ends.get(topic, place.offset), place.offset)
         # A topic without news is in the batch with an empty range, not with that of its last batch.
-        topics[topic] = replace(place, offset=end, start=place.offset)
+        epoch = max(place.epoch, heads[topic].epoch) if topic in heads else place.epoch
+        topics[topic] = replace(place, epoch=epoch, offset=end, start=place.offset)
     for topic, head in heads.items():
         if topic not in topics:
             end = max(ends.get(topic, head.earliest), head.earliest)
             topics[topic] = TopicOffset(
-                incarnation=head.incarnation, offset=end, start=head.earliest
+                incarnation=head.incarnation, epoch=head.epoch, offset=end, start=head.earliest
             )
     following = StreamOffset(topics)
     return following if has_news(previous, following) else previous
@@ -184,8 +204,8 @@ def check_loss(
     """Looks for messages that the stream was to read and cannot any more.
 
     That is where a topic was deleted, where it was deleted and made again (another incarnation),
-    where messages aged out before they were read, and where the topic ends before the offset that
-    the stream has come to.
+    where a later owner went on from a lower offset after a disk was lost, where messages aged out
+    before they were read, and where the topic ends before the offset that the stream has come to.
 
     Args:
         previous: Where the stream stands.
@@ -204,12 +224,19 @@ def check_loss(
     warnings: list[str] = []
     for topic, place in previous.topics.items():
         head = heads.get(topic)
+        given_up = head.given_up_from(place.epoch) if head is not None else None
         if head is None:
             what = "the topic was deleted, or the options do not name it any more"
             remedy = "leaves the topic out"
         elif head.incarnation != place.incarnation:
             what = "the topic was deleted and made again"
             remedy = f"reads the new one from its earliest message, {head.earliest}, on"
+        elif given_up is not None and given_up < place.offset:
+            what = (
+                f"a disk was lost, and the topic's new owner went on from {given_up}: other "
+                f"messages have the offsets up to {place.offset}, which the stream has passed"
+            )
+            remedy = f"goes back to {max(given_up, head.earliest)}"
         elif place.offset < head.earliest:
             what = (
                 f"the messages {place.offset} up to, not including, {head.earliest} aged out "
@@ -230,9 +257,15 @@ def check_loss(
         if head is None:
             del topics[topic]
         else:
-            is_ahead = head.incarnation == place.incarnation and place.offset > head.end
-            offset = head.end if is_ahead else head.earliest
-            topics[topic] = TopicOffset(incarnation=head.incarnation, offset=offset, start=offset)
+            offset = head.earliest
+            if head.incarnation == place.incarnation:
+                if given_up is not None and given_up < place.offset:
+                    offset = max(given_up, head.earliest)
+                elif place.offset > head.end:
+                    offset = head.end
+            topics[topic] = TopicOffset(
+                incarnation=head.incarnation, epoch=head.epoch, offset=offset, start=offset
+            )
     return (StreamOffset(topics) if warnings else previous), warnings
 
 
@@ -240,7 +273,13 @@ def _raise_loss(
     topic: str, place: TopicOffset, head: TopicHead | None, what: str, remedy: str
 ) -> NoReturn:
     remedy = f"failOnDataLoss=false {remedy}"
-    if head is not None and head.incarnation == place.incarnation and place.offset < head.earliest:
+    given_up = head.given_up_from(place.epoch) if head is not None else None
+    if (
+        head is not None
+        and head.incarnation == place.incarnation
+        and (given_up is None or given_up >= place.offset)
+        and place.offset < head.earliest
+    ):
         raise DataGapError(f"{what}; {remedy}", start=place.offset, end=head.earliest, topic=topic)
     raise ConflictError(what, topic=topic, offset=place.offset, hint=remedy)
 
@@ -253,15 +292,15 @@ def _topic_offset(topic: str, value: object) -> TopicOffset:
     fields = _object(value, topic)
     if set(fields) != set(_FIELDS):
         _refuse(f"{topic} has the keys {sorted(fields)}")
-    incarnation, offset, start = (fields[name] for name in _FIELDS)
+    incarnation, epoch, offset, start = (fields[name] for name in _FIELDS)
     if not isinstance(incarnation, str):
         _refuse(f"{topic} has the incarnation {incarnation!r}")
-    for number in (offset, start):
+    for name, number in (("epoch", epoch), ("offset", offset), ("from", start)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            _refuse(f"{topic} has the offset {number!r}")
+            _refuse(f"{topic} has the {name} {number!r}")
     if start > offset:
         _refuse(f"{topic} goes from {start} to {offset}")
-    return TopicOffset(incarnation=incarnation, offset=offset, start=start)
+    return TopicOffset(incarnation=incarnation, epoch=epoch, offset=offset, start=start)
 
 
 def _object(value: object, what: str) -> dict[str, Any]:

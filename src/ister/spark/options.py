@@ -38,6 +38,7 @@ __all__ = [
     "OffsetsOption",
     "ReadOptions",
     "WriteOptions",
+    "parent_of",
 ]
 
 COLUMNS: Final = (
@@ -147,6 +148,7 @@ _TIME_MS_MAX: Final = 253_402_300_799_999  # 9999-12-31, the last day that a dat
 _COUNT_MAX: Final = 2**31 - 1  # Spark counts partitions and rows of a batch in ints
 _TIMEOUT_SECONDS_MAX: Final = 86_400
 
+_PARTITION: Final = re.compile(r"(.+)-part-(?:0|[1-9][0-9]*)")
 _DIGITS: Final = re.compile(r"[0-9]{1,18}")
 _SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
@@ -160,6 +162,12 @@ _SUBSCRIPTION: Final = re.compile(r"[A-Za-z0-9_-]{1,120}")
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
+def parent_of(topic: str) -> str | None:
+    """The topic that one is a partition of, by its name `<parent>-part-<n>`; None if it is none."""
+    match = _PARTITION.fullmatch(topic)
+    return match.group(1) if match is not None else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetsOption:
     """`startingOffsets` or `endingOffsets`."""
@@ -170,8 +178,25 @@ class OffsetsOption:
     """For the topics that JSON named."""
 
     def of(self, topic: str) -> int | OffsetWord:
-        """An offset, or the end of the topic that is meant."""
-        return self.by_topic.get(topic, self.otherwise)
+        """What was said of a topic, or of the topic that it is a partition of."""
+        parent = parent_of(topic) or topic
+        return self.by_topic.get(topic, self.by_topic.get(parent, self.otherwise))
+
+    def check_known(self, option: str, topics: Iterable[str]) -> None:
+        """Refuses names that are none of the topics which were found.
+
+        Raises:
+            InvalidRequestError: One is.
+        """
+        known = set(topics)
+        known |= {parent for topic in known if (parent := parent_of(topic)) is not None}
+        for topic in self.by_topic:
+            if topic not in known:
+                raise InvalidRequestError(
+                    f"{option} names a topic that is not read",
+                    topic=topic,
+                    hint=f"read are {', '.join(sorted(known)) or 'none'}",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,7 +469,7 @@ class _Given:
         by_topic = _as_offsets(name, text)
         for topic, offset in by_topic.items():
             # A name may stand for the topic's partitions, each of which has offsets of its own.
-            if topics and topic not in topics and topic.rpartition("-part-")[0] not in topics:
+            if topics and topic not in topics and parent_of(topic) not in topics:
                 raise InvalidRequestError(
                     f"{name} names a topic that is not in the option topic",
                     topic=topic,

@@ -23,6 +23,7 @@ from typing import Final
 from ister.client.flight import FlightClient
 from ister.config import CloudBackend, Config, MetadataBackend, StorageMode, load_config
 from ister.errors import ConfigError
+from ister.spark.patience import patiently
 from ister.topic.history import History
 
 __all__ = ["Place", "find_place"]
@@ -72,7 +73,7 @@ def find_place(config: str | None, broker: str | None) -> Place:
         settings = load_config(config)
     else:
         client = _client(broker or "")
-        settings = load_config(client.storage())
+        settings = load_config(patiently(client.storage))
     _check_shared(settings)
     return Place(_absolute(settings), broker)
 

@@ -120,13 +120,14 @@ class _SliceReader:
                     DataGapError,
                     OffsetOutOfRangeError,
                     CorruptDataError,
+                    ConflictError,
                 ) as error:
                     # Another source may have it.
                     self._last = error
                 if position > before:
                     break
             if position > before:
-                fruitless = 0
+                fruitless, self._last = 0, None
                 # What moved once is looked for anew.
                 sources = self._sources()[1:] if self._is_of_object else sources
                 continue
@@ -163,11 +164,12 @@ class _SliceReader:
             end_position=part.end_position,
             boundaries=part.boundaries,
         )
-        return HistoryTopic(self._history, self._name).read_part(wanted, self._decoders)
+        return self._topic().read_part(wanted, self._decoders)
 
     def _from_bucket(self, start: int) -> Iterator[Rows]:
         """Whatever objects hold the offsets now."""
         topic = self._topic()
+        topic.record()
         tiered = topic.tiered
         if start < tiered:
             yield from topic.read_range(start, min(self._end, tiered), self._decoders)
@@ -178,6 +180,7 @@ class _SliceReader:
             self._history.config.storage.wal.dir,
             self._name,
             self._identity.node,
+            self._identity.incarnation,
             clock=self._history.clock,
             metrics=self._history.metrics,
         )
@@ -203,12 +206,8 @@ class _SliceReader:
             yield Rows(batch, start)
 
     def _topic(self) -> HistoryTopic:
-        topic = self._history.topic(self._part.topic)
-        if topic.record().incarnation != self._identity.incarnation:
-            raise ConflictError(
-                "the topic was deleted and made again while it was read", topic=self._part.topic
-            )
-        return topic
+        """The topic that was planned; the metadata store is asked only where it is needed."""
+        return HistoryTopic(self._history, self._name, self._identity.incarnation)
 
     # -- what is gone -----------------------------------------------------------------------
 
@@ -219,7 +218,14 @@ class _SliceReader:
             DataGapError: It has, and that is a failure.
         """
         try:
-            earliest = self._topic().earliest
+            topic = self._topic()
+            topic.record()
+            earliest = topic.earliest
+        except ConflictError:
+            if self._task.fail_on_data_loss:
+                raise
+            _log.warning("a topic that is gone is left out", extra={"topic": self._part.topic})
+            return self._end
         except (UnavailableError, NotFoundError) as error:
             self._last = self._last or error
             return position

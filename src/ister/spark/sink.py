@@ -27,9 +27,9 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,20 +42,25 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from ister.clock import SystemClock
-from ister.config import Engine
-from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError
+from ister.config import Config, Engine
+from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError, check
 from ister.format.columnar import encode_frames
-from ister.format.staging import StagedFile, encode_block
+from ister.format.manifest import StagedFile
+from ister.format.staging import encode_block
 from ister.limits import MIB
 from ister.model import TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
-from ister.spark.heads import patiently
 from ister.spark.options import WriteOptions
+from ister.spark.patience import patiently
 from ister.spark.place import Place, find_place
 from ister.spark.rows import check_write_schema, to_staged
 from ister.tier.names import staging_prefix
-from ister.topic.batches import JOB_PREFIX, StagedBatch
+from ister.tier.staging import JOB_PREFIX
+from ister.topic.batches import StagedBatch
 from ister.topic.log import Log
+
+if TYPE_CHECKING:
+    from ister.client.flight import FlightClient
 
 __all__ = ["BatchWriter", "StreamWriter"]
 
@@ -90,6 +95,7 @@ class _Staging:
         self._writer = writer
         self._batch = batch
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._begun: list[_OpenFile] = []
         self.files: list[tuple[str, StagedFile]] = []
 
     def add(self, topic: str, rows: pa.RecordBatch) -> None:
@@ -110,7 +116,7 @@ class _Staging:
             self._close(self._open.popitem(last=False))
 
     def abort(self) -> None:
-        for file in self._open.values():
+        for file in self._begun:
             file.writer.abort()
         for _, staged in self.files:
             _delete(self._store, staged.key)
@@ -121,7 +127,9 @@ class _Staging:
         writer = self._store.open_writer(
             key, chunk_bytes=_CHUNK_BYTES, concurrent_parts=_CONCURRENT_PARTS
         )
-        return _OpenFile(key=key, writer=writer)
+        file = _OpenFile(key=key, writer=writer)
+        self._begun.append(file)
+        return file
 
     def _close(self, item: tuple[str, _OpenFile]) -> None:
         topic, file = item
@@ -221,13 +229,12 @@ class _Writer:
 
     def _commit_by_broker(self, staged: dict[str, StagedBatch]) -> None:
         client = self._place.flight()
-        if client is None:
-            return
+        check(client is not None, "a place with a broker has a client")
         options = self._options
         seconds = options.commit_timeout_seconds
         for topic, batch in staged.items():
             append = partial(
-                client.append_staged,
+                cast("FlightClient", client).append_staged,
                 topic,
                 batch,
                 create=options.create_topics,
@@ -247,7 +254,7 @@ class _Writer:
                     log.topic(topic, create=True, ack=options.ack, codec=options.codec)
                 log.append_staged(topic, batch)
             for topic, batch in staged.items():
-                self._tidy(log, topic, batch.batch)
+                self._tidy(log, topic, is_swept=batch.batch % _SWEEP_EVERY == 0)
 
     def _open_log(self) -> Log:
         """The log, once nobody else has it open."""
@@ -255,7 +262,7 @@ class _Writer:
         pause = threading.Event()
         while True:
             try:
-                return Log(self._place.config)
+                return Log(_without_uploads(self._place.config))
             except DirectoryLockedError as error:
                 if SystemClock.monotonic() >= deadline:
                     error.hint = (
@@ -265,20 +272,20 @@ class _Writer:
                     raise
             pause.wait(_LOCK_PAUSE_SECONDS)
 
-    def _tidy(self, log: Log, topic: str, batch: int) -> None:
+    def _tidy(self, log: Log, topic: str, *, is_swept: bool) -> None:
         """What a server would do in the background; the rows are safe already."""
         try:
-            opened = log.topic(topic)
-            uploader = self._place.config.storage.uploader
-            if (
-                uploader.engine in (Engine.AUTO, Engine.EMBEDDED)
-                and opened.tier is not None
-                and opened.tier.lag_bytes >= uploader.max_batch_bytes
+            tier = log.topic(topic).tier
+            engine = self._place.config.storage.uploader.engine
+            if tier is None:
+                return
+            if engine in (Engine.AUTO, Engine.EMBEDDED) and tier.is_due_by_age(
+                SystemClock.now_ns() / 1e9
             ):
-                opened.upload()
-                opened.tier.trim()
-            if batch % _SWEEP_EVERY == 0:
-                log.sweep_staging(topic)
+                tier.upload()
+                tier.trim()
+            if is_swept:
+                tier.collect_orphans()
         except IsterError as error:
             _log.warning("not tidied up", extra={"topic": topic, "error": str(error)})
 
@@ -334,6 +341,15 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Removes what the tasks have staged."""
         self._abort(messages)
+
+
+def _without_uploads(config: Config) -> Config:
+    """The settings for a log that is open for a moment.
+
+    Its threads would upload what each commit leaves, as an object of its own: `_tidy` knows when.
+    """
+    uploader = replace(config.storage.uploader, engine=Engine.NONE)
+    return replace(config, storage=replace(config.storage, uploader=uploader))
 
 
 def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[StagedRows]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import pyarrow as pa
@@ -38,12 +39,19 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from ister.clock import SystemClock
-from ister.errors import ConflictError, DataGapError, IsterError, OffsetOutOfRangeError
+from ister.errors import (
+    ConflictError,
+    DataGapError,
+    IsterError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+)
 from ister.spark.batch import PlannedPartition, in_schema
 from ister.spark.cursors import hold_cursors
-from ister.spark.heads import Head, Heads, patiently
+from ister.spark.heads import Head, Heads
 from ister.spark.offsets import StreamOffset, TopicHead, TopicOffset, advance, check_loss
 from ister.spark.options import ReadOptions
+from ister.spark.patience import patiently
 from ister.spark.place import find_place
 from ister.spark.planner import limit_bytes, limit_messages, plan
 from ister.spark.reading import ReadTask, TopicIdentity
@@ -54,6 +62,8 @@ __all__ = ["StreamReader"]
 _log = logging.getLogger("ister.spark.stream")
 
 _POLL_SECONDS: Final = 0.25
+_HOLD_SECONDS: Final = 60.0
+_ATTEMPTS: Final = 3
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -72,6 +82,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen: dict[str, Head] = {}
         self._seen_at = -float("inf")
         self._pause = _POLL_SECONDS
+        self._held_at = -float("inf")
         self._warned: set[str] = set()
 
     # -- where ------------------------------------------------------------------------------
@@ -80,13 +91,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Where a query without a checkpoint begins; the same at every call."""
         if self._initial is None:
             heads = self._heads()
-            found = patiently(lambda: heads.look(must_exist=True))
+            # The end that `availableNow` froze is also where `latest` is.
+            must_exist = self._options.fail_on_data_loss
+            found = self._frozen or patiently(lambda: heads.look(must_exist=must_exist))
+            self._options.starting_offsets.check_known("startingOffsets", found)
             self._note(found)
             self._initial = patiently(
                 lambda: StreamOffset(
                     {name: self._begin(heads, head) for name, head in found.items()}
                 )
             )
+            self._hold(self._initial)
         return self._initial.to_dict()
 
     def _begin(self, heads: Heads, head: Head) -> TopicOffset:
@@ -101,7 +116,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             offset = head.end
         else:
             offset = self._check_start(head, wanted)
-        return TopicOffset(incarnation=head.incarnation, offset=offset, start=offset)
+        return TopicOffset(
+            incarnation=head.incarnation, epoch=_known(head).epoch, offset=offset, start=offset
+        )
 
     def _check_start(self, head: Head, offset: int) -> int:
         if offset > head.end:
@@ -144,16 +161,25 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         previous = StreamOffset.from_dict(start)
         end = self._advance(previous, limit)
         if end is previous and self._frozen is None:
+            if self._now() - self._held_at >= _HOLD_SECONDS:
+                self._hold(previous)
             self._wait_for_next_look()
             end = self._advance(previous, limit)
         return start if end is previous else end.to_dict()
 
     def _advance(self, previous: StreamOffset, limit: ReadLimit) -> StreamOffset:
-        found = self._look()
-        known = {
-            name: TopicHead(incarnation=head.incarnation, earliest=head.earliest, end=head.end)
-            for name, head in found.items()
-        }
+        try:
+            return self._advance_in(self._look(), previous, limit)
+        except (DataGapError, NotFoundError):
+            if not self._refresh():
+                raise
+            # Retention or a deletion came after the last look: now it is known.
+            return self._advance_in(self._look(), previous, limit)
+
+    def _advance_in(
+        self, found: dict[str, Head], previous: StreamOffset, limit: ReadLimit
+    ) -> StreamOffset:
+        known = {name: _known(head) for name, head in found.items()}
         checked, warnings = check_loss(previous, known, fails=self._options.fail_on_data_loss)
         for warning in warnings:
             if warning not in self._warned:
@@ -195,7 +221,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return None
         return StreamOffset(
             {
-                name: TopicOffset(incarnation=head.incarnation, offset=head.end, start=head.end)
+                name: TopicOffset(
+                    incarnation=head.incarnation,
+                    epoch=_known(head).epoch,
+                    offset=head.end,
+                    start=head.end,
+                )
                 for name, head in self._seen.items()
             }
         ).to_dict()
@@ -218,6 +249,20 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._note(found)
         return self._seen
 
+    def _refresh(self) -> bool:
+        """Looks anew; whether something has changed. A frozen end stays where it is."""
+        heads = self._heads()
+        before = self._frozen if self._frozen is not None else self._seen
+        found = patiently(lambda: heads.look(must_exist=False))
+        if self._frozen is not None:
+            found = self._frozen = {
+                name: replace(head, end=max(head.earliest, self._frozen[name].end))
+                for name, head in found.items()
+                if name in self._frozen
+            }
+        self._note(found)
+        return found != before
+
     def _note(self, found: dict[str, Head]) -> None:
         self._seen, self._seen_at = found, self._now()
 
@@ -232,14 +277,25 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The plan of the micro-batch that ends at `end`; see the module header about `start`."""
         batch = StreamOffset.from_dict(end)
-        return patiently(lambda: self._plan(batch))
+        attempts = _ATTEMPTS
+        while True:
+            attempts -= 1
+            try:
+                return patiently(lambda: self._plan(batch))
+            except (DataGapError, NotFoundError):
+                # Retention or a deletion may have come between the look and the plan.
+                if not attempts:
+                    raise
 
     def _plan(self, batch: StreamOffset) -> list[InputPartition]:
         heads = self._heads()
         found = heads.look(must_exist=False)
+        if any(end > found[name].end for name, (_, end) in batch.ranges().items() if name in found):
+            # Whoever told the end knew more than the owner's checkpoint does by now.
+            found = heads.look(must_exist=False, catches_up=True)
         ranges = []
         for name, wanted in batch.ranges().items():
-            kept = self._clip(name, batch.topics[name].incarnation, wanted, found.get(name))
+            kept = self._clip(batch.topics[name], name, wanted, found.get(name))
             if kept is not None:
                 ranges.append(heads.range_of(found[name], *kept))
         planned = plan(
@@ -253,7 +309,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [PlannedPartition(partition, identities) for partition in planned]
 
     def _clip(
-        self, name: str, incarnation: str, wanted: tuple[int, int], head: Head | None
+        self, place: TopicOffset, name: str, wanted: tuple[int, int], head: Head | None
     ) -> tuple[int, int] | None:
         """As much of a batch's range as there still is; None if the topic is gone.
 
@@ -261,7 +317,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ConflictError, DataGapError: Something is gone, and that is a failure.
         """
         start, end = wanted
-        is_gone = head is None or head.incarnation != incarnation
+        is_gone = head is None or head.incarnation != place.incarnation
+        if head is not None and not is_gone:
+            given_up = _known(head).given_up_from(place.epoch)
+            is_gone = given_up is not None and given_up < end
         if head is None or is_gone or head.end < end:
             self._lose(
                 ConflictError(
@@ -302,10 +361,20 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def commit(self, end: dict[str, Any]) -> None:
         """Everything before `end` was processed: moves the cursors, if there are any."""
+        self._hold(StreamOffset.from_dict(end))
+
+    def _hold(self, reached: StreamOffset) -> None:
+        self._held_at = self._now()
         if self._options.subscription is None:
             return
         try:
-            hold_cursors(self._task.place, self._options.subscription, StreamOffset.from_dict(end))
+            hold_cursors(self._task.place, self._options.subscription, reached)
         except IsterError as error:
             # The checkpoint is the truth; the cursor is moved again with the next batch.
             _log.warning("cursor not moved", extra={"error": str(error)})
+
+
+def _known(head: Head) -> TopicHead:
+    return TopicHead(
+        incarnation=head.incarnation, earliest=head.earliest, end=head.end, lineage=head.lineage
+    )

@@ -84,6 +84,8 @@ class ClaimCheck:
     """Whether local files, if there are any, are the topic's newest."""
     revision: int | None
     """Of the record that says so; None if there is no record."""
+    gives_up: bool = False
+    """Whether this node goes on without the files that it had: offsets are given out again."""
 
     def still_holds(self, catalog: Catalog) -> bool:
         """Whether the record is still that one."""
@@ -278,7 +280,11 @@ def check_claim(
             offset=tiered,
             hint=f"restore them; if they are lost, take_over=True goes on from offset {tiered}",
         )
-    return ClaimCheck(is_current=is_mine or not known.lineage, revision=revision)
+    return ClaimCheck(
+        is_current=is_mine or not known.lineage,
+        revision=revision,
+        gives_up=is_mine and sealed is None and not has_files,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +307,8 @@ class _Claimant:
         known = found[0] if found is not None else None
         self.refuse(known, owner[0] if owner is not None else None)
         seal = sealed[0] if sealed is not None else None
-        record, lease = self.next_record(known, seal), self.membership.lease
+        gives_up = seen is not None and seen.gives_up
+        record, lease = self.next_record(known, seal, gives_up=gives_up), self.membership.lease
         compares: list[Compare] = [
             Absent(keys.record) if found is None else RevisionIs(keys.record, found[1]),
             Absent(keys.owner) if owner is None else RevisionIs(keys.owner, owner[1]),
@@ -355,7 +362,9 @@ class _Claimant:
                 hint="seal it there first, or wait for that node's lease to end",
             )
 
-    def next_record(self, known: TopicRecord | None, sealed: SealedState | None) -> TopicRecord:
+    def next_record(
+        self, known: TopicRecord | None, sealed: SealedState | None, *, gives_up: bool = False
+    ) -> TopicRecord:
         """The record under this node's new epoch."""
         node = self.membership.node
         epoch = known.epoch + 1 if known is not None else 1
@@ -371,7 +380,7 @@ class _Claimant:
                 lineage=(Lineage(epoch=epoch, start=0, node=node),),
             )
         known = replace(known, epoch=epoch, claim=secrets.token_hex(8))
-        if known.lineage and known.lineage[-1].node == node:
+        if known.lineage and known.lineage[-1].node == node and not gives_up:
             return known
         last = self.catalog.last()
         tiered = last.end if last is not None else 0

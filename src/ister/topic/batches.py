@@ -29,7 +29,6 @@ import logging
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -47,40 +46,23 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
+from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
 from ister.format.records import WriterRecord, decode_writer, encode_writer
-from ister.format.staging import (
-    BLOCK_HEADER_SIZE,
-    StagedFile,
-    decode_block,
-    decode_manifest,
-    encode_manifest,
-    parse_block_size,
-)
-from ister.limits import MIB
+from ister.format.staging import BLOCK_HEADER_SIZE, decode_block, parse_block_size
+from ister.limits import MANIFEST_BYTES_MAX, MIB
 from ister.metadata.base import Absent, Compare, Delete, Put, RevisionIs
-from ister.model import AckLevel, TopicName
+from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectStore
 from ister.tier.names import staging_prefix
 from ister.tier.ownership import OwnedTopic
 from ister.topic.topic import Topic
 
-__all__ = [
-    "JOB_PREFIX",
-    "AppendedBatch",
-    "StagedBatch",
-    "append_staged",
-    "check_writer_name",
-    "sweep_staging",
-]
+__all__ = ["AppendedBatch", "StagedBatch", "append_staged", "check_writer_name"]
 
 _log = logging.getLogger("ister.topic.batches")
 
-JOB_PREFIX: Final = "job-"
-"""What the names of writers begin with that write one batch: nobody asks for it again later."""
-
 _WRITER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,119}")
 _ATTEMPTS: Final = 5
-_MANIFEST_BYTES_MAX: Final = 64 * MIB
 _BLOCK_BYTES_MAX: Final = 1024 * MIB
 # Rows encoded under the topic's lock at once: a few milliseconds for other producers.
 _ENCODE_BYTES: Final = 4 * MIB
@@ -143,13 +125,6 @@ def append_staged(
         As `Topic.append` and `Topic.wait`.
     """
     check_writer_name(staged.writer)
-    prefix = staging_prefix(TopicName.parse(topic.name))
-    for file in staged.files:
-        if not file.key.startswith(prefix):
-            # They are removed at the end: nobody may name an object that is something else.
-            raise InvalidRequestError(
-                "a staged file is not one of this topic's", topic=topic.name, path=file.key
-            )
     return _Appending(topic, owned, objects, staged, clock).run()
 
 
@@ -177,6 +152,15 @@ class _Appending:
         staged = self._staged
         record, revision = self._load()
         if record is not None and record.batch > staged.batch:
+            _log.warning(
+                "a batch was passed over: its writer had come further",
+                extra={
+                    "topic": self._topic.name,
+                    "writer": staged.writer,
+                    "batch": staged.batch,
+                    "newest": record.batch,
+                },
+            )
             self._remove(staged.files)
             return AppendedBatch(start=record.start, end=record.start, rows=0, is_known=True)
         if record is not None and record.batch == staged.batch and self._is_in(record):
@@ -185,12 +169,8 @@ class _Appending:
                 start=record.start, end=record.end, rows=record.rows, is_known=True
             )
         if record is not None and record.batch < staged.batch and not record.is_done:
-            raise ConflictError(
-                f"batch {record.batch} of the writer {staged.writer} was begun and not finished, "
-                f"and this is batch {staged.batch}",
-                topic=self._topic.name,
-                hint="ask for the unfinished one first: its rows are staged",
-            )
+            # The writer went on without it: asked for again, it had no rows for this topic.
+            revision = self._carry_on(record, revision)
         begun: _Begun | None = None
         if record is not None and record.batch == staged.batch:
             begun = self._resume(record, revision)
@@ -212,6 +192,18 @@ class _Appending:
         self._remove(staged.files)
         self._delete(record.manifest)
         return AppendedBatch(start=done.start, end=done.end, rows=done.rows, is_known=False)
+
+    def _carry_on(self, record: WriterRecord, revision: int | None) -> int | None:
+        """Finishes an older batch of which rows are in; returns the revision of the record."""
+        begun = self._resume(record, revision)
+        if begun is None:
+            return revision
+        end = self._append(begun)
+        done = replace(begun.record, is_done=True, end=end, updated_at=self._now_seconds())
+        revision = self._change(begun.revision, Put(self._key, encode_writer(done)))
+        self._remove(begun.files)
+        self._delete(record.manifest)
+        return revision
 
     # -- what is known ----------------------------------------------------------------------
 
@@ -276,12 +268,35 @@ class _Appending:
 
     def _check_files(self, files: tuple[StagedFile, ...]) -> None:
         """Finds out before the first row is appended that one of them cannot be read."""
+        prefix = staging_prefix(self._name)
         for file in files:
+            if not file.key.startswith(prefix) or ".." in file.key.split("/"):
+                # They are removed at the end: nobody may name an object that is something else.
+                raise InvalidRequestError(
+                    "a staged file is not one of this topic's",
+                    topic=self._topic.name,
+                    path=file.key,
+                )
             if self._objects.stat(file.key).size != file.size_bytes:
                 raise CorruptDataError("a staged file has another size", path=file.key)
 
+    def _check_codec(self, files: tuple[StagedFile, ...]) -> None:
+        """Refuses rows with fields that the older codec lacks before one of them is appended.
+
+        Whoever staged them may not have known the topic's codec; all else was checked there.
+        """
+        for file in files:
+            for batch in self._read_rows(file):
+                for name in ("schema_id", "schema_version", "routing_key"):
+                    if batch[name].null_count < batch.num_rows:
+                        raise InvalidRequestError(
+                            f"{self._topic.codec} has no field {name}",
+                            topic=self._topic.name,
+                            hint="leave the column out, or use a topic with codec bincode2",
+                        )
+
     def _read_manifest(self, key: str) -> tuple[StagedFile, ...]:
-        return decode_manifest(self._objects.read(key, 0, _MANIFEST_BYTES_MAX), key=key)
+        return decode_manifest(self._objects.read(key, 0, MANIFEST_BYTES_MAX), key=key)
 
     def _count_rows(self, record: WriterRecord) -> tuple[int, int]:
         """How many rows of the batch are in the topic, always the first so many, and their end."""
@@ -302,6 +317,8 @@ class _Appending:
         """Notes what the batch consists of; from here on these rows are the batch."""
         staged = self._staged
         self._check_files(staged.files)
+        if self._topic.codec is Codec.BINCODE1:
+            self._check_codec(staged.files)
         prefix = staging_prefix(self._name, staged.writer, staged.batch)
         manifest = f"{prefix}manifest-{secrets.token_hex(8)}.json"
         self._objects.put(manifest, encode_manifest(staged.files))
@@ -345,7 +362,7 @@ class _Appending:
             # What is remembered in the metadata store is durable, so the rows have to be first.
             topic.wait(end - 1, AckLevel.SYNCED)
             if topic.ack is AckLevel.TIERED:
-                topic.wait(end - 1)
+                topic.upload()
         return end
 
     def _read_rows(self, file: StagedFile) -> Iterator[pa.RecordBatch]:
@@ -447,37 +464,3 @@ def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     rows = -(-batch.num_rows // pieces)
     for start in range(0, batch.num_rows, rows):
         yield batch.slice(start, rows)
-
-
-def sweep_staging(
-    objects: ObjectStore, owned: OwnedTopic, *, older_than_seconds: float, clock: Clock
-) -> int:
-    """Removes old staged files that no unfinished batch needs, and forgets jobs that are done.
-
-    Returns:
-        How many files.
-
-    Raises:
-        UnavailableError: A store does not answer.
-    """
-    keys = owned.catalog.keys
-    now = clock.now_ns() / 1e9
-    needed: set[str] = set()
-    for found in owned.catalog.store.range(keys.writer("")):
-        record = decode_writer(found.value, key=found.key)
-        if not record.is_done:
-            needed.add(record.manifest)
-            with suppress(NotFoundError):
-                data = objects.read(record.manifest, 0, _MANIFEST_BYTES_MAX)
-                needed.update(file.key for file in decode_manifest(data, key=record.manifest))
-        elif found.key.startswith(keys.writer(JOB_PREFIX)) and (
-            now - record.updated_at > older_than_seconds
-        ):
-            owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
-    removed = 0
-    for info in list(objects.list(staging_prefix(keys.topic))):
-        is_old = info.modified_at is not None and now - info.modified_at > older_than_seconds
-        if is_old and info.key not in needed:
-            objects.delete(info.key)
-            removed += 1
-    return removed

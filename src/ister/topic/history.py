@@ -25,6 +25,7 @@ from ister.config import CloudBackend, Config, OnDamage, StorageMode
 from ister.errors import (
     ClosedError,
     ConfigError,
+    ConflictError,
     InvalidRequestError,
     NotFoundError,
     OffsetOutOfRangeError,
@@ -174,9 +175,11 @@ class History:
 class HistoryTopic:
     """The tiered messages of one topic. Thread-safe."""
 
-    def __init__(self, history: History, name: TopicName) -> None:
+    def __init__(self, history: History, name: TopicName, incarnation: str | None = None) -> None:
+        """A topic by its name; with `incarnation`, only that topic of the name."""
         self._history = history
         self._name = name
+        self._incarnation = incarnation
         self.name = str(name)
 
     # -- what it is -------------------------------------------------------------------------
@@ -198,10 +201,13 @@ class HistoryTopic:
 
         Raises:
             NotFoundError: It does not exist (any more).
+            ConflictError: Another one has its name.
         """
         found = self.catalog.record()
         if found is None or not found[0].is_open:
             raise NotFoundError(f"there is no topic {self.name}", topic=self.name)
+        if self._incarnation not in (None, found[0].incarnation):
+            raise ConflictError("the topic was deleted and made again", topic=self.name)
         return found[0]
 
     @property
@@ -236,6 +242,8 @@ class HistoryTopic:
     def reader(self) -> HistoryReader:
         """A careful reader of the topic's objects, frame by frame."""
         history = self._history
+        if self._incarnation is not None:
+            self.record()
         settings = history.config.storage.cloud_reader
         return HistoryReader(
             self.catalog,

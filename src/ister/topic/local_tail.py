@@ -5,8 +5,8 @@
 Owns: one open file at a time. Does not own: the directory, its lock, anything in it; nothing is
 written here. Used by Spark's drivers and executors on the machine that has the files.
 
-Only files of the node that the topic's record names last are the topic's: a directory that another
-node has replaced may hold other messages under the same offsets.
+Only files of the node that the topic's record names last are the topic's, and only those of its
+incarnation: others may hold other messages under the same offsets.
 
 What can be read ends at the owner's last checkpoint, at most about a second behind what it has
 synced. `catch_up` waits for the checkpoint to pass what the files held at a `mark`.
@@ -14,13 +14,14 @@ synced. `catch_up` waits for the checkpoint to pass what the files held at a `ma
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
 from typing import Final
 
 from ister.clock import Clock
-from ister.errors import NotFoundError, OffsetOutOfRangeError
+from ister.errors import IsterError, NotFoundError, OffsetOutOfRangeError, UnavailableError
 from ister.format.frame import FrameBatch
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
@@ -34,6 +35,8 @@ from ister.wal.snapshot import WalSnapshot, load_snapshot
 
 __all__ = ["LocalTail"]
 
+_log = logging.getLogger("ister.topic.local_tail")
+
 _POLL_SECONDS: Final = 0.05
 # Two checkpoints: one may be on its way with less than is there.
 _CATCH_UP_SECONDS: Final = 2 * CHECKPOINT_INTERVAL_SECONDS + 0.5
@@ -43,10 +46,17 @@ class LocalTail:
     """The durable part of one topic's files. Used by one thread at a time."""
 
     def __init__(
-        self, directory: WalDirectory, topic: str, *, clock: Clock, metrics: Metrics
+        self,
+        directory: WalDirectory,
+        topic: str,
+        incarnation: str,
+        *,
+        clock: Clock,
+        metrics: Metrics,
     ) -> None:
         self._directory = directory
         self._topic = topic
+        self._incarnation = incarnation
         self._clock = clock
         self._metrics = metrics
 
@@ -56,6 +66,7 @@ class LocalTail:
         wal_dir: str | None,
         name: TopicName,
         node: str,
+        incarnation: str,
         *,
         clock: Clock,
         metrics: Metrics,
@@ -67,6 +78,7 @@ class LocalTail:
             wal_dir: The setting `storage.wal.dir`.
             name: The topic.
             node: Whose files are the topic's: the last one that its record names.
+            incarnation: Which topic of its name it is.
             clock: Where time comes from.
             metrics: What was read is counted there.
             fs: Where files live; the machine's own file system by default.
@@ -75,19 +87,40 @@ class LocalTail:
             return None
         fs = fs if fs is not None else LocalFileSystem()
         root = os.path.abspath(wal_dir)
-        if _read_node(fs, root) != node:
-            return None
         path = f"{root}/{name.namespace}/{name.topic}"
-        if not fs.exists(path):
+        try:
+            if _read_node(fs, root) != node or not fs.exists(path):
+                return None
+            fs.list_directory(path)
+        except IsterError as error:
+            # Files that may not be read are not here: somebody else may serve them.
+            _log.warning("local files passed over", extra={"path": path, "error": str(error)})
             return None
-        return cls(WalDirectory(fs, path), str(name), clock=clock, metrics=metrics)
+        return cls(WalDirectory(fs, path), str(name), incarnation, clock=clock, metrics=metrics)
 
     def snapshot(self) -> WalSnapshot | None:
-        """What the owner's checkpoint says now; None before the first one."""
+        """What the owner's checkpoint says now; None before the first one.
+
+        None, too, if these are the files of another topic of the same name.
+
+        Raises:
+            UnavailableError: There are files, and no checkpoint that could be read.
+        """
         try:
-            return load_snapshot(self._directory, self._topic)
+            snapshot = load_snapshot(self._directory, self._topic)
+            if snapshot is None and self._directory.log_seqs():
+                raise UnavailableError(
+                    "the checkpoint of the topic's local files cannot be read, so it is not known "
+                    "what in them is durable",
+                    topic=self._topic,
+                    path=self._directory.checkpoint_path,
+                    hint="opening the topic where it is written makes a new one",
+                )
         except NotFoundError:
+            return None  # deleted, or handed over
+        if snapshot is not None and snapshot.incarnation not in ("", self._incarnation):
             return None
+        return snapshot
 
     def mark(self) -> tuple[int, int] | None:
         """How much the files hold now, whether durable or not, for `catch_up`."""
@@ -107,6 +140,11 @@ class LocalTail:
             if snapshot is None or mark is None or snapshot.covers(mark):
                 return snapshot
             if self._clock.monotonic() >= deadline:
+                _log.warning(
+                    "the owner of the topic has written more than it says is durable; that is "
+                    "seen when it is, or when the topic is opened again",
+                    extra={"topic": self._topic, "synced": snapshot.synced},
+                )
                 return snapshot
             pause.wait(_POLL_SECONDS)
 
@@ -128,6 +166,8 @@ class LocalTail:
             try:
                 while start < limit:
                     frames = reader.fetch(start, limit, bytes_max=chunk_bytes)
+                    if self.snapshot() is None:
+                        return  # another topic has taken its name, and perhaps its files' names
                     yield frames
                     start = frames.next_offset
             except (NotFoundError, OffsetOutOfRangeError):
@@ -149,13 +189,7 @@ class LocalTail:
         if snapshot is None:
             return None
         if start < min(end, snapshot.trimmed):
-            raise OffsetOutOfRangeError(
-                "the offset is no longer in local files",
-                topic=self._topic,
-                offset=start,
-                earliest=snapshot.trimmed,
-                next=snapshot.synced,
-            )
+            raise self._trimmed(start, snapshot)
         reader = self._reader(snapshot, 64 * KIB)
         try:
             return reader.find_time(
@@ -164,8 +198,19 @@ class LocalTail:
                 start=start,
                 end=min(end, snapshot.synced),
             )
+        except NotFoundError as error:
+            raise self._trimmed(start, snapshot) from error
         finally:
             reader.close()
+
+    def _trimmed(self, start: int, snapshot: WalSnapshot) -> OffsetOutOfRangeError:
+        return OffsetOutOfRangeError(
+            "the offset is no longer in local files",
+            topic=self._topic,
+            offset=start,
+            earliest=snapshot.trimmed,
+            next=snapshot.synced,
+        )
 
     def _reader(self, snapshot: WalSnapshot, chunk_bytes: int) -> WalReader:
         return WalReader(

@@ -407,6 +407,7 @@ class Log:
             recovered,
             owned.record.ack,
             recovered.codec or owned.record.codec,
+            incarnation=owned.record.incarnation,
         )
         self._report(topic, recovered)
         if not recovered.damage:
@@ -453,6 +454,8 @@ class Log:
         recovered: Recovered,
         ack: AckLevel,
         codec: Codec,
+        *,
+        incarnation: str = "",
     ) -> Topic:
         settings = self.config.storage.wal
         wal = Wal(
@@ -462,6 +465,7 @@ class Log:
                 topic=name,
                 ack=ack,
                 codec=codec,
+                incarnation=incarnation,
                 fsync_interval_seconds=settings.fsync_interval_ms / 1000,
                 fsync_max_batch_bytes=settings.fsync_max_batch_bytes,
                 rotate_max_bytes=settings.rotate_max_bytes,
@@ -615,24 +619,6 @@ class Log:
                 topic, topic.tier.owned, self._tiers.objects, staged, clock=self._clock
             )
         return appended
-
-    def sweep_staging(self, name: str) -> int:
-        """Removes staged files that nobody finishes any more; how many.
-
-        Raises:
-            As `append_staged`.
-        """
-        batches = _batches()
-        topic = self.topic(name)
-        if topic.tier is None or self._tiers is None:
-            return 0
-        removed: int = batches.sweep_staging(
-            self._tiers.objects,
-            topic.tier.owned,
-            older_than_seconds=self.config.storage.cloud.orphan_grace_minutes * 60,
-            clock=self._clock,
-        )
-        return removed
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[Topic]:

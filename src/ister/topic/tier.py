@@ -45,6 +45,7 @@ from ister.tier.orphans import collect_orphans
 from ister.tier.ownership import OwnedTopic
 from ister.tier.reader import HistoryReader
 from ister.tier.retention import expire, plan_expiry
+from ister.tier.staging import sweep_staging
 from ister.tier.verify import verify_content, verify_size
 from ister.topic.retention import LocalFile, plan_trim
 from ister.topic.tiers import Tiers
@@ -215,6 +216,21 @@ class TopicTier:
             self.is_wanted
             or now - self._cycle_at >= settings.interval_seconds
             or self.lag_bytes >= settings.max_batch_bytes
+        )
+
+    def is_due_by_age(self, now_seconds: float) -> bool:
+        """Whether a cycle is due by size, or by the age of the newest object.
+
+        For a process that opens the log again and again for a moment: its own clock is new each
+        time.
+        """
+        settings, last = self._tiers.storage.uploader, self.owned.last
+        if self._wal.synced <= (self._wal.tiered or 0):
+            return False
+        made_at = last.created_at if last is not None else self.owned.record.created_at
+        return (
+            self.lag_bytes >= settings.max_batch_bytes
+            or now_seconds - made_at >= settings.interval_seconds
         )
 
     def upload(self) -> Tiered:
@@ -581,14 +597,22 @@ class TopicTier:
             return expire(self.owned, self._tiers.objects, planned, metrics=self._metrics)
 
     def collect_orphans(self) -> list[str]:
-        """Removes objects that belong to nothing, after their grace period; their names."""
+        """Removes objects that belong to nothing, after their grace period; their names.
+
+        Staged rows that no batch needs are such, too.
+        """
         with self._uploading:
             if self._stopping.is_set():
                 return []
-            return collect_orphans(
-                self.owned,
-                self._tiers.objects,
-                grace_seconds=self._tiers.storage.cloud.orphan_grace_minutes * 60,
-                clock=self._clock,
-                metrics=self._metrics,
-            )
+            objects = self._tiers.objects
+            grace_seconds = self._tiers.storage.cloud.orphan_grace_minutes * 60
+            return [
+                *collect_orphans(
+                    self.owned,
+                    objects,
+                    grace_seconds=grace_seconds,
+                    clock=self._clock,
+                    metrics=self._metrics,
+                ),
+                *sweep_staging(self.owned, objects, grace_seconds=grace_seconds, clock=self._clock),
+            ]

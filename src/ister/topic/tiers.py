@@ -37,7 +37,13 @@ from ister.model import TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.tier.catalog import Catalog
 from ister.tier.claim import ClaimCheck, Membership, NewTopic, check_claim, claim
-from ister.tier.names import TopicKeys, manifest_key, objects_prefix, parse_epoch
+from ister.tier.names import (
+    TopicKeys,
+    manifest_key,
+    objects_prefix,
+    parse_epoch,
+    staging_prefix,
+)
 from ister.tier.ownership import OwnedTopic, resume_delete
 from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.rebuild import manifest_of, save_manifest
@@ -262,6 +268,8 @@ class Tiers:
             if parse_epoch(info.key.removeprefix(prefix)) <= owned.epoch:
                 self.objects.delete(info.key)
                 failpoints.reach("tier.after_delete_object")
+        for info in list(self.objects.list(staging_prefix(name))):
+            self.objects.delete(info.key)
         owned.check()
         self.objects.delete(manifest_key(name))
         remove_files()

@@ -53,6 +53,7 @@ class Checkpointer:
         topic: str,
         codec: Codec,
         ack: AckLevel,
+        incarnation: str,
         synced: int,
         clock: Clock,
         metrics: Metrics,
@@ -61,6 +62,7 @@ class Checkpointer:
         self._topic = topic
         self._codec = codec
         self._ack = ack
+        self._incarnation = incarnation
         self._clock = clock
         self._metrics = metrics
         self._lock = threading.Lock()
@@ -143,6 +145,7 @@ class Checkpointer:
             is_poisoned=is_poisoned,
             codec=self._codec,
             ack=self._ack,
+            incarnation=self._incarnation,
             checkpoint=WalCheckpoint(
                 start_offset=files[0].first_offset if files else point.synced,
                 last_offset=max(point.synced - 1, 0),

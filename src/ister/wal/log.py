@@ -101,6 +101,8 @@ class WalSettings:
     rotate_max_seconds: float
     buffer_max_bytes: int
     blocks_when_full: bool
+    incarnation: str = ""
+    """Which topic of its name this is, where that can be told."""
 
 
 class Wal:
@@ -152,6 +154,7 @@ class Wal:
                 topic=settings.topic,
                 codec=settings.codec,
                 ack=settings.ack,
+                incarnation=settings.incarnation,
                 synced=recovered.next_offset,
                 clock=clock,
                 metrics=metrics,

@@ -7,8 +7,8 @@ may be trimmed by the time it is opened (`NotFoundError`; a newer snapshot, or t
 What lies in the files above `synced` is never looked at: the owner may still be writing it, a crash
 may take it back, and other messages may get its offsets.
 
-The owner saves its checkpoint within `CHECKPOINT_INTERVAL_SECONDS` of a sync. `is_behind` tells
-whether the files hold more than the snapshot knows.
+The owner saves its checkpoint within `CHECKPOINT_INTERVAL_SECONDS` of a sync; `covers` tells
+whether a snapshot knows of all that the files held at a moment.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class WalSnapshot:
     active_seq: int
     synced_position: int
     """Where, in the file `active_seq`, the frame `synced` begins or will begin."""
+    incarnation: str = ""
+    """Which topic of its name this is; empty if the checkpoint does not say."""
 
     @property
     def writer(self) -> WalWriter | None:
@@ -59,10 +61,6 @@ class WalSnapshot:
     def next(self) -> int:
         """The end of what may be read."""
         return self.synced
-
-    def is_behind(self) -> bool:
-        """Whether the files hold more than the checkpoint says."""
-        return not self.covers(self.end_of_files())
 
     def end_of_files(self) -> tuple[int, int]:
         """The number of the last file that has bytes now, and how many."""
@@ -126,4 +124,5 @@ def load_snapshot(directory: WalDirectory, topic: str) -> WalSnapshot | None:
         synced=state.synced,
         active_seq=checkpoint.file_seq,
         synced_position=state.synced_position,
+        incarnation=state.incarnation,
     )

@@ -43,7 +43,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedVersionError,
 )
-from ister.format.staging import StagedFile
+from ister.format.manifest import StagedFile
 from ister.model import AckLevel, Codec
 from ister.topic.batches import AppendedBatch, StagedBatch
 

@@ -11,15 +11,13 @@ from builders import with_bit_flipped
 from ister.errors import CorruptDataError, UnsupportedVersionError
 from ister.format.columnar import COLUMNS
 from ister.format.crc import crc32
+from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
 from ister.format.staging import (
     BLOCK_HEADER_SIZE,
     STAGED_COLUMNS,
     STAGED_SCHEMA,
-    StagedFile,
     decode_block,
-    decode_manifest,
     encode_block,
-    encode_manifest,
     parse_block_size,
 )
 

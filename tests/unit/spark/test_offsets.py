@@ -31,14 +31,17 @@ EXAMPLES = settings(max_examples=200, deadline=None, print_blob=True)
 A, B, C = "/default/a", "/default/b", "/default/c"
 
 
-def at(offset, start=None, incarnation="i"):
+def at(offset, start=None, incarnation="i", epoch=1):
     return TopicOffset(
-        incarnation=incarnation, offset=offset, start=offset if start is None else start
+        incarnation=incarnation,
+        epoch=epoch,
+        offset=offset,
+        start=offset if start is None else start,
     )
 
 
-def head(earliest, end, incarnation="i"):
-    return TopicHead(incarnation=incarnation, earliest=earliest, end=end)
+def head(earliest, end, incarnation="i", lineage=((1, 0),)):
+    return TopicHead(incarnation=incarnation, earliest=earliest, end=end, lineage=lineage)
 
 
 def ends_of(heads):
@@ -52,7 +55,7 @@ def test_golden_offset_is_decoded_and_encoded_unchanged():
     text = _GOLDEN.read_text().rstrip("\n")
     offset = StreamOffset.from_json_text(text)
     assert offset.to_json_text() == text
-    assert offset.topics["/default/a"] == at(123, 90, "0123456789abcdef")
+    assert offset.topics["/default/a"] == at(123, 90, "0123456789abcdef", epoch=4)
 
 
 def test_text_does_not_depend_on_the_order_of_topics():
@@ -61,7 +64,7 @@ def test_text_does_not_depend_on_the_order_of_topics():
     assert one.to_json_text() == other.to_json_text()
     assert list(one.to_dict()) == ["version", "topics"]
     assert list(one.to_dict()["topics"]) == [A, B]
-    assert list(one.to_dict()["topics"][A]) == ["incarnation", "offset", "from"]
+    assert list(one.to_dict()["topics"][A]) == ["incarnation", "epoch", "offset", "from"]
 
 
 def test_text_is_what_pyspark_makes_of_the_dict():
@@ -72,13 +75,13 @@ def test_text_is_what_pyspark_makes_of_the_dict():
 def test_value_read_in_another_order_is_the_same():
     value = {
         "topics": {
-            B: {"from": 0, "offset": 3, "incarnation": "i"},
-            A: {"offset": 2, "from": 1, "incarnation": "i"},
+            B: {"from": 0, "offset": 3, "epoch": 1, "incarnation": "i"},
+            A: {"offset": 2, "from": 1, "incarnation": "i", "epoch": 5},
         },
         "version": 1,
     }
     assert StreamOffset.from_dict(value).to_json_text() == (
-        StreamOffset({A: at(2, 1), B: at(3, 0)}).to_json_text()
+        StreamOffset({A: at(2, 1, epoch=5), B: at(3, 0)}).to_json_text()
     )
 
 
@@ -90,7 +93,7 @@ def test_offset_does_not_change_with_the_mapping_it_was_made_of():
 
 
 def test_offset_pickles():
-    offset = StreamOffset({A: at(2, 1)})
+    offset = StreamOffset({A: at(2, 1, epoch=3)})
     assert pickle.loads(pickle.dumps(offset)) == offset
 
 
@@ -111,7 +114,7 @@ def test_other_version_is_unsupported_and_not_wrong(version):
         StreamOffset.from_dict({"version": version, "whatever": {}})
 
 
-GOOD = {"incarnation": "i", "offset": 2, "from": 1}
+GOOD = {"incarnation": "i", "epoch": 1, "offset": 2, "from": 1}
 
 
 @pytest.mark.parametrize(
@@ -140,13 +143,23 @@ GOOD = {"incarnation": "i", "offset": 2, "from": 1}
             id="incarnation",
         ),
         pytest.param(
+            {"version": 1, "topics": {A: {"incarnation": "i", "offset": 2, "from": 1}}},
+            r"has the keys \['from', 'incarnation', 'offset'\]",
+            id="no-epoch",
+        ),
+        pytest.param({"version": 1, "topics": {A: GOOD | {"epoch": -1}}}, "-1", id="epoch"),
+        pytest.param({"version": 1, "topics": {A: GOOD | {"epoch": "1"}}}, "'1'", id="epoch-text"),
+        pytest.param(
+            {"version": 1, "topics": {A: GOOD | {"epoch": True}}}, "True", id="epoch-bool"
+        ),
+        pytest.param(
             {"version": 1, "topics": {A: GOOD | {"offset": -1}}}, "the offset -1", id="negative"
         ),
         pytest.param(
             {"version": 1, "topics": {A: GOOD | {"offset": 2.0}}}, "the offset 2.0", id="float"
         ),
         pytest.param(
-            {"version": 1, "topics": {A: GOOD | {"from": True}}}, "the offset True", id="bool"
+            {"version": 1, "topics": {A: GOOD | {"from": True}}}, "the from True", id="bool"
         ),
         pytest.param(
             {"version": 1, "topics": {A: GOOD | {"from": 3}}}, "goes from 3 to 2", id="backwards"
@@ -239,6 +252,8 @@ def test_first_batch_says_where_it_began():
         pytest.param({}, {A: at(5, 4)}, True, id="new"),
         pytest.param({A: at(5, 1)}, {A: at(5, 0, "j")}, True, id="another-incarnation"),
         pytest.param({A: at(9, 8)}, {A: at(9, 5)}, True, id="same-place-read-again-after-loss"),
+        pytest.param({A: at(9, 5)}, {A: at(9, 5, epoch=2)}, True, id="same-range-of-a-new-owner"),
+        pytest.param({A: at(9, 5)}, {A: at(9, 9, epoch=2)}, False, id="new-owner-and-empty"),
     ],
 )
 def test_news_are_messages_that_the_previous_offset_had_not(before, after, expected):
@@ -328,6 +343,22 @@ LOSSES = [
         id="ahead",
     ),
     pytest.param(
+        {A: head(0, 99, lineage=((1, 0), (2, 8))), B: head(0, 9)},
+        ConflictError,
+        "a disk was lost, and the topic's new owner went on from 8",
+        "goes back to 8",
+        at(8, epoch=2),
+        id="taken-over",
+    ),
+    pytest.param(
+        {A: head(0, 8, lineage=((1, 0), (2, 8))), B: head(0, 9)},
+        ConflictError,
+        "a disk was lost, and the topic's new owner went on from 8",
+        "goes back to 8",
+        at(8, epoch=2),
+        id="taken-over-and-empty",
+    ),
+    pytest.param(
         {A: head(12, 12), B: head(0, 9)},
         DataGapError,
         "the messages 10 up to, not including, 12 aged out",
@@ -390,19 +421,182 @@ def test_every_loss_has_its_warning():
     assert adjusted == StreamOffset({A: at(11), B: at(5)})
 
 
+# -- take-overs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [10, 11, 15])
+def test_new_owner_that_lost_nothing_of_the_stream_is_no_loss_and_moves_the_epoch(start):
+    previous = StreamOffset({A: at(10, 4)})
+    heads = {A: head(0, 15, lineage=((1, 0), (2, start)))}
+    assert check_loss(previous, heads, fails=True) == (previous, [])
+    assert check_loss(previous, heads, fails=False)[0] is previous
+    following = advance(previous, heads, {A: 12})
+    assert following == StreamOffset({A: at(12, 10, epoch=2)})
+
+
+def test_new_owner_without_news_does_not_change_the_text():
+    """Another epoch for the same place would be another text, and so an empty batch."""
+    previous = StreamOffset({A: at(10, 4), B: at(7, 2)})
+    heads = {A: head(0, 10, lineage=((1, 0), (2, 10))), B: head(0, 7)}
+    assert advance(previous, heads, ends_of(heads)) is previous
+    heads[B] = head(0, 8)
+    following = advance(previous, heads, ends_of(heads))
+    assert following == StreamOffset({A: at(10, epoch=2), B: at(8, 7)})
+
+
+def test_epoch_that_was_moved_lets_the_next_take_over_be_seen():
+    """Goal: an owner is judged once. What it gave up was not read then, and may be read now."""
+    heads = {A: head(0, 20, lineage=((1, 0), (2, 10)))}
+    stream = advance(StreamOffset({A: at(10, 4)}), heads, {A: 18})
+    assert check_loss(stream, heads, fails=True) == (stream, [])
+    heads = {A: head(0, 20, lineage=((1, 0), (2, 10), (3, 18)))}
+    assert check_loss(stream, heads, fails=True) == (stream, [])
+    heads = {A: head(0, 20, lineage=((1, 0), (2, 10), (3, 17)))}
+    with pytest.raises(ConflictError, match="new owner went on from 17"):
+        check_loss(stream, heads, fails=True)
+
+
+def test_epochs_without_a_change_of_owner_are_no_loss():
+    """A node that opens its own topic again has a new epoch, and the lineage stays."""
+    stream = StreamOffset({A: at(10, 4, epoch=4)})
+    heads = {A: head(0, 12, lineage=((1, 0), (4, 3)))}
+    assert check_loss(stream, heads, fails=True) == (stream, [])
+    assert advance(stream, heads, {A: 12}) == StreamOffset({A: at(12, 10, epoch=4)})
+
+
+@pytest.mark.parametrize(
+    ("epoch", "lineage", "start"),
+    [
+        pytest.param(1, (), None, id="no-lineage"),
+        pytest.param(1, ((1, 0),), None, id="same-owner"),
+        pytest.param(1, ((1, 0), (2, 8)), 8, id="one"),
+        pytest.param(1, ((1, 0), (2, 8), (5, 6)), 6, id="last-is-lowest"),
+        pytest.param(1, ((1, 0), (2, 6), (5, 8)), 6, id="first-is-lowest"),
+        pytest.param(1, ((1, 0), (2, 9), (3, 5), (5, 30)), 5, id="middle-is-lowest"),
+        pytest.param(2, ((1, 0), (2, 6), (5, 8)), 8, id="older-do-not-count"),
+        pytest.param(3, ((1, 0), (2, 6), (5, 8)), 8, id="epoch-between-two"),
+        pytest.param(5, ((1, 0), (2, 6), (5, 8)), None, id="newest"),
+        pytest.param(1, ((3, 40), (4, 50)), 40, id="beginning-forgotten"),
+    ],
+)
+def test_given_up_is_the_lowest_start_of_the_owners_since(epoch, lineage, start):
+    assert head(0, 99, lineage=lineage).given_up_from(epoch) == start
+
+
+def test_epoch_of_a_topic_is_that_of_its_last_owner():
+    assert head(0, 9, lineage=((1, 0), (4, 8))).epoch == 4
+    assert TopicHead(incarnation="i", earliest=0, end=9).epoch == 0
+
+
+@pytest.mark.parametrize(
+    "lineage", [((1, 0), (2, 8), (5, 6)), ((1, 0), (2, 6), (5, 8)), ((1, 0), (2, 6), (5, 30))]
+)
+def test_stream_goes_back_to_the_lowest_of_several_take_overs(lineage):
+    heads = {A: head(0, 40, lineage=lineage)}
+    previous = StreamOffset({A: at(10, 4)})
+    with pytest.raises(ConflictError, match="new owner went on from 6") as caught:
+        check_loss(previous, heads, fails=True)
+    assert (caught.value.topic, caught.value.offset) == (A, 10)
+    adjusted, (warning,) = check_loss(previous, heads, fails=False)
+    assert adjusted == StreamOffset({A: at(6, epoch=5)})
+    assert warning.endswith("the stream goes back to 6")
+
+
+def test_messages_of_a_new_owner_in_a_range_that_was_read_are_read():
+    """Goal: a new owner's messages are not taken for the lost ones that had their offsets.
+
+    The range and the place are those of the last batch; the epoch alone makes it another text.
+    """
+    previous = StreamOffset({A: at(10, 8)})
+    heads = {A: head(0, 10, lineage=((1, 0), (2, 8)))}
+    adjusted, _ = check_loss(previous, heads, fails=False)
+    following = advance(adjusted, heads, ends_of(heads))
+    assert following == StreamOffset({A: at(10, 8, epoch=2)})
+    assert has_news(previous, following)
+    assert following.to_json_text() != previous.to_json_text()
+    assert check_loss(following, heads, fails=True) == (following, [])
+    assert advance(following, heads, ends_of(heads)) is following
+
+
+def test_replay_of_a_batch_has_the_same_text_whatever_owners_came_since():
+    """Spark gives back what it wrote down: its text must not depend on how topics stand now."""
+    heads = {A: head(0, 12, lineage=((1, 0), (2, 10))), B: head(0, 9)}
+    end = advance(StreamOffset({A: at(10, 4), B: at(7)}), heads, ends_of(heads))
+    text = end.to_json_text()
+    assert text == (
+        '{"version": 1, "topics": {'
+        '"/default/a": {"incarnation": "i", "epoch": 2, "offset": 12, "from": 10}, '
+        '"/default/b": {"incarnation": "i", "epoch": 1, "offset": 9, "from": 7}}}'
+    )
+    replayed = StreamOffset.from_json_text(text)
+    assert replayed == end
+    assert replayed.to_json_text() == text
+    heads[A] = head(0, 12, lineage=((1, 0), (2, 10), (3, 12)))
+    checked, _ = check_loss(replayed, heads, fails=True)
+    assert advance(checked, heads, ends_of(heads)).to_json_text() == text
+
+
+def test_vanished_topic_keeps_its_epoch():
+    previous = StreamOffset({A: at(10, 4, epoch=3), B: at(7, 2)})
+    following = advance(previous, {B: head(0, 9)}, {B: 9})
+    assert following == StreamOffset({A: at(10, epoch=3), B: at(9, 7)})
+
+
+def test_new_topic_has_the_epoch_of_its_owner():
+    following = advance(StreamOffset({}), {A: head(5, 9, lineage=((1, 0), (6, 2)))}, {A: 9})
+    assert following == StreamOffset({A: at(9, 5, epoch=6)})
+
+
+def test_topic_that_was_made_again_is_not_measured_by_the_old_ones_epoch():
+    """Its epochs go on from those of the deleted one, so its first owner is a newer one."""
+    heads = {A: head(3, 99, "j", lineage=((4, 0),))}
+    previous = StreamOffset({A: at(10, 4)})
+    with pytest.raises(ConflictError, match="deleted and made again"):
+        check_loss(previous, heads, fails=True)
+    adjusted, _ = check_loss(previous, heads, fails=False)
+    assert adjusted == StreamOffset({A: at(3, incarnation="j", epoch=4)})
+
+
+def test_take_over_whose_start_aged_out_goes_on_at_the_earliest():
+    heads = {A: head(9, 20, lineage=((1, 0), (2, 8)))}
+    previous = StreamOffset({A: at(10, 4)})
+    with pytest.raises(ConflictError, match="a disk was lost"):
+        check_loss(previous, heads, fails=True)
+    adjusted, _ = check_loss(previous, heads, fails=False)
+    assert adjusted == StreamOffset({A: at(9, epoch=2)})
+
+
+def test_messages_that_aged_out_under_a_new_owner_are_a_gap():
+    """The new owner took over beyond the stream: what is missing was kept, and aged out."""
+    previous = StreamOffset({A: at(10, 4)})
+    heads = {A: head(15, 40, lineage=((1, 0), (2, 30)))}
+    with pytest.raises(DataGapError, match="aged out") as caught:
+        check_loss(previous, heads, fails=True)
+    assert (caught.value.start, caught.value.end) == (10, 15)
+
+
+@st.composite
+def heads_found(draw):
+    """A topic's head whose owners each began somewhere at or before its end."""
+    earliest = draw(st.integers(0, 9))
+    end = earliest + draw(st.integers(0, 5))
+    epochs = sorted(draw(st.sets(st.integers(1, 6), max_size=3)))
+    lineage = ((0, 0), *((epoch, draw(st.integers(0, end))) for epoch in epochs))
+    return head(earliest, end, draw(st.sampled_from("ij")), lineage)
+
+
 @EXAMPLES
 @given(
-    st.dictionaries(NAMES, st.tuples(st.integers(0, 9), st.sampled_from("ij"))),
-    st.dictionaries(NAMES, st.tuples(st.integers(0, 9), st.integers(0, 5), st.sampled_from("ij"))),
+    st.dictionaries(NAMES, st.tuples(st.integers(0, 9), st.sampled_from("ij"), st.integers(0, 6))),
+    st.dictionaries(NAMES, heads_found()),
 )
-def test_adjusted_offset_lies_within_what_topics_hold(places, found):
+def test_adjusted_offset_lies_within_what_topics_hold(places, heads):
     previous = StreamOffset(
-        {topic: at(offset, 0, incarnation) for topic, (offset, incarnation) in places.items()}
+        {
+            topic: at(offset, 0, incarnation, epoch)
+            for topic, (offset, incarnation, epoch) in places.items()
+        }
     )
-    heads = {
-        topic: head(earliest, earliest + more, incarnation)
-        for topic, (earliest, more, incarnation) in found.items()
-    }
     adjusted, warnings = check_loss(previous, heads, fails=False)
     for topic, place in adjusted.topics.items():
         assert place.incarnation == heads[topic].incarnation

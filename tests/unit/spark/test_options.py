@@ -389,7 +389,87 @@ def test_offsets_may_name_a_partition_of_a_topic_that_is_read():
     refused(batch, "startingOffsets names a topic", startingOffsets='{"/default/b-part-1": 7}')
 
 
+def test_offsets_of_a_topic_go_for_its_partitions():
+    options = batch(startingOffsets='{"/default/a": 7, "/default/a-part-1": 3}')
+    offsets = options.starting_offsets
+    assert offsets.of(A) == 7
+    assert offsets.of(f"{A}-part-0") == 7
+    assert offsets.of(f"{A}-part-1") == 3
+    assert offsets.of(f"{A}-part-12") == 7
+    assert offsets.of(f"{B}-part-0") == "earliest"
+
+
+def test_offsets_of_a_partition_go_for_no_other():
+    offsets = stream(startingOffsets='{"/default/a-part-1": 3}').starting_offsets
+    assert offsets.of(f"{A}-part-1") == 3
+    assert offsets.of(f"{A}-part-11") == "latest"
+    assert offsets.of(f"{A}-part-0") == "latest"
+    assert offsets.of(A) == "latest"
+
+
+def test_partition_is_one_of_the_nearest_parent():
+    offsets = OffsetsOption(otherwise="latest", by_topic={A: 7, f"{A}-part-1": 3})
+    assert offsets.of(f"{A}-part-1-part-2") == 3
+    assert offsets.of(f"{A}-part-2-part-2") == "latest"
+
+
+def test_word_for_a_topic_goes_for_its_partitions():
+    offsets = stream(startingOffsets='{"/default/a": "earliest"}').starting_offsets
+    assert offsets.of(f"{A}-part-4") == "earliest"
+
+
+def test_reversed_range_of_a_partition_is_refused():
+    error = refused(
+        batch,
+        "startingOffsets (5) is after endingOffsets (4)",
+        startingOffsets='{"/default/a-part-1": 5}',
+        endingOffsets='{"/default/a": 4}',
+    )
+    assert error.topic == f"{A}-part-1"
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        pytest.param([], [], id="nothing"),
+        pytest.param([], [A], id="none-named"),
+        pytest.param([A], [A, B], id="topic"),
+        pytest.param([A, B], [B, A], id="all"),
+        pytest.param([A], [f"{A}-part-0", f"{A}-part-1"], id="parent-of-partitions"),
+        pytest.param([f"{A}-part-1"], [f"{A}-part-0", f"{A}-part-1"], id="partition"),
+        pytest.param([A, f"{A}-part-1"], [f"{A}-part-1"], id="parent-and-partition"),
+    ],
+)
+def test_offsets_of_topics_that_were_found_are_known(named, found):
+    offsets = OffsetsOption(otherwise="latest", by_topic=dict.fromkeys(named, 5))
+    offsets.check_known("startingOffsets", iter(found))
+
+
+@pytest.mark.parametrize(
+    ("named", "found", "unknown"),
+    [
+        pytest.param([A], [], A, id="nothing-found"),
+        pytest.param([A, B], [A], B, id="another-topic"),
+        pytest.param(
+            [f"{A}-part-2"], [f"{A}-part-0", f"{A}-part-1"], f"{A}-part-2", id="partition"
+        ),
+        pytest.param([f"{A}-part-1"], [A], f"{A}-part-1", id="topic-without-partitions"),
+        pytest.param([A], [f"{B}-part-0"], A, id="parent-of-others"),
+        pytest.param([A], [f"{A}b"], A, id="beginning-of-a-name"),
+        pytest.param([A], [f"{A}-part-0-part-1"], A, id="grandparent"),
+    ],
+)
+def test_offsets_of_a_topic_that_was_not_found_are_refused(named, found, unknown):
+    offsets = OffsetsOption(otherwise="latest", by_topic=dict.fromkeys(named, 5))
+    with pytest.raises(
+        InvalidRequestError, match="endingOffsets names a topic that is not read"
+    ) as (caught):
+        offsets.check_known("endingOffsets", found)
+    assert caught.value.topic == unknown
+
+
 def test_offsets_with_a_pattern_may_name_any_topic():
+    """Which ones there are shows when topics are looked for; see `check_known`."""
     options = ReadOptions.parse(
         PLACE | {"topicpattern": ".*", "startingoffsets": '{"/x/y": 1}'}, is_streaming=False
     )

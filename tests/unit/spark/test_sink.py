@@ -1,0 +1,580 @@
+"""The stream sink as Spark uses it, without Spark: each micro-batch once, whatever happens when.
+
+A batch is staged by writers in tasks and committed by another writer on the driver; a commit that
+raises is followed by `abort` with every message, and later by the same batch, staged anew.
+"""
+
+import itertools
+import threading
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+
+import ister
+from fault.tier_checks import memory_directory
+from ister import failpoints
+from ister.client.contract import Action
+from ister.errors import DirectoryLockedError, InvalidRequestError, NotFoundError, UnavailableError
+from ister.spark import patience, place, sink
+from ister.spark.options import WriteOptions
+from ister.spark.sink import StreamWriter
+from rig import PATIENCE_SECONDS, Task, eventually, payloads
+from servers.flight import FlightProcess, FlightTopics
+from stream_rig import A, B, Home
+
+QUERY = "5e6a3f0e-3a58-4b1c-9d67-2a4f8b6a1c11"
+OTHER = "0b7c1f9d-6f0a-4c57-8b0e-1d2e3f4a5b6c"
+BROKER_SECONDS = 60.0
+POINTS = sorted(point for point in failpoints.FAILPOINTS if point.startswith("batch."))
+
+PLAIN = StructType([StructField("payload", BinaryType())])
+BY_TOPIC = StructType([StructField("topic", StringType()), StructField("payload", BinaryType())])
+
+
+class CrashError(Exception):
+    """Where a test wants a commit to end."""
+
+
+class FakeTask:
+    """What Spark tells a task about itself."""
+
+    def __init__(self, partition, query, batch):
+        self.partition = partition
+        self._properties = {"sql.streaming.queryId": query, "streaming.sql.batchId": str(batch)}
+
+    def partitionId(self):  # noqa: N802 - here and below: Spark's names
+        return self.partition
+
+    def getLocalProperty(self, name):  # noqa: N802
+        return self._properties.get(name)
+
+
+class Sink:
+    """A query with this sink, as Spark runs it."""
+
+    def __init__(self, monkeypatch, options, *, query=QUERY, schema=PLAIN):
+        self._monkeypatch = monkeypatch
+        self._options = options
+        self._query = query
+        self._schema = schema
+
+    def writer(self):
+        """Spark makes a new one for the tasks and another one for the commit of every batch."""
+        options = WriteOptions.parse(self._options, is_streaming=True)
+        return StreamWriter(options, self._schema, overwrite=False)
+
+    def write(self, batch, partition, *blocks):
+        """One task: its message."""
+        task = FakeTask(partition, self._query, batch)
+        with self._monkeypatch.context() as patch:
+            patch.setattr(sink, "TaskContext", type("Context", (), {"get": lambda: task}))
+            return self.writer().write(map(self._block, blocks))
+
+    def _block(self, rows):
+        if callable(rows):
+            rows = rows()
+        if self._schema is PLAIN:
+            return pa.record_batch({"payload": pa.array(rows, pa.binary())})
+        topics, texts = zip(*rows, strict=True)
+        return pa.record_batch(
+            {"topic": pa.array(topics, pa.string()), "payload": pa.array(texts, pa.binary())}
+        )
+
+    def stage(self, batch, parts):
+        """All tasks of a batch: rows by partition."""
+        return [self.write(batch, number, rows) for number, rows in enumerate(parts)]
+
+    def commit(self, messages, batch):
+        """As Spark does it: an error is followed by `abort` with all messages."""
+        try:
+            self.writer().commit(messages, batch)
+        except BaseException:
+            self.writer().abort(messages, batch)
+            raise
+
+    def run(self, batch, parts):
+        """A whole batch."""
+        self.commit(self.stage(batch, parts), batch)
+
+
+@pytest.fixture(autouse=True)
+def _tidy():
+    """No connections that outlive a test."""
+    yield
+    place._close_all()
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory: nothing here is proved by waiting for a disk."""
+    with memory_directory() as directory:
+        yield directory
+
+
+@pytest.fixture
+def home(tmp_path):
+    return Home(tmp_path)
+
+
+class Here:
+    """Topics that the sink writes to, and how they are read: by themselves."""
+
+    def __init__(self, home, log=None):
+        self._home = home
+        self._log = log
+
+    def texts(self, name=A):
+        """The payloads in a topic."""
+        if self._log is not None:
+            return payloads(self._log.topic(name).read())
+        return payloads(self._home.read(name))
+
+    def topics(self):
+        if self._log is not None:
+            return self._log.topics()
+        with self._home.open() as log:
+            return log.topics()
+
+
+@contextmanager
+def place_for(where, home):
+    """Options of the sink for a place, and what reads its topics."""
+    if where == "directory":
+        yield {"config": home.config}, Here(home)
+        return
+    with home.open() as log, FlightTopics(log) as server:
+        yield {"broker": server.address, "config": home.remote_config()}, Here(home, log)
+
+
+@pytest.fixture(params=["directory", "broker"])
+def topics(request, home):
+    with place_for(request.param, home) as found:
+        yield found
+
+
+@pytest.fixture
+def make(topics, monkeypatch):
+    """Makes sinks that write to topic A unless told."""
+    options, _ = topics
+
+    def made(*, query=QUERY, schema=PLAIN, **more):
+        given = {**options, **more}
+        if schema is PLAIN:
+            given.setdefault("topic", A)
+        return Sink(monkeypatch, given, query=query, schema=schema)
+
+    return made
+
+
+@pytest.fixture
+def there(topics):
+    return topics[1]
+
+
+def crash_at(point, *, visit=1, error=CrashError):
+    """Raises at a point, once."""
+    visits = 0
+
+    def act():
+        nonlocal visits
+        visits += 1
+        if visits == visit:
+            raise error(point)
+
+    failpoints.arm(point, act)
+
+
+PARTS = [[b"0", b"1", b"2"], [b"3"], [], [b"4", b"5"]]
+ROWS = [b"0", b"1", b"2", b"3", b"4", b"5"]
+ANEW = [[b"5", b"3", b"1"], [b"0", b"2", b"4"]]
+
+
+# -- once ---------------------------------------------------------------------------------------
+
+
+def test_rows_arrive_in_the_order_of_partitions(make, there, home):
+    messages = make().stage(0, PARTS)
+    make().commit([messages[at] for at in (3, 0, 2, 1)], 0)
+    assert there.texts() == ROWS
+    assert home.staged() == set()
+
+
+def test_batch_that_is_committed_again_is_in_once(make, there, home):
+    """A crash between the sink's commit and Spark's own: the same number comes again."""
+    make().run(0, PARTS)
+    make().run(0, ANEW)
+    make().run(0, [ROWS])
+    assert there.texts() == ROWS
+    make().run(1, [[b"6"]])
+    make().run(1, [[b"7"]])
+    assert there.texts() == [*ROWS, b"6"]
+    assert home.staged() == set()
+
+
+def test_batch_that_is_behind_the_last_one_is_known(make, there):
+    for batch in range(3):
+        make().run(batch, [[b"%d" % batch]])
+    make().run(1, [[b"other"]])
+    make().run(0, [[b"other"]])
+    assert there.texts() == [b"0", b"1", b"2"]
+
+
+def test_numbers_of_another_query_are_others(make, there):
+    """A new checkpoint is a new query, whose batches begin at 0."""
+    make().run(0, [[b"one"]])
+    make(query=OTHER).run(0, [[b"two"]])
+    make(query=OTHER).run(0, [[b"two"]])
+    make().run(0, [[b"one"]])
+    assert there.texts() == [b"one", b"two"]
+
+
+def test_batches_without_rows_leave_nothing(make, there, home):
+    make().run(0, [[], []])
+    make().run(1, [])
+    assert there.topics() == []
+    make().run(2, [[b"2"]])
+    make().run(3, [[]])
+    make().run(2, [[b"2"]])
+    assert there.texts() == [b"2"]
+    assert home.staged() == set()
+
+
+def test_replay_of_a_batch_without_rows_does_not_undo_anything(make, there):
+    make().run(5, [[b"5"]])
+    make().run(6, [[]])
+    make().run(6, [[]])
+    make().run(7, [[b"7"]])
+    assert there.texts() == [b"5", b"7"]
+
+
+# -- commits that end half way --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_commit_that_raises_anywhere_is_finished_by_the_next_one(make, there, home, point):
+    make().run(0, [[b"before"]])
+    crash_at(point)
+    with pytest.raises(Exception, match=point):
+        make().run(1, PARTS)
+    failpoints.disarm()
+    # The same rows in another order: those of the first asking count, if one of them was in.
+    make().run(1, ANEW)
+    if point in ("batch.after_manifest", "batch.after_begin"):
+        assert there.texts() == [b"before", *itertools.chain(*ANEW)]
+    else:
+        assert there.texts() == [b"before", *ROWS]
+    make().run(1, ANEW)
+    make().run(2, [[b"after"]])
+    assert sorted(there.texts()) == sorted([b"before", *ROWS, b"after"])
+
+
+def test_commit_that_raises_again_and_again_comes_further_each_time(make, there, home):
+    steps = [
+        ("batch.after_manifest", 1),
+        ("batch.after_begin", 1),
+        ("batch.after_rows", 1),
+        ("batch.after_rows", 1),
+        ("batch.before_done", 1),
+        ("batch.before_done", 1),
+        ("batch.after_done", 1),
+    ]
+    for point, visit in steps:
+        crash_at(point, visit=visit)
+        with pytest.raises(Exception, match=point):
+            make().run(0, PARTS)
+        failpoints.disarm()
+    make().run(0, PARTS)
+    assert there.texts() == ROWS
+
+
+@pytest.mark.parametrize("visit", [1, 2, 3])
+def test_commit_that_raises_after_some_rows(make, there, visit):
+    crash_at("batch.after_rows", visit=visit)
+    with pytest.raises(Exception, match="after_rows"):
+        make().run(0, PARTS)
+    failpoints.disarm()
+    seen = there.texts()
+    assert seen == ROWS[: len(seen)]
+    make().run(0, ANEW)
+    assert there.texts() == ROWS
+
+
+def test_abort_keeps_the_files_that_a_begun_commit_needs(make, there, home):
+    messages = make().stage(0, PARTS)
+    needed = {file.key for message in messages for _, file in message.files}
+    crash_at("batch.after_rows")
+    with pytest.raises(Exception, match="after_rows"):
+        make().commit(messages, 0)
+    failpoints.disarm()
+    assert needed <= home.staged()
+    # Even if the tasks of the next attempt fail for good.
+    make().writer().abort([*make().stage(0, ANEW), None], 0)
+    assert needed <= home.staged()
+    make().run(0, ANEW)
+    assert there.texts() == ROWS
+    assert home.staged() == set()
+
+
+def test_abort_after_a_failed_task_removes_what_the_others_have_staged(make, there, home):
+    messages = make().stage(0, PARTS)
+    assert len(home.staged()) == 3
+    make().writer().abort([messages[0], None, *messages[1:]], 0)
+    assert home.staged() == set()
+    make().run(0, PARTS)
+    assert there.texts() == ROWS
+
+
+def test_abort_removes_nothing_of_others(make, there, home):
+    others = [make(query=OTHER).stage(0, PARTS), make().stage(7, PARTS)]
+    kept = home.staged()
+    messages = make().stage(0, PARTS)
+    make().writer().abort([*messages, None], 0)
+    assert home.staged() == kept
+    make(query=OTHER).commit(others[0], 0)
+    make().commit(others[1], 7)
+    assert there.texts() == ROWS + ROWS
+
+
+@pytest.mark.parametrize("topics_written", [0, 1, 40])
+def test_task_that_raises_leaves_nothing(make, home, topics_written):
+    """With files that it has not closed yet, and with files that it has."""
+
+    def fail():
+        raise CrashError("a row cannot be computed")
+
+    names = [f"/default/t{number}" for number in range(topics_written)]
+    before = home.objects()
+    with pytest.raises(CrashError):
+        make(schema=BY_TOPIC).write(0, 0, *[[(name, b"x")] for name in names], fail)
+    assert home.objects() == before, "neither under their names nor under way to them"
+
+
+def test_attempt_that_was_killed_leaves_files_that_count_for_nothing(make, there, home):
+    lost = make().write(0, 0, [b"0", b"1"])
+    make().commit([make().write(0, 0, [b"0", b"1"])], 0)
+    assert there.texts() == [b"0", b"1"]
+    assert home.staged() == {file.key for _, file in lost.files}
+
+
+# -- topics by column -----------------------------------------------------------------------------
+
+
+def test_rows_go_to_the_topics_that_they_name(make, there):
+    writing = make(schema=BY_TOPIC)
+    writing.run(0, [[(A, b"0"), (B, b"1"), (A, b"2")], [(B, b"3")]])
+    assert there.texts(A) == [b"0", b"2"]
+    assert there.texts(B) == [b"1", b"3"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("visit", [1, 2])
+def test_topics_of_a_batch_are_in_once_each(make, there, point, visit):
+    """With a crash in the first topic, and with one in the second, when the first is in."""
+    parts = [[(A, b"0"), (B, b"1"), (A, b"2")], [(B, b"3")]]
+    crash_at(point, visit=visit)
+    with pytest.raises(Exception, match=point):
+        make(schema=BY_TOPIC).run(0, parts)
+    failpoints.disarm()
+    make(schema=BY_TOPIC).run(0, parts)
+    make(schema=BY_TOPIC).run(0, parts)
+    assert there.texts(A) == [b"0", b"2"]
+    assert there.texts(B) == [b"1", b"3"]
+
+
+def test_many_topics_in_one_task(make, there):
+    names = [f"/default/t{number}" for number in range(40)]
+    rows = [(name, b"%d" % number) for number in range(2) for name in names]
+    make(schema=BY_TOPIC).run(0, [rows[:50], rows[50:]])
+    assert {name: there.texts(name) for name in names} == {name: [b"0", b"1"] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("row", "text"), [((None, b"x"), "no topic"), (("no name", b"x"), "no name")]
+)
+def test_row_without_a_proper_topic_fails_its_task(make, home, row, text):
+    with pytest.raises(InvalidRequestError, match=text):
+        make(schema=BY_TOPIC).run(0, [[(A, b"0"), row]])
+    assert home.staged() == set()
+
+
+def test_topics_are_not_made_where_that_is_not_wanted(make, there):
+    with pytest.raises(NotFoundError, match="no topic"):
+        make(createTopics="false").run(0, [[b"0"]])
+    assert there.topics() == []
+    make(createTopics="true").run(0, [[b"0"]])
+    make(createTopics="false").run(1, [[b"1"]])
+    assert there.texts() == [b"0", b"1"]
+
+
+# -- who has the log -----------------------------------------------------------------------------
+
+
+def test_commit_waits_for_whoever_has_the_directory_open(home, monkeypatch):
+    writing = Sink(monkeypatch, {"config": home.config, "topic": A})
+    messages = writing.stage(0, PARTS)
+    with home.open():
+        committing = Task(writing.commit, messages, 0)
+        committing.join(0.3)
+        assert committing.is_running
+    committing.result()
+    assert payloads(home.read(A)) == ROWS
+
+
+def test_commit_that_waits_too_long_says_who_to_ask(home, monkeypatch):
+    writing = Sink(monkeypatch, {"config": home.config, "topic": A, "commitTimeoutSeconds": "0.2"})
+    messages = writing.stage(0, PARTS)
+    with home.open(), pytest.raises(DirectoryLockedError, match="option broker"):
+        writing.commit(messages, 0)
+    writing.commit(messages, 0)
+    assert payloads(home.read(A)) == ROWS
+
+
+def test_queries_that_write_the_same_topic_at_once_all_finish(make, there):
+    queries, batches = ("one", "two", "three"), 6
+    barrier = threading.Barrier(len(queries))
+
+    def run(query, staged):
+        barrier.wait(PATIENCE_SECONDS)
+        for batch, messages in enumerate(staged):
+            make(query=query).commit(messages, batch)
+
+    staged = {
+        query: [
+            make(query=query).stage(
+                batch, [[f"{query} {batch} {row}".encode() for row in range(3)]]
+            )
+            for batch in range(batches)
+        ]
+        for query in queries
+    }
+    running = [Task(run, query, messages) for query, messages in staged.items()]
+    for task in running:
+        task.join(PATIENCE_SECONDS)
+        task.result()
+    seen = [text.decode() for text in there.texts()]
+    for query in queries:
+        mine = [text for text in seen if text.startswith(query + " ")]
+        assert mine == [f"{query} {batch} {row}" for batch in range(batches) for row in range(3)]
+    assert len(seen) == len(queries) * batches * 3
+
+
+# -- brokers that come and go ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_broker_whose_stores_do_not_answer_is_asked_again(home, monkeypatch, point):
+    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.001,))
+    with place_for("broker", home) as (options, there):
+        crash_at(point, error=UnavailableError)
+        Sink(monkeypatch, {**options, "topic": A}).run(0, PARTS)
+        assert there.texts() == ROWS
+
+
+def test_broker_that_dies_in_the_middle_of_a_commit_and_between_two(home, monkeypatch):
+    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.1,))
+    monkeypatch.setenv("ISTER_FAILPOINTS", "batch.after_rows=kill@2")
+    with FlightProcess(home.config) as broker:
+        monkeypatch.delenv("ISTER_FAILPOINTS")
+        options = {"broker": broker.address, "config": home.remote_config(), "topic": A}
+        writing = Sink(monkeypatch, options)
+        messages = writing.stage(0, PARTS)
+        committing = Task(writing.commit, messages, 0)
+        died = broker._process.wait(PATIENCE_SECONDS)
+        assert died < 0, "at its failpoint"
+        assert committing.is_running
+        broker.kill()
+        broker.start()
+        committing.join(BROKER_SECONDS)
+        committing.result()
+        broker.kill()
+        messages = writing.stage(1, [[b"6"]])
+        committing = Task(writing.commit, messages, 1)
+        broker.start()
+        committing.join(BROKER_SECONDS)
+        committing.result()
+        writing.commit(messages, 1)
+        broker.stop()
+    assert payloads(home.read(A)) == [*ROWS, b"6"]
+    assert not [path for path in home.staged() if path.endswith(".rows")]
+
+
+def test_query_that_knows_the_broker_alone_survives_its_restart(home, monkeypatch):
+    """Spark makes a writer for every batch: also at a moment when the broker is away."""
+    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.05,))
+    with FlightProcess(home.config) as broker:
+        writing = Sink(monkeypatch, {"broker": broker.address, "topic": A})
+        writing.run(0, [[b"0"]])
+        broker.kill()
+        running = Task(writing.run, 1, [[b"1"]])
+        running.join(0.5)
+        broker.start()
+        running.join(BROKER_SECONDS)
+        running.result()
+        broker.stop()
+    assert payloads(home.read(A)) == [b"0", b"1"]
+
+
+def test_broker_that_never_comes_back_ends_the_batch_and_not_its_rows(home, monkeypatch):
+    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.05,))
+    with home.open() as log, FlightTopics(log) as server:
+        options = {
+            "broker": server.address,
+            "config": home.remote_config(),
+            "topic": A,
+            "commitTimeoutSeconds": "0.2",
+        }
+        writing = Sink(monkeypatch, options)
+        messages = writing.stage(0, PARTS)
+        server.close()
+        with pytest.raises(UnavailableError):
+            writing.commit(messages, 0)
+        assert len(home.staged()) == 3, "the commit may have begun"
+        with FlightTopics(log, port=server.port):
+            place._close_all()
+            writing.run(0, PARTS)
+        assert payloads(log.topic(A).read()) == ROWS
+
+
+def test_broker_appends_what_is_staged_and_rows_do_not_cross_the_wire(home, monkeypatch):
+    with home.open() as log, FlightTopics(log) as server:
+        options = {"broker": server.address, "config": home.remote_config(), "topic": A}
+        Sink(monkeypatch, options).run(0, PARTS)
+        assert server.calls == {str(Action.APPEND_STAGED): 1}
+
+
+# -- what else the commit does --------------------------------------------------------------------
+
+
+def test_large_batches_are_uploaded_by_the_commit_itself(tmp_path, monkeypatch):
+    """Nobody else would: the log is open for as long as the commit lasts."""
+    home = Home(tmp_path, uploader={"engine": "auto", "max_batch_bytes": 1000})
+    Sink(monkeypatch, {"config": home.config, "topic": A}).run(0, [[b"x" * 100] * 50])
+    with ister.open_history(home.config) as history:
+        assert history.topic(A).tiered == 50
+
+
+def test_small_batches_wait_for_their_upload(home, monkeypatch):
+    Sink(monkeypatch, {"config": home.config, "topic": A}).run(0, [[b"x"]])
+    with ister.open_history(home.config) as history:
+        assert history.topic(A).tiered == 0
+    assert payloads(home.read(A)) == [b"x"]
+
+
+def test_task_that_spark_says_nothing_about_is_refused(home, monkeypatch):
+    writing = Sink(monkeypatch, {"config": home.config, "topic": A})
+    with pytest.raises(InvalidRequestError, match="which query and batch"):
+        writing.writer().write(iter(()))
+
+
+def test_topic_cannot_be_overwritten(home):
+    options = WriteOptions.parse({"config": home.config, "topic": A}, is_streaming=True)
+    with pytest.raises(InvalidRequestError, match="never overwritten"):
+        StreamWriter(options, PLAIN, overwrite=True)
+
+
+def test_readers_see_the_rows_while_the_query_goes_on(make, there):
+    for batch in range(3):
+        make().run(batch, [[b"%d" % batch]])
+        eventually(lambda batch=batch: len(there.texts()) == batch + 1)

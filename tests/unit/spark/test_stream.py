@@ -1,0 +1,1318 @@
+"""The stream reader as Spark's driver uses it, without Spark: every promise that Spark leaves open.
+
+`Query` in `stream_rig` makes Spark's calls in Spark's order, with offsets as JSON text and readers
+that are pickled. What Spark itself does with it is in `tests/integration/test_spark_stream.py`.
+"""
+
+import json
+import logging
+import pickle
+import random
+import shutil
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+
+import ister
+from fault.tier_checks import memory_directory
+from fault.writer_child import HEAVY, new_seed, say_replay
+from ister.clock import SystemClock
+from ister.errors import (
+    ConflictError,
+    DataGapError,
+    InvalidRequestError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
+from ister.metadata.sqlite import SqliteMetadata
+from ister.spark import patience, place, reading, stream
+from ister.spark.heads import Heads
+from ister.spark.offsets import StreamOffset
+from rig import Task, eventually
+from servers.flight import READ, FlightProcess, FlightTopics
+from stream_rig import (
+    A,
+    B,
+    C,
+    Home,
+    Query,
+    Row,
+    a_reader,
+    incarnation_of,
+    offsets_of,
+    payload_of,
+    publish,
+    rows_of,
+)
+
+POLL_SECONDS = stream._POLL_SECONDS
+EVERYTHING = ReadAllAvailable()
+BROKER_SECONDS = 60.0
+KILOBYTE = 1000
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """No pauses between two looks, and no connections that outlive a test."""
+    monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
+    yield
+    place._close_all()
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory: nothing here is proved by waiting for a disk."""
+    with memory_directory() as directory:
+        yield directory
+
+
+@pytest.fixture
+def home(tmp_path):
+    return Home(tmp_path)
+
+
+@pytest.fixture
+def query(home):
+    return partial(Query, partial(a_reader, home))
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """How often the driver has asked what topics hold: one entry each."""
+    seen = []
+    look = Heads.look
+
+    def counted(self, **arguments):
+        seen.append(arguments)
+        return look(self, **arguments)
+
+    monkeypatch.setattr(Heads, "look", counted)
+    return seen
+
+
+def ends(offset):
+    """Topic by topic, how far an offset goes."""
+    if isinstance(offset, str):
+        offset = json.loads(offset)
+    return {topic: found.offset for topic, found in StreamOffset.from_dict(offset).topics.items()}
+
+
+# -- where a stream begins ----------------------------------------------------------------------
+
+
+def test_initial_offset_is_the_same_however_often_it_is_asked_for(home):
+    home.append(A, 5)
+    reader = a_reader(home)
+    first = json.dumps(reader.initialOffset())
+    home.append(A, 5)
+    assert json.dumps(reader.initialOffset()) == first
+    assert ends(first) == {A: 5}
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [("earliest", 0), ("latest", 7), (json.dumps({A: 3}), 3), (json.dumps({A: -2}), 0)],
+)
+def test_stream_begins_where_its_option_says(home, query, start, expected):
+    home.append(A, 7)
+    running = query(startingOffsets=start)
+    assert running.run() == rows_of(A, range(expected, 7))
+    home.append(A, 2)
+    running.run()
+    assert offsets_of(running.rows) == list(range(expected, 9))
+
+
+def test_stream_begins_with_what_comes_unless_told(home, query):
+    home.append(A, 7)
+    running = query()
+    assert running.run() == []
+    home.append(A, 2)
+    assert running.run() == rows_of(A, [7, 8])
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_stream_begins_at_a_time(home, query, upload):
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        for number in range(10):
+            topic.append(payload_of(A, number), publish_time=1_700_000_000_000 + number)
+        topic.flush()
+        if upload:
+            topic.upload()
+    running = query(startingTimestamp="1700000000006")
+    assert running.run() == rows_of(A, range(6, 10))
+
+
+def test_time_that_nothing_has_reached_is_the_end(home, query):
+    home.append(A, 3)
+    running = query(startingTimestamp="32503680000000")
+    assert running.run() == []
+    home.append(A, 1)
+    assert running.run() == rows_of(A, [3])
+
+
+def test_start_beyond_the_end_is_refused(home):
+    home.append(A, 3)
+    with pytest.raises(OffsetOutOfRangeError, match="beyond the end"):
+        a_reader(home, startingOffsets=json.dumps({A: 4})).initialOffset()
+
+
+def test_start_that_aged_out_is_refused_unless_loss_is_allowed(home, query):
+    home.append(A, 5, upload=True, size=KILOBYTE)
+    home.append(A, 5, upload=True)
+    home.age_out(5)
+    start = json.dumps({A: 2})
+    with pytest.raises(DataGapError, match="no longer kept") as gone:
+        a_reader(home, startingOffsets=start).initialOffset()
+    assert (gone.value.start, gone.value.end) == (2, 5)
+    running = query(startingOffsets=start, failOnDataLoss="false")
+    assert running.run() == rows_of(A, range(5, 10))
+
+
+def test_topic_that_does_not_exist_is_refused_with_those_that_do(home):
+    home.append(B, 1)
+    with pytest.raises(NotFoundError, match="there is no topic /default/a") as unknown:
+        a_reader(home).initialOffset()
+    assert B in str(unknown.value)
+    with pytest.raises(NotFoundError, match="no topic matches"):
+        a_reader(home, topicPattern="/default/x.*").initialOffset()
+
+
+# -- the first batch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["before", "after"], ids=["unread", "read"])
+def test_first_batch_that_fails_under_latest_loses_nothing(home, query, fails):
+    home.append(A, 90)
+    running = query(startingOffsets="latest")
+    assert running.resolve_start() == {A: 90}
+    home.append(A, 10)
+    running.plan()
+    if fails == "after":
+        assert running.collect() == rows_of(A, range(90, 100))
+    home.append(A, 50, upload=True)
+    running.restart()
+    # Spark resolves the start anew, which is another one by now.
+    assert running.resolve_start() == {A: 150}
+    assert running.run() == rows_of(A, range(90, 100)), "the batch as it was planned"
+    assert running.run() == rows_of(A, range(100, 150))
+
+
+def test_first_batch_without_a_message_fixes_the_start(home, query):
+    home.append(A, 90)
+    running = query(startingOffsets="latest")
+    assert running.plan(), "Spark always makes the first one"
+    home.append(A, 10)
+    running.restart()
+    assert running.run() == []
+    assert running.run() == rows_of(A, range(90, 100))
+
+
+def test_first_batch_may_fail_many_times(home, query):
+    home.append(A, 3)
+    running = query(startingOffsets="latest")
+    running.resolve_start()
+    home.append(A, 3)
+    running.plan()
+    for _ in range(3):
+        home.append(A, 3)
+        running.restart(startingOffsets="latest", maxMessagesPerTrigger="1")
+        assert running.collect() == rows_of(A, range(3, 6))
+
+
+def test_no_batch_ends_before_it_starts(home, query):
+    """While somebody appends, whatever is asked in whichever order, by however many readers."""
+    home.append(A, 5)
+    appended = threading.Event()
+
+    def append():
+        with home.open() as log:
+            for _ in range(40):
+                publish(log.topic(A), 3)
+        appended.set()
+
+    writing = Task(append)
+    seen = 0
+    while not appended.is_set() or seen < 20:
+        running = query(startingOffsets="latest")
+        initial = running.resolve_start()[A]
+        running.plan()
+        batch = StreamOffset.from_json_text(running.offsets[0])
+        assert batch.topics[A].start == initial
+        running.restart()
+        assert running.resolve_start()[A] >= initial
+        # A restarted query passes its own idea of the start; the batch does not care.
+        start = running.driver.initialOffset()
+        parts = running.driver.partitions(start, json.loads(running.offsets[0]))
+        slices = [part for planned in parts for part in planned.partition.slices]
+        assert [(part.start, part.end) for part in slices] == list(batch.ranges().values())
+        seen += 1
+    writing.result()
+
+
+# -- texts --------------------------------------------------------------------------------------
+
+
+def test_idle_stream_gives_back_the_text_that_it_was_asked_with(home, query):
+    for name in (A, B, C):
+        home.append(name, 4)
+    running = query(topic=f"{C},{A},{B}", startingOffsets="earliest")
+    running.run()
+    for _ in range(5):
+        assert not running.plan()
+    assert len(running.offsets) == 1
+
+
+def test_idle_stream_makes_no_batch_after_a_restart(home, query):
+    home.append(A, 4)
+    home.append(B, 4)
+    running = query(topic=f"{A},{B}", startingOffsets="earliest", maxMessagesPerTrigger="3")
+    batches = running.drain()
+    for order in (f"{B},{A}", f"{A},{B}"):
+        running.restart(topic=order, maxMessagesPerTrigger="100")
+        assert not running.plan()
+    assert len(running.offsets) == len(batches)
+
+
+def test_idle_stream_makes_no_batch_because_something_moved(home, query):
+    for _ in range(5):
+        home.append(A, 40)
+    running = query(startingOffsets="earliest")
+    running.run()
+    with home.open() as log:
+        topic = log.topic(A)
+        topic.upload()
+        assert not running.plan()
+        assert topic.tier.trim() > 0
+        assert not running.plan()
+    home.append(B, 3)
+    assert not running.plan(), "of another topic"
+
+
+def test_text_is_canonical_and_survives_a_round_trip(home, query):
+    for name in (A, B):
+        home.append(name, 2)
+    texts = set()
+    for order in (f"{A},{B}", f"{B},{A}"):
+        running = query(topic=order, startingOffsets="earliest")
+        running.plan()
+        texts.update(running.offsets)
+    (text,) = texts
+    assert json.dumps(json.loads(text)) == text
+    assert text == json.dumps(
+        {
+            "version": 1,
+            "topics": {
+                name: {
+                    "incarnation": incarnation_of(home, name),
+                    "epoch": 1,
+                    "offset": 2,
+                    "from": 0,
+                }
+                for name in (A, B)
+            },
+        }
+    )
+
+
+def test_text_stays_canonical_when_topics_come(home, query):
+    home.append(B, 1)
+    running = query(topicPattern="/default/.*", startingOffsets="earliest")
+    running.run()
+    home.append(A, 1)
+    running.run()
+    assert list(json.loads(running.offsets[-1])["topics"]) == [A, B]
+    running.restart()
+    assert not running.plan()
+
+
+def test_topic_without_news_is_not_read_again_beside_one_that_has_some(home, query):
+    home.append(A, 3)
+    home.append(B, 3)
+    running = query(topic=f"{A},{B}", startingOffsets="earliest")
+    running.run()
+    home.append(B, 2)
+    assert running.run() == rows_of(B, [3, 4])
+    home.append(A, 1)
+    assert running.run() == rows_of(A, [3])
+
+
+def test_checkpoint_of_something_else_is_refused(home):
+    home.append(A, 1)
+    with pytest.raises(InvalidRequestError, match="not one of this source"):
+        a_reader(home).latestOffset({"t": {"0": 23}}, EVERYTHING)
+
+
+# -- how often the stores are asked -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"maxMessagesPerTrigger": "5", "maxBytesPerTrigger": "1k"}],
+    ids=["all", "limits"],
+)
+def test_idle_stream_asks_a_few_times_a_second(home, looks, monkeypatch, option):
+    monkeypatch.setattr(stream, "_POLL_SECONDS", POLL_SECONDS)
+    measured = []
+    monkeypatch.setattr(Heads, "range_of", lambda *_: measured.append(1))
+    home.append(A, 5)
+    reader = a_reader(home, startingOffsets="latest", **option)
+    start, limit = reader.initialOffset(), reader.getDefaultReadLimit()
+    clock = SystemClock()
+    looks.clear()
+    calls, deadline = 0, clock.monotonic() + 2.0
+    while clock.monotonic() < deadline:
+        assert reader.latestOffset(start, limit) is start
+        reader.reportLatestOffset()
+        calls += 1
+    assert 1 <= len(looks) <= 10, "Spark would ask eighty times a second"
+    assert calls <= 10, "the call itself waits"
+    assert not measured, "nothing is new, so nothing has to be measured"
+
+
+def test_idle_stream_holds_what_it_asks_the_metadata_store_to_a_few_calls(home, monkeypatch):
+    monkeypatch.setattr(stream, "_POLL_SECONDS", POLL_SECONDS)
+    home.append(A, 5, upload=True)
+    reader = a_reader(home)
+    start = reader.initialOffset()
+    calls = []
+    for name in ("get", "range"):
+        whole = getattr(SqliteMetadata, name)
+        monkeypatch.setattr(
+            SqliteMetadata,
+            name,
+            lambda self, *a, _whole=whole, **k: calls.append(a) or _whole(self, *a, **k),
+        )
+    clock = SystemClock()
+    deadline = clock.monotonic() + 1.0
+    while clock.monotonic() < deadline:
+        reader.latestOffset(start, EVERYTHING)
+    assert 5 <= len(calls) <= 60, "not a thousand"
+
+
+def test_stream_with_news_does_not_wait(home, looks, monkeypatch):
+    monkeypatch.setattr(stream, "_POLL_SECONDS", 60.0)
+    home.append(A, 9)
+    reader = a_reader(home, startingOffsets="earliest", maxMessagesPerTrigger="3")
+    limit = reader.getDefaultReadLimit()
+    waits = []
+    monkeypatch.setattr(stream.StreamReader, "_wait_for_next_look", lambda _: waits.append(1))
+    offset = reader.initialOffset()
+    for expected in (3, 6, 9):
+        offset = reader.latestOffset(offset, limit)
+        assert ends(offset) == {A: expected}
+    assert not waits
+    assert len(looks) == 1, "what was seen a moment ago is good enough"
+
+
+def test_idle_stream_sees_news_at_its_next_look(home, monkeypatch):
+    monkeypatch.setattr(stream, "_POLL_SECONDS", 0.5)
+    home.append(A, 1)
+    reader = a_reader(home)
+    start = reader.initialOffset()
+    home.append(A, 1)
+    # One call: it waits, looks once more, and comes back with it.
+    assert ends(reader.latestOffset(start, EVERYTHING)) == {A: 2}
+
+
+# -- stores that do not answer ------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Pauses between two attempts that a test can afford."""
+    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.001,))
+
+
+class Failing:
+    """A method that fails a few times and then does what it always did."""
+
+    def __init__(self, monkeypatch, owner, name, *, times, error=None):
+        self.left = times
+        self.calls = 0
+        error = error or UnavailableError("does not answer")
+        whole = getattr(owner, name)
+
+        def call(this, *arguments, **named):
+            self.calls += 1
+            if self.left > 0:
+                self.left -= 1
+                raise error
+            return whole(this, *arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Heads, "look"), (SqliteMetadata, "get"), (SqliteMetadata, "range")],
+    ids=["look", "get", "range"],
+)
+def test_store_that_does_not_answer_for_a_while_ends_no_query(
+    home, query, monkeypatch, impatient, caplog, owner, method, times
+):
+    home.append(A, 4, upload=True)
+    home.append(A, 4)
+    running = query(startingOffsets="earliest", maxBytesPerTrigger="1g")
+    for step in (running.driver.initialOffset, running.plan, running.collect):
+        failing = Failing(monkeypatch, owner, method, times=times)
+        with caplog.at_level(logging.WARNING, logger="ister.spark.patience"):
+            step()
+        assert failing.left == 0, "the store was not asked"
+        monkeypatch.undo()
+        monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
+        monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.001,))
+    assert sum(record.message == "asked again" for record in caplog.records) >= 3 * times
+    assert running.collect() == rows_of(A, range(8))
+
+
+@pytest.mark.parametrize("method", ["find_time", "range_of"])
+def test_store_that_fails_in_the_middle_is_asked_again(home, query, monkeypatch, impatient, method):
+    home.append(A, 6, upload=True)
+    failing = Failing(monkeypatch, Heads, method, times=3)
+    running = query(startingTimestamp="0", maxBytesPerTrigger="1g")
+    assert running.run() == rows_of(A, range(6))
+    assert failing.left == 0
+
+
+def test_frozen_end_survives_a_store_that_does_not_answer(home, query, monkeypatch, impatient):
+    home.append(A, 6)
+    failing = Failing(monkeypatch, Heads, "look", times=3)
+    running = query(startingOffsets="earliest")
+    assert running.available_now() == [rows_of(A, range(6))]
+    assert failing.left == 0
+
+
+def test_store_that_never_answers_ends_the_query_at_last(home, monkeypatch):
+    home.append(A, 1)
+    reader = a_reader(home)
+    start = reader.initialOffset()
+    monkeypatch.setattr(stream, "patiently", partial(patience.patiently, seconds=0.01))
+    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.004,))
+    failing = Failing(monkeypatch, Heads, "look", times=1000)
+    with pytest.raises(UnavailableError):
+        reader.latestOffset(start, EVERYTHING)
+    assert 2 <= failing.calls <= 4
+
+
+def test_wrong_request_is_not_asked_again(home, monkeypatch):
+    home.append(A, 1)
+    reader = a_reader(home)
+    failing = Failing(
+        monkeypatch, Heads, "look", times=5, error=InvalidRequestError("never going to work")
+    )
+    with pytest.raises(InvalidRequestError):
+        reader.initialOffset()
+    assert failing.calls == 1
+
+
+def test_broker_that_is_killed_and_started_again_ends_no_query(home, query, looks, monkeypatch):
+    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.1,))
+    home.append(A, 10)
+    with FlightProcess(home.config) as broker:
+        running = query(
+            config=home.remote_config(), broker=broker.address, startingOffsets="earliest"
+        )
+        assert running.run() == rows_of(A, range(10))
+        broker.kill()
+        home.append(A, 5)
+        looks.clear()
+        planning = Task(running.plan)
+        eventually(lambda: len(looks) >= 1, "the driver asks")
+        planning.join(0.3)
+        assert planning.is_running, "it waits for the broker"
+        broker.start()
+        planning.join(BROKER_SECONDS)
+        assert planning.result()
+        broker.kill()
+        collecting = Task(running.collect)
+        broker.start()
+        collecting.join(BROKER_SECONDS)
+        assert collecting.result() == rows_of(A, range(10, 15))
+
+
+def test_task_reads_on_when_the_bucket_answers_again(home, query, monkeypatch):
+    monkeypatch.setattr(reading, "_PAUSE_SECONDS", 0.001)
+    home.append(A, 6, upload=True)
+    running = query(config=home.remote_config(), includeTail="false", startingOffsets="earliest")
+    running.plan()
+    store = type(running.driver._task.place.history().objects)
+    failing = Failing(monkeypatch, store, "read", times=4)
+    assert running.collect() == rows_of(A, range(6))
+    assert failing.left == 0
+
+
+def test_task_reads_on_when_the_broker_answers_again(home, query):
+    with home.open() as log:
+        publish(log.topic(A, create=True), 6)
+        with FlightTopics(log) as server:
+            options = {"config": home.remote_config(), "broker": server.address}
+            reader = a_reader(home, **options, startingOffsets="earliest")
+            start = reader.initialOffset()
+            parts = reader.partitions(start, reader.latestOffset(start, EVERYTHING))
+        waiting = Task(_read, reader, parts)
+        waiting.join(0.2)
+        assert waiting.is_running
+        with FlightTopics(log, port=server.port):
+            assert waiting.result() == list(range(6))
+
+
+def test_broker_that_serves_another_place_is_refused(home, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = Home(tmp_path / "other")
+    home.append(A, 1)
+    with other.open() as log, FlightTopics(log) as server:
+        publish(log.topic(A, create=True), 1)
+        reader = a_reader(home, config=home.remote_config(), broker=server.address)
+        with pytest.raises(ConflictError, match="another topic of this name"):
+            reader.initialOffset()
+
+
+def test_tail_on_another_machine_without_a_broker_is_refused(home):
+    home.append(A, 1)
+    with pytest.raises(InvalidRequestError, match="on another machine") as refused:
+        a_reader(home, config=home.remote_config()).initialOffset()
+    assert "includeTail=false" in str(refused.value)
+
+
+# -- cursors ------------------------------------------------------------------------------------
+
+
+def test_cursor_follows_one_batch_behind_and_is_never_ahead(home, query):
+    home.append(A, 9)
+    running = query(startingOffsets="earliest", maxMessagesPerTrigger="3", subscription="spark")
+    for reached in (0, 3, 6):
+        running.plan()
+        assert home.cursor("spark") == reached, "what was done before this batch"
+        rows = running.collect()
+        assert home.cursor("spark") == reached
+        running.finish(rows)
+    assert not running.plan()
+    assert home.cursor("spark") == 6, "the last one is told with the next"
+    running.restart()
+    assert not running.plan()
+    assert home.cursor("spark") == 9, "or by a query that has nothing to do"
+    home.append(A, 1)
+    running.run()
+    assert home.cursor("spark") == 9
+
+
+def test_batch_that_failed_moves_no_cursor(home, query):
+    home.append(A, 4)
+    running = query(startingOffsets="earliest", subscription="spark", maxMessagesPerTrigger="2")
+    running.run()
+    running.plan()
+    running.collect()
+    for _ in range(3):
+        running.restart()
+        running.collect()
+        assert home.cursor("spark") == 2
+    running.run()
+    home.append(A, 1)
+    running.run()
+    assert home.cursor("spark") == 4
+
+
+def test_commit_moves_cursors_and_touches_nothing_else(home, query):
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        for _ in range(5):
+            publish(topic, 40)
+        topic.upload()
+        publish(topic, 10)
+    running = query(startingOffsets="earliest", subscription="spark")
+    running.run()
+    home.append(A, 1)
+    keys, objects, files = home.metadata(), home.objects(), _files(home)
+    running.run()
+    changed = {key for key, value in home.metadata().items() if keys.get(key) != value}
+    assert changed == {"/danube/subscriptions/default/a/spark/progress"}
+    assert set(keys) <= set(home.metadata())
+    assert home.objects() == objects
+    assert _files(home) == files
+    assert home.cursor("spark") == 210
+
+
+def test_query_without_a_subscription_leaves_no_cursor(home, query):
+    home.append(A, 4)
+    running = query(startingOffsets="earliest", maxMessagesPerTrigger="2")
+    running.run()
+    keys = home.metadata()
+    running.run()
+    assert home.metadata() == keys
+    assert home.subscriptions() == []
+
+
+def test_cursor_never_goes_back(home, query):
+    home.append(A, 6)
+    options = {"startingOffsets": "earliest", "subscription": "spark"}
+    query(**options, maxMessagesPerTrigger="4").drain()
+    assert home.cursor("spark") == 4
+    another = query(**options, maxMessagesPerTrigger="2")
+    for _ in range(2):
+        another.run()
+        assert home.cursor("spark") == 4, "it has come to 0 and 2"
+
+
+def test_cursor_keeps_files_that_are_not_processed(home, query):
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        for _ in range(15):
+            publish(topic, 20)
+        topic.upload()
+        assert len(topic.wal.files) > 3
+        running = query(
+            startingOffsets="earliest", subscription="spark", maxMessagesPerTrigger="100"
+        )
+        running.run()
+        running.run()
+        assert home.cursor("spark") == 100
+        topic.tier.trim()
+        assert 0 < topic.watermarks.trimmed <= 100, "as far as the cursor, and no further"
+        running.drain()
+        assert home.cursor("spark") == 200
+        topic.tier.trim()
+        assert 100 < topic.watermarks.trimmed <= 200
+
+
+def test_cursor_that_cannot_be_moved_ends_no_query(home, query, monkeypatch, caplog):
+    home.append(A, 9)
+    running = query(startingOffsets="earliest", subscription="spark", maxMessagesPerTrigger="3")
+    running.run()
+    failing = Failing(monkeypatch, SqliteMetadata, "transact", times=1)
+    with caplog.at_level(logging.WARNING, logger="ister.spark.stream"):
+        running.run()
+    assert failing.left == 0
+    assert "cursor not moved" in caplog.text
+    assert home.cursor("spark") == 0
+    running.run()
+    assert home.cursor("spark") == 6, "the next commit catches up"
+
+
+def test_topic_that_was_deleted_gets_no_cursor(home, query):
+    home.append(A, 3)
+    running = query(startingOffsets="earliest", subscription="spark", failOnDataLoss="false")
+    running.run()
+    home.delete(A)
+    running.driver.commit(json.loads(running.offsets[0]))
+    assert not [key for key in home.metadata() if "/subscriptions/" in key]
+    home.append(A, 1)
+    assert running.run() == rows_of(A, [0])
+    assert home.cursor("spark") is None, "what was done is of the topic that was deleted"
+    home.append(A, 1)
+    running.run()
+    assert home.cursor("spark") == 1
+
+
+def test_deleted_topic_does_not_keep_the_cursors_of_others(home, query):
+    home.append(A, 3)
+    home.append(B, 3)
+    running = query(
+        topic=f"{A},{B}",
+        startingOffsets="earliest",
+        subscription="spark",
+        failOnDataLoss="false",
+    )
+    running.run()
+    home.delete(A)
+    home.append(B, 1)
+    running.run()
+    assert home.cursor("spark", B) == 3
+
+
+def test_topic_made_again_has_a_cursor_of_its_own(home, query):
+    home.append(A, 9)
+    running = query(startingOffsets="earliest", subscription="spark", failOnDataLoss="false")
+    running.run()
+    home.append(A, 1)
+    running.run()
+    assert home.cursor("spark") == 9
+    home.delete(A)
+    home.append(A, 2)
+    running.run()
+    home.append(A, 1)
+    running.run()
+    assert home.cursor("spark") == 2
+
+
+# -- restarts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"startingOffsets": "latest"},
+        {"startingOffsets": "earliest"},
+        {"startingOffsets": json.dumps({A: 1})},
+        {"startingOffsets": json.dumps({A: 1_000_000})},
+        {"startingTimestamp": "32503680000000"},
+    ],
+    ids=["latest", "earliest", "number", "beyond", "time"],
+)
+def test_restart_goes_on_from_the_checkpoint_whatever_the_start_options_say(home, query, option):
+    home.append(A, 5)
+    running = query(startingOffsets="earliest")
+    running.run()
+    home.append(A, 3)
+    running.restart(**{"startingOffsets": None, **option})
+    assert running.run() == rows_of(A, range(5, 8))
+
+
+def test_batch_comes_again_the_same_after_limits_have_changed(home, query):
+    home.append(A, 20)
+    running = query(startingOffsets="earliest", maxMessagesPerTrigger="3")
+    running.run()
+    running.plan()
+    before = running.collect()
+    assert before == rows_of(A, range(3, 6))
+    for limit in ("1", "100"):
+        running.restart(maxMessagesPerTrigger=limit)
+        assert running.collect() == before
+    running.run()
+    assert running.run() == rows_of(A, range(6, 20)), "the new limit counts from here on"
+
+
+def test_batch_comes_again_the_same_after_its_messages_have_moved(home, query):
+    home.append(A, 100)
+    running = query(startingOffsets="earliest")
+    running.plan()
+    before = running.collect()
+    with home.open() as log:
+        topic = log.topic(A)
+        publish(topic, 100)
+        assert running.collect() == before, "from the same files, with more behind"
+        topic.upload()
+        running.restart()
+        assert running.collect() == before, "from an object that has more than the batch"
+        assert topic.tier.trim() > 0
+        running.restart(splitBytes="64k", minPartitions="4")
+        assert running.collect() == before
+    assert before == rows_of(A, range(100))
+
+
+def test_tail_that_was_turned_off_does_not_lose_what_was_planned_with_it(home, query):
+    home.append(A, 5, upload=True)
+    home.append(A, 5)
+    running = query(startingOffsets="earliest")
+    running.plan()
+    running.restart(includeTail="false")
+    with pytest.raises(ConflictError, match="includeTail"):
+        running.collect()
+    running.restart(includeTail="true")
+    assert running.run() == rows_of(A, range(10))
+
+
+def test_stream_of_the_bucket_alone_waits_for_uploads(home, query):
+    home.append(A, 5, upload=True)
+    home.append(A, 5)
+    running = query(config=home.remote_config(), includeTail="false", startingOffsets="earliest")
+    assert running.run() == rows_of(A, range(5))
+    assert running.run() == []
+    home.append(A, 1, upload=True)
+    assert running.run() == rows_of(A, range(5, 11))
+
+
+def test_golden_checkpoint_goes_on_where_it_stands(tmp_path):
+    """Of the first version; `golden/make_stream_checkpoint.py` says what it holds."""
+    name = "/default/orders"
+    shutil.copytree(GOLDEN / "stream_data", tmp_path / "data")
+    texts = [(GOLDEN / "stream_checkpoint" / "offsets" / n).read_text() for n in ("0", "1")]
+    running = Query(
+        partial(a_reader, None), config=str(tmp_path / "data"), topic=name, startingOffsets="latest"
+    )
+    running.offsets = [text.splitlines()[-1] for text in texts]
+    running.finished = 1
+    assert running.run() == [Row(name, at, b"order %d" % at) for at in (3, 4)]
+    assert running.run() == [Row(name, at, b"order %d" % at) for at in (5, 6, 7)]
+    assert not running.plan()
+    assert running.resolve_start() == {name: 8}, "the same topic"
+
+
+# -- limits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, ReadAllAvailable),
+        ({"maxMessagesPerTrigger": "7"}, ReadMaxRows),
+        ({"maxBytesPerTrigger": "7k"}, ReadMaxBytes),
+        ({"maxMessagesPerTrigger": "7", "maxBytesPerTrigger": "7k"}, ReadMaxRows),
+    ],
+)
+def test_default_limit_is_one_that_spark_knows(home, options, kind):
+    home.append(A, 1)
+    assert type(a_reader(home, **options).getDefaultReadLimit()) is kind
+
+
+def test_messages_of_a_batch_are_limited_over_all_topics(home, query):
+    for name, count in ((A, 30), (B, 3), (C, 7)):
+        home.append(name, count)
+    running = query(topic=f"{A},{B},{C}", startingOffsets="earliest", maxMessagesPerTrigger="8")
+    batches = running.drain()
+    assert [len(rows) for rows in batches] == [8] * 5
+    assert {row.topic for row in batches[0]} == {A, B, C}, "no topic waits for another one"
+    assert sorted(running.rows) == sorted(
+        rows_of(A, range(30)) + rows_of(B, range(3)) + rows_of(C, range(7))
+    )
+
+
+@pytest.mark.parametrize("upload", [True, False], ids=["bucket", "files"])
+def test_bytes_of_a_batch_are_limited_about(home, query, upload):
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        publish(topic, 100, size=KILOBYTE)
+        if upload:
+            topic.upload()
+    running = query(startingOffsets="earliest", maxBytesPerTrigger="10k")
+    batches = running.drain()
+    assert 8 <= len(batches) <= 25
+    # Objects are cut where their index has entries, every five messages here.
+    assert all(1 <= len(rows) <= 15 for rows in batches)
+    assert offsets_of(running.rows) == list(range(100))
+
+
+def test_limit_below_one_message_still_goes_on(home, query):
+    with home.open() as log:
+        publish(log.topic(A, create=True), 3, size=2000)
+    running = query(startingOffsets="earliest", maxBytesPerTrigger="1")
+    assert [len(rows) for rows in running.drain()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "size", "most"), [("4", "1g", 4), ("1000", "10k", 15)], ids=["messages", "bytes"]
+)
+def test_both_limits_count(home, query, messages, size, most):
+    with home.open() as log:
+        publish(log.topic(A, create=True), 50, size=KILOBYTE)
+    running = query(
+        startingOffsets="earliest", maxMessagesPerTrigger=messages, maxBytesPerTrigger=size
+    )
+    batches = running.drain()
+    assert max(map(len, batches)) <= most
+    assert offsets_of(running.rows) == list(range(50))
+
+
+def test_byte_limit_holds_for_a_tail_that_a_broker_serves(home, query):
+    with home.open() as log, FlightTopics(log) as server:
+        publish(log.topic(A, create=True), 100, size=KILOBYTE)
+        running = query(
+            config=home.remote_config(),
+            broker=server.address,
+            startingOffsets="earliest",
+            maxBytesPerTrigger="10k",
+        )
+        batches = running.drain()
+    assert len(batches) >= 5, "100 kB in batches of about 10 kB"
+    assert offsets_of(running.rows) == list(range(100))
+
+
+def test_trigger_that_takes_everything_has_no_limits(home, query):
+    home.append(A, 20)
+    running = query(startingOffsets="earliest", maxMessagesPerTrigger="3", maxBytesPerTrigger="1")
+    assert len(running.run(EVERYTHING)) == 20
+
+
+# -- available now ------------------------------------------------------------------------------
+
+
+def test_available_now_reads_what_was_there_and_ends(home, query):
+    home.append(A, 10)
+    running = query(startingOffsets="earliest", maxMessagesPerTrigger="4")
+    running.driver.prepareForTriggerAvailableNow()
+    home.append(A, 5)
+    home.append(B, 5)
+    assert [len(rows) for rows in running.drain()] == [4, 4, 2]
+    assert [len(rows) for rows in running.available_now()] == [4, 1]
+    assert running.available_now() == []
+    assert offsets_of(running.rows) == list(range(15))
+
+
+def test_available_now_sees_what_was_synced_a_moment_ago(home, query):
+    """The owner's checkpoint lags; a read that happens once waits for it."""
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        running = query(startingOffsets="earliest")
+        for _ in range(3):
+            first = topic.watermarks.next
+            topic.append_many([payload_of(A, first), payload_of(A, first + 1)])
+            topic.flush()
+            assert running.available_now() == [rows_of(A, [first, first + 1])]
+
+
+def test_available_now_does_not_wait_at_its_end(home, query, monkeypatch):
+    monkeypatch.setattr(stream, "_POLL_SECONDS", 60.0)
+    home.append(A, 4)
+    running = query(startingOffsets="earliest", maxMessagesPerTrigger="2")
+    assert len(running.available_now()) == 2
+
+
+def test_available_now_that_begins_at_the_end_survives_a_producer(home, query):
+    """Spark freezes the end first and asks for the start afterwards."""
+    home.append(A, 10)
+    running = query(startingOffsets="latest")
+    running.driver.prepareForTriggerAvailableNow()
+    home.append(A, 5)
+    seen = [row for rows in running.drain() for row in rows]
+    seen += [row for rows in running.available_now() for row in rows]
+    first = seen[0].offset if seen else 15
+    assert first in (10, 15)
+    assert offsets_of(seen) == list(range(first, 15))
+
+
+def test_available_now_survives_a_topic_that_is_made_meanwhile(home, query):
+    home.append(A, 3)
+    running = query(topicPattern="/default/.*", startingOffsets="earliest")
+    running.driver.prepareForTriggerAvailableNow()
+    home.append(B, 2)
+    seen = [row for rows in running.drain() for row in rows]
+    seen += [row for rows in running.available_now() for row in rows]
+    assert sorted(seen) == rows_of(A, range(3)) + rows_of(B, range(2))
+
+
+def test_available_now_with_a_producer_that_never_stops(home, query):
+    home.append(A, 50)
+    stop = threading.Event()
+
+    def append():
+        with home.open() as log:
+            topic = log.topic(A)
+            while not stop.is_set():
+                publish(topic, 3)
+                if topic.watermarks.next % 5 == 0:
+                    topic.upload()
+                    topic.tier.trim()
+
+    writing = Task(append)
+    running = query(startingOffsets="earliest", maxMessagesPerTrigger="20")
+    try:
+        for _ in range(4):
+            batches = running.available_now()
+            assert all(len(rows) <= 20 for rows in batches)
+    finally:
+        stop.set()
+    writing.result()
+    running.available_now()
+    with home.open() as log:
+        end = log.topic(A).watermarks.next
+    assert running.rows == rows_of(A, range(end))
+
+
+# -- topics that come and go --------------------------------------------------------------------
+
+
+def test_new_topic_that_matches_is_read_from_its_earliest_message(home, query):
+    home.append(A, 3)
+    running = query(topicPattern="/default/.*", startingOffsets="latest")
+    assert running.run() == []
+    home.append(B, 4)
+    assert running.run() == rows_of(B, range(4)), "also under latest: nothing of it was ever seen"
+    home.append("/other/x", 4)
+    assert running.run() == []
+
+
+def test_new_topic_whose_beginning_aged_out_is_read_from_what_there_is(home, query):
+    home.append(A, 1)
+    running = query(topicPattern="/default/.*", startingOffsets="latest")
+    running.run()
+    home.append(B, 5, upload=True, size=KILOBYTE)
+    home.append(B, 5, upload=True)
+    home.age_out(5, B)
+    assert running.run() == rows_of(B, range(5, 10))
+
+
+def test_new_empty_topic_makes_no_batch(home, query):
+    home.append(A, 1)
+    running = query(topicPattern="/default/.*", startingOffsets="earliest")
+    running.run()
+    with home.open() as log:
+        log.topic(B, create=True)
+    assert not running.plan()
+    home.append(B, 1)
+    assert running.run() == rows_of(B, [0])
+
+
+def test_topic_without_local_messages_can_be_read(home, query):
+    """As a hand-over leaves it: all is in the bucket, and the new owner has written nothing."""
+    home.append(A, 3)
+    with home.open() as log:
+        log.seal(A)
+        log.topic(A)
+        running = query(startingOffsets="earliest")
+        assert running.run() == rows_of(A, range(3))
+        assert not running.plan()
+
+
+def test_partitions_that_are_added_are_read_from_their_beginning(home, query):
+    home.append("/default/p-part-0", 3)
+    running = query(topic="/default/p", startingOffsets="latest")
+    assert running.run() == []
+    home.append("/default/p-part-1", 2)
+    home.append("/default/p-part-0", 1)
+    home.append("/default/p-partial", 9)
+    assert running.run() == rows_of("/default/p-part-0", [3]) + rows_of(
+        "/default/p-part-1", range(2)
+    )
+
+
+LOSSES = {
+    "deleted": ("was deleted", ConflictError),
+    "made again": ("deleted and made again", ConflictError),
+    "aged out": ("5 up to, not including, 10 aged out", DataGapError),
+}
+
+
+def _lose(home, how):
+    if how == "deleted":
+        home.delete(A)
+    elif how == "made again":
+        home.delete(A)
+        home.append(A, 2)
+    else:
+        home.append(A, 5, upload=True, size=KILOBYTE)
+        home.append(A, 5, upload=True)
+        home.age_out(10)
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_loss_ends_the_query_with_a_text_that_says_what_to_do(home, query, how):
+    home.append(A, 5, upload=True, size=KILOBYTE)
+    home.append(B, 5)
+    running = query(topic=f"{A},{B}", startingOffsets="earliest")
+    running.run()
+    _lose(home, how)
+    text, kind = LOSSES[how]
+    for _ in range(2):
+        with pytest.raises(kind, match=text) as lost:
+            running.plan()
+        assert A in str(lost.value)
+        assert "failOnDataLoss=false" in str(lost.value)
+        running.restart()
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_stream_goes_on_after_a_loss_that_is_allowed(home, query, caplog, how):
+    home.append(A, 5, upload=True, size=KILOBYTE)
+    home.append(B, 5)
+    running = query(topic=f"{A},{B}", startingOffsets="earliest", failOnDataLoss="false")
+    running.run()
+    _lose(home, how)
+    with caplog.at_level(logging.WARNING, logger="ister.spark.stream"):
+        rows = running.run()
+    expected = {"deleted": [], "made again": [0, 1], "aged out": [10, 11, 12, 13, 14]}[how]
+    assert rows == rows_of(A, expected)
+    assert LOSSES[how][0] in caplog.text
+    home.append(B, 1)
+    assert running.run() == rows_of(B, [5])
+    running.restart()
+    assert running.run() == []
+    if how == "deleted":
+        assert A not in ends(running.offsets[-1])
+        home.append(A, 2)
+        assert running.run() == rows_of(A, range(2)), "one that comes back is a new one"
+
+
+def test_stream_past_a_loss_without_news_makes_no_batch(home, query):
+    home.append(A, 5)
+    home.append(B, 5)
+    running = query(topic=f"{A},{B}", startingOffsets="earliest", failOnDataLoss="false")
+    running.run()
+    home.delete(A)
+    for _ in range(3):
+        assert not running.plan()
+    running.restart()
+    assert not running.plan()
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_loss_after_a_batch_was_planned(home, query, how):
+    """A restarted query gets a batch from Spark's checkpoint whose messages are gone."""
+    home.append(A, 5, upload=True, size=KILOBYTE)
+    home.append(B, 5)
+    running = query(topic=f"{A},{B}", startingOffsets="earliest")
+    running.plan()
+    _lose(home, how)
+    running.restart()
+    with pytest.raises((LOSSES[how][1], NotFoundError)) as lost:
+        running.collect()
+    assert A in str(lost.value)
+    running.restart(failOnDataLoss="false")
+    assert running.run() == rows_of(B, range(5))
+    rest = {"deleted": [], "made again": [0, 1], "aged out": [10, 11, 12, 13, 14]}[how]
+    assert running.run() == rows_of(A, rest)
+
+
+def test_part_of_a_planned_batch_that_aged_out(home, query):
+    home.append(A, 5, upload=True, size=KILOBYTE)
+    home.append(A, 5, upload=True)
+    running = query(startingOffsets="earliest")
+    running.plan()
+    home.age_out(5)
+    running.restart()
+    with pytest.raises(DataGapError) as lost:
+        running.collect()
+    assert (lost.value.start, lost.value.end) == (0, 5)
+    running.restart(failOnDataLoss="false")
+    assert running.run() == rows_of(A, range(5, 10))
+
+
+def test_messages_that_age_out_between_plan_and_read(home):
+    home.append(A, 5, upload=True, size=KILOBYTE)
+    home.append(A, 5, upload=True)
+    for fails in ("true", "false"):
+        reader = a_reader(home, startingOffsets="earliest", failOnDataLoss=fails)
+        start = reader.initialOffset()
+        parts = reader.partitions(start, reader.latestOffset(start, EVERYTHING))
+        if fails == "true":
+            home.age_out(5)
+            with pytest.raises(DataGapError) as lost:
+                _read(reader, parts)
+            assert (lost.value.start, lost.value.end) == (0, 5)
+        else:
+            assert _read(reader, parts) == list(range(5, 10))
+
+
+@pytest.mark.parametrize("upload", [False, True], ids=["files", "bucket"])
+def test_topic_made_again_between_plan_and_read_is_not_taken_for_the_old_one(home, upload):
+    home.append(A, 5, upload=upload)
+    reader = a_reader(home, startingOffsets="earliest")
+    start = reader.initialOffset()
+    parts = reader.partitions(start, reader.latestOffset(start, EVERYTHING))
+    home.delete(A)
+    home.append(A, 9, upload=upload)
+    with pytest.raises(ConflictError, match="deleted and made again"):
+        _read(reader, parts)
+
+
+def _read(reader, parts):
+    return [
+        offset
+        for part in parts
+        for batch in reader.read(part)
+        for offset in batch.column(1).to_pylist()
+    ]
+
+
+# -- lag ----------------------------------------------------------------------------------------
+
+
+def test_reported_end_minus_the_batch_is_the_lag(home, query):
+    home.append(A, 10)
+    home.append(B, 4)
+    running = query(topic=f"{A},{B}", startingOffsets="earliest", maxMessagesPerTrigger="7")
+    assert running.driver.reportLatestOffset() is None, "nobody has looked yet"
+    running.run()
+    latest = ends(running.driver.reportLatestOffset())
+    done = ends(running.offsets[-1])
+    assert latest == {A: 10, B: 4}
+    assert sum(latest.values()) - sum(done.values()) == 7
+    running.run()
+    assert ends(running.driver.reportLatestOffset()) == ends(running.offsets[-1])
+
+
+def test_reported_end_is_canonical_too(home):
+    home.append(A, 3)
+    reader = a_reader(home, startingOffsets="earliest")
+    reader.initialOffset()
+    text = json.dumps(reader.reportLatestOffset())
+    assert StreamOffset.from_json_text(text).to_json_text() == text
+
+
+# -- tasks --------------------------------------------------------------------------------------
+
+
+def test_reader_and_partitions_pickle_at_any_time(home):
+    home.append(A, 5, upload=True)
+    home.append(A, 5)
+    reader = a_reader(home, startingOffsets="earliest", minPartitions="3")
+    start = reader.initialOffset()
+    parts = reader.partitions(start, reader.latestOffset(start, EVERYTHING))
+    _read(reader, parts)
+    again = pickle.loads(pickle.dumps((reader, list(parts))))
+    assert _read(*again) == list(range(10))
+
+
+def test_partition_that_spark_makes_up_is_empty(home):
+    home.append(A, 5)
+    assert list(a_reader(home).read(object())) == []
+
+
+def test_batch_of_many_partitions_has_each_message_once(home, query):
+    with home.open() as log:
+        for name, count in ((A, 300), (B, 40)):
+            topic = log.topic(name, create=True)
+            publish(topic, count)
+            topic.upload()
+            publish(topic, 30)
+    running = query(topic=f"{A},{B}", startingOffsets="earliest", minPartitions="8")
+    assert running.run() == rows_of(A, range(330)) + rows_of(B, range(70))
+
+
+# -- all at once --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["files", "broker"])
+def test_every_message_once_while_its_owner_does_everything_at_once(home, query, request, where):
+    """Appends, rotates, uploads and trims beside a query that has limits and is restarted."""
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    rng = random.Random(seed)
+    rounds = 400 if HEAVY else 40
+    names = (A, B)
+    with home.open() as log, FlightTopics(log) as server:
+        topics = [log.topic(name, create=True) for name in names]
+        publish(topics[0], 1)
+        publish(topics[1], 1)
+
+        def own():
+            for _ in range(rounds):
+                topic = rng.choice(topics)
+                publish(topic, rng.randrange(1, 60))
+                if rng.random() < 0.4:
+                    topic.upload()
+                if rng.random() < 0.5:
+                    topic.tier.trim()
+
+        options = {"topic": ",".join(names), "startingOffsets": "earliest"}
+        if where == "broker":
+            options |= {"config": home.remote_config(), "broker": server.address}
+        running = query(**options)
+        owning = Task(own)
+        other = random.Random(seed + 1)
+        while owning.is_running:
+            running.run()
+            if other.random() < 0.3:
+                limit = str(other.randrange(1, 200))
+                running.restart(maxMessagesPerTrigger=limit)
+        owning.result()
+        publish(topics[0], 5)  # which are in no object
+        running.restart(maxMessagesPerTrigger="1000000")
+        running.drain()
+        trimmed = [topic.watermarks.trimmed for topic in topics]
+        expected = {topic.name: topic.watermarks.next for topic in topics}
+    assert any(trimmed), "local files have gone meanwhile"
+    assert (server.calls[READ] > 0) == (where == "broker")
+    for name in names:
+        mine = [row for row in running.rows if row.topic == name]
+        assert mine == rows_of(name, range(expected[name]))
+
+
+def _files(home):
+    return {path: path.stat().st_mtime_ns for path in (home.path / "wal").rglob("*")}
+
+
+def test_place_is_kept_apart_from_the_log(home):
+    """The reader owns nothing: a log opens, closes and is deleted beside it."""
+    home.append(A, 1)
+    reader = a_reader(home)
+    reader.initialOffset()
+    with home.open() as log:
+        assert log.topics() == [A]
+    with ister.open(home.config) as log:
+        log.delete(A)
