@@ -37,6 +37,7 @@ def sweep_staging(
     Raises:
         FencedError: Somebody else owns the topic.
         UnavailableError: A store does not answer.
+        CorruptDataError: A writer's record or manifest cannot be read; nothing is removed then.
     """
     keys = owned.catalog.keys
     now = clock.now_ns() / 1e9
@@ -56,6 +57,7 @@ def sweep_staging(
     for info in list(objects.list(staging_prefix(keys.topic))):
         is_old = info.modified_at is not None and now - info.modified_at > grace_seconds
         if is_old and info.key not in needed:
+            owned.check()
             objects.delete(info.key)
             removed.append(info.key)
     return removed

@@ -118,7 +118,7 @@ def append_staged(
 
     Raises:
         InvalidRequestError: A name or a key is not one of this topic's staging.
-        ConflictError: The writer has begun another batch, or half a batch cannot be finished.
+        ConflictError: Half a batch cannot be finished, or somebody else writes under this name.
         NotFoundError: A staged file is lost; nothing was appended.
         FencedError: Another owner has the topic.
         UnavailableError: A store does not answer; ask again.
@@ -150,6 +150,7 @@ class _Appending:
     def run(self) -> AppendedBatch:
         """See the module header."""
         staged = self._staged
+        self._check_keys(staged.files)
         record, revision = self._load()
         if record is not None and record.batch > staged.batch:
             _log.warning(
@@ -268,17 +269,21 @@ class _Appending:
 
     def _check_files(self, files: tuple[StagedFile, ...]) -> None:
         """Finds out before the first row is appended that one of them cannot be read."""
+        self._check_keys(files)
+        for file in files:
+            if self._objects.stat(file.key).size != file.size_bytes:
+                raise CorruptDataError("a staged file has another size", path=file.key)
+
+    def _check_keys(self, files: tuple[StagedFile, ...]) -> None:
+        """Refuses objects that are something else: staged files are removed at the end."""
         prefix = staging_prefix(self._name)
         for file in files:
             if not file.key.startswith(prefix) or ".." in file.key.split("/"):
-                # They are removed at the end: nobody may name an object that is something else.
                 raise InvalidRequestError(
                     "a staged file is not one of this topic's",
                     topic=self._topic.name,
                     path=file.key,
                 )
-            if self._objects.stat(file.key).size != file.size_bytes:
-                raise CorruptDataError("a staged file has another size", path=file.key)
 
     def _check_codec(self, files: tuple[StagedFile, ...]) -> None:
         """Refuses rows with fields that the older codec lacks before one of them is appended.

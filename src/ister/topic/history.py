@@ -186,7 +186,7 @@ class HistoryTopic:
 
     @property
     def catalog(self) -> Catalog:
-        """What the metadata store knows about the topic."""
+        """What the metadata store knows about the topic, or about another one of its name."""
         history = self._history
         keys = TopicKeys(history.config.storage.metadata.root_prefix, self._name)
         return Catalog(history.metadata, keys, clock=history.clock, metrics=history.metrics)
@@ -281,6 +281,7 @@ class HistoryTopic:
             InvalidRequestError: An argument makes no sense, or there is no such column.
         """
         decoders = Decoders(self.name, columns)
+        self.record()
         earliest, tiered = self.earliest, self.tiered
         first = self._resolve("start", start, earliest, tiered)
         last = tiered if end is None else self._resolve("end", end, earliest, tiered)

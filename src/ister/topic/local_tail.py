@@ -21,7 +21,13 @@ from collections.abc import Iterator
 from typing import Final
 
 from ister.clock import Clock
-from ister.errors import IsterError, NotFoundError, OffsetOutOfRangeError, UnavailableError
+from ister.errors import (
+    CorruptDataError,
+    IsterError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
 from ister.format.frame import FrameBatch
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
@@ -170,6 +176,10 @@ class LocalTail:
                         return  # another topic has taken its name, and perhaps its files' names
                     yield frames
                     start = frames.next_offset
+            except CorruptDataError:
+                if self.snapshot() is None:
+                    return  # the files are another topic's by now
+                raise
             except (NotFoundError, OffsetOutOfRangeError):
                 # Trimmed after the snapshot was taken: a newer one knows.
                 newer = self.snapshot()
@@ -192,12 +202,14 @@ class LocalTail:
             raise self._trimmed(start, snapshot)
         reader = self._reader(snapshot, 64 * KIB)
         try:
-            return reader.find_time(
+            found = reader.find_time(
                 publish_time_ms,
                 snapshot.settings.codec,
                 start=start,
                 end=min(end, snapshot.synced),
             )
+            # Unless another topic has taken the name meanwhile.
+            return None if self.snapshot() is None else found
         except NotFoundError as error:
             raise self._trimmed(start, snapshot) from error
         finally:

@@ -1,5 +1,7 @@
 """Checkpoints: round trips, and damage that always reads as "no checkpoint", never as another."""
 
+from dataclasses import replace
+
 import pytest
 
 from builders import (
@@ -80,11 +82,13 @@ UPLOADER_CHECKPOINT = UploaderCheckpoint(
 )
 
 STATE = WalState(synced=300, synced_position=6500, checkpoint=FULL_CHECKPOINT)
+STATE_OF_A_TOPIC = replace(STATE, incarnation="0123456789abcdef")
 
 ENVELOPES = pytest.mark.parametrize(
     ("data", "decode"),
     [
-        pytest.param(encode_wal_checkpoint(STATE), decode_wal_checkpoint, id="wal.ckpt"),
+        pytest.param(encode_wal_checkpoint(STATE), decode_wal_checkpoint, id="older-wal.ckpt"),
+        pytest.param(encode_wal_checkpoint(STATE_OF_A_TOPIC), decode_wal_checkpoint, id="wal.ckpt"),
         pytest.param(
             encode_uploader_checkpoint(UPLOADER_CHECKPOINT),
             decode_uploader_checkpoint,
@@ -124,6 +128,21 @@ def test_wal_checkpoint_survives_both_ways(checkpoint, is_poisoned, codec):
         checkpoint=checkpoint,
     )
     assert decode_wal_checkpoint(encode_wal_checkpoint(state)) == state
+
+
+@pytest.mark.parametrize("incarnation", ["", "0123456789abcdef", "größe"])
+def test_wal_checkpoint_says_which_topic_of_its_name_it_is_of(incarnation):
+    state = replace(STATE, incarnation=incarnation)
+    assert decode_wal_checkpoint(encode_wal_checkpoint(state)) == state
+
+
+def test_wal_checkpoint_of_an_older_ister_is_of_any_topic_of_its_name():
+    """Goal: its files are still read, and one without the field is written as they are."""
+    extra = VarintWriter().u64(300).u64(6500).some(False).text("bincode2").text("synced").finish()
+    older = an_envelope(kind=1, body=WAL_BODY, extra=extra)
+    assert decode_wal_checkpoint(older) == STATE
+    assert STATE.incarnation == ""
+    assert encode_wal_checkpoint(STATE) == older
 
 
 @pytest.mark.parametrize("value", VARINT_BOUNDARIES)
@@ -222,6 +241,8 @@ EXTRA = VarintWriter().u64(1).u64(2).some(False).text("bincode2").text("synced")
         pytest.param(WAL_BODY, EXTRA[:-1], id="cut-extra"),
         pytest.param(WAL_BODY, EXTRA.replace(b"bincode2", b"bincode9"), id="unknown-codec"),
         pytest.param(WAL_BODY, EXTRA.replace(b"synced", b"\xff" * 6), id="ack-not-utf8"),
+        pytest.param(WAL_BODY, EXTRA + b"\4abc", id="cut-incarnation"),
+        pytest.param(WAL_BODY, EXTRA + b"\2\xff\xff", id="incarnation-not-utf8"),
     ],
 )
 def test_intact_envelope_with_bad_content_is_none(body, extra):

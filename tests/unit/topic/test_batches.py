@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import random
 from collections import Counter
@@ -25,13 +26,12 @@ from ister.errors import (
     UnavailableError,
     UnsupportedVersionError,
 )
+from ister.format.manifest import StagedFile, decode_manifest
 from ister.format.records import decode_writer, encode_writer
 from ister.format.staging import (
     BLOCK_HEADER_SIZE,
     STAGED_SCHEMA,
-    StagedFile,
     decode_block,
-    decode_manifest,
     encode_block,
     parse_block_size,
 )
@@ -56,6 +56,7 @@ POINTS = (
     "batch.before_done",
     "batch.after_done",
 )
+HOW = ["error", "kill", "power cut"]
 ROUNDS = 5_000 if os.environ.get("ISTER_HEAVY") else 200
 
 
@@ -215,6 +216,14 @@ def appends_foreign(log, *, prefix=b"foreign", flush=False):
     return act
 
 
+def warnings_of(caplog):
+    return [
+        record
+        for record in caplog.records
+        if record.name == "ister.topic.batches" and record.levelno >= logging.WARNING
+    ]
+
+
 def without_foreign(found):
     return [payload for payload in found if not payload.startswith(b"foreign")]
 
@@ -274,13 +283,17 @@ def test_batches_follow_each_other(desk):
     assert desk.writer_record().batch == 7
 
 
-def test_lower_number_is_known(desk):
+def test_lower_number_is_known_and_said_to_be_passed_over(desk, caplog):
     log = desk.process()
     ask(log, desk.stage_rows(rows_of(5), batch=5))
     ask(log, desk.stage_rows(rows_of(6), batch=6))
+    ask(log, desk.stage_rows(rows_of(6), batch=6))
+    assert warnings_of(caplog) == []
     for batch in (0, 5):
         answer = ask(log, desk.stage_rows(rows_of(batch), batch=batch))
         assert answer == AppendedBatch(start=8, end=8, rows=0, is_known=True)
+    said = [(r.topic, r.writer, r.batch, r.newest) for r in warnings_of(caplog)]
+    assert said == [(TEXT, WRITER, 0, 6), (TEXT, WRITER, 5, 6)]
     assert contents(log) == rows_of(5) + rows_of(6)
     assert desk.staged_keys() == []
 
@@ -295,17 +308,119 @@ def test_lower_number_is_known_while_a_higher_one_is_not_finished(desk):
     assert contents(log) == rows_of(5)
 
 
-def test_unfinished_batch_has_to_be_finished_first(desk):
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("visit", range(1, 5))
+def test_older_batch_of_which_rows_are_in_is_finished_first(desk, visit, how):
+    """Goal: a writer may go on without asking again; what was begun is whole all the same."""
     log = desk.process()
-    first, second = desk.stage_rows(rows_of()), desk.stage_rows(rows_of(1), batch=1)
-    ask_and_crash(log, first, "batch.after_rows")
-    have = contents(log)
-    with pytest.raises(ConflictError, match="batch 0 of the writer query-1"):
-        log.append_staged(TEXT, second)
-    assert contents(log) == have
-    ask(log, first)
-    ask(log, second)
+    log.topic(TEXT).append(b"foreign")
+    ask_and_crash(
+        log, desk.stage_rows(rows_of()), "batch.after_rows", visit, before=log.topic(TEXT).flush
+    )
+    log = end(desk, log, how)
+    assert without_foreign(contents(log)) == rows_of()[: 2 * visit]
+    second = desk.stage_rows(rows_of(1), batch=1)
+    answer = ask(log, second)
+    assert (answer.start, answer.end, answer.rows, answer.is_known) == (9, 17, 8, False)
+    assert without_foreign(contents(log)) == rows_of() + rows_of(1)
+    assert [number for _, _, number in marks(log)[1:]] == [*range(8), *range(8)]
+    assert desk.staged_keys() == []
+    assert ask(log, second) == replace(answer, is_known=True)
+    late = ask(log, desk.stage_rows(shuffled(rows_of())))
+    assert (late.rows, late.is_known) == (0, True)
+    assert without_foreign(contents(log)) == rows_of() + rows_of(1)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", ["manifest", "garbled manifest", "all files", "nothing"])
+def test_older_batch_of_which_no_row_is_in_is_forgotten(desk, what, how):
+    log = desk.process()
+    log.topic(TEXT).append(b"foreign")
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
+    lose(desk, what)
+    log = end(desk, log, how)
+    assert not ask(log, desk.stage_rows(rows_of(1), batch=1)).is_known
+    assert without_foreign(contents(log)) == rows_of(1)
+    assert desk.writer_record().batch == 1
+    assert ask(log, desk.stage_rows(rows_of())).rows == 0
+    assert without_foreign(contents(log)) == rows_of(1)
+    # What it had staged is nobody's now.
+    grow_old(desk, log, 30 * DAY_SECONDS)
+    log.topic(TEXT).tier.collect_orphans()
+    assert desk.staged_keys() == []
+
+
+@pytest.mark.parametrize("what", ["manifest", "one file"])
+def test_half_of_an_older_batch_whose_files_are_lost_is_a_conflict(desk, what):
+    """Goal: half a batch is not passed over in silence."""
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
+    lose(desk, what)
+    record, second = desk.writer_record(), desk.stage_rows(rows_of(1), batch=1)
+    for _ in range(2):
+        with pytest.raises(ConflictError, match="4 of 8 rows of batch 0"):
+            log.append_staged(TEXT, second)
+        assert contents(log) == rows_of()[:4]
+        assert desk.writer_record() == replace(record, start=0)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("point", "visit"), [(POINTS[2], n) for n in range(1, 7)] + [(POINTS[0], 1)]
+)
+def test_crash_while_an_older_batch_is_finished_leaves_both_once(desk, point, visit, how):
+    """Two blocks are left of the older batch; the newer one has four."""
+    log = desk.process()
+    ask_and_crash(
+        log, desk.stage_rows(rows_of()), "batch.after_rows", 2, before=log.topic(TEXT).flush
+    )
+    second = desk.stage_rows(rows_of(1), batch=1)
+    ask_and_crash(log, second, point, visit, before=log.topic(TEXT).flush)
+    log = end(desk, log, how)
+    assert not ask(log, second).is_known
     assert contents(log) == rows_of() + rows_of(1)
+    assert ask(log, second).is_known
+
+
+def test_every_older_batch_is_finished_in_its_turn(desk):
+    log = desk.process()
+    for batch in range(4):
+        staged = desk.stage_rows(rows_of(batch), batch=batch)
+        # Behind the two blocks that the batch before it lacks: the first two of this one.
+        ask_and_crash(log, staged, "batch.after_rows", 2 if batch == 0 else 4)
+    ask(log, desk.stage_rows(rows_of(9), batch=9))
+    assert contents(log) == [row for batch in (0, 1, 2, 3, 9) for row in rows_of(batch)]
+    assert desk.staged_keys() == []
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+@pytest.mark.parametrize("is_done", [True, False], ids=["done", "not done"])
+def test_lost_answer_while_an_older_batch_is_finished_changes_nothing(desk, number, is_done):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
+    LostAnswers({number}, is_done=is_done).install(desk)
+    assert not ask(log, desk.stage_rows(rows_of(1), batch=1)).is_known
+    assert contents(log) == rows_of() + rows_of(1)
+    assert desk.writer_record().is_done
+
+
+def test_older_batch_is_finished_by_the_next_owner_too(desk):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows", 2)
+    log.seal(TEXT)
+    log.close()
+    log = desk.process("b")
+    ask(log, desk.stage_rows(rows_of(1), batch=1))
+    assert contents(log) == rows_of() + rows_of(1)
+
+
+def test_older_batch_that_will_not_be_repeated_is_finished_too(desk):
+    log = desk.process()
+    first = desk.stage_rows(rows_of(), is_repeatable=False)
+    ask_and_crash(log, first, "batch.after_rows")
+    ask(log, desk.stage_rows(rows_of(1), batch=1, is_repeatable=False))
+    assert contents(log) == rows_of() + rows_of(1)
+    assert desk.metadata.get(KEY) is None
 
 
 def test_writers_do_not_know_of_each_other(desk):
@@ -360,15 +475,36 @@ def test_all_rows_are_durable_on_return_at_any_level(desk, ack, codec):
     assert ask(log, desk.stage_rows(rows_of())).is_known
 
 
-def test_rows_of_a_topic_that_answers_when_tiered_are_tiered_on_return(desk):
+@pytest.mark.parametrize("count", [1, 8, 200])
+def test_rows_of_a_topic_that_answers_when_tiered_are_tiered_on_return(desk, count):
+    """Nobody else uploads them: a process that is there for one batch has no background."""
+    log = desk.process(ack="tiered", storage={"uploader": {"max_object_bytes": 4096}})
+    answer = ask(log, desk.stage_rows([row + b"." * 100 for row in rows_of(count=count)]))
+    assert answer.rows == count
+    assert log.topic(TEXT).watermarks.tiered == answer.end == count
+    desk.lose_disk(log)
+    log = desk.process("b", take_over=True)
+    assert len(contents(log)) == count
+    assert ask(log, desk.stage_rows(rows_of())).is_known
+
+
+def test_batch_is_not_done_before_its_rows_are_tiered_where_that_is_asked_for(desk):
     log = desk.process(ack="tiered")
+    staged = desk.stage_rows(rows_of())
+
+    def silent(kind, key):
+        if kind != "read" and not key.startswith("staging/"):
+            raise UnavailableError("silent")
+
+    desk.objects.before = silent
+    with pytest.raises(UnavailableError):
+        log.append_staged(TEXT, staged)
+    assert not desk.writer_record().is_done
+    desk.objects.before = lambda kind, key: None
+    assert not ask(log, staged).is_known
     topic = log.topic(TEXT)
-    asking = Task(log.append_staged, TEXT, desk.stage_rows(rows_of()))
-    while asking.is_running:
-        topic.upload()
-        asking.join(0.01)
-    assert asking.result().rows == 8
-    assert topic.watermarks.tiered == 8
+    assert topic.watermarks.tiered == topic.watermarks.next == 8
+    assert contents(log) == rows_of()
 
 
 def test_two_that_ask_at_once_append_once(desk):
@@ -430,7 +566,6 @@ def test_log_without_a_bucket_takes_no_staged_rows(desk, mode):
     log.topic(TEXT, create=True)
     with pytest.raises(InvalidRequestError, match="no object store"):
         log.append_staged(TEXT, desk.stage_rows(rows_of()))
-    assert log.sweep_staging(TEXT) == 0
 
 
 def test_staged_file_that_is_not_there_is_noticed_before_anything_happens(desk):
@@ -478,6 +613,31 @@ def test_object_that_is_not_staged_for_the_topic_is_not_touched(desk, key):
     assert contents(log) == []
 
 
+@pytest.mark.parametrize("when", ["known", "lower number", "goes on"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "storage/topics/default/orders/objects/data-0-7.dnb1",
+        "staging/default/orders2/query-1/0/part",
+        "other",
+    ],
+)
+def test_object_that_is_not_staged_for_the_topic_is_not_removed_as_a_leftover(desk, key, when):
+    """Goal: an asking that brings nothing new removes what it brings, and only staged files."""
+    log = desk.process()
+    staged = desk.stage_rows(rows_of(3), batch=3)
+    if when == "goes on":
+        ask_and_crash(log, staged, "batch.after_rows")
+    else:
+        ask(log, staged)
+    desk.objects.put(key, b"x")
+    file = StagedFile(key=key, rows=1, size_bytes=1)
+    batch = 2 if when == "lower number" else 3
+    with suppress(InvalidRequestError):
+        log.append_staged(TEXT, StagedBatch(writer=WRITER, batch=batch, files=(file,)))
+    assert key in desk.bucket_keys()
+
+
 def test_row_that_is_no_message_appends_nothing_of_its_block(desk):
     log = desk.process(storage={"max_message_size": 100})
     staged = desk.stage([[rows_of()[:4], [b"fine", b"x" * 101]]])
@@ -493,7 +653,6 @@ BAD_ROWS = {
     "attribute 'a' that is null": {"payload": b"bad", "attributes": [("a", None)]},
     "no payload": {"payload": None},
 }
-HOW = ["error", "kill", "power cut"]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -537,9 +696,49 @@ def test_bad_row_behind_rows_that_are_in_is_the_same_error_each_time(desk, what,
         assert [number for _, _, number in marks(log)] == list(range(4))
         assert not desk.writer_record().is_done
     assert len(errors) == 1
-    with pytest.raises(ConflictError, match="batch 0 of the writer query-1"):
+    with pytest.raises(InvalidRequestError, match=f"row 2 has .*{what}"):
         log.append_staged(TEXT, desk.stage_rows(rows_of(1), batch=1))
     assert contents(log) == good
+    assert desk.writer_record().batch == 0
+
+
+KEYED = {
+    "routing_key": {"payload": b"keyed", "routing_key": "k"},
+    "schema_id": {"payload": b"keyed", "schema_id": 7},
+    "schema_version": {"payload": b"keyed", "schema_version": 2},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", KEYED)
+@pytest.mark.parametrize("is_same_file", [True, False], ids=["same file", "next file"])
+def test_field_that_the_older_codec_lacks_is_noticed_before_the_first_row(
+    desk, what, how, is_same_file
+):
+    """Goal: whoever staged rows without knowing the topic's codec can ask again with others."""
+    log = desk.process(codec="bincode1")
+    log.topic(TEXT).append(b"foreign")
+    good, bad = rows_of()[:4], [*rows_of()[4:6], KEYED[what], *rows_of()[6:]]
+    first = desk.stage([[good, bad]] if is_same_file else [[good], [bad]])
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=f"bincode1 has no field {what}") as caught:
+            log.append_staged(TEXT, first)
+        assert "bincode2" in caught.value.hint
+        assert contents(log) == [b"foreign"]
+        assert desk.writer_record() is None
+        log = end(desk, log, how)
+    mended = shuffled(rows_of())
+    assert not ask(log, desk.stage_rows(mended)).is_known
+    assert contents(log) == [b"foreign", *mended]
+    assert ask(log, first).is_known
+
+
+@pytest.mark.parametrize("what", KEYED)
+def test_newer_codec_has_these_fields(desk, what):
+    log = desk.process(codec="bincode2")
+    ask(log, desk.stage([[rows_of(), [KEYED[what]]]]))
+    table = log.topic(TEXT).read_arrow(columns=[what]).read_all()
+    assert table[what].to_pylist() == [None] * 8 + [KEYED[what][what]]
 
 
 def test_record_of_a_writer_that_is_no_record_is_an_error(desk):
@@ -877,11 +1076,11 @@ def test_old_files_of_nobody_are_swept(desk):
     desk.stage_rows(rows_of())
     grow_old(desk, log, grace)
     young = desk.stage_rows(rows_of(1), batch=1)
-    assert log.sweep_staging(TEXT) == 0
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 0
     grow_old(desk, log, 1)
-    assert log.sweep_staging(TEXT) == 2
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 2
     assert desk.staged_keys() == sorted(file.key for file in young.files)
-    assert log.sweep_staging(TEXT) == 0
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 0
 
 
 def test_sweep_keeps_to_its_topic(desk):
@@ -890,7 +1089,7 @@ def test_sweep_keeps_to_its_topic(desk):
         desk.objects.put(key, b"x")
     grow_old(desk, log, 30 * DAY_SECONDS)
     before = desk.bucket_keys()
-    assert log.sweep_staging(TEXT) == 0
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 0
     assert desk.bucket_keys() == before
 
 
@@ -902,7 +1101,7 @@ def test_sweep_keeps_what_an_unfinished_batch_needs(desk, point):
     assert len(needed) == 3
     desk.stage_rows(rows_of())  # of an asking that never came
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert log.sweep_staging(TEXT) == 2
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 2
     assert desk.staged_keys() == needed
     second = shuffled(rows_of())
     ask(log, desk.stage_rows(second))
@@ -925,7 +1124,7 @@ def test_sweep_removes_what_an_asking_left_that_was_given_up(desk, is_mended):
         assert len(needed) == 3
     assert sorted(needed + left) == desk.staged_keys()
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert log.sweep_staging(TEXT) == 3
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 3
     assert desk.staged_keys() == needed
     ask(log, desk.stage_rows(rows_of()))
     assert contents(log) == second
@@ -937,7 +1136,7 @@ def test_sweep_removes_what_a_crash_left(desk, point):
     ask_and_crash(log, desk.stage_rows(rows_of()), point)
     assert len(desk.staged_keys()) == 3
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert log.sweep_staging(TEXT) == 3
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 3
 
 
 def test_sweep_does_without_a_manifest_that_is_lost(desk):
@@ -945,7 +1144,7 @@ def test_sweep_does_without_a_manifest_that_is_lost(desk):
     ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_begin")
     desk.objects.drop(desk.writer_record().manifest)
     grow_old(desk, log, 30 * DAY_SECONDS)
-    assert log.sweep_staging(TEXT) == 2
+    assert len(log.topic(TEXT).tier.collect_orphans()) == 2
 
 
 # -- staged files that are lost -----------------------------------------------------------------
@@ -1280,6 +1479,30 @@ def test_batch_that_went_with_the_topics_directory_is_appended_again(desk):
     assert contents(log) == rows_of()
 
 
+@pytest.mark.parametrize("tiered", [0, 8])
+def test_node_that_goes_on_without_its_files_is_named_again(desk, tiered):
+    """Goal: whoever has read the offsets that are given out again can tell that they are others."""
+    log = desk.process()
+    before = desk.catalog().record()[0]
+    ask(log, desk.stage_rows(rows_of()))
+    if tiered:
+        log.topic(TEXT).upload()
+    log.topic(TEXT).append_many([b"given up"] * 3)
+    log.topic(TEXT).flush()
+    lose_topic_directory(desk, log)
+    log = desk.process(take_over=True)
+    record = desk.catalog().record()[0]
+    assert record.incarnation == before.incarnation
+    assert record.lineage[:-1] == before.lineage
+    last = record.lineage[-1]
+    assert (last.epoch, last.start, last.node) == (record.epoch, tiered, before.node)
+    assert contents(log) == rows_of()[:tiered]
+    # Whoever comes back with its files is not.
+    desk.kill(log)
+    log = desk.process(take_over=True)
+    assert desk.catalog().record()[0].lineage == record.lineage
+
+
 def test_unfinished_batch_that_went_with_the_topics_directory_is_appended_once(desk):
     log = desk.process()
     log.topic(TEXT).append_many([b"foreign"] * 20)
@@ -1302,6 +1525,36 @@ def test_batch_of_a_topic_that_was_deleted_is_forgotten(desk):
     log.topic(TEXT, create=True)
     assert not ask(log, desk.stage_rows(rows_of())).is_known
     assert contents(log) == rows_of()
+
+
+def test_deleting_a_topic_removes_what_is_staged_for_it(desk):
+    log = desk.process()
+    ask_and_crash(log, desk.stage_rows(rows_of()), "batch.after_rows")
+    desk.stage_rows(rows_of(1), batch=1)
+    others = ["staging/default/orders2/q/0/x", "staging/default/o"]
+    for key in others:
+        desk.objects.put(key, b"x")
+    assert len(desk.staged_keys()) == 7
+    log.delete(TEXT)
+    assert desk.staged_keys() == sorted(others)
+
+
+def test_deletion_that_a_silent_bucket_interrupts_removes_staged_files_later(desk):
+    log = desk.process()
+    desk.stage_rows(rows_of())
+
+    def silent(kind, key):
+        if kind == "delete" and key.startswith("staging/"):
+            raise UnavailableError("silent")
+
+    desk.objects.before = silent
+    with pytest.raises(UnavailableError):
+        log.delete(TEXT)
+    desk.objects.before = lambda kind, key: None
+    assert len(desk.staged_keys()) == 2
+    log.delete(TEXT)
+    assert desk.staged_keys() == []
+    assert desk.bucket_keys() == []
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -1538,6 +1791,8 @@ class Query:
         """What the batch has to be in the end, since a row of it is in the topic."""
         self.is_looked_at = True
         """Whether nothing was asked for since `pinned` was found out."""
+        self.left = []
+        """Batches that it went on without: (prefix, orders, pinned) of each."""
         self.done = []
         """The rows of each batch that is in."""
         self.is_repeatable = True
@@ -1549,6 +1804,21 @@ class Query:
         self.asked = 0
         self.orders, self.newest, self.pinned, self.is_looked_at = [], None, None, True
         self.is_repeatable = self.rng.random() < 0.85
+
+    def go_on(self):
+        """Asks for the next batch from here on, whatever has become of this one."""
+        self.left.append((self.prefix, self.orders, self.pinned))
+        self.begin()
+
+    def settle(self, found):
+        """A batch is in: each one that was left before it is in whole, or not at all."""
+        for prefix, orders, pinned in self.left:
+            rows = [payload for payload in found if payload.startswith(prefix + b"/")]
+            assert rows in ([pinned] if pinned is not None else [[], *orders]), f"{prefix}: {rows}"
+            self.done.append(rows)
+        count = sum(bool(rows) for rows in self.done[-len(self.left) :]) if self.left else 0
+        self.left = []
+        return count
 
     def bring(self):
         """The rows of the next asking, mostly as many as before."""
@@ -1580,6 +1850,7 @@ class World:
         self.sent = itertools.count()
         self.acked = []
         self.crashes = Counter()
+        self.is_ending = False
 
     # -- the parts --
 
@@ -1690,8 +1961,13 @@ class World:
                 self.end()
             if not query.is_repeatable and self.is_in(query):
                 # It is in, and nobody remembers it: such a batch is not asked for again.
-                query.done.append(query.mine(contents(self.log)))
+                found = contents(self.log)
+                self.crashes["carried on"] += query.settle(found)
+                query.done.append(query.mine(found))
                 query.begin()
+            elif not self.is_ending and self.rng.random() < 0.2:
+                self.crashes["left"] += 1
+                query.go_on()
         else:
             self.repair()
             if answer.is_known and not query.is_repeatable:
@@ -1711,6 +1987,7 @@ class World:
     def finish(self, query, answer):
         found = [(m.offset, m.payload) for m in self.topic().read()]
         rows = query.mine(payload for _, payload in found)
+        self.crashes["carried on"] += query.settle([payload for _, payload in found])
         assert rows in query.orders, f"{query.prefix}: {rows}"
         if query.pinned is not None:
             self.crashes["went on"] += 1
@@ -1756,7 +2033,7 @@ class World:
     def sweep(self):
         """Nothing that is needed is taken, however old it is."""
         grow_old(self.desk, self.log, 30 * DAY_SECONDS)
-        self.crashes["swept"] += self.log.sweep_staging(TEXT)
+        self.crashes["swept"] += len(self.log.topic(TEXT).tier.collect_orphans())
 
     def turn(self):
         choice = self.rng.random()
@@ -1773,6 +2050,7 @@ class World:
 
     def check(self):
         """Ends all that is open, and looks at everything."""
+        self.is_ending = True
         for query in self.queries:
             batch = query.batch
             for _ in range(200):
@@ -1816,5 +2094,5 @@ def test_random_crashes_and_retries_end_in_every_row_once():
         crashes += world.crashes
     print(dict(crashes))
     assert all(crashes[point] for point in POINTS), "a step was never interrupted"
-    for what in ("lost answer", "bad row", "went on", "began anew", "swept"):
+    for what in ("lost answer", "bad row", "went on", "began anew", "swept", "left", "carried on"):
         assert crashes[what], f"not one: {what}"

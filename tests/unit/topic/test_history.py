@@ -15,6 +15,7 @@ from ister.config import load_config
 from ister.errors import (
     ClosedError,
     ConfigError,
+    ConflictError,
     CorruptDataError,
     DataGapError,
     InvalidRequestError,
@@ -32,7 +33,7 @@ from ister.model import Codec
 from ister.tier.chunks import ObjectPart
 from ister.tier.names import object_key
 from ister.topic.columns import Decoders
-from ister.topic.history import History
+from ister.topic.history import History, HistoryTopic
 from rig import NoThreads, Task, numbered
 from tier_rig import NAME, TTL_SECONDS, Site
 
@@ -301,6 +302,63 @@ def test_topic_that_was_deleted_meanwhile_is_not_found(site):
         for call in (seen.record, lambda: seen.earliest, seen.read_arrow):
             with pytest.raises(NotFoundError):
                 call()
+
+
+def test_topic_by_its_incarnation_is_that_topic(site):
+    topic = a_topic(site)
+    fill(topic, 30)
+    topic.upload()
+    with a_history(site) as history:
+        seen = HistoryTopic(history, NAME, history.topic(TEXT).record().incarnation)
+        assert (seen.earliest, seen.tiered) == (0, 30)
+        assert offsets(seen.read_arrow()) == list(range(30))
+        assert seen.find_time(1100, 0, 30) == 10
+        assert seen.record() == history.topic(TEXT).record()
+
+
+def test_another_topic_of_the_name_is_not_taken_for_the_one_meant(site):
+    """Goal: offsets that were planned with one topic do not get messages of the next."""
+    topic = a_topic(site)
+    fill(topic, 30)
+    topic.upload()
+    with a_history(site) as history:
+        old = history.topic(TEXT).record().incarnation
+        seen, any_of_the_name = HistoryTopic(history, NAME, old), history.topic(TEXT)
+        topic.log.delete(TEXT)
+        with pytest.raises(NotFoundError):
+            seen.record()
+        topic.log.topic(TEXT, create=True).append_many([b"of the new one"] * 30)
+        topic.log.topic(TEXT).upload()
+        decoders = Decoders(TEXT, ["offset"])
+        for call in (
+            seen.record,
+            seen.reader,
+            lambda: seen.find_time(0, 0, 30),
+            lambda: list(seen.read_range(0, 30, decoders)),
+        ):
+            with pytest.raises(ConflictError, match="deleted and made again") as caught:
+                call()
+            assert caught.value.topic == TEXT
+        assert any_of_the_name.record().incarnation != old
+        assert offsets(any_of_the_name.read_arrow()) == list(range(30))
+
+
+@pytest.mark.parametrize("is_alike", [True, False], ids=["alike", "different"])
+def test_part_of_an_object_that_went_with_its_topic_is_not_read_from_the_next_one(site, is_alike):
+    """Even where the next one's messages have the same offsets, times and sizes."""
+    topic = a_topic(site, storage={})
+    fill(topic, 30)
+    topic.upload()
+    with a_history(site) as history:
+        seen = HistoryTopic(history, NAME, history.topic(TEXT).record().incarnation)
+        (described,) = seen.descriptors(0, 30)
+        part = ObjectPart.of(described, 0, 30)
+        topic.log.delete(TEXT)
+        fill(topic.log.topic(TEXT, create=True), 30, size=200 if is_alike else 77)
+        topic.log.topic(TEXT).upload()
+        assert history.topic(TEXT).tiered == 30
+        with pytest.raises(ConflictError, match="deleted and made again"):
+            list(seen.read_part(part, Decoders(TEXT, ["payload"])))
 
 
 def test_bucket_whose_beginning_has_expired_begins_later(site):

@@ -1,21 +1,32 @@
 """A topic's files read by somebody who does not own it, while the owner goes on."""
 
+import errno
+import logging
 import os
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ister
 from ister.clock import ManualClock, SystemClock
-from ister.errors import CorruptDataError, NotFoundError, OffsetOutOfRangeError
+from ister.errors import (
+    CorruptDataError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message
+from ister.fs.local import LocalFileSystem
 from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.topic.local_tail import LocalTail
 from ister.topic.tiers import NODE_NAME
+from ister.wal.directory import WalDirectory
+from ister.wal.reader import WalReader
 from rig import Task, numbered, payloads
 from tier_rig import NAME, Site
 
@@ -31,6 +42,7 @@ class Place:
         self.path = path
         self.wal = path / "wal"
         self.log = None
+        self.topic = None
 
     def open(self, **wal):
         self.log = ister.open(
@@ -43,7 +55,16 @@ class Place:
                 }
             }
         )
-        return self.log.topic(TEXT, create=True)
+        return self.make()
+
+    def make(self, **settings):
+        self.topic = self.log.topic(TEXT, create=True, **settings)
+        return self.topic
+
+    def make_again(self, **settings):
+        """Another topic of the same name."""
+        self.log.delete(TEXT)
+        return self.make(**settings)
 
     @property
     def directory(self):
@@ -53,11 +74,17 @@ class Place:
     def node(self):
         return (self.wal / NODE_NAME).read_text().strip()
 
-    def tail(self, *, node=None, name=NAME, clock=None):
+    @property
+    def incarnation(self):
+        """Of the topic that was opened last."""
+        return self.topic.tier.owned.record.incarnation
+
+    def tail(self, *, node=None, name=NAME, incarnation=None, clock=None):
         return LocalTail.find(
             str(self.wal),
             name,
             self.node if node is None else node,
+            self.incarnation if incarnation is None else incarnation,
             clock=clock or SystemClock(),
             metrics=Metrics(),
         )
@@ -100,6 +127,14 @@ def expected(start, end, *, size=200):
     return list(enumerate(numbered(end - start, first=start, size=size), start))
 
 
+def warnings_of(caplog):
+    return [
+        record
+        for record in caplog.records
+        if record.name == "ister.topic.local_tail" and record.levelno >= logging.WARNING
+    ]
+
+
 # -- whose files --------------------------------------------------------------------------------
 
 
@@ -133,11 +168,17 @@ def test_directory_of_a_node_that_was_replaced_is_not_used():
         new.append_many([b"counts"] * 5)
         new.flush()
         new.wal.save_checkpoint()
-        node = site.catalog().record()[0].node
+        record = site.catalog().record()[0]
 
         def tail(disk):
             return LocalTail.find(
-                "/data", NAME, node, clock=site.clock, metrics=Metrics(), fs=site.disk(disk)
+                "/data",
+                NAME,
+                record.node,
+                record.incarnation,
+                clock=site.clock,
+                metrics=Metrics(),
+                fs=site.disk(disk),
             )
 
         assert tail("a") is None
@@ -160,9 +201,9 @@ def test_directory_without_a_nodes_name_is_not_used(place, content):
 
 def test_no_directory_no_tail(place, tmp_path):
     clock, metrics = SystemClock(), Metrics()
-    assert LocalTail.find(None, NAME, "x", clock=clock, metrics=metrics) is None
+    assert LocalTail.find(None, NAME, "x", "y", clock=clock, metrics=metrics) is None
     missing = str(tmp_path / "nowhere")
-    assert LocalTail.find(missing, NAME, "x", clock=clock, metrics=metrics) is None
+    assert LocalTail.find(missing, NAME, "x", "y", clock=clock, metrics=metrics) is None
     assert not Path(missing).exists()
     place.open()
     other = TopicName(namespace="default", topic="other")
@@ -177,11 +218,154 @@ def test_topic_that_was_handed_over_has_no_tail_here(place):
     assert place.tail() is None
 
 
+# -- which topic of the name --------------------------------------------------------------------
+
+
+def test_checkpoint_says_which_topic_of_its_name_it_is_of(place):
+    topic = place.open()
+    fill(topic, 3)
+    topic.wal.save_checkpoint()
+    assert place.tail().snapshot().incarnation == place.incarnation != ""
+    place.log.close()
+    assert place.tail().snapshot().incarnation == place.incarnation
+
+
+def test_files_of_another_topic_of_the_same_name_are_not_read(place):
+    """Goal: messages of a topic that was deleted and made again are not given under its name."""
+    topic = place.open()
+    old = place.incarnation
+    fill(topic, 5)
+    topic = place.make_again()
+    topic.append_many([b"of the new one"] * 5)
+    topic.flush()
+    topic.wal.save_checkpoint()
+    assert place.incarnation != old
+    for tail in (place.tail(incarnation=old), place.tail(incarnation="0123456789abcdef")):
+        assert tail.snapshot() is None
+        assert tail.mark() is None
+        assert tail.catch_up((0, 10)) is None
+        assert read(tail) == []
+        assert tail.find_time(0, 0, 5) is None
+    assert [payload for _, payload in read(place.tail())] == [b"of the new one"] * 5
+
+
+def test_checkpoint_that_does_not_say_which_topic_it_is_of_is_accepted(place):
+    """An older Ister wrote it."""
+    topic = place.open()
+    fill(topic, 5)
+    place.log.close()
+    directory = WalDirectory(LocalFileSystem(), str(place.directory))
+    directory.save_state(replace(directory.load_state(), incarnation=""))
+    tail = place.tail()
+    assert tail.snapshot().incarnation == ""
+    assert read(tail) == expected(0, 5)
+
+
+def test_opening_the_topic_makes_an_older_checkpoint_say_which_one_it_is_of(place):
+    topic = place.open()
+    fill(topic, 5)
+    place.log.close()
+    directory = WalDirectory(LocalFileSystem(), str(place.directory))
+    directory.save_state(replace(directory.load_state(), incarnation=""))
+    topic = place.open()
+    fill(topic, 1)
+    topic.wal.save_checkpoint()
+    assert place.tail().snapshot().incarnation == place.incarnation
+    assert read(place.tail()) == expected(0, 6)
+
+
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(0, 0), (3, 200), (200, 280), (200, 100)],
+    ids=["nothing", "less", "longer messages", "shorter messages"],
+)
+@pytest.mark.parametrize("moment", ["before a fetch", "in a fetch", "after a fetch"])
+def test_reading_ends_where_another_topic_takes_the_name(place, monkeypatch, count, size, moment):
+    """Goal: at whichever moment it does, nothing of it is given as the first one's, and files that
+    begin elsewhere are not taken for damaged ones.
+    """
+    topic = place.open(rotate_max_bytes=4096)
+    fill(topic, 100)
+    topic.wal.save_checkpoint()
+    tail = place.tail()
+
+    def take():
+        topic = place.make_again()
+        for _ in range(count):
+            topic.append(b"n" * size)
+            topic.flush()
+        topic.wal.save_checkpoint()
+
+    frames = tail.frames(0, 100, chunk_bytes=CHUNK)
+    found = [next(frames)]
+    fetch, calls = WalReader.fetch, []
+
+    def fetch_and_take(self, *args, **named):
+        calls.append(args)
+        if len(calls) == 1 and moment == "in a fetch":
+            self.close()
+            take()
+        batch = fetch(self, *args, **named)
+        if len(calls) == 1 and moment == "after a fetch":
+            take()
+        return batch
+
+    if moment == "before a fetch":
+        take()
+    else:
+        monkeypatch.setattr(WalReader, "fetch", fetch_and_take)
+    found += frames
+    assert decoded(found) == expected(0, found[-1].next_offset)
+    assert len(decoded(found)) < 100
+    assert tail.snapshot() is None
+
+
+# -- files that may not be read -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP])
+@pytest.mark.parametrize("what", ["node", "directory"])
+def test_files_that_may_not_be_read_are_passed_over(place, monkeypatch, caplog, what, error):
+    """Goal: whoever has no right to the files reads elsewhere, and it is said why."""
+    topic = place.open()
+    fill(topic, 3)
+    place.log.close()
+    node = place.node
+    name, refused = {
+        "node": ("open", str(place.wal / NODE_NAME)),
+        "directory": ("listdir", str(place.directory)),
+    }[what]
+    real = getattr(os, name)
+
+    def refuse(path, *more, **named):
+        if os.fspath(path) == refused:
+            raise OSError(error, os.strerror(error), path)
+        return real(path, *more, **named)
+
+    monkeypatch.setattr(os, name, refuse)
+    assert place.tail(node=node) is None
+    (said,) = warnings_of(caplog)
+    assert said.path == str(place.directory)
+    assert os.strerror(error) in said.error
+    monkeypatch.undo()
+    assert read(place.tail(node=node)) == expected(0, 3)
+
+
+def test_files_that_are_not_here_are_no_reason_to_warn(place, caplog, tmp_path):
+    place.open()
+    assert place.tail(node="0123456789abcdef") is None
+    assert place.tail(name=TopicName(namespace="default", topic="other")) is None
+    place.wal = tmp_path / "nowhere"
+    assert place.tail(node="x") is None
+    assert not warnings_of(caplog)
+
+
 # -- what is read -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["missing", "corrupt"])
-def test_without_a_whole_checkpoint_nothing_is_read(place, damage):
+def test_files_without_a_whole_checkpoint_are_not_taken_for_an_empty_topic(place, damage):
+    """Goal: nobody goes on with the bucket alone while durable messages lie here."""
     topic = place.open()
     fill(topic, 5)
     place.log.close()
@@ -190,7 +374,30 @@ def test_without_a_whole_checkpoint_nothing_is_read(place, damage):
         path.unlink()
     else:
         path.write_bytes(b"x" + path.read_bytes()[1:])
-    tail = place.tail()
+    tail = place.tail(clock=ManualClock())
+    for call in (
+        tail.snapshot,
+        tail.mark,
+        lambda: tail.catch_up((7, 7)),
+        lambda: read(tail),
+        lambda: tail.find_time(0, 0, 100),
+    ):
+        with pytest.raises(UnavailableError, match="checkpoint") as caught:
+            call()
+        assert caught.value.path == str(path)
+    topic = place.open()
+    assert place.tail().catch_up(None).synced == 5
+    assert read(place.tail()) == expected(0, 5)
+
+
+def test_directory_without_files_and_checkpoint_has_nothing_yet(place):
+    """A topic that was just made, before its first checkpoint."""
+    place.open()
+    place.log.close()
+    for path in place.directory.iterdir():
+        if path.name == "wal.ckpt" or path.suffix == ".log":
+            path.unlink()
+    tail = place.tail(clock=ManualClock())
     assert tail.snapshot() is None
     assert tail.mark() is None
     assert tail.catch_up((7, 7)) is None
@@ -303,8 +510,35 @@ def test_time_is_not_looked_for_behind_what_was_trimmed(place, monkeypatch, is_l
     if not is_late:
         snapshots, load = iter([old]), tail.snapshot
         monkeypatch.setattr(tail, "snapshot", lambda: next(snapshots, None) or load())
-    with pytest.raises((NotFoundError, OffsetOutOfRangeError)):
+    with pytest.raises(OffsetOutOfRangeError) as caught:
         tail.find_time(1005, 0, 100)
+    assert caught.value.offset == 0
+    trimmed = topic.watermarks.trimmed
+    assert tail.find_time(1000 + trimmed, trimmed, 100) == trimmed
+
+
+@pytest.mark.parametrize("what", ["log", "idx"])
+def test_file_that_vanishes_under_a_look_for_a_time_is_out_of_range(place, monkeypatch, what):
+    """It was trimmed after the snapshot was taken: the caller looks in the bucket."""
+    topic = place.open(rotate_max_bytes=4096)
+    for number in range(100):
+        topic.append(b"x" * 200, publish_time=1000 + number)
+        topic.flush()
+    topic.upload()
+    topic.wal.save_checkpoint()
+    tail = place.tail()
+    real = tail._directory.fs.open_read
+
+    def open_read(path):
+        if path.endswith(f".{what}"):
+            topic.wal.trim(80)
+        return real(path)
+
+    monkeypatch.setattr(tail._directory.fs, "open_read", open_read)
+    with pytest.raises(OffsetOutOfRangeError) as caught:
+        tail.find_time(1005, 0, 100)
+    assert (caught.value.offset, caught.value.topic) == (0, TEXT)
+    assert topic.watermarks.trimmed > 5
 
 
 def test_topic_that_is_deleted_meanwhile_ends_the_reading(place):
@@ -436,7 +670,7 @@ def test_catching_up_does_not_wait_where_nothing_is_missing(place):
     assert tail.catch_up(None).synced == 5
 
 
-def test_catching_up_gives_up_when_the_owner_is_dead(place):
+def test_catching_up_gives_up_when_the_owner_is_dead(place, caplog):
     """Goal: what no checkpoint covers stays out of sight, and the wait has an end."""
     topic = place.open()
     fill(topic, 5)
@@ -448,8 +682,11 @@ def test_catching_up_gives_up_when_the_owner_is_dead(place):
     waiting = Task(tail.catch_up, tail.mark())
     waiting.join(0.2)
     assert waiting.is_running
+    assert not warnings_of(caplog)
     clock.advance(60)
     assert waiting.result().synced == 5
+    (said,) = warnings_of(caplog)
+    assert (said.topic, said.synced) == (TEXT, 5)
 
 
 # -- beside an owner that works -----------------------------------------------------------------
@@ -464,8 +701,7 @@ def test_every_snapshot_is_what_was_appended_while_the_owner_works(place, codec)
     seed = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
     print(f"ISTER_SIM_SEED={seed}")
     place.open(rotate_max_bytes=16_384, cache_capacity=64)
-    place.log.delete(TEXT)
-    topic = place.log.topic(TEXT, create=True, codec=codec)
+    topic = place.make_again(codec=codec)
     stop = threading.Event()
 
     def payload(offset):

@@ -1,0 +1,603 @@
+"""Streams from topics, into topics and from one to the other, with a real local Spark.
+
+What the reader and the sink do by themselves, call by call, is in `tests/unit/spark`; here Spark
+makes the calls: its checkpoints, triggers, restarts, state and workers.
+"""
+
+import json
+import random
+import shutil
+import threading
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+
+import ister
+from fault.tier_checks import memory_directory
+from fault.writer_child import new_seed, say_replay
+from ister.client.contract import Action
+from ister.clock import SystemClock
+from rig import Task, payloads
+from servers.flight import READ, FlightProcess, FlightTopics
+from stream_rig import A, B, C, Home, Row, offsets_of, payload_of, publish, rows_of
+
+QUERY_SECONDS = 60
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory: nothing here is proved by waiting for a disk."""
+    with memory_directory() as directory:
+        yield directory
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "home").mkdir()
+    return Home(tmp_path / "home")
+
+
+class Seen:
+    """The rows of every micro-batch that Spark has handed over, in `foreachBatch`."""
+
+    def __init__(self):
+        self.batches = []
+        self.fails = False
+        """Whether batches end in an error, after their rows were read."""
+        self.then = lambda: None
+        """Called in each batch, after its rows were read."""
+
+    def __call__(self, frame, number):
+        rows = [
+            Row(topic, offset, bytes(payload))
+            for topic, offset, payload in frame.select("topic", "offset", "payload").collect()
+        ]
+        self.batches.append((number, rows))
+        self.then()
+        if self.fails:
+            raise RuntimeError("the batch was to fail")
+
+    @property
+    def rows(self):
+        """Those of all batches together."""
+        return [row for _, rows in self.batches for row in rows]
+
+    def take(self):
+        """What has come since the last time."""
+        taken, self.batches = self.batches, []
+        return taken
+
+
+@pytest.fixture
+def seen():
+    return Seen()
+
+
+class Stream:
+    """A query over topics with one checkpoint, run time after time."""
+
+    def __init__(self, spark, home, checkpoint, **options):
+        self._spark = spark
+        config = home.config if home is not None else None
+        self._options = {"config": config, "startingOffsets": "earliest", **options}
+        self.checkpoint = checkpoint
+
+    def frame(self, **options):
+        """What is read: of topic A unless told."""
+        given = {**self._options, **options}
+        if "topicPattern" not in given:
+            given.setdefault("topic", A)
+        return self._spark.readStream.format("ister").options(**_given(given)).load()
+
+    def each(self, function, frame=None, **options):
+        """A query with a function for each batch."""
+        frame = self.frame(**options) if frame is None else frame
+        return frame.writeStream.foreachBatch(function)
+
+    def into(self, frame, **options):
+        """A query with a topic as its sink."""
+        given = {name: self._options.get(name) for name in ("config", "broker")} | options
+        return frame.writeStream.format("ister").options(**_given(given))
+
+    def start(self, writing, **trigger):
+        """Starts a query; it runs on, unless a trigger is given."""
+        return (
+            writing.option("checkpointLocation", str(self.checkpoint))
+            .trigger(**(trigger or {"processingTime": "0 seconds"}))
+            .start()
+        )
+
+    def run(self, writing, **trigger):
+        """Runs a query with what is available now, or with another trigger that ends."""
+        return wait(self.start(writing, **(trigger or {"availableNow": True})))
+
+    def numbers(self, kind):
+        """The numbers of the files in `offsets` or `commits`."""
+        found = (self.checkpoint / kind).glob("[0-9]*")
+        return sorted(int(path.name) for path in found)
+
+    def offset(self, number):
+        """The text of a batch's end, as Spark has written it down."""
+        return (self.checkpoint / "offsets" / str(number)).read_text().splitlines()[-1]
+
+    def end(self, name=A):
+        """Where the last batch that is done ends in a topic; -1 if none is."""
+        numbers = self.numbers("commits")
+        return json.loads(self.offset(numbers[-1]))["topics"][name]["offset"] if numbers else -1
+
+    def forget_commit(self):
+        """As if the driver had died between the sink's commit and Spark's own."""
+        number = self.numbers("commits")[-1]
+        for name in (str(number), f".{number}.crc"):
+            (self.checkpoint / "commits" / name).unlink()
+        return number
+
+
+def _given(options):
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def wait(query):
+    """Until a query has ended; raises what it has raised."""
+    try:
+        assert query.awaitTermination(QUERY_SECONDS), "the query has not ended"
+    finally:
+        query.stop()
+    return query
+
+
+@contextmanager
+def stopping(query):
+    """A query that is stopped at the end."""
+    try:
+        yield query
+    finally:
+        query.stop()
+
+
+def eventually(condition, query, what=""):
+    """Waits for something while a query runs; an error of the query ends it at once."""
+    clock, pause = SystemClock(), threading.Event()
+    deadline = clock.monotonic() + QUERY_SECONDS
+    while not condition():
+        if query.exception() is not None:
+            raise query.exception()
+        assert clock.monotonic() < deadline, f"never came true: {what or condition}"
+        pause.wait(0.02)
+
+
+def is_idle(query):
+    return query.status["message"] == "Waiting for data to arrive"
+
+
+@pytest.fixture
+def stream(spark, home, tmp_path):
+    return partial(Stream, spark, home, tmp_path / "checkpoint")
+
+
+@contextmanager
+def producing(home, *, pause_seconds=0.05):
+    """Somebody who appends to topic A again and again, until told or the block ends."""
+    stop = threading.Event()
+
+    def append():
+        with home.open() as log:
+            topic = log.topic(A)
+            while not stop.wait(pause_seconds):
+                publish(topic, 1)
+
+    writing = Task(append)
+    try:
+        yield stop
+    finally:
+        stop.set()
+        writing.result()
+
+
+# -- the first batch, idleness, restarts ----------------------------------------------------------
+
+
+def test_first_batch_that_fails_under_latest_loses_nothing(home, stream, seen):
+    home.append(A, 5)
+    query = stream(startingOffsets="latest")
+    seen.fails = True
+    with producing(home, pause_seconds=0.01) as stop:
+        seen.then = stop.set
+        with pytest.raises(StreamingQueryException, match="was to fail"):
+            # Spark finds the start, and what has come since is the first batch.
+            wait(query.start(query.each(seen)))
+    ((number, first),) = seen.take()
+    assert number == 0
+    assert first, "messages came while the query started"
+    home.append(A, 6, upload=True)
+    # Another limit and another start: neither counts for a batch that was planned.
+    with pytest.raises(StreamingQueryException, match="was to fail"):
+        query.run(query.each(seen, maxMessagesPerTrigger="1"))
+    assert seen.take() == [(0, first)]
+    seen.fails = False
+    query.run(query.each(seen, startingOffsets="earliest", maxMessagesPerTrigger="50"))
+    with home.open() as log:
+        end = log.topic(A).watermarks.next
+    assert seen.batches[0] == (0, first)
+    assert all(len(rows) <= 50 for _, rows in seen.batches[1:])
+    assert seen.rows == rows_of(A, range(first[0].offset, end)), "neither lost nor read twice"
+
+
+def test_idle_query_makes_no_batches_and_asks_seldom(spark, home, stream, seen):
+    """With the broker as the witness: it counts what it is asked for."""
+    spark.conf.set("spark.sql.streaming.noDataProgressEventInterval", "200")
+    try:
+        with home.open() as log, FlightTopics(log) as server:
+            topics = [log.topic(name, create=True) for name in (A, B)]
+            for topic in topics:
+                publish(topic, 3)
+            query = stream(topic=f"{B},{A}", config=home.remote_config(), broker=server.address)
+            with stopping(query.start(query.each(seen))) as running:
+                eventually(lambda: is_idle(running) and seen.batches, running)
+                before = server.calls[str(Action.WATERMARKS)]
+                first = len(running.recentProgress)
+                threading.Event().wait(2.0)
+                asked = server.calls[str(Action.WATERMARKS)] - before
+                eventually(lambda: len(running.recentProgress) >= first + 2, running)
+                idle = running.recentProgress[first:]
+                publish(topics[1], 1)
+                eventually(lambda: len(seen.batches) == 2, running)
+    finally:
+        spark.conf.unset("spark.sql.streaming.noDataProgressEventInterval")
+    assert 1 <= asked <= 10 * len(topics), "without a pause it would be hundreds"
+    assert {progress["batchId"] for progress in idle} == {1}
+    assert {progress["numInputRows"] for progress in idle} == {0}
+    assert query.numbers("offsets") == [0, 1]
+    assert seen.batches[1] == (1, rows_of(B, [3]))
+
+
+def test_restart_goes_on_with_the_same_text_and_ignores_start_options(home, stream, seen):
+    home.append(A, 4)
+    home.append(B, 2)
+    query = stream(topic=f"{A},{B}", subscription="spark")
+    query.run(query.each(seen))
+    text = query.offset(0)
+    assert json.dumps(json.loads(text)) == text, "as Spark compares it"
+    assert (query.end(A), query.end(B)) == (4, 2)
+    query.run(query.each(seen, topic=f"{B},{A}", startingOffsets="latest"))
+    assert query.numbers("offsets") == [0], "nothing is new"
+    assert home.cursor("spark") is None, "a batch is told when the next one is made"
+    home.append(A, 1)
+    query.run(query.each(seen, startingOffsets=json.dumps({A: 1_000, B: 0})))
+    assert seen.batches[1:] == [(1, rows_of(A, [4]))]
+    assert (home.cursor("spark"), home.cursor("spark", B)) == (4, 2)
+
+
+# -- triggers and limits --------------------------------------------------------------------------
+
+
+def test_available_now_ends_beside_a_producer_and_honours_limits(home, stream, seen):
+    """Every batch sees more messages come than it has."""
+    query = stream(maxMessagesPerTrigger="12")
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        publish(topic, 20)
+        topic.upload()
+        publish(topic, 10)
+        seen.then = lambda: publish(topic, 15)
+        first = query.run(query.each(seen))
+        assert [len(rows) for _, rows in seen.batches] == [12, 12, 6]
+        seen.then = lambda: None
+        query.run(query.each(seen, maxMessagesPerTrigger="40"))
+        assert [len(rows) for _, rows in seen.batches[3:]] == [40, 5]
+    assert seen.rows == rows_of(A, range(75))
+    lags = [_lag(progress) for progress in first.recentProgress if progress["numInputRows"]]
+    assert lags == [18, 6, 0], "behind what the query was started for"
+
+
+def _lag(progress):
+    (source,) = progress["sources"]
+    latest, end = (
+        json.loads(found) if isinstance(found, str) else found
+        for found in (source["latestOffset"], source["endOffset"])
+    )
+    return latest["topics"][A]["offset"] - end["topics"][A]["offset"]
+
+
+def test_available_now_that_begins_at_the_end_beside_a_producer(home, stream, seen):
+    home.append(A, 5)
+    query = stream(startingOffsets="latest")
+    with producing(home, pause_seconds=0.002):
+        query.run(query.each(seen))
+        query.run(query.each(seen))
+    query.run(query.each(seen))
+    offsets = offsets_of(seen.rows)
+    with home.open() as log:
+        assert offsets == list(range(offsets[0], log.topic(A).watermarks.next))
+
+
+def test_trigger_once_takes_everything_and_bytes_are_limited(home, stream, seen):
+    home.append(A, 20, upload=True, size=1000)
+    query = stream(maxMessagesPerTrigger="18", maxBytesPerTrigger="11k")
+    query.run(query.each(seen))
+    assert 2 <= len(seen.batches) <= 4
+    assert seen.rows == rows_of(A, range(20))
+    seen.take()
+    home.append(A, 20, size=1000)
+    query.run(query.each(seen), once=True)
+    assert [rows for _, rows in seen.take()] == [rows_of(A, range(20, 40))]
+
+
+# -- topics that come and go ----------------------------------------------------------------------
+
+
+def test_topics_and_partitions_that_appear_are_read_from_their_beginning(home, stream, seen):
+    home.append(A, 2)
+    query = stream(topicPattern="/default/(a|b|p-part-[0-9]+)", startingOffsets="latest")
+    with stopping(query.start(query.each(seen))) as running:
+        eventually(lambda: is_idle(running), running)
+        home.append(B, 3)
+        home.append(C, 3)
+        home.append("/default/p-part-1", 2)
+        eventually(lambda: len(seen.rows) == 5, running)
+    assert sorted(seen.rows) == rows_of(B, range(3)) + rows_of("/default/p-part-1", range(2))
+
+
+def test_loss_ends_the_query_unless_it_is_allowed(home, stream, seen):
+    for name in (A, B, C):
+        home.append(name, 5, upload=True, size=1000)
+    query = stream(topic=f"{A},{B},{C}")
+    query.run(query.each(seen))
+    seen.take()
+    home.append(C, 5, upload=True, size=1000)
+    home.append(C, 2, upload=True)
+    home.age_out(10, C)
+    for text in (
+        "the messages 5 up to, not including, 10 aged out before the stream read them",
+        "the topic was deleted and made again",
+    ):
+        with pytest.raises(StreamingQueryException) as lost:
+            query.run(query.each(seen))
+        assert text in str(lost.value)
+        assert "failOnDataLoss=false" in str(lost.value)
+        home.delete(B)
+        home.append(B, 2)
+    home.delete(A)
+    assert seen.take() == []
+    query.run(query.each(seen, failOnDataLoss="false"))
+    assert sorted(seen.rows) == rows_of(B, [0, 1]) + rows_of(C, [10, 11])
+
+
+# -- what moves meanwhile -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["files", "broker"])
+def test_every_message_once_while_its_owner_does_everything(home, stream, seen, request, where):
+    """The owner appends, rotates, uploads and trims; the query reads wherever messages are."""
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    rng = random.Random(seed)
+    with home.open() as log, FlightTopics(log) as server:
+        topics = {name: log.topic(name, create=True) for name in (A, B)}
+
+        def work():
+            topic = topics[rng.choice((A, B))]
+            for _ in range(rng.randrange(1, 4)):
+                publish(topic, rng.randrange(1, 60))
+            if rng.random() < 0.4:
+                topic.upload()
+            if rng.random() < 0.6:
+                topic.tier.trim()
+
+        options = {"topic": f"{A},{B}", "minPartitions": "3"}
+        if where == "broker":
+            options |= {"config": home.remote_config(), "broker": server.address}
+        query = stream(**options)
+        for topic in topics.values():
+            publish(topic, 50)
+        with stopping(query.start(query.each(seen))) as running:
+            eventually(lambda: work() or len(seen.batches) >= 5, running)
+            publish(topics[A], 5)  # which are in no object
+            ends = {name: topic.watermarks.next for name, topic in topics.items()}
+            eventually(lambda: all(query.end(name) == ends[name] for name in ends), running)
+        assert any(topic.watermarks.trimmed for topic in topics.values())
+    assert (server.calls[READ] > 0) == (where == "broker")
+    for name, end in ends.items():
+        assert [row for row in seen.rows if row.topic == name] == rows_of(name, range(end))
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+def test_aggregation_with_a_watermark_survives_restarts(home, stream):
+    """Counts per minute of publish time, each written once, when its minute is over."""
+    query = stream(columns="publish_time")
+    written = []
+
+    def write(frame, _):
+        written.extend((row.start.minute, row["count"]) for row in frame.collect())
+
+    def run(*minutes):
+        with home.open() as log:
+            topic = log.topic(A, create=True)
+            for minute in minutes:
+                topic.append(b"x", publish_time=datetime(2024, 1, 1, 0, minute, tzinfo=UTC))
+            topic.flush()
+        counts = (
+            query.frame()
+            .withWatermark("publish_time", "1 minute")
+            .groupBy(F.window("publish_time", "1 minute"))
+            .count()
+            .select("window.start", "count")
+        )
+        query.run(query.each(write, counts).outputMode("append"))
+
+    run(0, 0, 1, 1, 1)
+    run(1, 2)
+    run(6)
+    run(0, 9)
+    assert sorted(written) == [(0, 2), (1, 4), (2, 1), (6, 1)], "the late one is left out"
+
+
+def test_join_of_two_streams_survives_a_restart(home, stream):
+    query = stream()
+    joined = []
+
+    def run(**texts):
+        with home.open() as log:
+            for name, appended in texts.items():
+                log.topic(f"/default/{name}", create=True).append_many(appended)
+        left = query.frame(topic=A, columns="offset,payload").withColumnRenamed("offset", "left")
+        right = query.frame(topic=B, columns="offset,payload").withColumnRenamed("offset", "right")
+        both = left.join(right, "payload").select("left", "right")
+        query.run(query.each(lambda frame, _: joined.extend(frame.collect()), both))
+
+    run(a=[b"0", b"1", b"2"], b=[b"1", b"9"])
+    run(a=[b"9"], b=[b"0", b"8"])
+    assert sorted(map(tuple, joined)) == [(0, 2), (1, 0), (3, 1)]
+
+
+# -- topic to topic -------------------------------------------------------------------------------
+
+
+def with_origin(frame, *columns):
+    """Payloads as they are, with the offset that each comes from in an attribute."""
+    origin = F.create_map(F.lit("from"), F.col("offset").cast("string")).alias("attributes")
+    return frame.select("payload", origin, *columns)
+
+
+def origins(messages):
+    """The offsets that copied messages say they come from, in their order."""
+    return [int(message.attributes["from"]) for message in messages]
+
+
+def test_batch_that_spark_forgot_to_commit_is_in_its_topics_once(home, stream):
+    """Rows go to two topics, by a column; the last batch comes twice."""
+    home.append(A, 9)
+    query = stream()
+
+    def run(**options):
+        name = F.when(F.col("offset") % 2 == 0, "/out/even").otherwise("/out/odd")
+        query.run(query.into(with_origin(query.frame(**options), name.alias("topic"))))
+
+    run(maxMessagesPerTrigger="5")
+    assert query.forget_commit() == 1
+    run(maxMessagesPerTrigger="2")
+    assert query.numbers("commits") == [0, 1]
+    assert origins(home.read("/out/even")) == [0, 2, 4, 6, 8]
+    assert origins(home.read("/out/odd")) == [1, 3, 5, 7]
+    home.append(A, 2)
+    run()
+    assert origins(home.read("/out/even")) == [0, 2, 4, 6, 8, 10]
+    assert origins(home.read("/out/odd")) == [1, 3, 5, 7, 9]
+    assert home.staged() == set()
+
+
+def test_tasks_that_fail_leave_neither_rows_nor_files(home, stream, tmp_path):
+    """Every attempt of the first run, and the first attempt of the second run."""
+    home.append(A, 6)
+    query = stream(columns="payload")
+    failed = tmp_path / "failed"
+
+    def never(batches):
+        yield from batches
+        raise RuntimeError("every attempt")
+
+    def once(batches):
+        yield from batches
+        if not failed.exists():
+            failed.touch()
+            raise RuntimeError("the first attempt")
+
+    def run(function):
+        query.run(query.into(query.frame().mapInArrow(function, "payload binary"), topic=B))
+
+    with pytest.raises(StreamingQueryException, match="every attempt"):
+        run(never)
+    assert home.staged() == set()
+    with home.open() as log:
+        assert B not in log.topics()
+    run(once)
+    assert failed.exists()
+    assert payloads(home.read(B)) == [payload_of(A, at) for at in range(6)]
+    assert home.staged() == set()
+
+
+def test_two_queries_that_write_the_same_topic_at_once_both_finish(spark, home, tmp_path):
+    queries = []
+    for name in (A, C):
+        home.append(name, 8)
+        query = Stream(spark, home, tmp_path / name[-1:], topic=name, maxMessagesPerTrigger="3")
+        writing = query.into(with_origin(query.frame()), topic=B)
+        queries.append(query.start(writing, availableNow=True))
+    for running in queries:
+        wait(running)
+    messages = home.read(B)
+    for name in (A, C):
+        mine = [message for message in messages if message.payload.startswith(name.encode())]
+        assert origins(mine) == list(range(8))
+    assert len(messages) == 16
+
+
+def test_broker_that_is_killed_beside_a_query_that_reads_and_writes_by_it(home, stream):
+    """Source and sink by Flight alone; the broker dies at any moment of a batch."""
+    home.append(A, 6)
+    with FlightProcess(home.config) as broker:
+        query = stream(
+            config=home.remote_config(), broker=broker.address, maxMessagesPerTrigger="3"
+        )
+        writing = query.into(with_origin(query.frame()), topic=B)
+        with stopping(query.start(writing)) as running:
+            eventually(lambda: query.end() >= 3, running, "the first batch")
+            broker.kill()
+            home.append(A, 6)
+            broker.start()
+            eventually(lambda: query.end() == 12, running, "the last batch")
+        broker.stop()
+    assert origins(home.read(B)) == list(range(12))
+    assert home.staged() == set()
+
+
+def test_stream_that_knows_the_broker_alone_survives_its_restart(home, stream):
+    """Settings come from the broker, which Spark asks again whenever it makes a writer."""
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        publish(topic, 5)
+        with FlightTopics(log) as server:
+            query = stream(config=None, broker=server.address)
+            writing = query.into(with_origin(query.frame()), topic=B)
+            running = query.start(writing)
+            with stopping(running):
+                eventually(lambda: query.end() == 5, running, "the first batch")
+                server.close()
+                publish(topic, 2)
+                eventually(lambda: len(query.numbers("offsets")) == 2, running)
+                running.awaitTermination(1)
+                with FlightTopics(log, port=server.port):
+                    eventually(lambda: query.end() == 7, running, "the second batch")
+        assert origins(log.topic(B).read()) == list(range(7))
+
+
+# -- checkpoints of earlier versions --------------------------------------------------------------
+
+
+def test_golden_checkpoint_goes_on_where_it_stands(spark, tmp_path, seen):
+    """Of the first version, by `golden/make_stream_checkpoint.py`, which says what it holds."""
+    data = tmp_path / "data"
+    shutil.copytree(GOLDEN / "stream_data", data)
+    for copy in ("seen", "copied"):
+        shutil.copytree(GOLDEN / "stream_checkpoint", tmp_path / copy)
+    options = {"config": str(data), "topic": "/default/orders", "maxMessagesPerTrigger": "3"}
+
+    def orders(*numbers):
+        return [Row("/default/orders", number, b"order %d" % number) for number in numbers]
+
+    reading = Stream(spark, None, tmp_path / "seen", **options)
+    reading.run(reading.each(seen))
+    assert seen.batches == [(1, orders(3, 4)), (2, orders(5, 6, 7))]
+    copying = Stream(spark, None, tmp_path / "copied", **options, columns="payload")
+    copying.run(copying.into(copying.frame(), topic="/default/copies"))
+    with ister.open(data) as log:
+        copies = payloads(log.topic("/default/copies").read())
+    assert copies == [b"order %d" % number for number in range(8)], "batch 1 was in already"
