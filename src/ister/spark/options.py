@@ -62,7 +62,7 @@ SPLIT_BYTES_MIN: Final = 64 * KIB
 """Below this, a task's own cost is all there is."""
 
 COMMIT_TIMEOUT_SECONDS_DEFAULT: Final = 60.0
-"""How long a sink waits for its messages to become durable."""
+"""How long a sink waits for the lock of the log, or for the broker."""
 
 OffsetWord: TypeAlias = Literal["earliest", "latest"]
 """One of the two ends of a topic."""
@@ -102,7 +102,7 @@ WRITE_OPTIONS: Final[Mapping[str, str]] = {
     "ack": "the ack level of topics that are made: memory, written, synced or tiered",
     "codec": "the codec of topics that are made: bincode2 or bincode1",
     "producerName": "the producer's name of rows that have none",
-    "commitTimeoutSeconds": "how long to wait for messages to become durable (default: 60)",
+    "commitTimeoutSeconds": "how long to wait for the log's lock or for the broker (default: 60)",
 }
 """What a write may be told, each in one line."""
 
@@ -325,7 +325,7 @@ class WriteOptions:
     producer_name: str | None = None
     """For rows without one."""
     commit_timeout_seconds: float = COMMIT_TIMEOUT_SECONDS_DEFAULT
-    """How long to wait for messages to become durable."""
+    """How long to wait for the lock of the log, or for the broker."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, is_streaming: bool) -> Self:

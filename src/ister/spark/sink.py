@@ -26,7 +26,7 @@ import logging
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
@@ -43,12 +43,18 @@ from pyspark.sql.types import StructType
 
 from ister.clock import SystemClock
 from ister.config import Config, Engine
-from ister.errors import DirectoryLockedError, InvalidRequestError, IsterError, check
+from ister.errors import (
+    DirectoryLockedError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    check,
+)
 from ister.format.columnar import encode_frames
 from ister.format.manifest import StagedFile
 from ister.format.staging import encode_block
 from ister.limits import MIB
-from ister.model import TopicName
+from ister.model import Codec, TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.spark.options import WriteOptions
 from ister.spark.patience import patiently
@@ -186,7 +192,8 @@ class _Writer:
         encode_frames(
             rows,
             topic=topic,
-            codec=self._options.codec or self._place.config.storage.codec,
+            # The topic's own may lack fields; whoever appends looks, before the first row is in.
+            codec=Codec.BINCODE2,
             first_offset=0,
             now_ms=0,
             payload_bytes_max=self._place.config.storage.max_message_size,
@@ -232,6 +239,9 @@ class _Writer:
         check(client is not None, "a place with a broker has a client")
         options = self._options
         seconds = options.commit_timeout_seconds
+        if not options.create_topics:
+            names = patiently(cast("FlightClient", client).topics, seconds=seconds)
+            self._check_topics(staged, names)
         for topic, batch in staged.items():
             append = partial(
                 cast("FlightClient", client).append_staged,
@@ -248,13 +258,24 @@ class _Writer:
     def _commit_here(self, staged: dict[str, StagedBatch]) -> None:
         options = self._options
         with self._open_log() as log:
-            existing = set(log.topics()) if options.create_topics else set(staged)
+            existing = set(log.topics())
+            self._check_topics(staged, existing)
             for topic, batch in staged.items():
                 if topic not in existing:
                     log.topic(topic, create=True, ack=options.ack, codec=options.codec)
                 log.append_staged(topic, batch)
             for topic, batch in staged.items():
                 self._tidy(log, topic, is_swept=batch.batch % _SWEEP_EVERY == 0)
+
+    def _check_topics(self, staged: Iterable[str], existing: Collection[str]) -> None:
+        """Refuses topics that are missing and may not be made, before the first one is written."""
+        missing = [topic for topic in staged if topic not in existing]
+        if missing and not self._options.create_topics:
+            raise NotFoundError(
+                f"there is no topic {missing[0]}",
+                topic=missing[0],
+                hint="createTopics=true makes it",
+            )
 
     def _open_log(self) -> Log:
         """The log, once nobody else has it open."""

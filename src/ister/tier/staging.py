@@ -29,7 +29,7 @@ JOB_PREFIX: Final = "job-"
 def sweep_staging(
     owned: OwnedTopic, objects: ObjectStore, *, grace_seconds: float, clock: Clock
 ) -> list[str]:
-    """Removes old staged files that no unfinished batch needs, and forgets jobs that are done.
+    """Removes old staged files that no unfinished batch needs, and forgets old jobs.
 
     Returns:
         The files' keys.
@@ -44,15 +44,15 @@ def sweep_staging(
     needed: set[str] = set()
     for found in owned.catalog.store.range(keys.writer("")):
         record = decode_writer(found.value, key=found.key)
-        if not record.is_done:
+        is_job = found.key.startswith(keys.writer(JOB_PREFIX))
+        if is_job and now - record.updated_at > grace_seconds:
+            # Done, or dead in the middle of its commit: nobody asks for it again.
+            owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
+        elif not record.is_done:
             needed.add(record.manifest)
             with suppress(NotFoundError):
                 data = objects.read(record.manifest, 0, MANIFEST_BYTES_MAX)
                 needed.update(file.key for file in decode_manifest(data, key=record.manifest))
-        elif found.key.startswith(keys.writer(JOB_PREFIX)) and (
-            now - record.updated_at > grace_seconds
-        ):
-            owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
     removed: list[str] = []
     for info in list(objects.list(staging_prefix(keys.topic))):
         is_old = info.modified_at is not None and now - info.modified_at > grace_seconds

@@ -104,12 +104,21 @@ def test_what_an_unfinished_batch_needs_stays(cluster, node, owned):
 
 
 def test_every_writers_unfinished_batch_stays(cluster, node, owned):
-    names = [WRITER, "query-2", f"{JOB_PREFIX}1"]
+    names = [WRITER, "query-2"]
     needed = [key for name in names for key in put_batch(cluster, owned, writer=name)]
     grow_old(cluster, node)
     assert sweep(cluster, owned) == []
     assert staged(cluster) == sorted(needed)
     assert writers(cluster) == sorted(names)
+
+
+def test_unfinished_job_stays_while_it_may_be_running_and_then_goes(cluster, node, owned):
+    """Goal: nobody asks again for a job that died in the middle of its commit."""
+    left = put_batch(cluster, owned, writer=f"{JOB_PREFIX}1")
+    assert sweep(cluster, owned) == []
+    grow_old(cluster, node)
+    assert sorted(sweep(cluster, owned)) == sorted(left)
+    assert writers(cluster) == []
 
 
 def test_files_of_an_earlier_batch_go(cluster, node, owned):

@@ -1,0 +1,1495 @@
+"""Batch reads and writes of topics with a real local Spark.
+
+What Spark shows is compared with what the core reader yields. Reads whose bytes are counted, or
+under which something moves, run in this process, with the same steps as in Spark's workers.
+"""
+
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from functools import reduce
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import yaml
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql.datasource import EqualTo, GreaterThan, GreaterThanOrEqual, In, LessThan
+from pyspark.sql.types import BinaryType, LongType, StructField, StructType
+
+from fault.writer_child import new_seed, say_replay
+from integration.places import flip_byte
+from integration.spark_topics import (
+    PUBLISHED_MS,
+    Elsewhere,
+    ReadHere,
+    Row,
+    SparkPlace,
+    WriteHere,
+    expire_before,
+    fill,
+    fill_randomly,
+    objects_of,
+    remove_object,
+    rows_in,
+    rows_of,
+    without_spark,
+)
+from ister import failpoints
+from ister.errors import (
+    CorruptDataError,
+    DataGapError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+)
+from ister.limits import KIB, MIB
+from ister.model import Codec
+from rig import Task, eventually
+from servers.fault_proxy import FaultProxy
+from servers.flight import READ, FlightTopics
+from servers.s3 import free_port, rclone_server
+
+A, B = "/default/a", "/default/b"
+PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
+ROWS_PER_BATCH = "spark.sql.execution.arrow.maxRecordsPerBatch"
+
+
+@pytest.fixture
+def place(tmp_path):
+    """An empty data directory."""
+    return SparkPlace(tmp_path)
+
+
+@pytest.fixture
+def here():
+    """Reads in this process."""
+    with without_spark():
+        yield ReadHere
+
+
+@pytest.fixture
+def write_here():
+    """Writes in this process."""
+    with without_spark():
+        yield WriteHere
+
+
+def load(spark, config, **options):
+    """A DataFrame of `format("ister")`."""
+    reader = spark.read.format("ister").option("config", config)
+    return reader.options(**options).load()
+
+
+def save(frame, config, **options):
+    """Appends a DataFrame's rows."""
+    frame.write.format("ister").mode("append").option("config", config).options(**options).save()
+
+
+def error_of(action) -> str:
+    """What a user reads when an action fails."""
+    with pytest.raises(PySparkException) as caught:
+        action()
+    return str(caught.value)
+
+
+def conf(spark, stack: ExitStack, name: str, value: str) -> None:
+    """Sets a setting of the session for a while."""
+    before = spark.conf.get(name, None)
+    spark.conf.set(name, value)
+    stack.callback(spark.conf.unset, name)
+    if before is not None:
+        stack.callback(spark.conf.set, name, before)
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def _lay_out(layout: str, log, topic, rng: random.Random) -> list[Row]:
+    """Random messages in a topic, where `layout` says; its rows."""
+    if layout == "bucket":
+        fill_randomly(topic, rng, rng.randrange(40, 120))
+        topic.upload()
+        rows = rows_of(topic)
+        if rng.random() < 0.5:
+            log.seal(topic.name)  # no local file is left
+        else:
+            fill(topic, 60)
+            topic.upload()
+            topic.tier.trim()
+            rows = rows_of(topic)
+            assert topic.watermarks.trimmed > 0
+            assert topic.watermarks.tiered == topic.watermarks.next
+        return rows
+    if layout != "files" and rng.random() < 0.8:
+        fill_randomly(topic, rng, rng.randrange(1, 80))
+        topic.upload()
+        if rng.random() < 0.5:
+            topic.tier.trim()
+    fill_randomly(topic, rng, rng.randrange(1, 80))
+    return rows_of(topic)
+
+
+@pytest.mark.parametrize("layout", ["bucket", "files", "bucket and files", "flight"])
+def test_rows_equal_what_the_core_reader_yields(spark, tmp_path, request, layout):
+    """Goal: every field of every message, wherever it lies, in order, for random topics."""
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    rng = random.Random(seed)
+    place = SparkPlace(
+        tmp_path,
+        wal={"rotate_max_bytes": rng.choice((4096, 20_000))},
+        uploader={
+            "index_every_messages": rng.choice((1, 7, 50)),
+            "max_object_bytes": rng.choice((4096, 50_000)),
+        },
+    )
+    names = [f"/default/t{number}" for number in range(3)]
+    codecs = [Codec.BINCODE1, Codec.BINCODE2, rng.choice(list(Codec))]
+    with ExitStack() as stack:
+        log = stack.enter_context(place.open())
+        expected = []
+        for name, codec in zip(names, codecs, strict=True):
+            topic = log.topic(name, create=True, codec=codec)
+            expected += _lay_out(layout, log, topic, rng)
+        options = {"topic": ",".join(names), "splitBytes": "64k"}
+        if layout == "flight":
+            server = stack.enter_context(FlightTopics(log))
+            frame = load(spark, place.elsewhere, broker=server.address, **options)
+            assert rows_in(frame.toArrow()) == expected
+            assert server.calls[READ] >= 3
+        else:
+            log.close()
+            assert rows_in(load(spark, place.config, **options).toArrow()) == expected
+
+
+def test_collect_shows_python_values(spark, place):
+    """The way that most users look at rows first."""
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        topic.append("größer".encode(), attributes={"ä": "é"}, routing_key="", schema_id=4)
+        topic.append(b"", producer_name="p", schema_version=2, publish_time=PUBLISHED_MS)
+        topic.flush()
+        expected = rows_of(topic)
+    found = load(spark, place.config, topic=A).collect()
+    assert [row.asDict() | {"publish_time": None} for row in found] == [
+        row._asdict() | {"publish_time": None} for row in expected
+    ]
+    # Spark shows points in time in the zone of the process, without saying so.
+    assert [row.publish_time.astimezone(UTC) for row in found] == [
+        row.publish_time for row in expected
+    ]
+
+
+def test_open_log_is_read_up_to_what_was_just_synced(spark, place):
+    """The owner goes on meanwhile: nothing is locked, and nothing that it was told is missing."""
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        fill(topic, 30)
+        assert load(spark, place.config, topic=A).count() == 30
+        fill(topic, 5, first=30)
+        assert rows_in(load(spark, place.config, topic=A).toArrow()) == rows_of(topic)
+
+
+# -- ranges and columns --------------------------------------------------------------------------
+
+RANGED = "/default/ranged"
+RANGED_COUNT, RANGED_TIERED = 1000, 800
+
+
+class Ranged:
+    """A topic with 800 messages in the bucket and 200 in files, one a second."""
+
+    def __init__(self, root: Path) -> None:
+        self.place = SparkPlace(root)
+        self.rows = self.place.fill(RANGED, RANGED_COUNT, uploaded=RANGED_TIERED)
+        self.options = {"config": self.place.config, "topic": RANGED}
+
+
+@pytest.fixture(scope="module")
+def ranged(tmp_path_factory):
+    return Ranged(tmp_path_factory.mktemp("ranged"))
+
+
+def _offsets(start: int, end: int) -> dict[str, str]:
+    return {
+        "startingOffsets": json.dumps({RANGED: start}),
+        "endingOffsets": json.dumps({RANGED: end}),
+    }
+
+
+def _times(start: int, end: int) -> dict[str, str]:
+    """Options for the messages `start` up to, not including, `end`, by their times."""
+    return {
+        "startingTimestamp": str(PUBLISHED_MS + start * 1000),
+        "endingTimestamp": datetime.fromtimestamp(PUBLISHED_MS / 1000 + end, UTC).isoformat(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, 1), (123, 457), (790, 811), (850, 1000), (500, 500), (1000, 1000)]
+)
+@pytest.mark.parametrize("by", [_offsets, _times])
+def test_range_is_what_filtering_leaves(here, ranged, by, start, end):
+    assert here(**ranged.options, **by(start, end)).rows() == ranged.rows[start:end]
+
+
+@pytest.mark.parametrize("by", [_offsets, _times])
+def test_range_through_spark_is_what_filtering_leaves(spark, ranged, by):
+    frame = load(spark, ranged.place.config, topic=RANGED, **by(780, 820))
+    filtered = load(spark, ranged.place.config, topic=RANGED).filter(
+        "offset >= 780 and offset < 820"
+    )
+    assert rows_in(frame.toArrow()) == rows_in(filtered.toArrow()) == ranged.rows[780:820]
+
+
+def test_random_ranges_are_what_slicing_leaves(here, ranged, request):
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    rng = random.Random(seed)
+    for _ in range(60):
+        start, end = sorted(rng.choices(range(RANGED_COUNT + 1), k=2))
+        read = here(**ranged.options, **rng.choice((_offsets, _times))(start, end))
+        assert read.rows() == ranged.rows[start:end], (start, end)
+
+
+def test_words_and_kafkas_numbers_mean_the_ends(here, ranged):
+    for options in (
+        {"startingOffsets": "earliest", "endingOffsets": "latest"},
+        _offsets(-2, -1),
+        {"startingOffsets": json.dumps({RANGED: "earliest"})},
+    ):
+        assert here(**ranged.options, **options).rows() == ranged.rows
+
+
+def test_times_that_do_not_rise_mean_the_first_message_at_or_after_each(here, place):
+    """Goal: both ends are found as documented, in the bucket as in files; reversed is empty."""
+    times = [5000, 9000, 2000, 8000, 3000, 7000, 9500, 1000]
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        for number, time_ms in enumerate(times):
+            topic.append(b"", publish_time=time_ms)
+            if number == 3:
+                topic.upload()
+        topic.flush()
+    for start, end, expected in [
+        (0, 5001, [0]),
+        (2000, 9100, [0, 1, 2, 3, 4, 5]),
+        (9000, 9400, [1, 2, 3, 4, 5]),
+        (9100, 9300, []),
+        (9000, 9000, []),
+        (9400, 99_999, [6, 7]),
+        (99_998, 99_999, []),
+    ]:
+        options = {"startingTimestamp": str(start), "endingTimestamp": str(end)}
+        found = here(config=place.config, topic=A, columns="offset", **options).batches()
+        assert [n for batch in found for n in batch["offset"].to_pylist()] == expected, start
+
+
+def test_bytes_fetched_shrink_with_the_range(here, ranged):
+    """Goal: a range costs its own bytes and at most an index block at each end."""
+    with ranged.place.open() as log:
+        objects = objects_of(log.topic(RANGED))
+    size = sum(described.size_bytes for described in objects)
+    frame_max = size / RANGED_TIERED * 1.1
+    block = 10 * frame_max
+    assert here(**ranged.options).fetched_bytes() == size
+    for start, end in [(0, 10), (400, 401), (5, 300), (700, 800)]:
+        for by in (_offsets, _times):
+            fetched = here(**ranged.options, **by(start, end)).fetched_bytes()
+            assert fetched <= (end - start) * frame_max + 2 * block, (start, end, by)
+            assert fetched >= (end - start) * frame_max * 0.8
+    # What lies in files alone costs the bucket nothing.
+    assert here(**ranged.options, **_offsets(800, 900)).fetched_bytes() == 0
+
+
+def test_columns_that_are_not_asked_for_are_not_built(here, ranged):
+    everything = sum(batch.nbytes for batch in here(**ranged.options).batches())
+    for columns in (("offset",), ("payload", "topic"), ("schema_version", "attributes")):
+        batches = here(**ranged.options, columns=",".join(columns)).batches()
+        assert all(tuple(batch.schema.names) == columns for batch in batches)
+        assert sum(batch.nbytes for batch in batches) < everything * 0.7
+        found = [fields for batch in batches for fields in batch.to_pylist()]
+        assert [
+            tuple(dict(v) if isinstance(v, list) else v for v in fields.values())
+            for fields in found
+        ] == [tuple(getattr(row, name) for name in columns) for row in ranged.rows]
+
+
+def test_columns_and_users_schema_through_spark(spark, ranged):
+    expected = [(row.payload, row.offset) for row in ranged.rows]
+    by_option = load(spark, ranged.place.config, topic=RANGED, columns="payload, offset")
+    assert by_option.columns == ["payload", "offset"]
+    assert [(bytes(row.payload), row.offset) for row in by_option.collect()] == expected
+    schema = StructType(
+        [StructField("payload", BinaryType(), False), StructField("offset", LongType())]
+    )
+    reader = spark.read.format("ister").schema(schema).option("topic", RANGED)
+    by_schema = reader.load(ranged.place.config)
+    assert by_schema.schema == schema
+    assert [(bytes(row.payload), row.offset) for row in by_schema.collect()] == expected
+
+
+class CountingProxy(FaultProxy):
+    """A proxy that counts what is read of objects."""
+
+    def __init__(self, upstream_port: int) -> None:
+        super().__init__(upstream_port)
+        self.fetched_bytes = 0
+
+    def _forward(self, head: bytes, body: bytes) -> tuple[bytes, bytes]:
+        answer_head, answer = super()._forward(head, body)
+        if re.match(rb"GET \S*/objects/\S*\.dnb1", head):
+            with self._lock:
+                self.fetched_bytes += len(answer)
+        return answer_head, answer
+
+    def taken(self) -> int:
+        """What was read since this was asked last."""
+        with self._lock:
+            taken, self.fetched_bytes = self.fetched_bytes, 0
+        return taken
+
+
+def test_bytes_read_from_a_real_s3_shrink_with_the_range(spark, tmp_path):
+    """Goal: the same, counted on the wire; and pushdown for a single scan narrows the read.
+
+    Method: rclone behind a proxy that counts; Spark's own workers read.
+    """
+    with rclone_server() as s3, CountingProxy(s3.port) as proxy, ExitStack() as stack:
+        place = SparkPlace(
+            tmp_path,
+            cloud={
+                "backend": "s3",
+                "root": f"s3://{s3.bucket}/p",
+                "options": s3.options(endpoint=proxy.endpoint),
+            },
+            uploader={"max_object_bytes": 64 * KIB},
+        )
+        expected = place.fill(A, 1200, uploaded=1200, size=150)
+        whole = load(spark, place.config, topic=A).toArrow()
+        assert rows_in(whole) == expected
+        size = proxy.taken()
+        assert size > 1200 * 150
+
+        starting, ending = json.dumps({A: 600}), json.dumps({A: 660})
+        frame = load(spark, place.config, topic=A, startingOffsets=starting, endingOffsets=ending)
+        assert rows_in(frame.toArrow()) == expected[600:660]
+        assert 0 < proxy.taken() < size * 0.08
+
+        conf(spark, stack, PUSHDOWN, "true")
+        pushed = load(spark, place.config, topic=A, pushdown="true")
+        assert (
+            rows_in(pushed.filter("offset >= 600 and offset < 660").toArrow())
+            == (expected[600:660])
+        )
+        assert 0 < proxy.taken() < size * 0.08
+
+
+# -- one DataFrame, many scans -------------------------------------------------------------------
+
+SHARED_COUNT = 300
+LOW, HIGH = "offset < 10", "offset >= 290"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A topic with 300 messages, in both tiers."""
+    place = SparkPlace(tmp_path_factory.mktemp("shared"))
+    place.fill(A, SHARED_COUNT, uploaded=200)
+    return place
+
+
+def _offsets_in(frame) -> list[int]:
+    return sorted(row[0] for row in frame.select("offset").collect())
+
+
+ENDS = [*range(10), *range(290, 300)]
+
+
+def _union(spark, frame):
+    return _offsets_in(frame.filter(LOW).union(frame.filter(HIGH))), ENDS
+
+
+def _self_join(spark, frame):
+    left, right = frame.filter(LOW).alias("l"), frame.filter("offset < 12").alias("r")
+    joined = left.join(right, F.expr("l.offset + 2 = r.offset")).select(F.col("l.offset"))
+    return sorted(row[0] for row in joined.collect()), list(range(10))
+
+
+def _repeated(spark, frame):
+    return [frame.filter(LOW).count(), frame.count(), frame.filter(HIGH).count()], [10, 300, 10]
+
+
+def _temp_view(spark, frame):
+    frame.createOrReplaceTempView("shared_view")
+    text = (
+        "WITH low AS (SELECT offset FROM shared_view WHERE offset < 10), "
+        "high AS (SELECT offset FROM shared_view WHERE offset >= 290) "
+        "SELECT offset FROM low UNION ALL SELECT offset FROM high"
+    )
+    try:
+        return _offsets_in(spark.sql(text)), ENDS
+    finally:
+        spark.catalog.dropTempView("shared_view")
+
+
+def _subquery(spark, frame):
+    frame.createOrReplaceTempView("shared_view")
+    text = (
+        "SELECT offset FROM shared_view WHERE offset < 3 OR offset = "
+        "(SELECT max(offset) FROM shared_view WHERE offset < 200)"
+    )
+    try:
+        return _offsets_in(spark.sql(text)), [0, 1, 2, 199]
+    finally:
+        spark.catalog.dropTempView("shared_view")
+
+
+@pytest.mark.parametrize(
+    ("use", "is_conf_on"),
+    [
+        *((use, False) for use in (_union, _self_join, _repeated, _temp_view, _subquery)),
+        *((use, True) for use in (_union, _repeated, _temp_view)),
+    ],
+)
+def test_one_dataframe_scanned_often_is_right(spark, shared, use, is_conf_on):
+    """Whatever the session allows: the reader does not take filters unless it is told to."""
+    with ExitStack() as stack:
+        if is_conf_on:
+            conf(spark, stack, PUSHDOWN, "true")
+        found, expected = use(spark, load(spark, shared.config, topic=A))
+        assert found == expected
+
+
+@pytest.mark.parametrize("use", [_union, _repeated, _temp_view])
+def test_pushdown_is_wrong_for_a_dataframe_that_is_scanned_twice(spark, shared, use):
+    """Goal: shows why `pushdown` is off by default and documented for a single scan."""
+    with ExitStack() as stack:
+        conf(spark, stack, PUSHDOWN, "true")
+        found, expected = use(spark, load(spark, shared.config, topic=A, pushdown="true"))
+    assert found != expected, (
+        "this Spark does not leak filters between scans of one DataFrame any more: pushdown is "
+        "right for every use, so it may become the default, and its documentation is out of date"
+    )
+
+
+def test_pushdown_is_right_for_a_single_scan(spark, shared):
+    """Goal: whatever Spark pushes down, the rows are those that the condition means.
+
+    Method: a DataFrame of its own for each condition, all of them in one action.
+    """
+    cases = {
+        "offset >= 250": range(250, 300),
+        "offset > 5 and offset <= 9": range(6, 10),
+        "offset = 77": [77],
+        "offset >= 290 and offset < 20": [],
+        "topic = '/default/a' and offset < 5": range(5),
+        "topic = '/default/nobody'": [],
+        "topic IN ('/default/a', '/default/nobody') AND offset IN (3, 299)": [3, 299],
+        "publish_time > timestamp_millis(1700000150500) and offset < 240": range(151, 240),
+        "offset < 10 or offset >= 290": ENDS,
+        "offset >= 10 and routing_key is null and attributes['n'] like '12%'": [
+            12,
+            *range(120, 130),
+        ],
+    }
+    with ExitStack() as stack:
+        conf(spark, stack, PUSHDOWN, "true")
+        frames = [
+            load(spark, shared.config, topic=A, pushdown="true")
+            .filter(condition)
+            .select(F.lit(condition).alias("condition"), "offset")
+            for condition in cases
+        ]
+        found = {condition: [] for condition in cases}
+        for row in reduce(DataFrame.union, frames).collect():
+            found[row.condition].append(row.offset)
+    assert found == {condition: list(expected) for condition, expected in cases.items()}
+
+
+def test_pushdown_fetches_less_and_drops_no_filter(here, shared):
+    options = {"config": shared.config, "topic": A, "pushdown": "true"}
+    whole = here(**options).fetched_bytes()
+    minute = datetime.fromtimestamp(PUBLISHED_MS / 1000 + 190, UTC)
+    for filters in (
+        [GreaterThanOrEqual(("offset",), 100), LessThan(("offset",), 110)],
+        [EqualTo(("offset",), 42)],
+        [GreaterThan(("publish_time",), minute)],
+    ):
+        read = here(**options, filters=filters)
+        assert read.left == filters
+        assert 0 < read.fetched_bytes() < whole * 0.2, filters
+    for filters in ([EqualTo(("topic",), B)], [In(("topic",), (B, "/default/c"))]):
+        assert here(**options, filters=filters).fetched_bytes() == 0
+
+
+def test_pushdown_needs_sparks_own_setting_and_spark_says_so(spark, shared):
+    text = error_of(lambda: load(spark, shared.config, topic=A, pushdown="true").count())
+    assert PUSHDOWN in text
+
+
+def test_every_action_on_a_dataframe_sees_the_same_messages(spark, place):
+    """A DataFrame is what was there when it was first used; a new one sees what is there now."""
+    place.fill(A, 20, uploaded=10)
+    frame = load(spark, place.config, topic=A)
+    assert frame.count() == 20
+    place_grown = frame.filter("offset % 2 = 0")
+    with place.open() as log:
+        fill(log.topic(A), 10, first=20)
+    assert (frame.count(), place_grown.count()) == (20, 10)
+    assert load(spark, place.config, topic=A).count() == 30
+
+
+def test_cached_dataframe_outlives_its_messages(spark, place):
+    place.fill(A, 60, uploaded=50)
+    frame = load(spark, place.config, topic=A).cache()
+    try:
+        assert frame.count() == 60
+        with place.open() as log:
+            log.delete(A)
+        assert _offsets_in(frame.filter(LOW).union(frame.filter("offset >= 55"))) == [
+            *range(10),
+            *range(55, 60),
+        ]
+    finally:
+        frame.unpersist()
+
+
+# -- SQL and Connect -----------------------------------------------------------------------------
+
+
+def test_temporary_view_in_sql(spark, shared):
+    spark.sql(
+        f"CREATE TEMPORARY VIEW orders USING ister OPTIONS (topic '{A}', config '{shared.config}', "
+        f"""endingOffsets '{{"{A}": 20}}')"""
+    )
+    try:
+        text = "SELECT count(*) AS n, min(offset) AS low, max(offset) AS high FROM orders"
+        assert tuple(spark.sql(text).first()) == (20, 0, 19)
+        text = (
+            "SELECT attributes['n'] AS n FROM orders WHERE offset = 7 AND topic = '/default/a' "
+            "AND publish_time = timestamp_millis(1700000007000)"
+        )
+        assert [row.n for row in spark.sql(text).collect()] == ["7"]
+    finally:
+        spark.catalog.dropTempView("orders")
+
+
+def test_spark_connect_reads_writes_and_streams(tmp_path):
+    """Goal: the same through Spark Connect, which knows no SparkContext.
+
+    Method: a process of its own, because Connect and a classic session do not share one.
+    """
+    place = SparkPlace(tmp_path / "data")
+    place.fill(A, 40, uploaded=25)
+    script = Path(__file__).with_name("connect_session.py")
+    environment = {
+        **os.environ,
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_TESTING": "1",  # any free port instead of a fixed one
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), place.config, str(tmp_path / "work")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["offsets"] == list(range(40))
+    assert found["union"] == [*range(5), *range(35, 40)]
+    assert found["view"] == 40
+    assert "did you mean topic?" in found["error"]
+    numbers = [b"%d" % number + b"." * 60 for number in range(40)]
+    assert place.payloads("/default/copied") == numbers
+    assert place.payloads("/default/streamed") == numbers
+    assert found["batches"] >= 3
+    assert place.staged_files() == []
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+TIME = "2026-01-01T00:00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"topic": A, "topik": A}, ["unknown option 'topik'", "did you mean topic"]),
+        ({}, ["no topic is given", "topicPattern"]),
+        ({"topic": A, "topicPattern": "/default/.*"}, ["both topic and topicPattern are given"]),
+        ({"topic": "/default/nobody"}, ["there is no topic /default/nobody", "/default/a"]),
+        ({"topic": A, "startingOffsets": "{bad"}, ["startingOffsets is '{bad'", "JSON"]),
+        (
+            {"topic": A, "startingOffsets": f'{{"{A}": 9}}', "endingOffsets": f'{{"{A}": 3}}'},
+            ["startingOffsets", "9", "3", A],
+        ),
+        (
+            {"topic": A, "startingOffsets": f'{{"{A}": 301}}'},
+            ["startingOffsets is beyond the end", "0 up to, not including, 300"],
+        ),
+        ({"topic": A, "columns": "offset,value"}, ["value", "payload"]),
+    ],
+)
+def test_read_options_are_refused_with_a_clear_text(spark, shared, options, texts):
+    reader = spark.read.format("ister").option("config", shared.config).options(**options)
+    found = error_of(lambda: reader.load().count())
+    assert [text for text in texts if text not in found] == [], found
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"topic": A, "kafka.bootstrap.servers": "x:1"}, ["unknown option", "broker"]),
+        ({"topicPattern": "/default/("}, ["topicPattern"]),
+        ({"topicPattern": "/other/.*"}, ["no topic matches topicPattern", "there are /default/a"]),
+        ({"topicPattern": "/default"}, ["no topic matches topicPattern"]),
+        ({"topic": "orders"}, ["orders", "/namespace/topic"]),
+        ({"topic": f"{A},{A}"}, [A, "twice"]),
+        ({"topic": A, "startingOffsets": "latest"}, ["startingOffsets", "latest"]),
+        ({"topic": A, "endingOffsets": "earliest"}, ["endingOffsets", "earliest"]),
+        (
+            {"topic": A, "endingOffsets": f'{{"{A}": 301}}'},
+            ["endingOffsets is beyond the end", "offset=301"],
+        ),
+        ({"topic": A, "startingOffsets": '{"/default/b": 1}'}, ["not in the option topic"]),
+        ({"topic": A, "startingTimestamp": "2026-01-01T00:00:00"}, ["has no time zone"]),
+        (
+            {"topic": A, "startingTimestamp": TIME, "startingOffsets": "earliest"},
+            ["both startingTimestamp and startingOffsets are given"],
+        ),
+        (
+            {"topic": A, "startingTimestamp": "9", "endingTimestamp": "3"},
+            ["startingTimestamp", "after", "endingTimestamp"],
+        ),
+        ({"topic": A, "splitBytes": "1"}, ["splitBytes"]),
+        ({"topic": A, "minPartitions": "none"}, ["minPartitions"]),
+        ({"topic": A, "includeTail": "maybe"}, ["includeTail", "true"]),
+        ({"topic": A, "broker": "nowhere"}, ["broker", "host:port"]),
+        ({"topic": A, "maxMessagesPerTrigger": "5"}, ["maxMessagesPerTrigger", "stream"]),
+        ({"topic": A, "createTopics": "true"}, ["createTopics", "writing"]),
+    ],
+)
+def test_more_read_options_are_refused(here, shared, options, texts):
+    """The same without Spark, which shows the texts as they are."""
+    with pytest.raises(IsterError) as caught:
+        here(config=shared.config, **options)
+    found = str(caught.value)
+    assert [text for text in texts if text not in found] == [], found
+
+
+def test_place_that_is_none_is_refused(spark, tmp_path):
+    def read(**options):
+        return error_of(
+            lambda: spark.read.format("ister").options(topic=A, **options).load().count()
+        )
+
+    assert "neither config nor broker is given" in read()
+    found = read(config="/nowhere/ister.yml")
+    assert "the config file cannot be read" in found
+    assert "/nowhere/ister.yml" in found
+    found = read(config=str(tmp_path / "nothing"))
+    assert str(tmp_path / "nothing") in found
+    assert not (tmp_path / "nothing").exists()
+    for mode, wal in (("local_only", {"dir": str(tmp_path / "wal")}), ("memory", {})):
+        path = tmp_path / f"{mode}.yml"
+        path.write_text(yaml.safe_dump({"storage": {"mode": mode, "wal": wal}}))
+        found = read(config=str(path))
+        assert "Spark needs a log with a bucket" in found
+        assert mode in found
+    path.write_text(
+        yaml.safe_dump(
+            {"storage": {"wal": {"dir": str(tmp_path / "wal")}, "cloud": {"backend": "memory"}}}
+        )
+    )
+    assert "a store in memory is not shared" in read(config=str(path))
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ("offset INT", ["the column offset is bigint, not int"]),
+        ("offset BIGINT, value BINARY", ["there is no column 'value'", "payload"]),
+        ("payload STRING", ["the column payload is binary, not string", "cast"]),
+    ],
+)
+def test_users_schema_of_other_columns_is_refused(spark, shared, schema, texts):
+    reader = spark.read.format("ister").schema(schema).option("topic", A)
+    found = error_of(lambda: reader.load(shared.config).count())
+    assert [text for text in texts if text not in found] == [], found
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "texts"),
+    [
+        (["'x' AS other"], {}, ["a message has no column 'other'", "to_json(struct(...))"]),
+        (["'x' AS routing_key"], {}, ["the rows have no column payload"]),
+        (["'x' AS value"], {}, ["no column 'value'", '.withColumnRenamed("value", "payload")']),
+        (["id AS payload"], {}, ["the column payload is bigint", "cast it to binary or string"]),
+        (
+            ["'x' AS payload", "id AS publish_time"],
+            {},
+            ["the column publish_time is bigint", "timestamp"],
+        ),
+        (
+            ["'x' AS payload", "map('a', 1) AS attributes"],
+            {},
+            ["the column attributes is map<string,int>", "map<string,string>"],
+        ),
+        (["'x' AS payload"], {"topic": None}, ["no column topic", "the option topic is not set"]),
+        (["'x' AS payload"], {"topic": f"{A},{B}"}, ["topic names 2 topics"]),
+        (["'x' AS payload"], {"ack": "always"}, ["ack is 'always'", "synced"]),
+        (["'x' AS payload"], {"startingOffsets": "earliest"}, ["startingOffsets", "reading"]),
+        (["'x' AS payload"], {"topik": A}, ["unknown option 'topik'"]),
+    ],
+)
+def test_rows_and_options_of_a_write_are_refused_with_a_clear_text(
+    spark, place, columns, options, texts
+):
+    frame = spark.range(2).selectExpr(*columns)
+    given = {name: value for name, value in {"topic": B, **options}.items() if value is not None}
+    found = error_of(lambda: save(frame, place.config, **given))
+    assert [text for text in texts if text not in found] == [], found
+    assert not (place.root / "wal").exists(), "nothing was opened"
+
+
+def test_overwrite_is_refused(spark, place):
+    place.fill(A, 3)
+    frame = spark.range(2).selectExpr("'x' AS payload")
+    writer = frame.write.format("ister").options(config=place.config, topic=A)
+    assert "a topic is appended to, never overwritten" in error_of(
+        lambda: writer.mode("overwrite").save()
+    )
+    assert len(place.payloads(A)) == 3
+
+
+# -- which topics, how many partitions, from where -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Topics of several kinds."""
+    place = SparkPlace(tmp_path_factory.mktemp("many"))
+    for number in range(3):
+        place.fill(f"/default/p-part-{number}", 10 + number, uploaded=5 * (number % 2))
+    place.fill("/default/p-part-x", 1)
+    place.fill("/default/p-parts", 1)
+    place.fill("/default/files", 7)
+    place.fill("/other/one", 4, uploaded=4)
+    with place.open() as log:
+        log.topic("/default/empty", create=True)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"topic": "/default/files, /other/one"}, {"/default/files": 7, "/other/one": 4}),
+        ({"topicPattern": "/(other|default)/(one|files)"}, {"/default/files": 7, "/other/one": 4}),
+        (
+            {"topic": "/default/p"},
+            {"/default/p-part-0": 10, "/default/p-part-1": 11, "/default/p-part-2": 12},
+        ),
+        (
+            {"topic": "/default/p", "startingOffsets": '{"/default/p-part-1": 9}'},
+            {"/default/p-part-0": 10, "/default/p-part-1": 2, "/default/p-part-2": 12},
+        ),
+        ({"topic": "/default/p-part-1"}, {"/default/p-part-1": 11}),
+        ({"topic": "/default/empty"}, {}),
+        ({"topic": "/default/empty,/default/files"}, {"/default/files": 7}),
+        ({"topic": "/default/files", "includeTail": "false"}, {}),
+        ({"topic": "/default/p-part-1", "includeTail": "false"}, {"/default/p-part-1": 5}),
+        ({"topic": "/default/files", "startingTimestamp": TIME}, {}),
+        (
+            {"topic": "/other/one", "startingOffsets": '{"/other/one": 4}'},
+            {},
+        ),
+    ],
+)
+def test_topics_that_options_mean(here, many, options, expected):
+    batches = here(config=many.config, columns="topic", **options).batches()
+    assert Counter(name for batch in batches for name in batch["topic"].to_pylist()) == expected
+
+
+def test_topics_that_options_mean_through_spark(spark, many):
+    for options, expected in (
+        ({"topic": "/default/p,/default/empty"}, [10, 11, 12]),
+        ({"topicPattern": "/default/(files|p-part-[0-9])"}, [7, 10, 11, 12]),
+        ({"topic": "/default/empty"}, []),
+    ):
+        counted = load(spark, many.config, **options).groupBy("topic").count().orderBy("topic")
+        assert [row["count"] for row in counted.collect()] == expected
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A topic with eight objects of about 64 KiB each."""
+    place = SparkPlace(
+        tmp_path_factory.mktemp("large"),
+        wal={"rotate_max_bytes": MIB},
+        uploader={"max_object_bytes": 64 * KIB},
+    )
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        fill(topic, 900, size=500)
+        topic.upload()
+        log.seal(A)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("options", "low", "high"),
+    [
+        ({}, 1, 1),
+        ({"splitBytes": "64k"}, 8, 10),
+        ({"splitBytes": "256k"}, 2, 3),
+        ({"minPartitions": "4"}, 4, 8),
+        ({"minPartitions": "12"}, 12, 16),
+        ({"minPartitions": "2", "splitBytes": "64k"}, 8, 10),
+    ],
+)
+def test_partitions_go_by_size_and_by_wish(spark, large, options, low, high):
+    frame = load(spark, large.config, topic=A, columns="offset", **options)
+    assert low <= frame.rdd.getNumPartitions() <= high
+    # In order over partitions, each once.
+    assert [row.offset for row in frame.collect()] == list(range(900))
+
+
+def test_bucket_alone_touches_no_broker(spark, place):
+    """Goal: `includeTail=false` asks nobody but the stores, and needs nobody."""
+    rows = place.fill(A, 50, uploaded=40)
+    with place.open() as log, FlightTopics(log) as server:
+        log.topic(A)
+        options = {"topic": A, "includeTail": "false"}
+        frame = load(spark, place.elsewhere, broker=server.address, **options)
+        assert rows_in(frame.toArrow()) == rows[:40]
+        assert server.calls == Counter()
+    dead = f"127.0.0.1:{free_port()}"
+    frame = load(spark, place.elsewhere, broker=dead, **options)
+    assert rows_in(frame.toArrow()) == rows[:40]
+    frame = load(spark, place.elsewhere, **options)
+    assert rows_in(frame.toArrow()) == rows[:40]
+
+
+def test_tail_on_another_machine_without_a_broker_is_a_clear_error(spark, place):
+    place.fill(A, 50, uploaded=40)
+    found = error_of(lambda: load(spark, place.elsewhere, topic=A).count())
+    assert "what is not in the bucket yet is on another machine" in found
+    assert "broker" in found
+    assert "includeTail=false" in found
+
+
+def test_sealed_topic_needs_no_broker(spark, place):
+    """Everything is in the bucket, and the metadata store says so."""
+    rows = place.fill(A, 50, uploaded=40)
+    with place.open() as log:
+        log.seal(A)
+    assert rows_in(load(spark, place.elsewhere, topic=A).toArrow()) == rows
+
+
+def test_broker_alone_says_where_everything_is(spark, place):
+    """Goal: without a config, the broker's settings lead to the bucket, and it serves the tail."""
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        fill(topic, 40)
+        topic.upload()
+        fill(topic, 10, first=40)
+        expected = rows_of(topic)
+        with FlightTopics(Elsewhere(log, place.elsewhere)) as server:
+            frame = spark.read.format("ister").options(broker=server.address, topic=A).load()
+            assert rows_in(frame.toArrow()) == expected
+            assert server.calls["storage"] >= 1
+            assert server.calls[READ] == 1
+
+
+def test_times_are_found_by_the_broker(here, place):
+    with place.open() as log, FlightTopics(log) as server:
+        topic = log.topic(A, create=True)
+        fill(topic, 20)
+        topic.upload()
+        fill(topic, 20, first=20)
+        expected = rows_of(topic)
+        options = {"config": place.elsewhere, "topic": A, "broker": server.address}
+        assert here(**options, **_times(10, 35)).rows() == expected[10:35]
+        assert here(**options, **_times(30, 35)).rows() == expected[30:35]
+        assert server.calls["find_time"] >= 2
+
+
+def test_dead_broker_is_an_error_that_names_it(here, monkeypatch, place):
+    monkeypatch.setattr("ister.spark.batch.patiently", lambda ask: ask())
+    place.fill(A, 5)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(UnavailableError, match=f"{address} does not answer"):
+        here(config=place.elsewhere, topic=A, broker=address)
+
+
+# -- what moves under a plan ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def moving(place):
+    """A log whose topic has 300 messages in many objects, and 60 behind them; its owner is here."""
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        fill(topic, 300)
+        topic.upload()
+        fill(topic, 60, first=300)
+        yield place, log, topic
+
+
+def test_expired_objects_are_a_gap_that_names_the_range(spark, here, moving):
+    """Goal: what retention took after the plan is told, not left out; and left out if told to."""
+    place, log, topic = moving
+    expected = rows_of(topic)
+    options = {"topic": A, "splitBytes": "64k"}
+    frame = load(spark, place.config, **options)
+    lenient = load(spark, place.config, failOnDataLoss="false", **options)
+    assert frame.rdd.getNumPartitions() == lenient.rdd.getNumPartitions() >= 1
+    planned = here(config=place.config, **options)
+    planned_lenient = here(config=place.config, failOnDataLoss="false", **options)
+
+    earliest = expire_before(log, topic, 200)
+    assert 100 < earliest <= 200
+    with pytest.raises(DataGapError) as caught:
+        planned.rows()
+    assert (caught.value.start, caught.value.end) == (0, earliest)
+    assert caught.value.topic == A
+    assert planned_lenient.rows() == expected[earliest:]
+
+    found = error_of(frame.count)
+    assert "DataGapError" in found
+    assert f"offsets 0 up to, not including, {earliest} are in no tier" in found
+    assert rows_in(lenient.toArrow()) == expected[earliest:]
+
+
+def test_expiry_in_the_middle_of_a_slice_leaves_the_rest(here, place):
+    """Goal: of a tail that became several objects, of which the first ones went, the others come.
+
+    Method: the tail is one slice of the plan, whatever it became later.
+    """
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        fill(topic, 360)
+        expected = rows_of(topic)
+        strict = here(config=place.config, topic=A)
+        lenient = here(config=place.config, topic=A, failOnDataLoss="false")
+        topic.upload()
+        earliest = expire_before(log, topic, 200)
+        assert 100 < earliest < 200
+        assert topic.watermarks.trimmed >= 200
+        assert lenient.rows() == expected[earliest:]
+        with pytest.raises(DataGapError) as caught:
+            strict.rows()
+        assert (caught.value.start, caught.value.end) == (0, earliest)
+
+
+def test_start_that_is_no_longer_kept(spark, here, moving):
+    place, log, topic = moving
+    expected = rows_of(topic)
+    earliest = expire_before(log, topic, 200)
+    options = {"topic": A, "startingOffsets": json.dumps({A: 5})}
+    found = error_of(lambda: load(spark, place.config, **options).count())
+    assert "startingOffsets asks for messages that are no longer kept" in found
+    assert f"offsets 5 up to, not including, {earliest}" in found
+    lenient = here(config=place.config, **options, failOnDataLoss="false")
+    assert lenient.rows() == expected[earliest:]
+    # Without a start nothing is missing: it begins where the topic does.
+    assert here(config=place.config, topic=A).rows() == expected[earliest:]
+
+
+@pytest.mark.parametrize("columns", [None, "offset,payload"])
+def test_tail_that_was_uploaded_and_trimmed_reads_the_same(here, moving, columns):
+    place, _, topic = moving
+    options = {"config": place.config, "topic": A}
+    if columns is not None:
+        options["columns"] = columns
+    planned = here(**options)
+    expected = pa.Table.from_batches(here(**options).batches())
+    topic.upload()
+    fill(topic, 100, first=360)
+    topic.upload()
+    topic.tier.trim()
+    assert topic.watermarks.trimmed >= 360
+    assert pa.Table.from_batches(planned.batches()) == expected
+    assert expected.num_rows == 360
+
+
+def test_tail_that_the_broker_no_longer_has_is_read_from_the_bucket(here, moving):
+    place, log, topic = moving
+    expected = rows_of(topic)
+    with FlightTopics(log) as server:
+        planned = here(config=place.elsewhere, topic=A, broker=server.address)
+        topic.upload()
+    assert planned.rows() == expected
+    assert server.calls[READ] == 0
+
+
+def test_tail_planned_here_is_read_from_the_broker_by_tasks_without_files(here, moving):
+    """The driver is on the owner's machine, and the executors are not."""
+    place, log, topic = moving
+    expected = rows_of(topic)
+    with FlightTopics(log) as server:
+        planned = here(config=place.config, topic=A, broker=server.address)
+        apart = here(config=place.elsewhere, topic=A, broker=server.address)
+        apart.partitions = pickle.loads(pickle.dumps(planned.partitions))
+        assert apart.rows() == expected
+        assert server.calls[READ] == 1
+
+
+def test_object_that_was_replaced_reads_the_same(spark, here, place):
+    """Goal: an object that was lost and uploaded again has another name than the plan says.
+
+    Method: the next owner of the topic repairs it, and owners name their objects differently.
+    """
+    expected = place.fill(A, 360, uploaded=300)
+    frame = load(spark, place.config, topic=A)
+    assert frame.rdd.getNumPartitions() == 1
+    planned = here(config=place.config, topic=A)
+    with place.open() as log:
+        topic = log.topic(A)
+        before = objects_of(topic)
+        for described in before[:2]:
+            remove_object(log, topic, described)
+        assert len(log.repair(A).objects) == 2
+        after = {described.object_id for described in objects_of(log.topic(A))}
+    assert len({described.object_id for described in before} - after) == 2
+    assert planned.rows() == expected
+    assert rows_in(frame.toArrow()) == expected
+
+
+def test_object_that_is_lost_is_read_from_files_that_still_have_it(here, moving):
+    place, log, topic = moving
+    expected = rows_of(topic)
+    planned = here(config=place.config, topic=A)
+    remove_object(log, topic, objects_of(topic)[1])
+    assert planned.rows() == expected
+
+
+def test_damaged_object_is_read_from_files_or_named(here, place):
+    """Goal: a flipped byte is noticed; another tier's copy is taken, or the error says where."""
+    expected = place.fill(A, 100, uploaded=80)
+    (path,) = (place.root / "objects").rglob("data-0-*.dnb1")
+    flip_byte(path, path.stat().st_size // 4)
+    assert here(config=place.config, topic=A).rows() == expected
+    with place.open() as log:
+        topic = log.topic(A)
+        topic.upload()
+        topic.wal.trim(100)
+        assert topic.watermarks.trimmed == 50
+    with pytest.raises(CorruptDataError) as caught:
+        here(config=place.config, topic=A).rows()
+    assert caught.value.topic == A
+    assert 0 < caught.value.offset < 50
+
+
+def test_topic_made_again_under_a_plan_is_not_mixed_with_the_old_one(spark, here, moving):
+    place, log, _ = moving
+    frame = load(spark, place.config, topic=A)
+    assert frame.count() == 360
+    log.delete(A)
+    fill(log.topic(A, create=True), 400)
+    found = error_of(frame.count)
+    assert "the topic was deleted and made again" in found
+
+
+# -- writes --------------------------------------------------------------------------------------
+
+
+def _numbers(
+    spark, count: int, partitions: int = 1, columns: str = "cast(id AS string) AS payload"
+):
+    return spark.range(0, count, 1, partitions).selectExpr(*columns.split("; "))
+
+
+def test_rows_arrive_in_order(spark, place):
+    """Partition after partition, and within each as Spark has them."""
+    save(_numbers(spark, 100, 3), place.config, topic=B)
+    assert place.payloads(B) == [b"%d" % number for number in range(100)]
+    save(_numbers(spark, 5), place.config, topic=B)
+    assert place.payloads(B) == [b"%d" % number for number in [*range(100), *range(5)]]
+    assert place.staged_files() == []
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_all_columns_go_round_from_topic_to_topic(spark, place, request, codec):
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    with place.open() as log:
+        topic = log.topic(A, create=True, codec=codec)
+        fill_randomly(topic, random.Random(seed), 80, has_odd_times=False)
+        expected = rows_of(topic)
+    save(load(spark, place.config, topic=A), place.config, topic=B, codec=str(codec))
+    with place.open() as log:
+        copy = log.topic(B)
+        assert copy.codec is codec
+        assert rows_of(copy) == [row._replace(topic=B) for row in expected]
+    assert place.staged_files() == []
+
+
+def test_points_in_time_do_not_depend_on_the_sessions_zone(spark, place):
+    expected = place.fill(A, 3, uploaded=1)
+    with ExitStack() as stack:
+        conf(spark, stack, "spark.sql.session.timeZone", "America/New_York")
+        frame = load(spark, place.config, topic=A)
+        save(frame, place.config, topic=B)
+        assert rows_in(frame.toArrow()) == expected
+    with place.open() as log:
+        assert rows_of(log.topic(B)) == [row._replace(topic=B) for row in expected]
+
+
+def test_what_is_null_is_as_append_would_have_it(spark, place):
+    columns = (
+        "'x' AS payload; cast(null AS string) AS producer_name; "
+        "cast(null AS map<string,string>) AS attributes; cast(null AS string) AS routing_key; "
+        "cast(null AS int) AS schema_id; cast(null AS tinyint) AS schema_version; "
+        "cast(null AS timestamp) AS publish_time; cast(null AS string) AS topic"
+    )
+    before = datetime.now(UTC).replace(microsecond=0)
+    save(_numbers(spark, 2, columns=columns), place.config, topic=B)
+    save(_numbers(spark, 1, columns=columns), place.config, topic=B, producerName="job")
+    save(_numbers(spark, 1), place.config, topic=B, producerName="job")
+    mixed = "'x' AS payload; if(id = 0, 'own', null) AS producer_name"
+    save(_numbers(spark, 2, columns=mixed), place.config, topic=B, producerName="job")
+    with place.open() as log:
+        rows = rows_of(log.topic(B))
+    assert [row.producer_name for row in rows] == ["", "", "job", "job", "own", "job"]
+    for row in rows:
+        assert row.publish_time >= before
+        assert row.attributes == {}
+        assert (row.routing_key, row.schema_id, row.schema_version) == (None, None, None)
+
+
+def test_row_that_is_no_message_leaves_nothing_of_the_write(spark, place):
+    """Goal: one bad row in one of several tasks: an error that says so, and no row at all."""
+    place.fill(B, 3)
+    columns = "if(id = 55, null, 'x') AS payload; '/default/b' AS topic"
+    with ExitStack() as stack:
+        conf(spark, stack, ROWS_PER_BATCH, "10")
+        found = error_of(lambda: save(_numbers(spark, 60, 3, columns), place.config))
+    assert "has no payload" in found, found
+    assert len(place.payloads(B)) == 3, "rows of a write that failed are in the topic"
+    assert place.staged_files() == []
+
+
+_GOOD = {
+    "payload": "x",
+    "topic": B,
+    "attributes": {"a": "b"},
+    "publish_time": datetime(2026, 1, 1, tzinfo=UTC),
+    "schema_version": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        ("payload", None, "has no payload"),
+        ("payload", "x" * 11_000_000, "11000000 bytes"),
+        ("attributes", {"a": None}, "attribute 'a' that is null"),
+        ("publish_time", datetime(1960, 1, 1, tzinfo=UTC), "publish_time"),
+        ("schema_version", 5_000_000_000, "the column schema_version"),
+        ("topic", None, "a row has no topic"),
+        ("topic", "no name", "no name"),
+    ],
+)
+def test_no_kind_of_bad_row_leaves_anything(write_here, place, column, value, text):
+    """The same without Spark, for everything that makes a row no message."""
+    place.fill(B, 3)
+    good = [tuple(_GOOD.values())] * 5
+    bad = tuple({**_GOOD, column: value}.values())
+    writing = write_here(_GOOD, config=place.config)
+    with pytest.raises(InvalidRequestError, match=re.escape(text)):
+        writing.run(good, good, [*good, bad])
+    assert len(place.payloads(B)) == 3, "rows of a write that failed are in the topic"
+    assert place.staged_files() == []
+    write_here(_GOOD, config=place.config).run(good, good)
+    assert len(place.payloads(B)) == 13
+
+
+def test_topics_by_column(spark, place):
+    columns = (
+        "cast(id AS string) AS payload; "
+        "if(id % 3 = 0, '/default/three', concat('/other/', cast(id % 3 AS string))) AS topic"
+    )
+    save(_numbers(spark, 30, 2, columns), place.config)
+    assert place.topics() == ["/default/three", "/other/1", "/other/2"]
+    for name, rest in (("/default/three", 0), ("/other/1", 1), ("/other/2", 2)):
+        assert place.payloads(name) == [b"%d" % n for n in range(30) if n % 3 == rest]
+    assert place.staged_files() == []
+
+
+def test_more_topics_than_a_task_keeps_open(spark, place):
+    """Files are closed and opened again; the order within each topic stays."""
+    columns = (
+        "cast(id AS string) AS payload; "
+        "concat('/many/t', lpad(cast(id % 20 AS string), 2, '0')) AS topic"
+    )
+    with ExitStack() as stack:
+        conf(spark, stack, ROWS_PER_BATCH, "25")
+        save(_numbers(spark, 100, 1, columns), place.config)
+    with place.open() as log:
+        for number in range(20):
+            found = [message.payload for message in log.topic(f"/many/t{number:02}").read()]
+            assert found == [b"%d" % n for n in range(number, 100, 20)]
+
+
+def test_option_topic_beats_the_column(spark, place):
+    columns = "'x' AS payload; '/default/other' AS topic"
+    save(_numbers(spark, 3, columns=columns), place.config, topic=B)
+    assert place.topics() == [B]
+    assert len(place.payloads(B)) == 3
+
+
+def test_ack_and_codec_are_those_of_new_topics(spark, tmp_path):
+    place = SparkPlace(tmp_path, uploader={"engine": "embedded", "interval_seconds": 1})
+    options = {"ack": "tiered", "codec": "bincode1"}
+    save(_numbers(spark, 3), place.config, topic=B, **options)
+    with place.open() as log:
+        topic = log.topic(B)
+        assert (topic.ack, topic.codec) == ("tiered", "bincode1")
+        assert topic.watermarks.tiered == 3
+        log.topic(A, create=True, ack="written")
+    # A topic that exists stays as it is.
+    save(_numbers(spark, 2), place.config, topic=A, **options)
+    with place.open() as log:
+        assert (log.topic(A).ack, log.topic(A).codec) == ("written", "bincode2")
+        assert log.topic(A).watermarks.synced == 2
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_field_that_the_codec_does_not_have_leaves_nothing(write_here, tmp_path, is_new):
+    """Goal: refused before anything is appended, whether the topic is made or has the codec."""
+    place = SparkPlace(tmp_path, cloud={"orphan_grace_minutes": 0})
+    options = {"codec": "bincode1"} if is_new else {}
+    if not is_new:
+        with place.open() as log:
+            log.topic(B, create=True, codec="bincode1")
+    writing = write_here(("payload", "routing_key"), config=place.config, topic=B, **options)
+    good = [("x", None)] * 5
+    with pytest.raises(InvalidRequestError, match="bincode1 has no field routing_key"):
+        writing.run(good, [*good, ("x", "k")])
+    if is_new:
+        assert place.topics() == []
+    else:
+        assert place.payloads(B) == [], "rows of a write that failed are in the topic"
+        place.sweep(B)
+    assert place.staged_files() == []
+
+
+def test_codec_of_new_topics_says_nothing_about_one_that_exists(write_here, place):
+    """Goal: a topic that exists takes what its own codec has, whatever the option says."""
+    place.fill(B, 1)
+    options = {"config": place.config, "topic": B, "codec": "bincode1"}
+    write_here(("payload", "routing_key"), **options).run([("x", "k")] * 2)
+    with place.open() as log:
+        assert [row.routing_key for row in rows_of(log.topic(B))] == [None, "k", "k"]
+
+
+def test_topics_are_not_made_when_told_not_to(spark, place):
+    found = error_of(lambda: save(_numbers(spark, 2), place.config, topic=B, createTopics="false"))
+    assert f"there is no topic {B}" in found
+    assert "createTopics" in found, "the text has to name the option of this API"
+    assert place.topics() == []
+
+
+def test_write_with_one_missing_topic_leaves_nothing_in_the_others(write_here, place):
+    """Goal: it fails before any row arrives anywhere."""
+    place.fill(A, 2)
+    writing = write_here(("payload", "topic"), config=place.config, createTopics="false")
+    with pytest.raises(NotFoundError, match=f"there is no topic {B}"):
+        writing.run([("x", A)] * 5, [("x", B)] * 5)
+    assert place.topics() == [A]
+    assert len(place.payloads(A)) == 2, "rows of a write that failed are in the topic"
+
+
+@pytest.mark.parametrize("point", ["batch.after_manifest", "batch.after_begin", "batch.after_rows"])
+def test_files_of_a_write_that_died_in_its_commit_go_at_last(write_here, tmp_path, point):
+    """Goal: nobody asks again for a batch of `df.write`, so nothing keeps its files for ever."""
+    place = SparkPlace(tmp_path, cloud={"orphan_grace_minutes": 0})
+    writing = write_here(["payload"], config=place.config, topic=B)
+
+    def die() -> None:
+        raise RuntimeError("planned failure")
+
+    failpoints.arm(point, die)
+    with pytest.raises(RuntimeError, match="planned failure"):
+        writing.run([("x",)] * 5, [("x",)] * 5)
+    failpoints.disarm()
+    assert place.staged_files() != [], "the point was not reached"
+    place.sweep(B)
+    assert place.staged_files() == []
+    # The topic goes on as if nothing had been.
+    before = len(place.payloads(B))
+    write_here(["payload"], config=place.config, topic=B).run([("x",)] * 3)
+    assert len(place.payloads(B)) == before + 3
+
+
+_COMMIT = """
+import sys
+import pyarrow as pa
+from pyspark.sql.types import StructType
+from ister.spark import IsterDataSource
+schema = StructType().add("payload", "binary")
+options = {"config": sys.argv[1], "topic": sys.argv[2], "ack": "tiered"}
+writer = IsterDataSource(options).writer(schema, overwrite=False)
+staged = writer.write(iter([pa.record_batch({"payload": pa.array([b"x"], pa.binary())})]))
+writer.commit([staged])
+"""
+
+
+def test_commit_to_a_tiered_topic_waits_for_nobody(place):
+    """Goal: rows of a topic that acknowledges what is tiered are uploaded by their own commit.
+
+    Method: nobody else uploads in this place. In a process of its own, because a commit that does
+    not end could not be ended here.
+    """
+    command = [sys.executable, "-c", _COMMIT, place.config, B]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the commit waits for an upload that nobody makes")
+    assert done.returncode == 0, done.stderr
+    with place.open() as log:
+        assert log.topic(B).watermarks.tiered == 1
+
+
+def test_big_rows(spark, place):
+    """Near the limit of a message, several in one batch of rows."""
+    columns = "repeat(cast(id % 10 AS string), 10 * 1024 * 1024) AS payload"
+    save(_numbers(spark, 4, 2, columns), place.config, topic=B)
+    assert place.payloads(B) == [b"%d" % n * (10 * MIB) for n in range(4)]
+
+
+def test_no_rows_are_no_write(spark, place):
+    place.fill(A, 2)
+    save(_numbers(spark, 0), place.config, topic=B)
+    save(_numbers(spark, 10, 3).filter("payload > 'x'"), place.config, topic=A)
+    assert place.topics() == [A]
+    assert len(place.payloads(A)) == 2
+    assert place.staged_files() == []
+
+
+def test_task_that_is_run_again_writes_once(spark, place, tmp_path):
+    """Goal: an attempt that fails half way, with rows staged, leaves nothing of itself."""
+    marker = str(tmp_path / "failed-once")
+
+    def fail_once(number):
+        import os  # noqa: PLC0415 - runs in a worker
+
+        if number == 38 and not os.path.exists(marker):
+            with open(marker, "w"):
+                pass
+            raise RuntimeError("planned failure")
+        return str(number)
+
+    failing = F.udf(fail_once, "string")
+    with ExitStack() as stack:
+        conf(spark, stack, ROWS_PER_BATCH, "5")
+        frame = spark.range(0, 40, 1, 2).select(failing("id").alias("payload"))
+        save(frame, place.config, topic=B)
+    assert Path(marker).exists()
+    assert place.payloads(B) == [b"%d" % number for number in range(40)]
+    assert place.staged_files() == []
+
+
+def test_task_that_always_fails_leaves_nothing(spark, place):
+    def fail(number):
+        if number == 38:
+            raise RuntimeError("planned failure")
+        return str(number)
+
+    place.fill(B, 1)
+    with ExitStack() as stack:
+        conf(spark, stack, ROWS_PER_BATCH, "5")
+        frame = spark.range(0, 40, 1, 2).select(F.udf(fail, "string")("id").alias("payload"))
+        found = error_of(lambda: save(frame, place.config, topic=B))
+    assert "planned failure" in found
+    assert len(place.payloads(B)) == 1
+    assert place.staged_files() == []
+
+
+def test_broker_appends_for_its_clients(spark, place):
+    """Goal: with the log open elsewhere, its owner does it; topics are made there, too."""
+    columns = "cast(id AS string) AS payload; if(id < 5, '/default/a', '/default/b') AS topic"
+    with place.open() as log, FlightTopics(log) as server:
+        fill(log.topic(A, create=True), 2)
+        options = {"broker": server.address, "ack": "written"}
+        save(_numbers(spark, 10, 2, columns), place.elsewhere, **options)
+        assert [message.payload for message in log.topic(B).read()] == [
+            b"%d" % number for number in range(5, 10)
+        ]
+        assert len(list(log.topic(A).read())) == 7
+        assert log.topic(B).ack == "written"
+        assert server.calls["append_staged"] == 2
+        found = error_of(
+            lambda: save(
+                _numbers(spark, 1),
+                place.elsewhere,
+                topic="/default/new",
+                createTopics="false",
+                **options,
+            )
+        )
+        assert "there is no topic /default/new" in found
+        # Without a config: the broker knows the bucket.
+        writer = _numbers(spark, 3).write.format("ister").mode("append")
+        writer.options(broker=server.address, topic=B).save()
+        assert len(list(log.topic(B).read())) == 8
+    assert not any("/default/a/" in key or "/default/b/" in key for key in place.staged_files())
+
+
+def test_log_that_is_open_elsewhere_is_a_clear_error(spark, place):
+    """Goal: the lock is waited for, not longer than told, and the text says what to do."""
+    with place.open() as log:
+        topic = log.topic(B, create=True)
+        frame = _numbers(spark, 3)
+        found = error_of(lambda: save(frame, place.config, topic=B, commitTimeoutSeconds="1"))
+        assert "another process has the log open" in found
+        assert "broker" in found
+        assert list(topic.read()) == []
+    save(frame, place.config, topic=B, commitTimeoutSeconds="1")
+    assert len(place.payloads(B)) == 3
+
+
+def test_write_that_waits_for_the_lock_finishes(spark, place):
+    """Goal: whoever has the log closes it meanwhile, and the rows arrive.
+
+    Method: it is closed once the rows are staged and the commit has had time to meet the lock.
+    """
+    log = place.open()
+    pause = threading.Event()
+
+    def close_later() -> None:
+        try:
+            eventually(place.staged_files, "rows are staged")
+            pause.wait(1.0)
+        finally:
+            log.close()
+
+    closing = Task(close_later)
+    save(_numbers(spark, 3), place.config, topic=B, commitTimeoutSeconds="60")
+    closing.result()
+    assert len(place.payloads(B)) == 3
+
+
+def test_write_to_the_topic_that_is_read(spark, place):
+    """The plan is a snapshot: what is written does not come back into the same read."""
+    place.fill(A, 20, uploaded=10)
+    frame = load(spark, place.config, topic=A)
+    save(frame, place.config, topic=A)
+    assert len(place.payloads(A)) == 40
