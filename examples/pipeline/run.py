@@ -49,6 +49,9 @@ def run_pipeline(directory: Path) -> None:
     # Without a catalog that outlives it, the second run would not know the tables of the first.
     # This one is a database in the current directory.
     command = [SPARK_PIPELINES, "run", "--conf", "spark.sql.catalogImplementation=hive"]
+    # Hive would leave an empty folder in the system's temporary directory at each run.
+    resources = f"spark.hadoop.hive.downloaded.resources.dir={directory / 'hive'}"
+    command += ["--conf", resources]
     # Spark starts `python3` otherwise, which may be another one.
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable}
     subprocess.run(command, cwd=directory, env=environment, check=True)
