@@ -1,0 +1,310 @@
+"""kill -9 of Spark drivers, of their workers and of commits, while a stream copies a topic.
+
+A death of the driver is the death of everything it has started: JVM, Python workers, the process
+that commits. What is left is Spark's checkpoint, the topics, and staged files; from these the next
+driver has to go on as if nothing had happened. A worker that dies is Spark's to replace, and must
+not show.
+"""
+
+import json
+import random
+import time
+from collections import Counter
+
+import pytest
+
+import ister
+from fault.processes import kill_all
+from fault.spark_child import SparkChild
+from fault.spark_copy import B, Copy, payload_of
+from fault.tier_checks import memory_directory
+from fault.writer_child import HEAVY, new_seed, say_replay
+from ister.failpoints import FAILPOINTS
+
+POINTS = sorted(point for point in FAILPOINTS if point.startswith("batch."))
+ROUNDS = 10 if HEAVY else 2
+
+_LIMIT = 300
+_LIMIT_OF_A_DRAIN = 20_000
+_BATCH_SECONDS_MAX = 120.0
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory; see there."""
+    with memory_directory() as directory:
+        yield directory
+
+
+class Run:
+    """A copy, the drivers that work on it one after the other, and what was done to them.
+
+    Args:
+        directory: An existing one.
+        seed: What all choices come from.
+        is_one_log: See `Copy`.
+    """
+
+    def __init__(self, directory, seed: str, *, is_one_log: bool = False) -> None:
+        self.copy = Copy(directory, is_one_log=is_one_log)
+        self.seed = seed
+        self.chance = random.Random(seed)
+        self.told: Counter[str] = Counter()
+        self._drivers: list[SparkChild] = []
+        self._directory = directory
+        self._started = time.monotonic()
+        self.copy.produce(2 * _LIMIT)
+
+    def driver(self, *, failpoints: str | None = None) -> SparkChild:
+        """A new one."""
+        self._drivers.append(SparkChild(self._directory, failpoints=failpoints))
+        return self._drivers[-1]
+
+    def follow(self, child: SparkChild, **sink: str) -> None:
+        """Has a driver copy on and on."""
+        self.produce_between()
+        child.ready()
+        child.tell("stream", **self.copy.stream(limit=_LIMIT, **sink))
+
+    def produce_between(self) -> None:
+        """New messages, where nobody appends all the while."""
+        if self.copy.is_one_log:
+            self.copy.produce(self.chance.randint(_LIMIT, 3 * _LIMIT))
+
+    # -- deaths -------------------------------------------------------------------------------
+
+    def kill_driver(self, child: SparkChild, *, workers: int = 0) -> None:
+        """A driver that copies until it is killed with all it has started, wherever it is.
+
+        Args:
+            child: The driver.
+            workers: How many processes of its tasks are killed before that.
+        """
+        self.follow(child)
+        for _ in range(workers):
+            self._hear_batch(child)
+            assert self._kill_worker(child, only_tasks=True), "no worker was found"
+            # Not the batch that was under way: the next one needs the worker that is gone.
+            self._hear_batch(child)
+        self._wait_for_a_moment(child)
+        assert child.kill() >= 2, "a driver and its JVM"
+        self.told["driver_kills"] += 1
+
+    def kill_jvm(self, child: SparkChild) -> None:
+        """A driver whose JVM is killed alone: the rest of it ends by itself."""
+        self.follow(child)
+        self._wait_for_a_moment(child)
+        child.kill_jvm()
+        child.end(is_well=False)
+        self.told["jvm_kills"] += 1
+
+    def _wait_for_a_moment(self, child: SparkChild) -> None:
+        """Lets some batches pass, or none, and a part of the next one."""
+        for _ in range(self.chance.randint(0, 3)):
+            self._hear_batch(child)
+        seconds = self.chance.uniform(0.0, 1.0 if child.said["batch"] else 8.0)
+        assert child.listen("failed", "done", seconds=seconds) is None, child.story()
+
+    def kill_commit(
+        self, child: SparkChild, point: str, *, is_in_environment: bool = False, **sink: str
+    ) -> None:
+        """A commit that dies at a failpoint, which ends the query.
+
+        Args:
+            child: The driver.
+            point: The failpoint.
+            is_in_environment: The driver knows already where to die.
+            sink: More options of the sink.
+        """
+        if not is_in_environment:
+            sink["failpoints"] = f"{point}=kill@1"
+        self.follow(child, **sink)
+        kind = child.hear("failed", "done", seconds=_BATCH_SECONDS_MAX)
+        assert kind == "failed", f"{point} was not reached"
+        assert "crashed" in child.last["failed"], child.last["failed"]
+        self.told["commit_kills"] += 1
+
+    def kill_workers(self, child: SparkChild, kills: int, *, only_tasks: bool = True) -> None:
+        """Python processes that die one after the other while a query runs.
+
+        Args:
+            child: The driver.
+            kills: How many.
+            only_tasks: Those of tasks, which Spark tries again; else also those that plan, commit
+                and ask for the topic's end, without which a query fails and is started again.
+        """
+        self.produce_between()
+        child.ready()
+        command, done = self.copy.stream(limit=_LIMIT), child.said["done"]
+        child.tell("stream", **command, batches=2 * kills, again=True)
+        self._hear_batch(child)
+        before = self.told["worker_kills"]
+        while child.listen("done", "failed", seconds=self.chance.uniform(0.3, 1.5)) is None:
+            self.produce_between()
+            if self.told["worker_kills"] < before + kills:
+                self._kill_worker(child, only_tasks=only_tasks)
+        assert child.said["done"] > done, child.story()
+        self.told["query_failures"] += child.last["done"]["failures"]
+        assert self.told["worker_kills"] > before, "no worker was found"
+
+    def _kill_worker(self, child: SparkChild, *, only_tasks: bool) -> bool:
+        workers = child.workers(only_tasks=only_tasks)
+        self.chance.shuffle(workers)
+        killed = kill_all(workers[:1])
+        self.told["worker_kills"] += killed
+        return killed > 0
+
+    def stop_and_start(self, child: SparkChild, times: int) -> None:
+        """A query that is stopped anywhere in a batch, and started again at once."""
+        for _ in range(times):
+            self.produce_between()
+            child.ready()
+            command = self.copy.stream(limit=_LIMIT)
+            child.ask("stream", **command, seconds=self.chance.uniform(0.5, 2.5))
+            self.told["stops"] += 1
+
+    def _hear_batch(self, child: SparkChild) -> None:
+        kind = child.hear("batch", "failed", "done", seconds=_BATCH_SECONDS_MAX)
+        assert kind == "batch", child.story()
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def drain(self, child: SparkChild, **sink: str) -> None:
+        """Copies what there is now."""
+        child.ready()
+        command = self.copy.stream(limit=_LIMIT_OF_A_DRAIN, **sink)
+        child.ask("stream", **command, now=True)
+
+    def finish(self, child: SparkChild) -> None:
+        """The last driver copies what is left, and nothing of it stays behind."""
+        self.drain(child)
+        child.end()
+        figures = self.copy.judge()
+        swept = self.copy.sweep()
+        seconds = round(time.monotonic() - self._started, 1)
+        batches = sum(child.said["batch"] for child in self._drivers)
+        done = {"drivers": len(self._drivers), "batches": batches, **self.told}
+        told = {"seed": self.seed, **done, **figures, "swept_files": swept, "seconds": seconds}
+        print(json.dumps({"test": "kill -9 of Spark", **told}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_drivers_and_commits_copy_each_message_once(tmp_path, request):
+    """Goal: no message is lost or doubled by a death of the driver, of a worker or of a commit.
+
+    Method: a producer appends to A all the while, uploads and trims. A process that runs tasks is
+    killed, and then the driver; the next driver is killed, too. In the third one a commit dies at
+    each of its failpoints, and the query is started again. At the end B is compared with A.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    run = Run(tmp_path, f"{seed}/bounded")
+    with (
+        run.copy.producing(run.seed),
+        run.driver() as first,
+        run.driver() as second,
+        run.driver() as last,
+    ):
+        run.kill_driver(first, workers=1)
+        run.kill_driver(second)
+        for point in POINTS:
+            run.kill_commit(last, point)
+            run.drain(last)
+            run.copy.judge(is_over=False)
+        run.copy.stop_producing()
+        run.finish(last)
+
+
+@pytest.mark.parametrize(
+    ("copies", "complaint"),
+    [
+        ([0, 1, 3], "'missing': 1"),
+        ([0, 1, 1, 2, 3], "'duplicates': 1"),
+        ([0, 2, 1, 3], "'out_of_order': 1"),
+        ([0, 1, 2, 3, 4], "'strange': 1"),
+        ([0, 1, 2], "'missing': 1"),
+    ],
+)
+def test_judge_sees_what_is_wrong(tmp_path, copies, complaint):
+    """Goal: the tests here can fail: each way in which a copy is wrong is seen."""
+    copy = Copy(tmp_path, is_one_log=True)
+    copy.produce(4)
+    with ister.open(copy.configs[B]) as log:
+        topic = log.topic(B, create=True)
+        for offset in copies:
+            topic.append(payload_of(offset), attributes={"source": str(offset)})
+    with pytest.raises(AssertionError, match=complaint):
+        copy.judge()
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+def test_sink_that_forgets_its_query_is_caught(tmp_path):
+    """Goal: the tests here can fail: a batch that a dead commit has left, and that comes again.
+
+    Method: a sink that commits under another name each time, and dies when its batch is in.
+    """
+    run = Run(tmp_path, "broken", is_one_log=True)
+    with run.driver() as child:
+        run.kill_commit(child, "batch.after_done", broken="true")
+        run.drain(child, broken="true")
+        with pytest.raises(AssertionError, match=f"'duplicates': {_LIMIT}"):
+            run.copy.judge(is_over=False)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(1800)
+def test_driver_killed_five_times_copies_each_message_once(tmp_path, request):
+    """The same with five deaths of the driver, then one at each failpoint of the commit.
+
+    The failpoints come with the environment of a driver of their own here, and the next driver
+    finishes what the dead commit has begun.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    run = Run(tmp_path, f"{seed}/five")
+    with run.copy.producing(run.seed):
+        for _ in range(5):
+            with run.driver() as child:
+                run.kill_driver(child)
+        for point in POINTS:
+            with run.driver(failpoints=f"{point}=kill@1") as child:
+                run.kill_commit(child, point, is_in_environment=True)
+        with run.driver() as child:
+            run.kill_workers(child, 8)
+            run.copy.stop_producing()
+            run.finish(child)
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_random_deaths_copy_each_message_once(tmp_path, request, number):
+    """Goal: deaths of all kinds in any order leave each message in B once.
+
+    Method: A and B in one log or in two, then three things that can happen, by chance: deaths of
+    the driver, of its JVM alone, of a commit, of Python processes of any kind, and queries that are
+    stopped and started again.
+    """
+    seed = new_seed()
+    say_replay(seed, request.node.nodeid)
+    chance = random.Random(f"{seed}/{number}/plan")
+    run = Run(tmp_path, f"{seed}/{number}", is_one_log=chance.random() < 0.5)
+    with run.copy.producing(run.seed):
+        for _ in range(3):
+            with run.driver() as child:
+                match chance.choice(["driver", "driver", "jvm", "commit", "workers", "stops"]):
+                    case "driver":
+                        run.kill_driver(child)
+                    case "jvm":
+                        run.kill_jvm(child)
+                    case "commit":
+                        run.kill_commit(child, chance.choice(POINTS))
+                    case "workers":
+                        run.kill_workers(child, 4, only_tasks=False)
+                    case "stops":
+                        run.stop_and_start(child, 6)
+        with run.driver() as child:
+            run.copy.stop_producing()
+            run.finish(child)
