@@ -58,8 +58,8 @@ def commit_without_comparing_the_epoch(patch: pytest.MonkeyPatch) -> None:
 def claim_without_a_new_epoch(patch: pytest.MonkeyPatch) -> None:
     real = _Claimant.next_record
 
-    def next_record(self: _Claimant, known, sealed):
-        record = real(self, known, sealed)
+    def next_record(self: _Claimant, known, sealed, *, gives_up=False):
+        record = real(self, known, sealed, gives_up=gives_up)
         return replace(record, epoch=known.epoch) if known is not None else record
 
     patch.setattr(_Claimant, "next_record", next_record)
