@@ -250,7 +250,8 @@ class PeakMemory:
     @property
     def growth_mib(self) -> float:
         """The growth so far."""
-        return (_status_kib("VmHWM") - self._before) / KIB
+        # Memory that was given back meanwhile is no growth.
+        return max(0.0, (_status_kib("VmHWM") - self._before) / KIB)
 
 
 def _status_kib(field: str) -> int:

@@ -174,7 +174,8 @@ class SqliteMetadata:
                     raise NotFoundError(
                         "there is no metadata file",
                         path=self._path,
-                        hint="no log was ever opened here: is it the right directory or config?",
+                        hint="is it the right directory or config? Where the file was lost, "
+                        "`ister recover` rebuilds it from the bucket",
                     )
                 self._verify_read_only()
                 return
