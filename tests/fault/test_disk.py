@@ -432,7 +432,7 @@ def test_no_free_handles_loses_nothing(tmp_path, request, free, lifted):
     with ister.open(settings_of(str(tmp_path), level="mixed")) as log:
         verify(history, log, survives=SURVIVES_KILL)
         assert all(log.topic(name).state is TopicState.OPEN for name in log.topics())
-    assert history.acks > 20 or not lifted
+    assert history.acks >= 20 or not lifted
     print(f"acked {history.acks}, told {dict(child.errors)}, states {child.states}")
 
 
