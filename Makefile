@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test fault bench soak fuzz clean
+.PHONY: help setup lint types test fault bench soak fuzz protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -14,7 +14,7 @@ setup: $(STAMP) ## make .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast,etcd,spark,avro]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast,etcd,spark,avro,broker,client]'
 	touch $@
 
 lint: $(STAMP) ## ruff: rules and format
@@ -32,7 +32,7 @@ fault: $(STAMP) ## real kill -9, real power cuts (root), 1,000,000 mutated frame
 	    tests/fault tests/fuzz tests/sim
 
 bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
-	@for name in append replay tail recover readers upload history chain spark; do \
+	@for name in append replay tail recover readers upload history chain spark broker; do \
 	    $(BIN)/ister bench $$name --json || exit 1; done
 
 soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and threads stay flat
@@ -41,6 +41,10 @@ soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and thread
 fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python tests/fuzz/fuzz_formats.py -max_total_time=300
+
+protos: $(STAMP) ## compile src/ister/broker/wire/*.proto
+	cd src/ister/broker/wire && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --include_imports \
+	    --descriptor_set_out=services.binpb danube.proto danube_schema.proto danube_admin.proto ister.proto
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info

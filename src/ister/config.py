@@ -1,5 +1,39 @@
 """Settings: one tree, from a mapping, a YAML file or a directory, frozen and checked.
 
+    broker:                       # what `ister serve` does; the log itself needs none of it
+      host: 127.0.0.1
+      ports: {grpc: 6650, flight: 6651, http: 9040}
+      advertised: {broker_url: null, connect_url: null, flight_url: null}
+      auto_create_topics: true
+      bootstrap_namespaces: [default]
+      allow_insecure: false       # listen beyond this machine without auth
+      drain_seconds: 8
+      consumer_grace_seconds: 60
+      tls: {cert_file: null, key_file: null, ca_file: null, client_auth: none}
+      auth:
+        mode: none                # none | token
+        jwt: {algorithm: null, secret: null, public_key_file: null, issuer: null, audience: null}
+        api_keys_file: null
+        mtls_principal: false
+        super_admins: []
+        audit_file: null
+      policies:                   # 0 is no limit
+        max_producers_per_topic: 0
+        max_subscriptions_per_topic: 0
+        max_consumers_per_topic: 0
+        max_consumers_per_subscription: 0
+        max_publish_rate: 0       # messages a second; more wait
+        max_subscription_dispatch_rate: 0
+        max_message_size: 0       # storage.max_message_size holds in any case
+      limits:
+        max_streams_per_connection: 4096
+        max_connections: 2048
+        max_requests_in_flight: 4096
+        max_topics: 100000
+    dispatch:
+      max_unacked_messages: 1000
+      progress_flush_interval_seconds: 5
+      progress_min_offset_delta: 1000
     storage:
       mode: wal_cloud             # wal_cloud | local_only | memory
       ack: synced                 # memory | written | synced | tiered: of topics that name none
@@ -86,19 +120,30 @@ from ister.limits import (
 from ister.model import AckLevel, Codec
 
 __all__ = [
+    "AdvertisedConfig",
+    "AuthConfig",
+    "AuthMode",
+    "BrokerConfig",
+    "BrokerLimitsConfig",
+    "BrokerPoliciesConfig",
+    "BrokerPortsConfig",
     "BufferFull",
+    "ClientAuth",
     "CloudBackend",
     "CloudConfig",
     "CloudReaderConfig",
     "CloudRetentionConfig",
     "Config",
+    "DispatchConfig",
     "Engine",
     "Finalize",
+    "JwtConfig",
     "MetadataBackend",
     "MetadataConfig",
     "OnDamage",
     "StorageConfig",
     "StorageMode",
+    "TlsConfig",
     "UploaderConfig",
     "Verify",
     "WalConfig",
@@ -352,10 +397,173 @@ class StorageConfig:
     metadata: MetadataConfig = field(default_factory=MetadataConfig)
 
 
+# -- the broker -----------------------------------------------------------------------------
+
+
+class ClientAuth(StrEnum):
+    """Whether clients show a certificate of their own."""
+
+    NONE = "none"
+    OPTIONAL = "optional"
+    REQUIRED = "required"
+
+
+class AuthMode(StrEnum):
+    """Whether callers have to say who they are."""
+
+    NONE = "none"
+    TOKEN = "token"  # noqa: S105 - a word, not one
+
+
+def _secret() -> Any:
+    return field(default=None, repr=False, metadata={"low": None, "high": None, "is_secret": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerPortsConfig:
+    """`broker.ports`; 0 takes any free one."""
+
+    grpc: int = _setting(6650, low=0, high=65_535)
+    """Danube's protocol."""
+    flight: int = _setting(6651, low=0, high=65_535)
+    """Arrow Flight: bulk publishing, ranges, tails."""
+    http: int = _setting(9040, low=0, high=65_535)
+    """Health and metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvertisedConfig:
+    """`broker.advertised`: the addresses that clients are told; where it listens unless set."""
+
+    broker_url: str | None = _setting(None)
+    """The broker's own address, with http:// or https://."""
+    connect_url: str | None = _setting(None)
+    """Where clients connect to, if a proxy is in between."""
+    flight_url: str | None = _setting(None)
+    """Where Arrow Flight is, as grpc://host:port or grpc+tls://host:port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """`broker.tls`: with a certificate all three ports speak TLS alone."""
+
+    cert_file: str | None = _setting(None)
+    """The broker's certificate chain, PEM."""
+    key_file: str | None = _setting(None)
+    """Its private key, PEM."""
+    ca_file: str | None = _setting(None)
+    """Who signs the certificates of clients, PEM."""
+    client_auth: ClientAuth = _setting(ClientAuth.NONE)
+    """Whether clients show a certificate of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JwtConfig:
+    """`broker.auth.jwt`: tokens that somebody else signs."""
+
+    algorithm: str | None = _setting(None)
+    """The only one that is taken: HS256, RS256, ES256, EdDSA, …"""
+    secret: str | None = _secret()
+    """The key of HS256, HS384 and HS512."""
+    public_key_file: str | None = _setting(None)
+    """The key of all others, PEM."""
+    issuer: str | None = _setting(None)
+    """What `iss` has to be."""
+    audience: str | None = _setting(None)
+    """What `aud` has to name."""
+    leeway_seconds: int = _setting(30, low=0, high=60)
+    """How far clocks may be apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthConfig:
+    """`broker.auth`: who may call."""
+
+    mode: AuthMode = _setting(AuthMode.NONE)
+    jwt: JwtConfig = field(default_factory=JwtConfig)
+    api_keys_file: str | None = _setting(None)
+    """A line per key: its name and its SHA-256; read again when it changes."""
+    mtls_principal: bool = _setting(False)
+    """Whether a client's certificate says who it is."""
+    super_admins: tuple[str, ...] = ()
+    """Who may do everything."""
+    audit_file: str | None = _setting(None)
+    """Where refusals and changes are noted, a JSON object a line; the logger "ister.audit" unless
+    set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerPoliciesConfig:
+    """`broker.policies`: bounds of a topic, unless it or its namespace has its own; 0 is none."""
+
+    max_producers_per_topic: int = _setting(0, low=0)
+    max_subscriptions_per_topic: int = _setting(0, low=0)
+    max_consumers_per_topic: int = _setting(0, low=0)
+    max_consumers_per_subscription: int = _setting(0, low=0)
+    max_publish_rate: int = _setting(0, low=0)
+    """Messages a second into a topic; what is more waits."""
+    max_subscription_dispatch_rate: int = _setting(0, low=0)
+    """Messages a second out of a subscription; what is more waits."""
+    max_message_size: int = _setting(0, low=0, high=MESSAGE_SIZE_BYTES_MAX)
+    """Bytes of a payload, where that is less than `storage.max_message_size`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerLimitsConfig:
+    """`broker.limits`: what one broker takes on."""
+
+    max_streams_per_connection: int = _setting(4096, low=1, high=100_000)
+    """Calls under way on one connection; more of them wait in the client."""
+    max_connections: int = _setting(2048, low=1)
+    """Consumers with an open stream; more of them are refused."""
+    max_requests_in_flight: int = _setting(4096, low=1)
+    """Calls under way in all; more of them are refused."""
+    max_topics: int = _setting(100_000, low=1)
+    """Topics that clients make by using them; more of them are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerConfig:
+    """`broker`: what `ister serve` does."""
+
+    host: str = _setting("127.0.0.1")
+    """The address to listen on."""
+    ports: BrokerPortsConfig = field(default_factory=BrokerPortsConfig)
+    advertised: AdvertisedConfig = field(default_factory=AdvertisedConfig)
+    auto_create_topics: bool = _setting(True)
+    """Whether a topic is made when a producer first names it."""
+    bootstrap_namespaces: tuple[str, ...] = ("default",)
+    """Namespaces that exist from the start, beside `default` and `system`."""
+    allow_insecure: bool = _setting(False)
+    """Whether to listen beyond this machine although callers need not say who they are."""
+    drain_seconds: int = _setting(8, low=1, high=3600)
+    """How long calls under way may take once the broker is told to end."""
+    consumer_grace_seconds: int = _setting(60, low=1, high=86_400)
+    """How long after its stream ended a consumer's key filters still hold messages for it."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    policies: BrokerPoliciesConfig = field(default_factory=BrokerPoliciesConfig)
+    limits: BrokerLimitsConfig = field(default_factory=BrokerLimitsConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchConfig:
+    """`dispatch`: how subscriptions deliver, unless one says otherwise."""
+
+    max_unacked_messages: int = _setting(1000, low=1, high=100_000)
+    """Messages that a consumer may have and not have acknowledged."""
+    progress_flush_interval_seconds: int = _setting(5, low=1, high=3600)
+    """A cursor that moved is written after so long at the latest."""
+    progress_min_offset_delta: int = _setting(1000, low=1)
+    """A cursor that moved so far is written at once."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The whole tree."""
 
+    broker: BrokerConfig = field(default_factory=BrokerConfig)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
 
 

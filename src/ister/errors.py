@@ -7,7 +7,8 @@
     │ └ MessageTooLargeError     send less
     ├ NotFoundError              create it first               NOT_FOUND
     ├ OffsetOutOfRangeError      seek into earliest..next      OUT_OF_RANGE
-    ├ PermissionDeniedError      fix credentials or rights     PERMISSION_DENIED
+    ├ PermissionDeniedError      get the right to do it        PERMISSION_DENIED
+    ├ UnauthenticatedError       show valid credentials        UNAUTHENTICATED
     ├ ConflictError              re-read, then decide          ABORTED
     │ ├ AlreadyExistsError       take the existing one
     │ ├ DirectoryLockedError     stop the other process
@@ -53,6 +54,7 @@ __all__ = [
     "OffsetOutOfRangeError",
     "PermissionDeniedError",
     "TopicNameError",
+    "UnauthenticatedError",
     "UnavailableError",
     "UnsupportedOperationError",
     "UnsupportedVersionError",
@@ -183,6 +185,12 @@ class PermissionDeniedError(IsterError):
     """A store refused the credentials, or they may not do this."""
 
     code = "PERMISSION_DENIED"
+
+
+class UnauthenticatedError(IsterError):
+    """The broker does not know who calls: credentials are missing, wrong or have expired."""
+
+    code = "UNAUTHENTICATED"
 
 
 class ConflictError(IsterError):

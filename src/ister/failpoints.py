@@ -56,6 +56,13 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "batch.after_rows",  # some of its rows are appended
         "batch.before_done",  # all of them are synced
         "batch.after_done",  # the batch counts, its staged files are still there
+        "broker.after_append",  # a message has its offset, nothing of it is durable
+        "broker.before_answer",  # it has reached its level, the producer has not been told
+        "broker.after_subscribe",  # the consumer's id is written down and not given out
+        "broker.before_cursor",
+        "broker.after_cursor",  # the cursor is written, the broker does not know
+        "broker.after_dead_letter",  # the letter is published, the message still counts as failed
+        "broker.before_ready",  # everything is recovered, nobody can connect
     }
 )
 

@@ -79,6 +79,26 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("cloud.expired_objects", "counter", "objects", "objects removed by bucket retention"),
     Metric("cloud.orphans_removed", "counter", "objects", "unreferenced objects removed"),
     Metric("retention.errors_total", "counter", "times", "retention runs that failed"),
+    Metric("broker.topics", "gauge", "topics", "topics that this broker serves now"),
+    Metric("broker.consumers", "gauge", "consumers", "consumers with an open stream"),
+    Metric("broker.messages_in_total", "counter", "messages", "messages sent over gRPC"),
+    Metric("broker.bytes_in_total", "counter", "bytes", "payloads of these"),
+    Metric("subscription.nacks_total", "counter", "messages", "messages that consumers gave back"),
+    Metric("subscription.redeliveries_total", "counter", "messages", "messages sent again"),
+    Metric("subscription.dropped_total", "counter", "messages", "messages that failed too often"),
+    Metric("subscription.dead_letters_total", "counter", "messages", "messages dead-lettered"),
+    Metric(
+        "subscription.messages_passed_over_total",
+        "counter",
+        "messages",
+        "messages that retention took before a subscription saw them",
+    ),
+    Metric(
+        "subscription.non_reliable_dropped_total",
+        "counter",
+        "messages",
+        "messages of non-reliable topics that a consumer had no room for",
+    ),
 )
 
 _BY_NAME: Final = {metric.name: metric for metric in METRICS}
@@ -134,7 +154,10 @@ class Metrics:
         self._lock = threading.Lock()
         self._counters = {m.name: 0 for m in METRICS if m.kind == "counter"}
         self._histograms = {m.name: Histogram() for m in METRICS if m.kind == "histogram"}
-        self._gauges: dict[str, Callable[[], int]] = {}
+        # One that nobody computes is that of a part which this process does not have.
+        self._gauges: dict[str, Callable[[], int]] = {
+            m.name: lambda: 0 for m in METRICS if m.kind == "gauge"
+        }
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to a counter."""

@@ -25,6 +25,7 @@ _TREE = {
     "NotFoundError": ("IsterError", "NOT_FOUND", False, LookupError),
     "OffsetOutOfRangeError": ("IsterError", "OUT_OF_RANGE", False, LookupError),
     "PermissionDeniedError": ("IsterError", "PERMISSION_DENIED", False, Exception),
+    "UnauthenticatedError": ("IsterError", "UNAUTHENTICATED", False, Exception),
     "ConflictError": ("IsterError", "ABORTED", False, Exception),
     "AlreadyExistsError": ("ConflictError", "ALREADY_EXISTS", False, Exception),
     "FencedError": ("ConflictError", "ABORTED", False, Exception),

@@ -1,1 +1,66 @@
-"""Talking to the process that owns a topic: the contract, and a client for it."""
+"""Talking to brokers: publishing, consuming, administration; blocking and with asyncio.
+
+    from ister.client import Client, AsyncClient
+
+    sync.Client ─► loop thread ─┐                     ┌ Flight do_put     batches with sequences
+    aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
+                                                      └ ister.Admin, danube_admin
+
+`contract`, `flight` and `publisher` are beside that: they read ranges and publish tables, for
+those who have Arrow data.
+
+Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from ister.client.admin import SubscriptionDescription, TopicDescription
+    from ister.client.aio import AsyncClient, AsyncConsumer, AsyncProducer, AsyncSentMessage
+    from ister.client.messages import ReceivedMessage
+    from ister.client.options import TlsOptions
+    from ister.client.sync import Client, Consumer, Producer, SentMessage
+
+__all__ = [
+    "AsyncClient",
+    "AsyncConsumer",
+    "AsyncProducer",
+    "AsyncSentMessage",
+    "Client",
+    "Consumer",
+    "Producer",
+    "ReceivedMessage",
+    "SentMessage",
+    "SubscriptionDescription",
+    "TlsOptions",
+    "TopicDescription",
+]
+
+_HOMES: Final = {
+    "AsyncClient": "aio",
+    "AsyncConsumer": "aio",
+    "AsyncProducer": "aio",
+    "AsyncSentMessage": "aio",
+    "Client": "sync",
+    "Consumer": "sync",
+    "Producer": "sync",
+    "ReceivedMessage": "messages",
+    "SentMessage": "sync",
+    "SubscriptionDescription": "admin",
+    "TlsOptions": "options",
+    "TopicDescription": "admin",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the module has under that name
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

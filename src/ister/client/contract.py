@@ -1,6 +1,8 @@
 """What a client and the owner of a topic say to each other by Arrow Flight, as values and as bytes.
 
     do_get     RangeTicket                  record batches, exactly the offsets asked for, in order
+    do_put     PutOpen, then batches        a PutAck per batch, in order: it is as safe as the
+               with a PutBatch each         topic's level says; or, at the end, an error
     do_action  watermarks WatermarksRequest a TopicStatus per topic, in the order asked for
                topics                       TopicNames
                find_time FindTime           FoundTime
@@ -52,6 +54,9 @@ __all__ = [
     "AppendStaged",
     "FindTime",
     "FoundTime",
+    "PutAck",
+    "PutBatch",
+    "PutOpen",
     "RangeTicket",
     "TopicNames",
     "TopicStatus",
@@ -340,6 +345,98 @@ class AppendStaged:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOpen:
+    """Opens a stream of rows for a topic: the command of its descriptor.
+
+    Each batch has the columns of `ister.Topic.append_arrow`, the same ones in all batches, and one
+    message per row. With a producer, rows that come again under their sequences are answered with
+    their first offsets, and are in the topic once. `create` and `ack` are for a topic that does
+    not exist yet: one that does is taken as it is.
+    """
+
+    topic: str
+    producer: str | None
+    """Its name; None for rows that are not numbered, and may come twice when they are retried."""
+    epoch: int = 0
+    """Which producer of that name: a higher one replaces it."""
+    create: bool = False
+    ack: AckLevel | None = None
+
+    def __post_init__(self) -> None:
+        TopicName.parse(self.topic)
+
+    def to_json(self) -> bytes:
+        """The message."""
+        return _dump(
+            topic=self.topic,
+            producer=self.producer,
+            epoch=self.epoch,
+            create=self.create,
+            ack=self.ack,
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Reads the message; raises as `RangeTicket.from_json`."""
+        message = _Message.parse(data, "request")
+        return cls(
+            topic=message.text("topic"),
+            producer=None if message.is_null("producer") else message.text("producer"),
+            epoch=message.number("epoch"),
+            create=message.flag("create"),
+            ack=None if message.is_null("ack") else message.choice("ack", AckLevel),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutBatch:
+    """Goes with a batch of rows, as its application metadata."""
+
+    sequence: int
+    """The first row's; one more for each row after it. Rows without a producer are numbered all
+    the same, for the answer to name them."""
+
+    def to_json(self) -> bytes:
+        """The message."""
+        return _dump(sequence=self.sequence)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Reads the message; raises as `RangeTicket.from_json`."""
+        return cls(sequence=_Message.parse(data, "batch").number("sequence"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutAck:
+    """The rows of a batch are in the topic, and have reached its level."""
+
+    sequence: int
+    """As it came with the batch."""
+    start: int
+    """The first row's offset."""
+    end: int
+    """The offset after the last row's. Messages of others may lie between the rows of a batch of
+    which `known` ones had come before."""
+    known: int
+    """How many of the rows, the first ones, were in the topic already."""
+
+    def to_json(self) -> bytes:
+        """The message."""
+        return _dump(sequence=self.sequence, start=self.start, end=self.end, known=self.known)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Reads the message; raises as `RangeTicket.from_json`."""
+        message = _Message.parse(data, "answer")
+        return cls(
+            sequence=message.number("sequence"),
+            start=message.number("start"),
+            end=message.number("end"),
+            known=message.number("known"),
+        )
+
+
 def encode_appended(appended: AppendedBatch) -> bytes:
     """The answer to `AppendStaged`."""
     return _dump(
@@ -582,10 +679,10 @@ _SHARED_OPTIONS: Final = frozenset(
 def encode_settings(config: Config) -> bytes:
     """The settings of a log that its clients may know: no credentials, paths made absolute.
 
+    They are about its stores; what else the server does, and for whom, is its own business.
     Settings that have their default are left out, so that older clients understand the rest.
     """
-    tree = _changed(config)
-    storage = tree.setdefault("storage", {})
+    storage = _changed(config.storage)
     for section, name in (("wal", "dir"), ("metadata", "path")):
         if name in storage.get(section, {}):
             storage[section][name] = os.path.abspath(storage[section][name])
@@ -601,7 +698,7 @@ def encode_settings(config: Config) -> bytes:
     metadata = storage.get("metadata", {})
     if "endpoints" in metadata:
         metadata["endpoints"] = [item for item in metadata["endpoints"] if _is_plain_address(item)]
-    return _dump(settings=tree)
+    return _dump(settings={"storage": storage})
 
 
 def decode_settings(data: bytes) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from ister.client.contract import (
     AppendStaged,
     FindTime,
     FoundTime,
+    PutAck,
+    PutOpen,
     RangeTicket,
     TopicNames,
     TopicStatus,
@@ -39,6 +41,7 @@ from ister.client.contract import (
     decode_error,
     decode_settings,
 )
+from ister.client.publisher import Publisher
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -277,6 +280,56 @@ class FlightClient:
             raise self._strange(f"offsets from {ticket.end} on", topic=ticket.topic)
         if "offset" in batch.schema.names and not _counts_up(batch["offset"], start):
             raise self._strange("other offsets", topic=ticket.topic, offset=start)
+
+    # -- publishing -------------------------------------------------------------------------
+
+    def publish(
+        self,
+        topic: str,
+        schema: pa.Schema,
+        *,
+        producer: str | None = None,
+        epoch: int = 0,
+        create: bool = False,
+        ack: AckLevel | None = None,
+        first_sequence: int = 0,
+        on_ack: Callable[[PutAck], None] | None = None,
+        unanswered_bytes_max: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Publisher:
+        """Opens a stream of rows to a topic; see `ister.client.publisher`.
+
+        Args:
+            topic: Where to.
+            schema: The columns of all batches, out of those of `ister.Topic.append_arrow`.
+            producer: Who publishes: rows that are sent again count once. None to do without.
+            epoch: Which producer of that name; a higher one replaces those before it.
+            create: Make the topic if it does not exist, with the following.
+            ack: Its ack level.
+            first_sequence: The sequence of the first row.
+            on_ack: Called with each answer, in order, by a thread of the publisher.
+            unanswered_bytes_max: How much may be on its way; 32 MiB by default.
+            timeout_seconds: How long to wait for an answer; the client's timeout by default.
+
+        Raises:
+            ClosedError: The client is closed. Everything else shows when rows are written.
+        """
+        self._check_open()
+        opened = PutOpen(topic=topic, producer=producer, epoch=epoch, create=create, ack=ack)
+        descriptor = self._flight.FlightDescriptor.for_command(opened.to_json())
+        more = {}
+        if unanswered_bytes_max is not None:
+            more["unanswered_bytes_max"] = unanswered_bytes_max
+        return Publisher(
+            topic=topic,
+            schema=schema,
+            open_stream=lambda: self._client.do_put(descriptor, schema),
+            translate=lambda error: self._translate(error, topic),
+            first_sequence=first_sequence,
+            on_ack=on_ack,
+            timeout_seconds=timeout_seconds or self._timeout,
+            **more,
+        )
 
     # -- errors -----------------------------------------------------------------------------
 

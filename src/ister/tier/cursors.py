@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from ister.errors import CommitUnknownError, ConflictError, CorruptDataError
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
 from ister.tier.ownership import OwnedTopic
 
-__all__ = ["clip_progress", "load_progress", "save_progress"]
+__all__ = ["DELIVERY", "clip_progress", "load_progress", "save_progress"]
 
 _log = logging.getLogger("ister.tier.cursors")
+
+DELIVERY: Final = "delivery"
+"""The field beside a broker's cursor for what is acknowledged out of order above it. The first
+offset after all that it speaks of is in its `end`."""
 
 _ATTEMPTS: Final = 5
 
@@ -35,7 +39,8 @@ def clip_progress(
     """Puts cursors back that are ahead of a topic's end, under a claim; returns their keys.
 
     After a take-over, or a restore of older files, offsets behind the end are given out again: a
-    cursor that stays ahead would pass over the messages that get them.
+    cursor that stays ahead would pass over the messages that get them, and so would what is
+    acknowledged out of order above a cursor.
     """
     clipped: list[str] = []
     for _ in range(_ATTEMPTS):
@@ -49,8 +54,12 @@ def clip_progress(
                 # One bad cursor must not keep the topic from its users.
                 _log.error("unreadable cursor", extra={"error": str(error)})
                 continue
-            if known.offset > next_offset:
-                value = encode_progress(replace(known, offset=next_offset))
+            if known.offset > next_offset or _speaks_of(known.more.get(DELIVERY), next_offset):
+                more = {name: value for name, value in known.more.items() if name != DELIVERY}
+                if DELIVERY in known.more:
+                    more[DELIVERY] = {}
+                clean = replace(known, offset=min(known.offset, next_offset), more=more)
+                value = encode_progress(clean)
                 compare = RevisionIs(found.key, found.revision)
                 try:
                     is_changed = _transact(store, owned, compare, Put(found.key, value))
@@ -99,6 +108,14 @@ def save_progress(owned: OwnedTopic, subscription: str, progress: Progress) -> P
             # The next round reads what has become of it.
             continue
     raise ConflictError("the cursor keeps changing", path=key)
+
+
+def _speaks_of(delivery: Any, next_offset: int) -> bool:  # noqa: ANN401 - as it was stored
+    """Whether something is said about offsets from `next_offset` on, or cannot be understood."""
+    if not delivery:
+        return False
+    end = delivery.get("end") if isinstance(delivery, dict) else None
+    return not isinstance(end, int) or end > next_offset
 
 
 def _transact(

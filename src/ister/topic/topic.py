@@ -512,7 +512,7 @@ class Topic:
         """
         if self.state is TopicState.CLOSED:
             raise ClosedError("the topic is closed", topic=self.name)
-        offset = self._resolve_start(start)
+        offset = self.resolve_start(start)
         if end is not None:
             end = as_offset("end", end)
             if end < offset:
@@ -603,7 +603,14 @@ class Topic:
         reader.limit(upto)
         return reader
 
-    def _resolve_start(self, start: Start) -> int:
+    def resolve_start(self, start: Start) -> int:
+        """The offset that a reader begins with, for a `start` as `reader` takes it.
+
+        Raises:
+            InvalidRequestError: It is no start.
+            OffsetOutOfRangeError: It is an offset that is not there.
+            As `read`, for a time that has to be looked for.
+        """
         if start == "earliest":
             return self.earliest
         if start == "latest":

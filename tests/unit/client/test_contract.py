@@ -18,6 +18,9 @@ from ister.client.contract import (
     AppendStaged,
     FindTime,
     FoundTime,
+    PutAck,
+    PutBatch,
+    PutOpen,
     RangeTicket,
     TopicNames,
     TopicStatus,
@@ -150,6 +153,24 @@ def test_batch_arrives_as_it_was_sent(
     assert AppendStaged.from_json(asked.to_json()) == asked
 
 
+@EXAMPLES
+@given(
+    topic=NAMES,
+    producer=st.none() | TEXTS,
+    numbers=st.tuples(*[NUMBERS] * 5),
+    create=st.booleans(),
+    ack=st.none() | st.sampled_from(AckLevel),
+)
+def test_rows_and_their_answers_arrive_as_they_were_sent(topic, producer, numbers, create, ack):
+    epoch, sequence, start, end, known = numbers
+    opened = PutOpen(topic=topic, producer=producer, epoch=epoch, create=create, ack=ack)
+    assert PutOpen.from_json(opened.to_json()) == opened
+    batch = PutBatch(sequence=sequence)
+    assert PutBatch.from_json(batch.to_json()) == batch
+    answer = PutAck(sequence=sequence, start=start, end=end, known=known)
+    assert PutAck.from_json(answer.to_json()) == answer
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_answer_to_a_batch_arrives_as_it_was_sent(is_known):
     appended = AppendedBatch(start=5, end=17, rows=10, is_known=is_known)
@@ -172,6 +193,14 @@ def test_bytes_of_version_1_stay_what_they_are():
     )
     assert encode_appended(AppendedBatch(start=5, end=7, rows=2, is_known=True)) == (
         b'{"version":1,"start":5,"end":7,"rows":2,"known":true}'
+    )
+    assert PutOpen(topic=TOPIC, producer="p", epoch=3).to_json() == (
+        b'{"version":1,"topic":"/default/orders","producer":"p","epoch":3,"create":false,'
+        b'"ack":null}'
+    )
+    assert PutBatch(sequence=9).to_json() == b'{"version":1,"sequence":9}'
+    assert PutAck(sequence=9, start=5, end=7, known=1).to_json() == (
+        b'{"version":1,"sequence":9,"start":5,"end":7,"known":1}'
     )
 
 
@@ -221,6 +250,12 @@ DECODERS = {
         decode_appended,
         encode_appended(AppendedBatch(start=1, end=2, rows=1, is_known=False)),
     ),
+    "put_open": (
+        PutOpen.from_json,
+        PutOpen(topic=TOPIC, producer="p", epoch=1, ack=AckLevel.SYNCED).to_json(),
+    ),
+    "put_batch": (PutBatch.from_json, PutBatch(sequence=1).to_json()),
+    "put_ack": (PutAck.from_json, PutAck(sequence=1, start=2, end=3, known=1).to_json()),
     "storage": (decode_settings, encode_settings(load_config("/data", {}))),
 }
 STRANGE = [
@@ -581,6 +616,19 @@ def test_address_that_may_hold_credentials_is_not_told(endpoint):
 def test_settings_without_secrets_arrive_as_they_are(source):
     config = load_config(source, {})
     assert load_config(decode_settings(encode_settings(config)), {}) == config
+
+
+def test_what_is_not_about_the_stores_stays_with_the_server():
+    """Goal: who may call a broker, and what it does with topics, is not told to its clients."""
+    tree = {
+        "broker": {"auth": {"super_admins": ["root-of-all"], "audit_file": "/var/audit"}},
+        "dispatch": {"max_unacked_messages": 17},
+        "storage": {"mode": "local_only"},
+    }
+    data = encode_settings(load_config(tree, {}))
+    assert set(decode_settings(data)) == {"storage"}
+    assert b"root-of-all" not in data
+    assert b"audit" not in data
 
 
 def test_settings_name_places_whatever_directory_the_client_is_in(tmp_path, monkeypatch):

@@ -1,0 +1,308 @@
+"""`ister bench broker`: Danube's own client on a broker, beside the same client on an empty server.
+
+    sends         one at a time, each answered when it is synced
+    consuming     a backlog, without acknowledgements and with one for each message
+    latency       from a send to the consumer, at a steady rate
+    bulk          by Arrow Flight; see `broker_flight`
+    idle          memory and processor time with many topics and consumers and nothing to do
+
+Owns: the measurements. Broker, empty server and this client are three processes, on as many cores
+as there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final
+
+import grpc
+
+from ister.bench import broker_flight
+from ister.bench.broker_servers import bare_server, broker
+from ister.bench.measurement import MESSAGE_BYTES, Run, median, payloads, quantile, stopwatch
+from ister.broker.wire import ister_api, stub
+from ister.errors import UnavailableError
+from ister.extras import missing_extra
+
+__all__ = ["run"]
+
+_TOPIC: Final = "/default/bench"
+_ROUNDS: Final = 5
+_SENDS: Final = 3000
+_CONSUMED: Final = 20_000
+_ACKED: Final = 4000
+_RATE: Final = 500
+_LATENCY_SECONDS: Final = 10
+_IDLE_TOPICS: Final = 1000
+_IDLE_CONSUMERS: Final = 200
+_IDLE_SECONDS: Final = 10.0
+_STAMP: Final = struct.Struct("<Q")
+_WAIT_SECONDS: Final = 60.0
+
+
+def run(run: Run) -> None:
+    """Measures everything; the results are in `run`."""
+    _need_client()
+    consumed = run.scaled(_CONSUMED, at_least=1000)
+    # A window over the backlog: without acknowledgements all of it is delivered.
+    with (
+        broker(
+            run.path("data"), ISTER_DISPATCH__MAX_UNACKED_MESSAGES=str(min(100_000, 2 * consumed))
+        ) as served,
+        bare_server(consumed) as bare,
+    ):
+        asyncio.run(_measure(run, served["grpc"], bare["grpc"], consumed))
+        broker_flight.measure(run, served["flight"])
+    with broker(run.path("idle")) as served:
+        asyncio.run(_measure_idle(run, served["grpc"], served["pid"]))
+
+
+def _need_client() -> None:
+    try:
+        import danube  # noqa: F401, PLC0415 - Danube's client, for tests and benchmarks alone
+    except ImportError as error:
+        raise missing_extra("ister bench broker", "dev", error) from error
+
+
+@asynccontextmanager
+async def _client(address: str) -> AsyncIterator[Any]:
+    from danube import DanubeClientBuilder  # noqa: PLC0415 - as above
+
+    client = await DanubeClientBuilder().service_url(f"http://{address}").build()
+    try:
+        yield client
+    finally:
+        for connection in client.connection_manager._connections.values():  # noqa: SLF001
+            # The client has no close of its own.
+            await connection.channel.close()
+
+
+@asynccontextmanager
+async def _producer(client: Any, topic: str) -> AsyncIterator[Any]:  # noqa: ANN401
+    from danube import DispatchStrategy  # noqa: PLC0415 - as above
+
+    producer = (
+        client.new_producer()
+        .with_topic(topic)
+        .with_name("bench")
+        .with_dispatch_strategy(DispatchStrategy.RELIABLE)
+        .build()
+    )
+    await producer.create()
+    try:
+        yield producer
+    finally:
+        await producer.close()
+
+
+@asynccontextmanager
+async def _consumer(
+    client: Any,  # noqa: ANN401
+    topic: str,
+    subscription: str,
+    before: Callable[[], Awaitable[None]] | None = None,
+) -> AsyncIterator[tuple[Any, Any]]:
+    from danube import SubType  # noqa: PLC0415 - as above
+
+    consumer = (
+        client.new_consumer()
+        .with_topic(topic)
+        .with_consumer_name("bench")
+        .with_subscription(subscription)
+        .with_subscription_type(SubType.EXCLUSIVE)
+        .build()
+    )
+    await consumer.subscribe()
+    if before is not None:
+        await before()
+    queue = await consumer.receive()
+    try:
+        yield consumer, queue
+    finally:
+        await consumer.close()
+
+
+async def _measure(run: Run, served: str, bare: str, consumed: int) -> None:
+    async with _client(served) as client, _client(bare) as bare_client:
+        await _measure_sends(run, client, bare_client)
+        await _fill(client, consumed)
+        await _measure_consuming(run, client, served, bare_client, consumed)
+        await _measure_latency(run, client)
+
+
+async def _measure_sends(run: Run, client: Any, bare: Any) -> None:  # noqa: ANN401
+    count = run.scaled(_SENDS, at_least=100)
+    messages = payloads(count)
+    rates: dict[str, list[float]] = {"broker": [], "bare": []}
+    async with _producer(client, "/default/sends") as one, _producer(bare, "/default/sends") as two:
+        for _ in range(_ROUNDS):
+            for name, producer in (("broker", one), ("bare", two)):
+                elapsed = stopwatch()
+                for payload in messages:
+                    await producer.send(payload)
+                rates[name].append(count / elapsed())
+    run.add(
+        "acked sends, synced, 1 KiB, one at a time",
+        median(rates["broker"]),
+        "msg/s",
+        limit=median(rates["bare"]),
+        limit_name="the same client on an empty handler",
+        at_least=0.5,
+        on="ratio",
+    )
+
+
+async def _fill(client: Any, count: int) -> None:  # noqa: ANN401
+    """Publishes a backlog, many sends at a time."""
+    async with _producer(client, _TOPIC) as producer:
+        messages = iter(payloads(count))
+
+        async def send() -> None:
+            for payload in messages:
+                await producer.send(payload)
+
+        await asyncio.gather(*(send() for _ in range(64)))
+
+
+async def _measure_consuming(
+    run: Run,
+    client: Any,  # noqa: ANN401
+    address: str,
+    bare: Any,  # noqa: ANN401
+    count: int,
+) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        admin = stub(channel, "ister.Admin")
+
+        async def rewind(subscription: str) -> None:
+            await admin.Seek(
+                ister_api.SeekRequest(topic=_TOPIC, subscription=subscription, earliest=True)
+            )
+
+        for name, part, is_acked, at_least in (
+            ("consume", count, False, 0.5),
+            ("consume, an ack for each", min(count, run.scaled(_ACKED, at_least=200)), True, 0.5),
+        ):
+            rates: dict[str, list[float]] = {"broker": [], "bare": []}
+            for number in range(_ROUNDS):
+                subscription = f"{name.split(',')[0]}-{is_acked}-{number}"
+                rates["broker"].append(
+                    await _consume(
+                        client, subscription, part, is_acked, partial(rewind, subscription)
+                    )
+                )
+                rates["bare"].append(await _consume(bare, "bench", part, is_acked, None))
+            run.add(
+                f"{name}, 1 KiB, Danube's client",
+                median(rates["broker"]),
+                "msg/s",
+                limit=median(rates["bare"]),
+                limit_name="the same client on a bare stream of the same messages"
+                + (", acks answered by an empty handler" if is_acked else ""),
+                at_least=at_least,
+                on="ratio",
+            )
+
+
+async def _consume(
+    client: Any,  # noqa: ANN401
+    subscription: str,
+    count: int,
+    is_acked: bool,
+    before: Callable[[], Awaitable[None]] | None,
+) -> float:
+    async with _consumer(client, _TOPIC, subscription, before) as (consumer, queue):
+        await asyncio.wait_for(queue.get(), _WAIT_SECONDS)
+        elapsed = stopwatch()
+        for _ in range(count - 1):
+            message = await queue.get()
+            if is_acked:
+                await consumer.ack(message)
+        return (count - 1) / elapsed()
+
+
+async def _measure_latency(run: Run, client: Any) -> None:  # noqa: ANN401
+    """From just before a send to the moment at which the consumer has the message."""
+    count = _RATE * (_LATENCY_SECONDS if not run.is_quick else 1)
+    topic = "/default/latency"
+    padding = bytes(MESSAGE_BYTES - _STAMP.size)
+    times: list[float] = []
+    async with (
+        _producer(client, topic) as producer,
+        _consumer(client, topic, "latency") as (consumer, queue),
+    ):
+
+        async def receive() -> None:
+            for _ in range(count):
+                message = await queue.get()
+                (sent,) = _STAMP.unpack_from(message.payload)
+                times.append((time.perf_counter_ns() - sent) / 1e6)
+                acking.add(asyncio.ensure_future(consumer.ack(message)))
+
+        acking: set[asyncio.Future[None]] = set()
+        receiving = asyncio.ensure_future(receive())
+        sending: list[asyncio.Future[int]] = []
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        for number in range(count):
+            await asyncio.sleep(max(0.0, started + number / _RATE - loop.time()))
+            data = _STAMP.pack(time.perf_counter_ns()) + padding
+            sending.append(asyncio.ensure_future(producer.send(data)))
+        await asyncio.gather(*sending)
+        try:
+            await asyncio.wait_for(receiving, _WAIT_SECONDS)
+        except TimeoutError as error:
+            raise UnavailableError("messages are missing") from error
+        await asyncio.gather(*acking)
+    for name, q, at_most in (("p50", 0.5, 5.0), ("p99", 0.99, 25.0)):
+        run.add(
+            f"publish to consumer at {_RATE} msg/s, {name}",
+            quantile(times, q),
+            "ms",
+            at_most=at_most,
+        )
+
+
+async def _measure_idle(run: Run, address: str, pid: int) -> None:
+    topics = run.scaled(_IDLE_TOPICS, at_least=20)
+    consumers = run.scaled(_IDLE_CONSUMERS, at_least=4)
+    async with _client(address) as client, grpc.aio.insecure_channel(address) as channel:
+        admin = stub(channel, "ister.Admin")
+        for number in range(topics):
+            await admin.CreateTopic(ister_api.CreateTopicRequest(topic=f"/default/idle-{number}"))
+        held = [
+            _consumer(client, f"/default/idle-{number % topics}", f"idle-{number}")
+            for number in range(consumers)
+        ]
+        for one in held:
+            await one.__aenter__()
+        try:
+            await asyncio.sleep(2.0)
+            before, elapsed = _cpu_seconds(pid), stopwatch()
+            await asyncio.sleep(_IDLE_SECONDS if not run.is_quick else 1.0)
+            share = 100 * (_cpu_seconds(pid) - before) / elapsed()
+            memory = _resident_mib(pid)
+        finally:
+            for one in held:
+                await one.__aexit__(None, None, None)
+    what = f"{topics} idle topics, {consumers} consumers"
+    run.add(f"{what}: memory", memory, "MiB", at_most=600.0)
+    run.add(f"{what}: processor", share, "% of a core", at_most=5.0)
+
+
+def _cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)

@@ -1,0 +1,109 @@
+"""The brokers that share a metadata store: who they are, and who has a topic.
+
+    <root>/cluster/brokers/<node>   {"broker_url": …, "connect_url": …, "flight_url": …}   leased
+
+Owns: this broker's entry, and the answer to "where is this topic". Does not own: ownership itself,
+which is the log's (`ister.tier.claim`); the log's lease carries the entry.
+
+A crash leaves an entry that ends with the lease.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ister.errors import IsterError, UnavailableError
+from ister.model import TopicName
+from ister.topic.tiers import Tiers
+
+__all__ = ["Address", "Cluster"]
+
+_log = logging.getLogger("ister.broker.cluster")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a broker is."""
+
+    node: str
+    broker_url: str
+    connect_url: str
+    flight_url: str
+
+    @property
+    def is_proxied(self) -> bool:
+        """Whether clients reach it by another address than its own."""
+        return self.connect_url != self.broker_url
+
+
+class Cluster:
+    """This broker among the others. Its calls block."""
+
+    def __init__(self, own: Address, tiers: Tiers | None) -> None:
+        self.own = own
+        self._tiers = tiers
+
+    def join(self) -> None:
+        """Makes this broker known; called again now and then, in case the lease was a new one."""
+        tiers = self._tiers
+        if tiers is None:
+            return
+        key = self._prefix(tiers) + self.own.node
+        value = json.dumps(asdict(self.own)).encode()
+        try:
+            found = tiers.metadata.get(key)
+            if found is None or found.value != value:
+                tiers.metadata.put(key, value, lease=tiers.membership.lease)
+        except IsterError as error:
+            _log.warning("this broker is not known to others", extra={"error": str(error)})
+
+    def leave(self) -> None:
+        """Takes this broker's entry back."""
+        if self._tiers is not None:
+            try:
+                self._tiers.metadata.delete(self._prefix(self._tiers) + self.own.node)
+            except IsterError as error:
+                _log.warning("this broker is still listed", extra={"error": str(error)})
+
+    def brokers(self) -> list[Address]:
+        """All brokers that are up, this one among them."""
+        found = {self.own.node: self.own}
+        if self._tiers is not None:
+            for item in self._tiers.metadata.range(self._prefix(self._tiers)):
+                address = _decode(item.value)
+                if address is not None:
+                    found[address.node] = address
+        return list(found.values())
+
+    def owner(self, topic: TopicName) -> Address | None:
+        """The other broker that has a topic open now; None if no other has.
+
+        Raises:
+            UnavailableError: The topic is open in a process that is no broker.
+        """
+        if self._tiers is None:
+            return None
+        found = self._tiers.catalog(topic).owner()
+        if found is None or found[0].node == self.own.node:
+            return None
+        node = found[0].node
+        address = next((one for one in self.brokers() if one.node == node), None)
+        if address is None:
+            raise UnavailableError(
+                "another process has the topic, and it is not a broker", topic=str(topic)
+            )
+        return address
+
+    def _prefix(self, tiers: Tiers) -> str:
+        return f"{tiers.storage.metadata.root_prefix}/cluster/brokers/"
+
+
+def _decode(value: bytes) -> Address | None:
+    try:
+        content: Any = json.loads(value)
+        return Address(**{name: str(content[name]) for name in Address.__dataclass_fields__})
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,612 @@
+"""A reliable subscription at work: the log is read, consumers get messages, the cursor is kept.
+
+    log ─ reader ─► Delivery (decides) ─ Send ─► outboxes ─► consumers' streams
+                      ▲        │  ├ DeadLetter ─► another topic
+     acks, nacks ─────┘        │  └ Drop
+                               └─ cursor ─► metadata store, by time and by distance
+
+Owns: everything about one subscription that waits or does I/O. Does not own: decisions about
+delivery (`ister.subscription.delivery`), streams (`ister.broker.services`), consumers' ids.
+
+All of it runs on the broker's loop. Whatever happens ends in `_pump`, which carries out what the
+machine decides. Reading is a task that exists while a consumer is attached. What a machine has in
+mind is offsets: a message's bytes are held from reading to the first sending, within a bound, and
+are read again for every later one.
+
+What a crash leaves: the cursor as it was last written, with the offsets acknowledged beyond it and
+the failures counted so far. What was acknowledged since comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ister import failpoints
+from ister.broker.outbox import Outbox
+from ister.broker.policies import Rate
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    ConflictError,
+    CorruptDataError,
+    FencedError,
+    InvalidRequestError,
+    IsterError,
+    OffsetOutOfRangeError,
+    UnavailableError,
+)
+from ister.limits import MIB
+from ister.metrics import Metrics
+from ister.model import MessageId, StreamMessage, TopicName
+from ister.subscription.delivery import AckResult, DeadLetter, Delivery, Drop, Send
+from ister.subscription.policy import FailurePolicy, SubscriptionKind
+from ister.subscription.progress import ProgressPlan
+from ister.subscription.store import StoredSubscription, SubscriptionStore
+from ister.tier.ownership import OwnedTopic
+from ister.topic.aio import AsyncReader
+from ister.topic.message import Message
+from ister.topic.topic import Topic
+
+__all__ = ["Dispatch", "Sent"]
+
+_log = logging.getLogger("ister.broker.dispatch")
+
+_FETCH_MESSAGES: Final = 512
+_FETCH_BYTES: Final = 4 * MIB
+# Bytes of messages that were read and not sent yet, per subscription.
+_HELD_BYTES_MAX: Final = 16 * MIB
+_RETRY_SECONDS: Final = 1.0
+_DAMAGE_RETRY_SECONDS: Final = 5.0
+_DEAD_LETTER_RETRY_MS: Final = 2000
+
+Sent = tuple[int, int]
+"""An offset, and which attempt it is."""
+PublishDeadLetter = Callable[[str, StreamMessage], Awaitable[None]]
+
+
+class Dispatch:
+    """One subscription of one topic. Used on the broker's loop alone."""
+
+    def __init__(
+        self,
+        topic: Topic,
+        stored: StoredSubscription,
+        *,
+        store: SubscriptionStore,
+        window: int,
+        plan: ProgressPlan,
+        rate: Rate,
+        grace_seconds: float,
+        publish_dead_letter: PublishDeadLetter,
+        on_fenced: Callable[[], None],
+        metrics: Metrics,
+    ) -> None:
+        self.topic = topic
+        self._parsed = TopicName.parse(topic.name)
+        self.stored = stored
+        self.rate = rate
+        self._store = store
+        self._default_window = window
+        self._plan = plan
+        self._grace = grace_seconds
+        self._publish_dead_letter = publish_dead_letter
+        self._on_fenced = on_fenced
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self.delivery = Delivery(
+            kind=stored.kind,
+            policy=stored.policy,
+            window=stored.window or window,
+            cursor=self._within_log(stored.cursor),
+            saved=stored.saved,
+            end=topic.wal.next,
+        )
+        self._outboxes: dict[int, Outbox[Sent]] = {}
+        self._held: dict[int, Message] = {}
+        self._held_bytes = 0
+        self._wanted = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+        self._generation = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._flushing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._retriever: AsyncReader | None = None
+        self._is_closed = False
+        plan.written(stored.cursor, self._loop.time(), version=self.delivery.version)
+        for consumer in stored.consumers.values():
+            if consumer.filters:
+                # It may come back: until then nobody passes over what it waits for.
+                self.delivery.remember(consumer.id, filters=consumer.filters)
+                self._loop.call_later(grace_seconds, self._forget, consumer.id)
+
+    def _within_log(self, cursor: int) -> int:
+        """A cursor that is not beyond the log: what it would pass over has never been delivered."""
+        end = self.topic.wal.next
+        if cursor > end:
+            _log.error(
+                "a cursor was beyond the end of its topic, and is put back to it",
+                extra={"topic": self.topic.name, "subscription": self.stored.name, "end": end},
+            )
+        return min(cursor, end)
+
+    @property
+    def name(self) -> str:
+        """The subscription's."""
+        return self.stored.name
+
+    @property
+    def kind(self) -> SubscriptionKind:
+        """Who gets what."""
+        return self.stored.kind
+
+    @property
+    def end(self) -> int:
+        """The first offset that no consumer may see yet."""
+        return self.topic.wal.visible
+
+    @property
+    def window(self) -> int:
+        """Messages that a consumer may have and not have acknowledged."""
+        return self.delivery.window
+
+    @property
+    def lag(self) -> int:
+        """Messages from the cursor to the end."""
+        return max(0, self.end - self.delivery.cursor)
+
+    @property
+    def attached(self) -> list[int]:
+        """The consumers with a stream."""
+        return list(self._outboxes)
+
+    # -- consumers --------------------------------------------------------------------------
+
+    def attach(self, consumer: int, filters: Sequence[str]) -> Outbox[Sent]:
+        """Begins to deliver to a consumer; a stream that it had before ends.
+
+        Raises:
+            ConflictError: The subscription is exclusive, and somebody else has it.
+            ClosedError: The topic is about to be closed.
+        """
+        if self._is_closed:
+            raise ClosedError("the topic is being closed", topic=self.topic.name)
+        now = self._loop.time()
+        others = [other for other in self._outboxes if other != consumer]
+        if self.kind is SubscriptionKind.EXCLUSIVE and others:
+            raise ConflictError(
+                f"subscription {self.name!r} is exclusive, and has a consumer",
+                topic=self.topic.name,
+            )
+        before = self._outboxes.pop(consumer, None)
+        if before is not None:
+            before.end()
+        self.delivery.attach(consumer, filters=tuple(filters), now=now)
+        outbox: Outbox[Sent] = Outbox(consumer)
+        self._outboxes[consumer] = outbox
+        self.delivery.set_room(consumer, outbox.room)
+        if self._reading is None:
+            self._reading = self._loop.create_task(self._read())
+        self._pump()
+        return outbox
+
+    def detach(self, outbox: Outbox[Sent]) -> None:
+        """Ends delivery to a consumer; what it has not acknowledged goes to others, or waits."""
+        consumer = outbox.consumer
+        if self._outboxes.get(consumer) is not outbox:
+            return  # another stream of the same consumer has taken over
+        del self._outboxes[consumer]
+        outbox.end()
+        self.delivery.detach(consumer, now=self._loop.time())
+        self._loop.call_later(self._grace, self._forget, consumer)
+        if not self._outboxes and self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+            self._release_held()
+        self._pump()
+
+    def _forget(self, consumer: int) -> None:
+        if not self._is_closed and consumer not in self._outboxes:
+            self.delivery.forget(consumer, now=self._loop.time())
+            self._pump()
+
+    def written(self, outbox: Outbox[Sent], count: int) -> None:
+        """Notes that a stream has written so many messages, so there is room for more."""
+        outbox.written(count)
+        if self._outboxes.get(outbox.consumer) is outbox:
+            self.delivery.set_room(outbox.consumer, outbox.room)
+            self._pump()
+
+    async def message(self, offset: int) -> Message | None:
+        """A message that is to be sent; None if no tier has it any more."""
+        held = self._held.pop(offset, None)
+        if held is not None:
+            self._held_bytes -= held.size_bytes
+            return held
+        return await self._retrieve(offset)
+
+    async def _retrieve(self, offset: int) -> Message | None:
+        """Reads one message again, for a redelivery."""
+        while True:
+            reader = self._retriever
+            try:
+                if reader is None:
+                    reader = self.topic.aio.reader(offset)
+                else:
+                    # Whoever comes meanwhile makes a reader of its own.
+                    self._retriever = None
+                    reader.core.seek(offset)
+                found = await reader.next_batch(1)
+                if self._retriever is None and not self._is_closed:
+                    self._retriever = reader
+                else:
+                    reader.close()
+                return found[0] if found else None
+            except OffsetOutOfRangeError:
+                if reader is not None:
+                    reader.close()
+                _log.warning(
+                    "a message that was to be sent again is no longer kept",
+                    extra={"topic": self.topic.name, "offset": offset},
+                )
+                self.delivery.resolve(offset, now=self._loop.time())
+                self._pump()
+                return None
+            except (CorruptDataError, UnavailableError) as error:
+                if reader is not None:
+                    reader.close()
+                if isinstance(error, CorruptDataError):
+                    _log.error("a message cannot be read", extra={"error": str(error)})
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    # -- outcomes ---------------------------------------------------------------------------
+
+    def ack(self, offset: int) -> None:
+        """Takes an acknowledgement: in any order, twice, late.
+
+        Raises:
+            InvalidRequestError: There is no such message.
+        """
+        if self.delivery.ack(offset, end=self.end, now=self._loop.time()) is AckResult.REFUSED:
+            raise InvalidRequestError(
+                "nobody was given this message yet", topic=self.topic.name, offset=offset
+            )
+        self._pump()
+
+    def ack_many(self, offsets: Sequence[int]) -> None:
+        """The same for many at once."""
+        now, end = self._loop.time(), self.end
+        for offset in offsets:
+            self.delivery.ack(offset, end=end, now=now)
+        self._pump()
+
+    def nack(self, offset: int, *, delay_ms: int | None, reason: str | None) -> None:
+        """Has a message come again later."""
+        if self.delivery.nack(offset, delay_ms=delay_ms, reason=reason, now=self._loop.time()):
+            self._metrics.count("subscription.nacks_total")
+        self._pump()
+
+    # -- settings ---------------------------------------------------------------------------
+
+    async def set_policy(self, policy: FailurePolicy) -> None:
+        """Changes what happens to messages that fail, from now on."""
+        await self._save_options(replace(self.stored, policy=policy))
+        self.delivery.set_policy(policy, now=self._loop.time())
+        self._pump()
+
+    async def set_window(self, window: int) -> None:
+        """Changes how many messages a consumer may have and not have acknowledged."""
+        await self._save_options(replace(self.stored, window=window))
+        self.delivery.set_window(window)
+        self._pump()
+
+    async def save_consumers(self, stored: StoredSubscription) -> None:
+        """Remembers who the consumers are."""
+        await self._save_options(stored)
+
+    async def _save_options(self, stored: StoredSubscription) -> None:
+        await asyncio.to_thread(self._store.save_options, self._parsed, stored, owned=self._owned)
+        self.stored = stored
+
+    async def seek(self, offset: int) -> None:
+        """Goes on from another offset, for all consumers, and writes that down first."""
+        async with self._flushing:
+            await asyncio.to_thread(
+                self._store.save_cursor,
+                self._parsed,
+                self.name,
+                cursor=offset,
+                saved={},
+                incarnation=self.stored.incarnation,
+                owned=self._owned,
+                force=True,
+            )
+            now = self._loop.time()
+            self._generation += 1
+            self._release_held()
+            self.delivery.seek(offset, now=now)
+            if self._reading is not None:
+                # It may be waiting at the end of the topic for what is appended next.
+                self._reading.cancel()
+                self._reading = self._loop.create_task(self._read())
+            self._plan.written(offset, now, version=self.delivery.version)
+        self._pump()
+
+    @property
+    def _owned(self) -> OwnedTopic | None:
+        tier = self.topic.tier
+        return tier.owned if tier is not None else None
+
+    # -- reading ----------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """Reads what the machine wants, while there are consumers."""
+        reader: AsyncReader | None = None
+        try:
+            while True:
+                await self._wanted.wait()
+                delivery, generation = self.delivery, self._generation
+                start = delivery.next_offset
+                try:
+                    if reader is None:
+                        reader = self.topic.aio.reader(start)
+                    elif reader.core.next_offset != start:
+                        reader.core.seek(start)
+                    count = max(1, min(delivery.wanted(), self._fetch_max))
+                    messages = await reader.next_batch(count, _FETCH_BYTES)
+                    if delay := self.rate.reserve(len(messages), self._loop.time()):
+                        await asyncio.sleep(delay)
+                except OffsetOutOfRangeError as error:
+                    self._pass_over(start, error)
+                    continue
+                except (CorruptDataError, UnavailableError, CapacityError) as error:
+                    # The message is not passed over: whoever repairs the topic gets it delivered.
+                    _log.error("a subscription cannot read on", extra={"error": str(error)})
+                    if reader is not None:
+                        reader.close()
+                        reader = None
+                    await asyncio.sleep(_DAMAGE_RETRY_SECONDS)
+                    continue
+                if generation == self._generation and messages:
+                    self._offer(messages)
+                    self._pump()
+        except ClosedError:
+            return  # the topic; whoever closed it ends the streams
+        except FencedError:
+            self._on_fenced()
+        except Exception:  # noqa: BLE001 - the streams end, and the log has the reason
+            _log.exception("a subscription stopped", extra={"topic": self.topic.name})
+            self.end_streams(UnavailableError("the subscription stopped", topic=self.topic.name))
+        finally:
+            if reader is not None:
+                reader.close()
+
+    @property
+    def _fetch_max(self) -> int:
+        """Messages to read at once: with a rate, so few that each part of it is waited for."""
+        rate = self.rate.per_second
+        return min(_FETCH_MESSAGES, max(1, rate // 10)) if rate else _FETCH_MESSAGES
+
+    def _pass_over(self, start: int, error: OffsetOutOfRangeError) -> None:
+        """Goes on behind messages that retention has taken, and says so."""
+        resume = max(error.earliest, 0) if start < error.earliest else error.next
+        _log.error(
+            "messages are no longer kept that a subscription has not seen",
+            extra={
+                "topic": self.topic.name,
+                "subscription": self.name,
+                "start": start,
+                "end": resume,
+            },
+        )
+        self._metrics.count("subscription.messages_passed_over_total", max(0, resume - start))
+        self.delivery.seek(resume, now=self._loop.time())
+        self._pump()
+
+    def _offer(self, messages: Sequence[Message]) -> None:
+        is_keyed = self.kind is SubscriptionKind.KEY_SHARED
+        held = self._held
+        offered: list[tuple[int, str]] = []
+        for message in messages:
+            key = ""
+            if is_keyed:
+                record = message.record
+                key = record.routing_key or record.producer_name
+            if self._held_bytes < _HELD_BYTES_MAX:
+                held[message.offset] = message
+                self._held_bytes += message.size_bytes
+            offered.append((message.offset, key))
+        self.delivery.offer(offered, now=self._loop.time())
+
+    def _release_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+
+    # -- the pump ---------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Carries out what the machine decides, and sees that it is asked again in time."""
+        if self._is_closed:
+            return
+        delivery, now = self.delivery, self._loop.time()
+        delivery.tick(now)
+        while instructions := delivery.take():
+            for instruction in instructions:
+                if type(instruction) is Send:
+                    outbox = self._outboxes.get(instruction.consumer)
+                    if outbox is not None:
+                        outbox.push((instruction.offset, instruction.attempt))
+                        if instruction.attempt > 1:
+                            self._metrics.count("subscription.redeliveries_total")
+                elif isinstance(instruction, DeadLetter):
+                    self._spawn(self._dead_letter(instruction))
+                elif isinstance(instruction, Drop):
+                    _log.warning(
+                        "a message was dropped after its last attempt",
+                        extra={"topic": self.topic.name, "offset": instruction.offset},
+                    )
+                    self._metrics.count("subscription.dropped_total")
+                    self._discard(instruction.offset)
+                    delivery.resolve(instruction.offset, now=now)
+        if delivery.wanted() > 0 and (
+            self._held_bytes < _HELD_BYTES_MAX or self.kind is SubscriptionKind.KEY_SHARED
+        ):
+            self._wanted.set()
+        else:
+            self._wanted.clear()
+        self._schedule(delivery.deadline())
+        self._note_progress(now)
+
+    def _discard(self, offset: int) -> None:
+        held = self._held.pop(offset, None)
+        if held is not None:
+            self._held_bytes -= held.size_bytes
+
+    def _schedule(self, deadline: float | None) -> None:
+        timer = self._timer
+        if deadline is None:
+            return
+        if timer is not None and not timer.cancelled() and timer.when() <= deadline:
+            return  # it looks again when it gets there
+        if timer is not None:
+            timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._pump()
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _dead_letter(self, instruction: DeadLetter) -> None:
+        offset, policy = instruction.offset, self.delivery.policy
+        try:
+            message = await self.message(offset)
+            if message is not None and policy.dead_letter_topic is not None:
+                record = message.record
+                attributes = {
+                    **record.attributes,
+                    "x-original-topic": self.topic.name,
+                    "x-original-subscription": self.name,
+                    "x-original-topic-offset": str(offset),
+                    "x-original-producer-id": str(record.msg_id.producer_id),
+                    "x-original-broker-addr": record.msg_id.broker_addr,
+                    "x-poison-policy": "dead_letter",
+                    "x-delivery-attempt": str(instruction.attempt),
+                    "x-failure-reason": instruction.reason or "",
+                }
+                letter = replace(
+                    record,
+                    msg_id=MessageId(
+                        producer_id=0,
+                        topic_name=policy.dead_letter_topic,
+                        broker_addr=record.msg_id.broker_addr,
+                        topic_offset=0,
+                    ),
+                    attributes=attributes,
+                )
+                await self._publish_dead_letter(policy.dead_letter_topic, letter)
+                failpoints.reach("broker.after_dead_letter")
+                self._metrics.count("subscription.dead_letters_total")
+        except IsterError as error:
+            _log.warning(
+                "a message could not be dead-lettered yet",
+                extra={"topic": self.topic.name, "offset": offset, "error": str(error)},
+            )
+            self.delivery.unresolved(offset, now=self._loop.time(), delay_ms=_DEAD_LETTER_RETRY_MS)
+        else:
+            self.delivery.resolve(offset, now=self._loop.time())
+        self._pump()
+
+    # -- progress ---------------------------------------------------------------------------
+
+    def _note_progress(self, now: float) -> None:
+        if self._is_closed:
+            return
+        plan = self._plan
+        plan.note(self.delivery.cursor, now, version=self.delivery.version)
+        if plan.is_due(now):
+            if not self._flushing.locked():
+                self._spawn(self._flush())
+        elif self._flush_timer is None:
+            deadline = plan.deadline()
+            if deadline is not None:
+                self._flush_timer = self._loop.call_at(deadline, self._on_flush_timer)
+
+    def _on_flush_timer(self) -> None:
+        self._flush_timer = None
+        if not self._is_closed:
+            self._spawn(self._flush())
+
+    async def _flush(self) -> None:
+        """Writes the cursor down; tries again by itself if that fails."""
+        try:
+            await self.flush()
+        except FencedError:
+            self._on_fenced()
+        except IsterError as error:
+            _log.warning("a cursor was not written", extra={"error": str(error)})
+        # What was acknowledged meanwhile, or has to be tried again.
+        self._note_progress(self._loop.time())
+
+    async def flush(self) -> None:
+        """Writes the cursor down.
+
+        Raises:
+            FencedError: Another broker has the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        async with self._flushing:
+            delivery = self.delivery
+            cursor, saved, version = delivery.cursor, delivery.saved(), delivery.version
+            failpoints.reach("broker.before_cursor")
+            try:
+                await asyncio.to_thread(
+                    self._store.save_cursor,
+                    self._parsed,
+                    self.name,
+                    cursor=cursor,
+                    saved=saved,
+                    incarnation=self.stored.incarnation,
+                    owned=self._owned,
+                )
+            except IsterError:
+                self._plan.failed(self._loop.time(), _RETRY_SECONDS)
+                raise
+            failpoints.reach("broker.after_cursor")
+            self._plan.written(cursor, self._loop.time(), version=version)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def end_streams(self, reason: IsterError | None) -> None:
+        """Has every consumer's stream end."""
+        for outbox in list(self._outboxes.values()):
+            outbox.end(reason)
+
+    async def close(self, reason: IsterError | None, *, flush: bool = True) -> None:
+        """Ends all streams and writes the cursor down, if that can be done."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.end_streams(reason)
+        for timer in (self._timer, self._flush_timer):
+            if timer is not None:
+                timer.cancel()
+        working = [task for task in (self._reading, *self._tasks) if task is not None]
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+        if self._retriever is not None:
+            self._retriever.close()
+        if flush:
+            try:
+                await self.flush()
+            except IsterError as error:
+                _log.warning("a cursor was not written at the end", extra={"error": str(error)})

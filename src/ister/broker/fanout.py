@@ -1,0 +1,144 @@
+"""A subscription of a topic without a log: messages are pushed at publish, or dropped.
+
+Owns: who of the consumers gets a message, and dropping. Does not own: streams, consumers' ids.
+
+Nothing is kept, so nothing comes again: acknowledgements are taken and change nothing. A consumer
+that does not read misses messages; nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from ister.broker.outbox import Outbox
+from ister.errors import ClosedError, ConflictError, IsterError
+from ister.metrics import Metrics
+from ister.model import StreamMessage
+from ister.subscription.keys import HashRing, KeyFilter
+from ister.subscription.policy import SubscriptionKind
+from ister.subscription.store import StoredSubscription
+
+__all__ = ["Fanout"]
+
+
+class Fanout:
+    """One subscription of one non-reliable topic. Used on the broker's loop alone."""
+
+    def __init__(self, topic: str, stored: StoredSubscription, *, metrics: Metrics) -> None:
+        self.topic_name = topic
+        self.stored = stored
+        self._metrics = metrics
+        self._outboxes: dict[int, Outbox[StreamMessage]] = {}
+        self._filters: dict[int, KeyFilter] = {}
+        self._ring = HashRing()
+        self._expected: dict[int, asyncio.TimerHandle] = {}
+        self._turn = 0
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        """The subscription's."""
+        return self.stored.name
+
+    @property
+    def kind(self) -> SubscriptionKind:
+        """Who gets what."""
+        return self.stored.kind
+
+    @property
+    def attached(self) -> list[int]:
+        """The consumers with a stream."""
+        return [one for one in self._outboxes if one not in self._expected]
+
+    @property
+    def active(self) -> int | None:
+        """The consumer that gets everything, of an exclusive or failover subscription."""
+        return next(iter(self._outboxes), None)
+
+    def expect(self, consumer: int, filters: Sequence[str], seconds: float) -> None:
+        """Keeps messages for a consumer that has subscribed, until its stream is there.
+
+        Clients publish as soon as they have subscribed, and open the stream later.
+        """
+        if consumer not in self._outboxes and not self._is_closed:
+            outbox = self._add(consumer, filters)
+            loop = asyncio.get_running_loop()
+            self._expected[consumer] = loop.call_later(seconds, self.detach, outbox)
+
+    def attach(self, consumer: int, filters: Sequence[str]) -> Outbox[StreamMessage]:
+        """Begins to deliver to a consumer; a stream that it had before ends.
+
+        Raises:
+            ConflictError: The subscription is exclusive, and somebody else has it.
+            ClosedError: The topic is about to be closed.
+        """
+        if self._is_closed:
+            raise ClosedError("the topic is being closed", topic=self.topic_name)
+        if self.kind is SubscriptionKind.EXCLUSIVE and {*self.attached} - {consumer}:
+            raise ConflictError(
+                f"subscription {self.name!r} is exclusive, and has a consumer",
+                topic=self.topic_name,
+            )
+        timer = self._expected.pop(consumer, None)
+        if timer is not None:
+            timer.cancel()
+            return self._outboxes[consumer]
+        before = self._outboxes.get(consumer)
+        if before is not None:
+            self.detach(before)
+        return self._add(consumer, filters)
+
+    def _add(self, consumer: int, filters: Sequence[str]) -> Outbox[StreamMessage]:
+        outbox: Outbox[StreamMessage] = Outbox(consumer)
+        self._filters[consumer] = KeyFilter(filters)
+        self._outboxes[consumer] = outbox
+        self._ring.add(consumer)
+        return outbox
+
+    def detach(self, outbox: Outbox[StreamMessage]) -> None:
+        """Ends delivery to a consumer."""
+        if self._outboxes.get(outbox.consumer) is outbox:
+            del self._outboxes[outbox.consumer]
+            del self._filters[outbox.consumer]
+            self._ring.remove(outbox.consumer)
+            self._expected.pop(outbox.consumer, None)
+            outbox.end()
+
+    def publish(self, message: StreamMessage) -> None:
+        """Hands a message to whom it is for, if they have room."""
+        outbox = self._choose(message)
+        if outbox is not None:
+            outbox.push(message)
+        elif self._outboxes:
+            self._metrics.count("subscription.non_reliable_dropped_total")
+
+    def _choose(self, message: StreamMessage) -> Outbox[StreamMessage] | None:
+        outboxes = self._outboxes
+        if self.kind is SubscriptionKind.SHARED:
+            candidates = list(outboxes.values())
+            for step in range(len(candidates)):
+                candidate = candidates[(self._turn + step) % len(candidates)]
+                if candidate.room > 0:
+                    self._turn += step + 1
+                    return candidate
+            return None
+        if self.kind is SubscriptionKind.KEY_SHARED:
+            key = message.routing_key or message.producer_name
+            consumer = self._ring.find(key, lambda one: self._filters[one].matches(key))
+        else:
+            consumer = self.active
+        outbox = outboxes.get(consumer) if consumer is not None else None
+        return outbox if outbox is not None and outbox.room > 0 else None
+
+    def end_streams(self, reason: IsterError | None) -> None:
+        """Has every consumer's stream end."""
+        for outbox in list(self._outboxes.values()):
+            outbox.end(reason)
+
+    async def close(self, reason: IsterError | None, *, flush: bool = True) -> None:
+        """Ends all streams."""
+        self._is_closed = True
+        for timer in self._expected.values():
+            timer.cancel()
+        self.end_streams(reason)

@@ -1,0 +1,113 @@
+"""What clients read: ranges of messages, how far a topic has come, where a time is.
+
+A range is answered only if all of it is there, visible, and safe from a crash: no client holds
+what its topic does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ister.client.contract import FindTime, RangeTicket, TopicStatus
+from ister.errors import ConflictError, OffsetOutOfRangeError
+from ister.topic.topic import Topic
+
+__all__ = ["check_incarnation", "check_range", "find_time", "read_range", "status_of"]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+# The end of the calendar; what is beyond is looked for message by message.
+_CALENDAR_MS_MAX: Final = 253_402_300_799_999
+# Microseconds still fit into 64 bits.
+_TIME_MS_MAX: Final = 1 << 52
+
+
+def status_of(topic: Topic) -> TopicStatus:
+    """How far a topic has come, and what it is."""
+    marks = topic.watermarks
+    return TopicStatus(
+        topic=topic.name,
+        incarnation=_incarnation(topic),
+        earliest=topic.earliest,
+        trimmed=marks.trimmed,
+        tiered=marks.tiered,
+        synced=marks.synced,
+        written=marks.written,
+        next=marks.next,
+        codec=topic.codec,
+        ack=topic.ack,
+    )
+
+
+def check_incarnation(topic: Topic, incarnation: str) -> None:
+    """Refuses a topic that was made anew.
+
+    Raises:
+        ConflictError: It is not the one that was meant.
+    """
+    if incarnation != _incarnation(topic):
+        raise ConflictError(
+            "the topic is another one of the same name",
+            topic=topic.name,
+            hint="it was deleted and made again: ask for its watermarks",
+        )
+
+
+def check_range(topic: Topic, start: int, end: int) -> None:
+    """Refuses what is not there, not visible, or not safe from a crash.
+
+    Raises:
+        OffsetOutOfRangeError: Not all of the range is.
+    """
+    earliest, readable = topic.earliest, min(topic.wal.visible, topic.watermarks.synced)
+    if not earliest <= start <= end <= readable:
+        raise OffsetOutOfRangeError(
+            f"offsets {start} up to {end} are not all there",
+            earliest=earliest,
+            next=readable,
+            topic=topic.name,
+            offset=start if start < earliest else end,
+        )
+
+
+def read_range(
+    topic: Topic, asked: RangeTicket, still_allowed: Callable[[], None]
+) -> Iterator[pa.RecordBatch]:
+    """The messages of a range, which was checked; `still_allowed` raises to end it."""
+    if asked.start == asked.end:
+        return
+    for batch in topic.read_arrow(asked.start, end=asked.end, columns=asked.columns):
+        still_allowed()
+        yield batch
+
+
+def find_time(topic: Topic, asked: FindTime) -> int | None:
+    """The first message of a range that was published at the time or later."""
+    if asked.start == asked.end:
+        return None
+    start = asked.start
+    if asked.publish_time_ms <= _CALENDAR_MS_MAX:
+        # The topic's own search knows where to look, and knows no range: before its answer there
+        # is no such message.
+        time = _EPOCH + timedelta(milliseconds=max(0, asked.publish_time_ms))
+        with topic.reader(time) as reader:
+            first = reader.next_offset
+        if first >= start:
+            return first if first < asked.end else None
+    # Producers' clocks differ, so from the start of the range on every message is looked at.
+    wanted = pa.scalar(min(asked.publish_time_ms, _TIME_MS_MAX) * 1000, pa.int64())
+    for batch in topic.read_arrow(start, end=asked.end, columns=("offset", "publish_time")):
+        times = batch["publish_time"].cast(pa.int64())
+        found = pc.index(pc.greater_equal(times, wanted), True).as_py()
+        if found >= 0:
+            offset: int = batch["offset"][found].as_py()
+            return offset
+    return None
+
+
+def _incarnation(topic: Topic) -> str:
+    return topic.tier.owned.record.incarnation if topic.tier is not None else ""

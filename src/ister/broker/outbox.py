@@ -1,0 +1,80 @@
+"""What is on its way to one consumer: from the subscription that decides to its stream.
+
+    subscription ─ push ─► outbox ─ take ─► the consumer's stream ─ written ─► room again
+
+Bounded: a subscription pushes only while there is room, and there is room again once the stream has
+written, which waits for the consumer's flow control. So a consumer that does not read holds these
+few messages, and no one else waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final, Generic, TypeVar
+
+from ister.errors import IsterError
+
+__all__ = ["OUTBOX_MESSAGES", "Outbox"]
+
+OUTBOX_MESSAGES: Final = 128
+"""Messages that are handed over and not written yet, per consumer."""
+
+Item = TypeVar("Item")
+
+
+class Outbox(Generic[Item]):
+    """A queue with one taker, on one loop."""
+
+    def __init__(self, consumer: int) -> None:
+        self.consumer = consumer
+        self._items: deque[Item] = deque()
+        self._taken = 0
+        self._waiting: asyncio.Future[None] | None = None
+        self._end: IsterError | None = None
+        self.is_ended = False
+
+    @property
+    def room(self) -> int:
+        """How many more items it takes now."""
+        return 0 if self.is_ended else OUTBOX_MESSAGES - len(self._items) - self._taken
+
+    def push(self, item: Item) -> None:
+        """Hands an item to the stream."""
+        self._items.append(item)
+        self._wake()
+
+    def end(self, reason: IsterError | None = None) -> None:
+        """Has the stream end: with an error, or in order. What was not written is left out."""
+        if not self.is_ended:
+            self.is_ended = True
+            self._end = reason
+            self._items.clear()
+            self._wake()
+
+    async def take(self, count_max: int = OUTBOX_MESSAGES) -> list[Item]:
+        """The next items, at least one; none when the stream has to end in order.
+
+        Raises:
+            IsterError: The stream has to end with this.
+        """
+        while not self._items:
+            if self.is_ended:
+                if self._end is not None:
+                    raise self._end
+                return []
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        items = self._items
+        count = min(len(items), count_max)
+        self._taken += count
+        return [items.popleft() for _ in range(count)]
+
+    def written(self, count: int) -> None:
+        """Makes room: the stream has written so many of what it took."""
+        self._taken -= count
+
+    def _wake(self) -> None:
+        waiting = self._waiting
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)

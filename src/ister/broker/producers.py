@@ -1,0 +1,107 @@
+"""The producers of a topic, as far as the broker knows them.
+
+Danube's client numbers a producer's messages by an id that the broker gave out. Here the id follows
+from the topic and the producer's name, so a broker that was started again knows it at once: a
+message says both, and a producer that is not registered is registered by its next message.
+
+A producer that has said nothing for a while does not count towards a limit: clients do not say
+goodbye.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from ister.broker.policies import Policies
+from ister.errors import CapacityError, PermissionDeniedError
+
+__all__ = ["Producer", "Producers", "producer_id"]
+
+# Danube's clients ask for their producer's health every five seconds.
+_SILENT_SECONDS: Final = 60.0
+_PRODUCERS_MAX: Final = 100_000
+# The upper bits are for producers whose messages are numbered: see `ister.topic.sequences`.
+_ID_BITS: Final = 61
+
+
+def producer_id(topic: str, name: str) -> int:
+    """The id of a producer: not 0, which Danube's clients have before they got one."""
+    digest = hashlib.blake2b(f"{topic}\n{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % ((1 << _ID_BITS) - 1) + 1
+
+
+@dataclass(slots=True)
+class Producer:
+    """One of them."""
+
+    id: int
+    name: str
+    is_exclusive: bool
+    seen_at: float
+
+
+class Producers:
+    """The producers of one topic. Used on the broker's loop alone."""
+
+    def __init__(self, topic: str, index: dict[int, str] | None = None) -> None:
+        """Begins without any.
+
+        Args:
+            topic: The topic's name.
+            index: Where to note the topic of each id, for those who know nothing else.
+        """
+        self._topic = topic
+        self._index = {} if index is None else index
+        self._by_id: dict[int, Producer] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def live(self, now: float) -> list[Producer]:
+        """Those that were heard of lately."""
+        return [p for p in self._by_id.values() if now - p.seen_at < _SILENT_SECONDS]
+
+    def find(self, id: int, now: float) -> Producer | None:
+        """A registered producer, which was heard of by that."""
+        producer = self._by_id.get(id)
+        if producer is not None:
+            producer.seen_at = now
+        return producer
+
+    def register(
+        self, name: str, *, is_exclusive: bool, policies: Policies, now: float
+    ) -> Producer:
+        """Takes a producer on; one of the same name is the same one.
+
+        Raises:
+            CapacityError: There are as many as the topic's policy allows.
+            PermissionDeniedError: A producer has the topic for itself.
+        """
+        number = producer_id(self._topic, name)
+        others = [p for p in self.live(now) if p.id != number]
+        if policies.max_producers_per_topic and len(others) >= policies.max_producers_per_topic:
+            raise CapacityError(
+                f"the topic has {len(others)} producers",
+                topic=self._topic,
+                hint="max_producers_per_topic is the limit",
+            )
+        if others and (is_exclusive or any(p.is_exclusive for p in others)):
+            raise PermissionDeniedError(
+                "a producer has the topic for itself, or would have to", topic=self._topic
+            )
+        if len(self._by_id) >= _PRODUCERS_MAX:
+            live = self.live(now)
+            self.clear()
+            self._by_id = {p.id: p for p in live}
+            self._index.update(dict.fromkeys(self._by_id, self._topic))
+        producer = self._by_id[number] = Producer(number, name, is_exclusive, now)
+        self._index[number] = self._topic
+        return producer
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        for number in self._by_id:
+            self._index.pop(number, None)
+        self._by_id.clear()

@@ -1,0 +1,163 @@
+"""What the broker itself keeps in the metadata store: how topics are served, and namespaces.
+
+    <root>/broker/topics/<ns>/<topic>   {"delivery": "reliable", "policies": {…}}
+    <root>/namespaces/<ns>              {"policies": {…}}
+
+Owns: these two kinds of records. Does not own: what a log keeps of a topic (`ister.tier`), and
+subscriptions (`ister.subscription.store`).
+
+Every change compares with what was read before it. A record that is missing is as good as one with
+the defaults: topics that were made without a broker are reliable ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ister.broker.policies import NAMES
+from ister.errors import AlreadyExistsError, CommitUnknownError, ConflictError, NotFoundError
+from ister.metadata.base import Absent, Compare, KeyValue, MetadataStore, Put, RevisionIs
+from ister.model import TopicName
+
+__all__ = ["BrokerRecords", "ServedRecord"]
+
+_ATTEMPTS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRecord:
+    """How a topic is served."""
+
+    is_reliable: bool = True
+    policies: Mapping[str, int] = field(default_factory=dict)
+
+
+class BrokerRecords:
+    """The broker's own records. Thread-safe; its calls block."""
+
+    def __init__(self, metadata: MetadataStore, *, root_prefix: str) -> None:
+        self._metadata = metadata
+        self._topics = f"{root_prefix}/broker/topics/"
+        self._namespaces = f"{root_prefix}/namespaces/"
+
+    # -- topics -----------------------------------------------------------------------------
+
+    def topic(self, name: TopicName) -> ServedRecord | None:
+        """How a topic is served; None if nothing was said about it."""
+        found = self._metadata.get(self._key(name))
+        return None if found is None else _decode_topic(found.value)
+
+    def create_topic(self, name: TopicName, record: ServedRecord) -> ServedRecord:
+        """Notes how a new topic is served; what was noted before stays, and is returned."""
+
+        def change(found: KeyValue | None) -> bytes | None:
+            return _encode_topic(record) if found is None else None
+
+        self._change(self._key(name), change)
+        return self.topic(name) or record
+
+    def set_topic_policies(self, name: TopicName, policies: Mapping[str, int]) -> None:
+        """Replaces a topic's own bounds."""
+
+        def change(found: KeyValue | None) -> bytes:
+            known = ServedRecord() if found is None else _decode_topic(found.value)
+            return _encode_topic(ServedRecord(is_reliable=known.is_reliable, policies=policies))
+
+        self._change(self._key(name), change)
+
+    def delete_topic(self, name: TopicName) -> None:
+        """Forgets a topic."""
+        self._metadata.delete(self._key(name))
+
+    def non_reliable(self) -> list[str]:
+        """The names of all topics that have no log."""
+        return [
+            "/" + found.key.removeprefix(self._topics)
+            for found in self._metadata.range(self._topics)
+            if not _decode_topic(found.value).is_reliable
+        ]
+
+    def _key(self, name: TopicName) -> str:
+        return f"{self._topics}{name.namespace}/{name.topic}"
+
+    # -- namespaces -------------------------------------------------------------------------
+
+    def namespaces(self) -> list[str]:
+        """The names of those that were made."""
+        found = self._metadata.range(self._namespaces)
+        return [item.key.removeprefix(self._namespaces) for item in found]
+
+    def create_namespace(self, name: str) -> None:
+        """Makes a namespace.
+
+        Raises:
+            AlreadyExistsError: There is one of that name.
+        """
+        key = self._namespaces + name
+        if self._metadata.transact([Absent(key)], [Put(key, b"{}")]) is None:
+            raise AlreadyExistsError(f"there is a namespace {name!r} already")
+
+    def delete_namespace(self, name: str) -> None:
+        """Removes a namespace.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        if not self._metadata.delete(self._namespaces + name):
+            raise NotFoundError(f"there is no namespace {name!r}")
+
+    def namespace_policies(self, name: str) -> dict[str, int]:
+        """The bounds of a namespace's topics."""
+        found = self._metadata.get(self._namespaces + name)
+        return {} if found is None else _policies_of(_decode(found.value))
+
+    def set_namespace_policies(self, name: str, policies: Mapping[str, int]) -> None:
+        """Replaces them."""
+        value = json.dumps({"policies": dict(policies)}).encode()
+        self._change(self._namespaces + name, lambda _: value)
+
+    # -- changes ----------------------------------------------------------------------------
+
+    def _change(self, key: str, change: Callable[[KeyValue | None], bytes | None]) -> None:
+        for _ in range(_ATTEMPTS):
+            found = self._metadata.get(key)
+            value = change(found)
+            if value is None:
+                return
+            compare: Compare = Absent(key) if found is None else RevisionIs(key, found.revision)
+            try:
+                if self._metadata.transact([compare], [Put(key, value)]) is not None:
+                    return
+            except CommitUnknownError:
+                continue  # the next round reads what has become of it
+        raise ConflictError("the record keeps changing", path=key)
+
+
+def _encode_topic(record: ServedRecord) -> bytes:
+    delivery = "reliable" if record.is_reliable else "non_reliable"
+    return json.dumps({"delivery": delivery, "policies": dict(record.policies)}).encode()
+
+
+def _decode_topic(value: bytes) -> ServedRecord:
+    content = _decode(value)
+    return ServedRecord(
+        is_reliable=content.get("delivery") != "non_reliable", policies=_policies_of(content)
+    )
+
+
+def _decode(value: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(value)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _policies_of(content: Mapping[str, Any]) -> dict[str, int]:
+    # A newer broker may know others.
+    policies = content.get("policies")
+    known = policies if isinstance(policies, dict) else {}
+    return {name: value for name, value in known.items() if name in NAMES and type(value) is int}

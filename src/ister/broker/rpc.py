@@ -1,0 +1,112 @@
+"""From a handler's errors to a status on the wire, in one place.
+
+Handlers raise errors of `ister.errors`, or `Refused` where a client depends on a certain status.
+Whatever else they raise is our fault: the client is told INTERNAL and a number, the log has the
+number and the traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ister.errors import FencedError, InvalidRequestError, IsterError
+
+__all__ = ["Refused", "status_of", "streaming_handler", "unary_handler"]
+
+_log = logging.getLogger("ister.broker.rpc")
+
+# gRPC carries the text in a header.
+_TEXT_CHARACTERS_MAX: Final = 1000
+
+
+class Refused(IsterError):  # noqa: N818 - it is not always an error: a client may act on it
+    """A call that ends with a certain status."""
+
+    def __init__(self, status: grpc.StatusCode, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+
+def status_of(error: IsterError) -> grpc.StatusCode:
+    """The status that tells a client what to do about an error."""
+    if isinstance(error, Refused):
+        return error.status
+    if isinstance(error, FencedError):
+        # Another broker has the topic: looking it up again finds it.
+        return grpc.StatusCode.UNAVAILABLE
+    status: grpc.StatusCode = getattr(grpc.StatusCode, error.code)
+    return status
+
+
+def unary_handler(
+    call: Callable[[Any, Any], Awaitable[Any]], parse: Callable[[bytes], Any], where: str
+) -> Callable[[bytes, Any], Awaitable[Any]]:
+    """A method as gRPC calls it: bytes in, the answer or a status out."""
+
+    async def handle(data: bytes, context: Any) -> Any:  # noqa: ANN401 - gRPC has no types
+        try:
+            return await call(_parsed(parse, data), context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+            await _abort(context, error, where)
+
+    return handle
+
+
+def streaming_handler(
+    call: Callable[[Any, Any], AsyncIterator[Any]],
+    parse: Callable[[bytes], Any],
+    where: str,
+    *,
+    is_stream: bool,
+) -> Callable[[Any, Any], Awaitable[None]]:
+    """The same for a method that answers with a stream."""
+
+    async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in requests:
+            yield _parsed(parse, data)
+
+    async def handle(data: Any, context: Any) -> None:  # noqa: ANN401 - gRPC has no types
+        answers: AsyncIterator[Any] | None = None
+        try:
+            request = parsed(data) if is_stream else _parsed(parse, data)
+            answers = call(request, context)
+            async for answer in answers:
+                await context.write(answer)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+            await _abort(context, error, where)
+        finally:
+            close = getattr(answers, "aclose", None)
+            if close is not None:
+                # What the method holds is let go of now, not when the collector comes by.
+                await close()
+
+    return handle
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:  # noqa: ANN401 - any message
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise InvalidRequestError("the request is not a message of this call") from error
+
+
+async def _abort(context: Any, error: Exception, where: str) -> NoReturn:  # noqa: ANN401
+    if isinstance(error, IsterError) and error.code != "INTERNAL":
+        status, text = status_of(error), str(error)
+    else:
+        number = secrets.token_hex(4)
+        _log.error("a call failed", exc_info=error, extra={"call": where, "number": number})
+        status, text = grpc.StatusCode.INTERNAL, f"the broker failed [{number}]"
+    await context.abort(status, text.replace("\n", " ")[:_TEXT_CHARACTERS_MAX])
+    raise AssertionError("abort raises")

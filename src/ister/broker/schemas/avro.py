@@ -1,0 +1,297 @@
+"""Avro schemas: reading them, telling them apart, and whether one reads what another wrote.
+
+Owns: the canonical form and Avro's rules of schema resolution. Does not own: payloads
+(`avro_datum`).
+
+Two texts mean the same schema if they differ only in layout, in `doc`, and in how names are
+written (with a namespace beside or inside). Unlike Avro's own canonical form this one keeps
+defaults, aliases and logical types: they decide what can be read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import fastavro
+import fastavro.schema
+
+from ister.broker.schemas.avro_datum import DatumChecker
+from ister.broker.schemas.definition import canonical_json, fingerprint, read_json, shorten
+from ister.broker.schemas.kinds import SchemaType
+from ister.errors import InvalidRequestError
+
+__all__ = ["AvroDefinition", "read_avro"]
+
+_PROMOTIONS: Final = {
+    ("int", "long"),
+    ("int", "float"),
+    ("int", "double"),
+    ("long", "float"),
+    ("long", "double"),
+    ("float", "double"),
+    ("string", "bytes"),
+    ("bytes", "string"),
+}
+"""(written as, read as)."""
+_NAMED: Final = ("record", "error", "enum", "fixed")
+_UNNAMED: Final = (
+    *("null", "boolean", "int", "long", "float", "double", "bytes", "string", "array", "map"),
+)
+
+
+class AvroDefinition:
+    """An Avro schema. Immutable, thread-safe."""
+
+    schema_type: Final = SchemaType.AVRO
+
+    def __init__(self, schema: Any) -> None:  # noqa: ANN401 - JSON
+        self.schema = _tidy(schema)
+        """As fastavro parsed it: full names, every type defined where it is first met."""
+        self.named: dict[str, Any] = {}
+        _collect_named(self.schema, self.named)
+        self.fingerprint = fingerprint(canonical_json(self.schema))
+        self._checker = DatumChecker(self.schema, self.named)
+
+    def check(self, payload: bytes) -> str | None:
+        """Why a payload is not one datum of this schema, or a file of them; None if it is."""
+        reason = self._checker.check(payload)
+        if reason is not None and payload.startswith(b"Obj\x01"):
+            # The reader of Danube's broker takes whole files, with the schema at their head.
+            return self._checker.check_file(payload, self._is_same)
+        return reason
+
+    def cannot_read(self, writer: AvroDefinition) -> list[str]:
+        """What of `writer` does not resolve to this schema."""
+        resolution = _Resolution(self.named, writer.named)
+        resolution.compare(self.schema, writer.schema, "")
+        return resolution.problems
+
+    def breaks(self, older: AvroDefinition) -> list[str]:
+        """Nothing: resolution says it all."""
+        return []
+
+    def _is_same(self, text: bytes) -> bool:
+        try:
+            return read_avro(text).fingerprint == self.fingerprint
+        except InvalidRequestError:
+            return False
+
+
+def read_avro(data: bytes) -> AvroDefinition:
+    """Reads an Avro schema.
+
+    Raises:
+        InvalidRequestError: It is none.
+    """
+    given = read_json(data, "Avro schema")
+    try:
+        _check_shape(given)
+        return AvroDefinition(fastavro.parse_schema(given))
+    except (
+        fastavro.schema.SchemaParseException,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        # fastavro raises what it stumbles over, not only its own errors.
+        reason = shorten(str(error)) or type(error).__name__
+        raise InvalidRequestError(f"the Avro schema is wrong: {reason}") from error
+
+
+def _check_shape(schema: Any, *, is_branch: bool = False) -> None:  # noqa: ANN401 - JSON
+    """Refuses what fastavro lets through."""
+    if isinstance(schema, list):
+        if is_branch:
+            raise InvalidRequestError("the Avro schema is wrong: a union in a union")
+        for branch in schema:
+            _check_shape(branch, is_branch=True)
+        kinds = [_label(branch) for branch in schema if isinstance(branch, str | dict)]
+        if len(set(kinds)) != len(kinds):
+            raise InvalidRequestError("the Avro schema is wrong: a union has a type twice")
+    if not isinstance(schema, dict):
+        return
+    kind = schema.get("type")
+    if kind in ("record", "error"):
+        fields = schema.get("fields")
+        if not isinstance(fields, list):
+            raise InvalidRequestError("the Avro schema is wrong: a record without fields")
+        names = [field.get("name") for field in fields if isinstance(field, dict)]
+        if len(set(names)) != len(names):
+            raise InvalidRequestError("the Avro schema is wrong: a record has a field twice")
+        for field in fields:
+            _check_shape(field.get("type") if isinstance(field, dict) else None)
+    elif kind == "fixed":
+        size = schema.get("size")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise InvalidRequestError("the Avro schema is wrong: a fixed type without a size")
+    elif isinstance(kind, dict | list):
+        _check_shape(kind)
+    for inner in (schema.get("items"), schema.get("values")):
+        _check_shape(inner)
+
+
+def _tidy(schema: Any) -> Any:  # noqa: ANN401 - JSON
+    """Without remarks, and without what fastavro notes for itself."""
+    if isinstance(schema, list):
+        return [_tidy(branch) for branch in schema]
+    if not isinstance(schema, dict):
+        return schema
+    tidy = {
+        name: value
+        for name, value in schema.items()
+        if name not in ("doc", "namespace") and not name.startswith("__")
+    }
+    kind = schema["type"]
+    if kind in ("record", "error"):
+        tidy["fields"] = [
+            {
+                **{name: value for name, value in field.items() if name not in ("doc", "order")},
+                "type": _tidy(field["type"]),
+            }
+            for field in schema["fields"]
+        ]
+    elif kind == "array":
+        tidy["items"] = _tidy(schema["items"])
+    elif kind == "map":
+        tidy["values"] = _tidy(schema["values"])
+    elif isinstance(kind, dict | list):
+        return _tidy(kind)
+    is_reference = kind not in (*_NAMED, *_UNNAMED)
+    return kind if is_reference or list(tidy) == ["type"] else tidy
+
+
+def _collect_named(schema: Any, named: dict[str, Any]) -> None:  # noqa: ANN401 - JSON
+    if isinstance(schema, list):
+        for branch in schema:
+            _collect_named(branch, named)
+    elif isinstance(schema, dict):
+        if schema["type"] in _NAMED:
+            named[schema["name"]] = schema
+        for field in schema.get("fields", ()):
+            _collect_named(field["type"], named)
+        _collect_named(schema.get("items"), named)
+        _collect_named(schema.get("values"), named)
+
+
+class _Resolution:
+    """One comparison of a reader's schema with a writer's."""
+
+    def __init__(self, reader_named: dict[str, Any], writer_named: dict[str, Any]) -> None:
+        self.problems: list[str] = []
+        self._reader_named = reader_named
+        self._writer_named = writer_named
+        # Pairs of named types that were looked at, or are being looked at further up.
+        self._seen: dict[tuple[str, str], bool] = {}
+
+    def compare(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+        """Whether `reader` reads what `writer` wrote; notes down why not."""
+        reader = self._reader_named.get(reader, reader) if isinstance(reader, str) else reader
+        writer = self._writer_named.get(writer, writer) if isinstance(writer, str) else writer
+        if isinstance(writer, list):
+            fits = [self.compare(reader, branch, where) for branch in writer]
+            return all(fits)
+        if isinstance(reader, list):
+            return self._compare_union(reader, writer, where)
+        reader_kind, writer_kind = _kind(reader), _kind(writer)
+        if reader_kind != writer_kind:
+            if (writer_kind, reader_kind) in _PROMOTIONS:
+                return True
+            return self._problem(where, f"{writer_kind} is not read as {reader_kind}")
+        if reader_kind == "array":
+            return self.compare(reader["items"], writer["items"], f"{where}[]")
+        if reader_kind == "map":
+            return self.compare(reader["values"], writer["values"], f"{where}{{}}")
+        if reader_kind in _NAMED:
+            return self._compare_named(reader, writer, reader_kind, where)
+        return self._compare_decimals(reader, writer, where)
+
+    def _compare_union(self, reader: list[Any], writer: Any, where: str) -> bool:  # noqa: ANN401
+        noted = len(self.problems)
+        for branch in reader:
+            if self.compare(branch, writer, where):
+                del self.problems[noted:]
+                return True
+        del self.problems[noted:]
+        return self._problem(where, f"no branch of the union reads {_label(writer)}")
+
+    def _compare_named(self, reader: Any, writer: Any, kind: str, where: str) -> bool:  # noqa: ANN401
+        known = self._seen.get((reader["name"], writer["name"]))
+        if known is not None:
+            return known
+        # While it is being looked at it counts as fitting: a list fits if its elements do.
+        self._seen[reader["name"], writer["name"]] = True
+        fits = self._fits_by_name(reader, writer, where)
+        if kind in ("record", "error"):
+            fits = self._compare_fields(reader, writer, where) and fits
+        elif kind == "enum":
+            fits = self._compare_symbols(reader, writer, where) and fits
+        elif reader["size"] != writer["size"]:
+            fits = self._problem(
+                where, f"{reader['name']} has {reader['size']} bytes and had {writer['size']}"
+            )
+        else:
+            fits = self._compare_decimals(reader, writer, where) and fits
+        self._seen[reader["name"], writer["name"]] = fits
+        return fits
+
+    def _fits_by_name(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+        wanted = _short(writer["name"])
+        if wanted == _short(reader["name"]):
+            return True
+        if any(wanted == _short(alias) for alias in reader.get("aliases", ())):
+            return True
+        return self._problem(where, f"{writer['name']} is not {reader['name']}")
+
+    def _compare_fields(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+        written = {field["name"]: field for field in writer["fields"]}
+        fits = True
+        for field in reader["fields"]:
+            place = f"{where}.{field['name']}"
+            names = [field["name"], *field.get("aliases", ())]
+            source = next((written[name] for name in names if name in written), None)
+            if source is not None:
+                fits = self.compare(field["type"], source["type"], place) and fits
+            elif "default" not in field:
+                fits = self._problem(place, "is not written, and has no default")
+        return fits
+
+    def _compare_symbols(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+        missing = [symbol for symbol in writer["symbols"] if symbol not in reader["symbols"]]
+        if not missing or "default" in reader:
+            return True
+        return self._problem(where, f"{reader['name']} lacks the symbol {missing[0]}")
+
+    def _compare_decimals(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401
+        before, after = _decimal(writer), _decimal(reader)
+        if before is None or after is None or before == after:
+            return True
+        return self._problem(where, "a decimal has another precision or scale")
+
+    def _problem(self, where: str, what: str) -> bool:
+        self.problems.append(f"{where.lstrip('.') or 'the schema'}: {what}")
+        return False
+
+
+def _kind(schema: Any) -> str:  # noqa: ANN401 - JSON
+    kind = schema["type"] if isinstance(schema, dict) else schema
+    return "record" if kind == "error" else str(kind)
+
+
+def _label(schema: Any) -> str:  # noqa: ANN401 - JSON
+    if isinstance(schema, dict):
+        return str(schema.get("name") or schema.get("type"))
+    return str(schema)
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _decimal(schema: Any) -> tuple[Any, Any] | None:  # noqa: ANN401 - JSON
+    if isinstance(schema, dict) and schema.get("logicalType") == "decimal":
+        return schema.get("precision"), schema.get("scale", 0)
+    return None

@@ -1,0 +1,56 @@
+"""Definitions of every type: reading one, and whether it may follow on another.
+
+Owns: which reader goes with which type. Does not own: any of them.
+"""
+
+from __future__ import annotations
+
+from ister.broker.schemas.avro import read_avro
+from ister.broker.schemas.definition import DEFINITION_BYTES_MAX, Definition
+from ister.broker.schemas.json_schema import read_json_schema
+from ister.broker.schemas.kinds import CompatibilityMode, SchemaType, parse_schema_type
+from ister.broker.schemas.primitives import BytesDefinition, StringDefinition, read_number
+from ister.broker.schemas.protobuf import read_protobuf
+from ister.errors import InvalidRequestError
+
+__all__ = ["find_incompatibilities", "read_definition"]
+
+
+def read_definition(type_name: str, data: bytes) -> Definition:
+    """Reads a definition.
+
+    Raises:
+        InvalidRequestError: There is no such type, or the definition is wrong or too large.
+    """
+    schema_type = parse_schema_type(type_name)
+    if len(data) > DEFINITION_BYTES_MAX:
+        raise InvalidRequestError(
+            f"a schema of {len(data)} bytes", hint=f"at most {DEFINITION_BYTES_MAX} are taken"
+        )
+    match schema_type:
+        case SchemaType.BYTES:
+            return BytesDefinition()
+        case SchemaType.STRING:
+            return StringDefinition()
+        case SchemaType.NUMBER:
+            return read_number(type_name, data)
+        case SchemaType.AVRO:
+            return read_avro(data)
+        case SchemaType.JSON_SCHEMA:
+            return read_json_schema(data)
+        case SchemaType.PROTOBUF:
+            return read_protobuf(data)
+
+
+def find_incompatibilities(old: Definition, new: Definition, mode: CompatibilityMode) -> list[str]:
+    """Why `new` may not follow on `old`; empty if it may."""
+    if mode is CompatibilityMode.NONE or old.fingerprint == new.fingerprint:
+        return []
+    if old.schema_type is not new.schema_type:
+        return [f"the subject is {old.schema_type}, and this is {new.schema_type}"]
+    problems = new.breaks(old)
+    if mode in (CompatibilityMode.BACKWARD, CompatibilityMode.FULL):
+        problems += [f"backward: {reason}" for reason in new.cannot_read(old)]
+    if mode in (CompatibilityMode.FORWARD, CompatibilityMode.FULL):
+        problems += [f"forward: {reason}" for reason in old.cannot_read(new)]
+    return problems

@@ -1,0 +1,350 @@
+"""From what a call brings along to the principal that makes it.
+
+    authorization: Bearer <JWT>       signed with the one algorithm and key of the settings
+    authorization: Bearer ist_…       an API key; also as x-api-key: ist_…
+    a client certificate              where broker.auth.mtls_principal is on and TLS checked it
+
+Credentials that are shown and wrong are an error, even if others would do: nothing is tried in
+turn. No other header means anything, `x-danube-internal-broker` among them.
+
+A JWT needs exp, iss, aud and sub, and all of them are checked; its header chooses nothing. Time is
+the clock's that was passed in. Errors name what is wrong and never quote what was shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import jwt
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+from ister.broker.security.api_keys import API_KEY_PREFIX, ApiKeyFile
+from ister.broker.security.principal import (
+    ANONYMOUS,
+    Principal,
+    PrincipalKind,
+    check_principal_name,
+    parse_principal_kind,
+)
+from ister.clock import Clock
+from ister.config import AuthConfig, AuthMode, JwtConfig
+from ister.errors import ConfigError, InvalidRequestError, UnauthenticatedError
+
+__all__ = ["CREDENTIAL_HEADERS", "JWT_ALGORITHMS", "Authenticator", "collect_headers"]
+
+_log = logging.getLogger("ister.broker.security.authentication")
+
+CREDENTIAL_HEADERS: Final = ("authorization", "x-api-key")
+
+# HTTP servers take headers of about 8 KiB; on all ports the answer should be the same.
+_TOKEN_CHARACTERS_MAX: Final = 7168
+_CLAIMS: Final = ("exp", "iss", "aud", "sub")
+
+# The least length of a key is that of the digest.
+_SECRET_BYTES_MIN: Final = {"HS256": 32, "HS384": 48, "HS512": 64}
+_RSA_BITS_MIN: Final = 2048
+_CURVES: Final = {"ES256": ec.SECP256R1, "ES384": ec.SECP384R1, "ES512": ec.SECP521R1}
+
+JWT_ALGORITHMS: Final = (
+    *_SECRET_BYTES_MIN,
+    "RS256",
+    "RS384",
+    "RS512",
+    "PS256",
+    "PS384",
+    "PS512",
+    *_CURVES,
+    "EdDSA",
+)
+"""What `broker.auth.jwt.algorithm` may be."""
+
+
+def collect_headers(pairs: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """The headers of a call that carry credentials, by their names in lower case.
+
+    Raises:
+        UnauthenticatedError: One of them is there twice, or is not text: which of two is meant
+            must not be anybody's guess.
+    """
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        lower = name.lower()
+        if lower not in CREDENTIAL_HEADERS:
+            continue
+        if lower in found:
+            raise UnauthenticatedError(f"the header {lower} is there more than once")
+        try:
+            found[lower] = value.decode("ascii") if isinstance(value, bytes) else value
+        except UnicodeDecodeError as error:
+            raise UnauthenticatedError(f"the header {lower} is not text") from error
+    return found
+
+
+class Authenticator:
+    """Checks credentials. Thread-safe.
+
+    Args:
+        config: `broker.auth`.
+        clock: What tokens expire by.
+
+    Raises:
+        ConfigError: The settings do not make sense, or a file of theirs cannot be read.
+    """
+
+    def __init__(self, config: AuthConfig, *, clock: Clock) -> None:
+        self._clock = clock
+        self._is_on = config.mode is not AuthMode.NONE
+        self._takes_certificates = config.mtls_principal
+        self._tokens: _Tokens | None = None
+        self._keys: ApiKeyFile | None = None
+        if not self._is_on:
+            return
+        if config.jwt.algorithm is not None:
+            self._tokens = _Tokens(config.jwt, clock)
+        elif config.jwt.secret is not None or config.jwt.public_key_file is not None:
+            raise ConfigError(
+                "broker.auth.jwt has a key and no algorithm", hint="set broker.auth.jwt.algorithm"
+            )
+        if config.api_keys_file is not None:
+            self._keys = ApiKeyFile(config.api_keys_file, clock=clock)
+        if self._tokens is None and self._keys is None and not self._takes_certificates:
+            raise ConfigError(
+                "broker.auth.mode is 'token', and there is no way to authenticate",
+                hint="set broker.auth.jwt, broker.auth.api_keys_file or broker.auth.mtls_principal",
+            )
+
+    @property
+    def takes_certificates(self) -> bool:
+        """Whether the names of a client certificate are of interest."""
+        return self._is_on and self._takes_certificates
+
+    def authenticate(
+        self, headers: Mapping[str, str], *, peer_names: Sequence[str] = ()
+    ) -> Principal:
+        """Who calls.
+
+        Args:
+            headers: By names in lower case; see `collect_headers`.
+            peer_names: What a client certificate that TLS has checked says: the alternative
+                names in their order, or else the common name. The first one counts.
+
+        Raises:
+            UnauthenticatedError: Credentials are missing, wrong or expired.
+        """
+        if not self._is_on:
+            return ANONYMOUS
+        authorization, api_key = (headers.get(name) for name in CREDENTIAL_HEADERS)
+        if authorization is not None and api_key is not None:
+            raise UnauthenticatedError(
+                "there are two credentials", hint="send authorization or x-api-key"
+            )
+        if api_key is not None:
+            return self._from_key(api_key.strip())
+        if authorization is not None:
+            scheme, _, credential = authorization.strip().partition(" ")
+            credential = credential.strip()
+            if scheme.lower() != "bearer" or not credential:
+                raise UnauthenticatedError(
+                    "the authorization header is not of the form 'Bearer <token>'"
+                )
+            if credential.startswith(API_KEY_PREFIX):
+                return self._from_key(credential)
+            return self._from_token(credential)
+        if peer_names and self._takes_certificates:
+            return _from_certificate(peer_names)
+        raise UnauthenticatedError(
+            "there are no credentials", hint="send the header 'authorization: Bearer <token>'"
+        )
+
+    def is_current(self, principal: Principal) -> bool:
+        """Whether a principal's credentials are still good: not expired, its key not withdrawn."""
+        if principal.expires_at is not None and self._now() >= principal.expires_at:
+            return False
+        return principal.via != "api-key" or (
+            self._keys is not None and self._keys.is_current(principal)
+        )
+
+    def _from_key(self, key: str) -> Principal:
+        principal = self._keys.find(key) if self._keys is not None else None
+        if principal is None:
+            raise UnauthenticatedError("the API key is not known here")
+        if principal.expires_at is not None and self._now() >= principal.expires_at:
+            raise UnauthenticatedError("the API key has expired")
+        return principal
+
+    def _from_token(self, token: str) -> Principal:
+        if self._tokens is None:
+            raise UnauthenticatedError("tokens are not taken here", hint="use an API key")
+        return self._tokens.check(token)
+
+    def _now(self) -> float:
+        return self._clock.now_ns() / 1e9
+
+
+def _from_certificate(names: Sequence[str]) -> Principal:
+    try:
+        name = check_principal_name(names[0])
+    except InvalidRequestError as error:
+        raise UnauthenticatedError("the client certificate has no name that can be used") from error
+    return Principal(name=name, kind=PrincipalKind.SERVICE, via="mtls")
+
+
+class _Tokens:
+    """JWTs of one issuer, for one audience, with one algorithm and one key."""
+
+    def __init__(self, config: JwtConfig, clock: Clock) -> None:
+        self._clock = clock
+        self._algorithm = str(config.algorithm)
+        self._leeway_seconds = config.leeway_seconds
+        if self._algorithm not in JWT_ALGORITHMS:
+            raise ConfigError(
+                f"broker.auth.jwt.algorithm is {config.algorithm!r}",
+                hint=f"one of: {', '.join(JWT_ALGORITHMS)}",
+            )
+        if config.issuer is None or config.audience is None:
+            raise ConfigError(
+                "broker.auth.jwt needs an issuer and an audience",
+                hint="a token has to be made for this broker, by somebody it trusts",
+            )
+        self._issuer, self._audience = config.issuer, config.audience
+        self._key = _load_key(config, self._algorithm)
+
+    def check(self, token: str) -> Principal:
+        """Whose token this is.
+
+        Raises:
+            UnauthenticatedError: It is not a good one.
+        """
+        if len(token) > _TOKEN_CHARACTERS_MAX:
+            raise UnauthenticatedError("the token is too long")
+        claims = self._verified(token)
+        now, leeway = self._clock.now_ns() / 1e9, self._leeway_seconds
+        # The bounds stay good for as long as the clocks may be apart, streams included.
+        expires_at = _time(claims, "exp") + leeway
+        if now >= expires_at:
+            raise UnauthenticatedError("the token has expired")
+        for name in ("nbf", "iat"):
+            if name in claims and _time(claims, name) > now + leeway:
+                raise UnauthenticatedError(f"the token is from the future ({name})")
+        try:
+            return Principal(
+                name=check_principal_name(claims["sub"]),
+                kind=parse_principal_kind(claims.get("principal_type", "user")),
+                expires_at=expires_at,
+                via="jwt",
+            )
+        except InvalidRequestError as error:
+            raise UnauthenticatedError(f"the token names nobody: {error.message}") from error
+
+    def _verified(self, token: str) -> dict[str, Any]:
+        try:
+            header = jwt.get_unverified_header(token)
+            if header.get("alg") != self._algorithm:
+                raise UnauthenticatedError("the token is signed with another algorithm")
+            if "crit" in header:
+                raise UnauthenticatedError("the token asks for an extension that is not known")
+            claims: dict[str, Any] = jwt.decode(
+                token,
+                self._key,
+                algorithms=[self._algorithm],
+                issuer=self._issuer,
+                audience=self._audience,
+                options={
+                    "require": list(_CLAIMS),
+                    "verify_signature": True,
+                    "verify_iss": True,
+                    "verify_aud": True,
+                    # Times are judged by our own clock.
+                    "verify_exp": False,
+                    "verify_nbf": False,
+                    "verify_iat": False,
+                },
+            )
+        except jwt.MissingRequiredClaimError as error:
+            raise UnauthenticatedError(f"the token has no claim {error.claim!r}") from error
+        except jwt.InvalidIssuerError as error:
+            raise UnauthenticatedError("the token is of another issuer") from error
+        except jwt.InvalidAudienceError as error:
+            raise UnauthenticatedError("the token is for another audience") from error
+        except jwt.InvalidSignatureError as error:
+            raise UnauthenticatedError("the token's signature is wrong") from error
+        except (jwt.PyJWTError, ValueError, TypeError, RecursionError) as error:
+            # The library's own texts may quote what it was given.
+            _log.debug("a token cannot be read", extra={"reason": type(error).__name__})
+            raise UnauthenticatedError("the token cannot be read") from None
+        return claims
+
+
+def _time(claims: Mapping[str, Any], name: str) -> float:
+    value = claims[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UnauthenticatedError(f"the token's claim {name!r} is not a number of seconds")
+    # A whole number may have more digits than a float can hold.
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
+    if not math.isfinite(seconds):
+        raise UnauthenticatedError(f"the token's claim {name!r} is not a number of seconds")
+    return seconds
+
+
+def _load_key(config: JwtConfig, algorithm: str) -> Any:  # noqa: ANN401 - PyJWT takes many kinds
+    if algorithm in _SECRET_BYTES_MIN:
+        if config.public_key_file is not None:
+            raise ConfigError(
+                f"broker.auth.jwt.public_key_file is set, and {algorithm} has a secret",
+                hint="set broker.auth.jwt.secret alone: a public key must never be one",
+            )
+        secret = (config.secret or "").encode()
+        if len(secret) < _SECRET_BYTES_MIN[algorithm]:
+            raise ConfigError(
+                f"broker.auth.jwt.secret has {len(secret)} bytes",
+                hint=f"{algorithm} needs at least {_SECRET_BYTES_MIN[algorithm]} random ones",
+            )
+        if b"-----BEGIN" in secret:
+            raise ConfigError(
+                "broker.auth.jwt.secret is a PEM text, which others may know",
+                hint="take random bytes, or an algorithm with a public key",
+            )
+        return secret
+    if config.secret is not None:
+        raise ConfigError(
+            f"broker.auth.jwt.secret is set, and {algorithm} has a public key",
+            hint="set broker.auth.jwt.public_key_file alone",
+        )
+    path = config.public_key_file
+    if path is None:
+        raise ConfigError(f"broker.auth.jwt.public_key_file is not set, and {algorithm} needs it")
+    try:
+        with open(path, "rb") as file:
+            key = load_pem_public_key(file.read())
+    except OSError as error:
+        raise ConfigError(
+            f"broker.auth.jwt.public_key_file cannot be read: {error.strerror}", path=path
+        ) from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(
+            "broker.auth.jwt.public_key_file is not a public key in PEM", path=path
+        ) from error
+    if not _fits(key, algorithm):
+        raise ConfigError(
+            f"broker.auth.jwt.public_key_file holds a key that is not one for {algorithm}",
+            path=path,
+        )
+    return key
+
+
+def _fits(key: object, algorithm: str) -> bool:
+    if algorithm in _CURVES:
+        return isinstance(key, ec.EllipticCurvePublicKey) and isinstance(
+            key.curve, _CURVES[algorithm]
+        )
+    if algorithm == "EdDSA":
+        return isinstance(key, ed25519.Ed25519PublicKey | ed448.Ed448PublicKey)
+    return isinstance(key, rsa.RSAPublicKey) and key.key_size >= _RSA_BITS_MIN

@@ -1,0 +1,198 @@
+"""The guard in front of every gRPC call.
+
+Every call is authenticated before its handler sees it, whatever the service: there is no list of
+methods that could be forgotten. The handler runs with the caller as the current one.
+
+A call that answers with a stream is judged again about once a second, and ended with
+UNAUTHENTICATED or PERMISSION_DENIED as soon as it would no longer be let in. The handler is
+cancelled for that, so what it holds is let go of. Streams of one principal are limited in number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeAlias
+
+import grpc
+
+from ister.broker.rpc import status_of
+from ister.broker.security.authentication import collect_headers
+from ister.broker.security.guard import VERIFY_SECONDS, Caller, Guard, entered
+from ister.errors import CapacityError, IsterError, UnauthenticatedError
+
+__all__ = ["GrpcGuard"]
+
+# Requests, answers and contexts of gRPC, which has no types.
+_Grpc: TypeAlias = Any
+
+_STREAMS_PER_PRINCIPAL_MAX: Final = 1024
+# A client that reads nothing also reads no status.
+_ABORT_SECONDS: Final = 5.0
+_ALTERNATIVE_NAME: Final = "x509_subject_alternative_name"
+_COMMON_NAME: Final = "x509_common_name"
+
+
+class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Authenticates every call of a server.
+
+    Args:
+        guard: Who decides.
+        streams_per_principal_max: More streams of one principal are refused.
+    """
+
+    def __init__(
+        self, guard: Guard, *, streams_per_principal_max: int = _STREAMS_PER_PRINCIPAL_MAX
+    ) -> None:
+        self._guard = guard
+        self._streams_max = streams_per_principal_max
+        self._streams: Counter[str] = Counter()
+        # By the names of methods that exist, so there are not many.
+        self._guarded: dict[str, tuple[grpc.RpcMethodHandler, grpc.RpcMethodHandler]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Puts the guard around a method; called by gRPC with every call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        known = self._guarded.get(method)
+        if known is None or known[0] is not handler:
+            known = self._guarded[method] = (handler, self._wrap(handler, method.lstrip("/")))
+        return known[1]
+
+    def _wrap(self, handler: grpc.RpcMethodHandler, action: str) -> grpc.RpcMethodHandler:
+        takes_stream = handler.request_streaming
+        if handler.response_streaming:
+            inner = handler.stream_stream if takes_stream else handler.unary_stream
+
+            async def stream(request: _Grpc, context: _Grpc) -> None:
+                await self._serve_stream(inner, request, context, action)
+
+            outer: _Grpc = stream
+            wrap = (
+                grpc.stream_stream_rpc_method_handler
+                if takes_stream
+                else grpc.unary_stream_rpc_method_handler
+            )
+        else:
+            inner = handler.stream_unary if takes_stream else handler.unary_unary
+
+            async def answer(request: _Grpc, context: _Grpc) -> _Grpc:
+                caller = await self._enter(context, action, is_stream=False)
+                with entered(caller):
+                    return await inner(request, context)
+
+            outer = answer
+            wrap = (
+                grpc.stream_unary_rpc_method_handler
+                if takes_stream
+                else grpc.unary_unary_rpc_method_handler
+            )
+        return wrap(
+            outer,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    async def _enter(self, context: _Grpc, action: str, *, is_stream: bool) -> Caller:
+        guard = self._guard
+        peer = str(context.peer())
+        try:
+            headers = collect_headers(context.invocation_metadata() or ())
+        except UnauthenticatedError as error:
+            guard.note_refused_login(error, peer=peer, action=action)
+            return await self._refuse(context, error, is_stream=is_stream)
+        names = _peer_names(context) if guard.takes_certificates else ()
+        try:
+            return guard.enter(
+                headers, peer_names=names, peer=peer, action=action, is_stream=is_stream
+            )
+        except IsterError as error:
+            return await self._refuse(context, error, is_stream=is_stream)
+
+    async def _refuse(self, context: _Grpc, error: IsterError, *, is_stream: bool) -> Caller:
+        if is_stream:
+            await self._guard.pause_refusal()
+        await context.abort(status_of(error), str(error))
+        raise AssertionError("abort raises")
+
+    async def _serve_stream(
+        self, inner: _Grpc, request: _Grpc, context: _Grpc, action: str
+    ) -> None:
+        caller = await self._enter(context, action, is_stream=True)
+        who = str(caller.principal)
+        if self._guard.is_on and self._streams[who] >= self._streams_max:
+            error = CapacityError(f"{who} has {self._streams_max} streams open already")
+            await self._refuse(context, error, is_stream=True)
+        self._streams[who] += 1
+        watch = _StreamWatch(caller)
+        try:
+            with entered(caller):
+                if self._guard.is_on:
+                    watch.start()
+                answers = inner(request, context)
+                if hasattr(answers, "__aiter__"):
+                    async for answer in answers:
+                        await context.write(answer)
+                else:
+                    await answers
+        except asyncio.CancelledError:
+            if watch.error is None:
+                raise
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            try:
+                async with asyncio.timeout(_ABORT_SECONDS):
+                    await context.abort(status_of(watch.error), str(watch.error))
+            except TimeoutError:
+                # The status waits behind messages that the client has not read.
+                raise asyncio.CancelledError from None
+        finally:
+            watch.stop()
+            self._streams[who] -= 1
+            if not self._streams[who]:
+                del self._streams[who]
+
+
+class _StreamWatch:
+    """Cancels the task that made it once its caller is no longer welcome."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.error: IsterError | None = None
+        """Why it was cancelled."""
+        self._caller = caller
+        self._timer: asyncio.TimerHandle | None = None
+        self._task = asyncio.current_task()
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(VERIFY_SECONDS, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        try:
+            self._caller.verify(at_once=True)
+        except IsterError as error:
+            self._timer = None
+            self.error = error
+            if self._task is not None:
+                self._task.cancel()
+            return
+        self.start()
+
+
+def _peer_names(context: _Grpc) -> list[str]:
+    """The names in a client certificate that was checked: alternative ones, or the common one."""
+    found = context.auth_context() or {}
+    names = found.get(_ALTERNATIVE_NAME) or found.get(_COMMON_NAME) or ()
+    return [name.decode("utf-8", "replace") for name in names]

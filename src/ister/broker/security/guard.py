@@ -1,0 +1,467 @@
+"""The one thing that services ask: who calls, and may they.
+
+    caller = guard.enter(headers, peer_names=…, peer=…, action=…)    a transport, once a call
+    guard.check(principal, Permission.PRODUCE, topic=name)           a service, before it acts
+
+Owns: the way from credentials to a principal (remembered for a few seconds by their digest), the
+judgement of rights, and that refusals and changes get into the audit log. With auth off everybody
+is anonymous and may do everything.
+
+A call that goes on and on is judged again while it does: whatever it was allowed is remembered in
+its `Caller`, and `Caller.verify` refuses as soon as the credentials or one of the rights are gone.
+The transports call it about once a second for every stream.
+
+Nothing here knows a transport. A service that forgets to ask is not protected; a call without
+a principal has no rights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final, Self
+
+from ister.broker.security.access import AccessControl
+from ister.broker.security.audit import AuditLog, Outcome
+from ister.broker.security.authentication import CREDENTIAL_HEADERS, Authenticator
+from ister.broker.security.principal import ANONYMOUS, Principal
+from ister.broker.security.rights import MANAGE_PERMISSIONS, Permission
+from ister.clock import Clock
+from ister.config import AuthMode, Config
+from ister.errors import PermissionDeniedError, UnauthenticatedError
+from ister.metadata.base import MetadataStore
+from ister.model import TopicName
+
+__all__ = [
+    "REFUSAL_SECONDS",
+    "VERIFY_SECONDS",
+    "Caller",
+    "Guard",
+    "current_caller",
+    "current_principal",
+    "entered",
+]
+
+VERIFY_SECONDS: Final = 1.0
+"""How often a stream's caller is judged again."""
+
+REFUSAL_SECONDS: Final = 1.0
+"""How long the refusal of a stream takes. Danube's client opens a refused stream again at once, and
+for ever."""
+
+_REMEMBERED_SECONDS: Final = 5.0
+_REMEMBERED_MAX: Final = 4096
+_REFUSALS_WAITING_MAX: Final = 256
+_CHECKS_PER_CALL_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A right that a call made use of."""
+
+    permission: Permission
+    topic: str | None
+    namespace: str | None
+
+
+class Caller:
+    """Who makes a call under way. Belongs to that call."""
+
+    __slots__ = ("_checked", "_guard", "_verified_at", "action", "is_stream", "peer", "principal")
+
+    def __init__(
+        self, guard: Guard, principal: Principal, *, peer: str, action: str, is_stream: bool
+    ) -> None:
+        self.principal = principal
+        self.is_stream = is_stream
+        """Whether the call goes on, and is judged again while it does."""
+        self.peer = peer
+        """Where the call comes from, as the transport says."""
+        self.action = action
+        """The name of the call."""
+        self._guard = guard
+        self._checked: dict[_Check, None] = {}
+        self._verified_at = guard.monotonic()
+
+    def remember(self, check: _Check) -> None:
+        """Notes a right that has to go on being there."""
+        if len(self._checked) < _CHECKS_PER_CALL_MAX:
+            self._checked[check] = None
+
+    def verify(self, *, at_once: bool = False) -> None:
+        """Judges anew what the call was allowed.
+
+        Args:
+            at_once: Do so even if it was done less than `VERIFY_SECONDS` ago.
+
+        Raises:
+            UnauthenticatedError: The credentials have expired or were withdrawn.
+            PermissionDeniedError: A right is gone.
+            UnavailableError: The rights could not be read for too long.
+        """
+        now = self._guard.monotonic()
+        if at_once or now - self._verified_at >= VERIFY_SECONDS:
+            self._verified_at = now
+            self._guard.verify(self, self._checked)
+
+    def __repr__(self) -> str:
+        return f"Caller({self.principal}, {self.action})"
+
+
+_caller: ContextVar[Caller | None] = ContextVar("ister_caller", default=None)
+
+
+def current_caller() -> Caller | None:
+    """Who makes the call that this task serves; None outside of guarded calls."""
+    return _caller.get()
+
+
+def current_principal() -> Principal:
+    """The principal of the call that this task serves; anonymous outside of guarded calls."""
+    caller = _caller.get()
+    return ANONYMOUS if caller is None else caller.principal
+
+
+@contextmanager
+def entered(caller: Caller) -> Iterator[Caller]:
+    """Makes somebody the current caller for the length of a block."""
+    token = _caller.set(caller)
+    try:
+        yield caller
+    finally:
+        _caller.reset(token)
+
+
+class Guard:
+    """Who calls, and whether they may. Thread-safe.
+
+    Args:
+        authenticator: Checks credentials.
+        access: Judges rights. Not started yet.
+        audit: Gets refusals and changes.
+        clock: What remembered credentials grow old by.
+        is_on: Whether callers have to say who they are.
+        audits_changes: Whether changes are noted even with auth off.
+    """
+
+    def __init__(
+        self,
+        *,
+        authenticator: Authenticator,
+        access: AccessControl,
+        audit: AuditLog,
+        clock: Clock,
+        is_on: bool,
+        audits_changes: bool = False,
+    ) -> None:
+        self.access = access
+        self.audit = audit
+        self.is_on = is_on
+        self.monotonic = clock.monotonic
+        self._authenticator = authenticator
+        self._audits = is_on or audits_changes
+        self._lock = threading.Lock()
+        self._remembered: OrderedDict[bytes, tuple[Principal, float]] = OrderedDict()
+        self._refusals_waiting = 0
+        self.refused_logins = 0
+        """Calls refused because nobody knows who made them."""
+        self.refused_calls = 0
+        """Calls refused because the caller had no right to them."""
+
+    @classmethod
+    def open(cls, config: Config, metadata: MetadataStore, *, clock: Clock) -> Self:
+        """The guard that the settings ask for; `start` comes next.
+
+        Raises:
+            ConfigError: `broker.auth` does not make sense, or a file of it cannot be used.
+        """
+        auth = config.broker.auth
+        return cls(
+            authenticator=Authenticator(auth, clock=clock),
+            access=AccessControl(
+                metadata, root_prefix=config.storage.metadata.root_prefix, config=auth, clock=clock
+            ),
+            audit=AuditLog(auth.audit_file, clock=clock),
+            clock=clock,
+            is_on=auth.mode is not AuthMode.NONE,
+            audits_changes=auth.audit_file is not None,
+        )
+
+    def start(self) -> None:
+        """Reads the rights, if there is any need to.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        if self.is_on:
+            self.access.start()
+
+    def close(self) -> None:
+        """Lets go of everything. May be called twice."""
+        self.access.close()
+        self.audit.close()
+
+    @property
+    def takes_certificates(self) -> bool:
+        """Whether transports have to say what a client certificate says."""
+        return self._authenticator.takes_certificates
+
+    # -- who --------------------------------------------------------------------------------
+
+    def enter(
+        self,
+        headers: Mapping[str, str],
+        *,
+        peer_names: Sequence[str] = (),
+        peer: str = "",
+        action: str = "",
+        is_stream: bool = False,
+    ) -> Caller:
+        """The caller of a call that begins.
+
+        Args:
+            headers: As `authentication.collect_headers` gives them.
+            peer_names: The names in a client certificate that TLS has checked.
+            peer: Where the call comes from.
+            action: What is called.
+            is_stream: Whether the call goes on, and `Caller.verify` is called while it does.
+
+        Raises:
+            UnauthenticatedError: Credentials are missing, wrong or expired.
+        """
+        try:
+            principal = self.principal_of(headers, peer_names)
+        except UnauthenticatedError as error:
+            self.note_refused_login(error, peer=peer, action=action)
+            raise
+        return Caller(self, principal, peer=peer, action=action, is_stream=is_stream)
+
+    def principal_of(self, headers: Mapping[str, str], peer_names: Sequence[str] = ()) -> Principal:
+        """Who calls, by headers and client certificate.
+
+        Good credentials are remembered for a few seconds, never beyond their end, and never
+        after an API key was withdrawn.
+
+        Raises:
+            UnauthenticatedError: Credentials are missing, wrong or expired.
+        """
+        if not self.is_on:
+            return ANONYMOUS
+        digest = _digest(headers, peer_names)
+        now = self.monotonic()
+        found = self._remembered.get(digest)
+        if found is not None and now < found[1] and self._authenticator.is_current(found[0]):
+            return found[0]
+        principal = self._authenticator.authenticate(headers, peer_names=peer_names)
+        with self._lock:
+            self._remembered[digest] = (principal, now + _REMEMBERED_SECONDS)
+            self._remembered.move_to_end(digest)
+            while len(self._remembered) > _REMEMBERED_MAX:
+                self._remembered.popitem(last=False)
+        return principal
+
+    def note_refused_login(
+        self, error: UnauthenticatedError, *, peer: str = "", action: str = ""
+    ) -> None:
+        """Counts and audits a call whose caller is not known."""
+        self.refused_logins += 1
+        self.audit.record(Outcome.UNAUTHENTICATED, action=action, peer=peer, reason=error.message)
+
+    # -- whether ----------------------------------------------------------------------------
+
+    def check(
+        self,
+        principal: Principal,
+        permission: Permission,
+        *,
+        topic: TopicName | str | None = None,
+        namespace: str | None = None,
+        action: str | None = None,
+        detail: str = "",
+    ) -> None:
+        """Refuses what somebody may not do; changes that they may do are noted.
+
+        Within a stream that a transport guards, the right has to hold for as long as it goes on.
+
+        Args:
+            principal: Who.
+            permission: What.
+            topic: On which topic; it does not matter whether it exists.
+            namespace: Or in which namespace. With neither: in the cluster.
+            action: What it is called in the audit log; the name of the call by default.
+            detail: What else the audit log should say of a change.
+
+        Raises:
+            PermissionDeniedError: They may not.
+            UnavailableError: It is not known at the moment whether they may.
+        """
+        if not self._audits:
+            return
+        caller = _caller.get()
+        if caller is not None and caller.principal is not principal:
+            caller = None
+        resource = _resource(topic, namespace)
+        if action is None:
+            action = permission.value if caller is None or not caller.action else caller.action
+        peer = "" if caller is None else caller.peer
+        if self.is_on:
+            if not self.access.allows(principal, permission, topic=topic, namespace=namespace):
+                self._deny(principal, permission, resource=resource, action=action, peer=peer)
+            if caller is not None and caller.is_stream:
+                name = None if topic is None else str(topic)
+                caller.remember(_Check(permission, name, namespace))
+        if permission in MANAGE_PERMISSIONS:
+            self.audit.record(
+                Outcome.ALLOWED,
+                action=action,
+                principal=principal,
+                resource=resource,
+                peer=peer,
+                detail=detail,
+            )
+
+    async def check_stream(
+        self,
+        principal: Principal,
+        permission: Permission,
+        *,
+        topic: TopicName | str | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        """As `check`, at the beginning of a stream: a refusal takes `REFUSAL_SECONDS`.
+
+        Raises:
+            PermissionDeniedError: They may not.
+            UnavailableError: It is not known at the moment whether they may.
+        """
+        try:
+            self.check(principal, permission, topic=topic, namespace=namespace)
+        except PermissionDeniedError:
+            await self.pause_refusal()
+            raise
+
+    async def pause_refusal(self) -> None:
+        """Waits before a stream is refused; not if too many are waiting already."""
+        if self._refusals_waiting >= _REFUSALS_WAITING_MAX:
+            return
+        self._refusals_waiting += 1
+        try:
+            await asyncio.sleep(REFUSAL_SECONDS)
+        finally:
+            self._refusals_waiting -= 1
+
+    def check_anywhere(
+        self, principal: Principal, permission: Permission, *, action: str | None = None
+    ) -> None:
+        """Refuses those who have a right on nothing at all; see `AccessControl.allows_anywhere`.
+
+        Raises:
+            PermissionDeniedError: They have not.
+            UnavailableError: It is not known at the moment.
+        """
+        if self.is_on and not self.access.allows_anywhere(principal, permission):
+            caller = _caller.get()
+            self._deny(
+                principal,
+                permission,
+                resource="anything",
+                action=action or (permission.value if caller is None else caller.action),
+                peer="" if caller is None else caller.peer,
+            )
+
+    def allows(
+        self,
+        principal: Principal,
+        permission: Permission,
+        *,
+        topic: TopicName | str | None = None,
+        namespace: str | None = None,
+    ) -> bool:
+        """Whether somebody may do something; nothing is noted.
+
+        Raises:
+            UnavailableError: It is not known at the moment.
+        """
+        return not self.is_on or self.access.allows(
+            principal, permission, topic=topic, namespace=namespace
+        )
+
+    def visible(self, principal: Principal, topics: Iterable[str]) -> list[str]:
+        """Those of the topics that somebody may know of.
+
+        Raises:
+            UnavailableError: It is not known at the moment.
+        """
+        return [topic for topic in topics if self.allows(principal, Permission.LOOKUP, topic=topic)]
+
+    def verify(self, caller: Caller, checked: Iterable[_Check]) -> None:
+        """Judges a call that goes on; raises as `Caller.verify`."""
+        if not self.is_on:
+            return
+        principal = caller.principal
+        if not self._authenticator.is_current(principal):
+            error = UnauthenticatedError("the credentials are no longer good")
+            self._note_ended(caller, error.message)
+            raise error
+        for check in checked:
+            if not self.access.allows(
+                principal, check.permission, topic=check.topic, namespace=check.namespace
+            ):
+                self._note_ended(caller, f"the right to {check.permission} is gone")
+                raise _denied(principal, check.permission, _resource(check.topic, check.namespace))
+
+    def _note_ended(self, caller: Caller, reason: str) -> None:
+        self.audit.record(
+            Outcome.ENDED,
+            action=caller.action,
+            principal=caller.principal,
+            peer=caller.peer,
+            reason=reason,
+        )
+
+    def _deny(
+        self,
+        principal: Principal,
+        permission: Permission,
+        *,
+        resource: str,
+        action: str,
+        peer: str,
+    ) -> None:
+        self.refused_calls += 1
+        self.audit.record(
+            Outcome.DENIED,
+            action=action,
+            principal=principal,
+            resource=resource,
+            peer=peer,
+            reason=f"no right to {permission}",
+        )
+        raise _denied(principal, permission, resource)
+
+
+def _denied(principal: Principal, permission: Permission, resource: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"{principal} has no permission {permission} on {resource[:300]}",
+        hint="a binding has to give a role that has it",
+    )
+
+
+def _resource(topic: TopicName | str | None, namespace: str | None) -> str:
+    if topic is not None:
+        return str(topic)
+    return "the cluster" if namespace is None else f"the namespace {namespace}"
+
+
+def _digest(headers: Mapping[str, str], peer_names: Sequence[str]) -> bytes:
+    credentials = [headers.get(name) for name in CREDENTIAL_HEADERS]
+    # JSON keeps one text from being taken for two, and none from being taken for an empty one.
+    content = json.dumps([credentials, *peer_names])
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()

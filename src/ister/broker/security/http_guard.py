@@ -1,0 +1,90 @@
+"""The guard in front of every HTTP request.
+
+Paths that say nothing but whether the broker is there are open, because those who ask (load
+balancers, orchestrators) have no credentials. Everything else is authenticated; the handler runs
+with the caller as the current one. Errors of `ister.errors` about who calls and what they may do
+become 401, 403 and 503, as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Final
+
+from aiohttp import web
+
+from ister.broker.security.authentication import collect_headers
+from ister.broker.security.guard import Guard, entered
+from ister.errors import (
+    IsterError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+__all__ = ["OPEN_PATHS", "http_guard"]
+
+OPEN_PATHS: Final = frozenset({"/live", "/ready", "/health"})
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def http_guard(guard: Guard, *, open_paths: Collection[str] = OPEN_PATHS) -> Any:  # noqa: ANN401
+    """A middleware for `aiohttp.web.Application`.
+
+    Args:
+        guard: Who decides.
+        open_paths: Paths that need no credentials, exactly as written.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if request.path in open_paths:
+            return await handler(request)
+        peer, action = request.remote or "", f"http/{request.method} {request.path}"
+        try:
+            try:
+                headers = collect_headers(request.headers.items())
+            except UnauthenticatedError as error:
+                guard.note_refused_login(error, peer=peer, action=action)
+                raise
+            names = _peer_names(request) if guard.takes_certificates else ()
+            caller = guard.enter(headers, peer_names=names, peer=peer, action=action)
+            with entered(caller):
+                return await handler(request)
+        except UnauthenticatedError as error:
+            return _answer(error, 401, {"WWW-Authenticate": "Bearer"})
+        except PermissionDeniedError as error:
+            return _answer(error, 403)
+        except UnavailableError as error:
+            return _answer(error, 503)
+
+    return check
+
+
+def _answer(
+    error: IsterError, status: int, headers: dict[str, str] | None = None
+) -> web.StreamResponse:
+    content = {"code": error.code, "error": str(error)}
+    return web.json_response(content, status=status, headers=headers)
+
+
+def _peer_names(request: web.Request) -> list[str]:
+    """The names in a client certificate that was checked: alternative ones, or the common one."""
+    transport = request.transport
+    certificate = transport.get_extra_info("peercert") if transport is not None else None
+    if not certificate:
+        return []
+    alternative = [
+        str(value)
+        for kind, value in certificate.get("subjectAltName", ())
+        if kind in ("DNS", "URI", "email", "IP Address")
+    ]
+    if alternative:
+        return alternative
+    return [
+        str(value)
+        for part in certificate.get("subject", ())
+        for kind, value in part
+        if kind == "commonName"
+    ][:1]

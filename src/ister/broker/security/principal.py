@@ -1,0 +1,94 @@
+"""Who calls: a name, a kind, and how long it is good for.
+
+Values only. A principal is made by `ister.broker.security.authentication` alone, from credentials
+that were checked; no request says by itself who it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from ister.errors import InvalidRequestError
+
+__all__ = [
+    "ANONYMOUS",
+    "PRINCIPAL_NAME_CHARACTERS_MAX",
+    "Principal",
+    "PrincipalKind",
+    "check_principal_name",
+    "parse_principal_kind",
+]
+
+PRINCIPAL_NAME_CHARACTERS_MAX: Final = 256
+"""It becomes part of keys, audit lines and error texts."""
+
+
+class PrincipalKind(StrEnum):
+    """What stands behind a name. Rights are given to a kind and a name together."""
+
+    USER = "user"
+    SERVICE = "service"
+    ANONYMOUS = "anonymous"
+    """Nobody said who they are; has no rights once auth is on."""
+
+
+_KINDS: Final = {
+    "user": PrincipalKind.USER,
+    "service": PrincipalKind.SERVICE,
+    # Danube's word for it.
+    "service_account": PrincipalKind.SERVICE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """A caller whose credentials were checked."""
+
+    name: str
+    kind: PrincipalKind
+    expires_at: float | None = None
+    """The Unix second from which on the credentials are no longer good; None if they stay."""
+    via: str = "none"
+    """How it is known: jwt, api-key, mtls, or none."""
+    credential: str = field(default="", repr=False)
+    """The digest of the API key that was shown; "" otherwise."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}"
+
+
+ANONYMOUS: Final = Principal(name="anonymous", kind=PrincipalKind.ANONYMOUS)
+
+
+def check_principal_name(name: object) -> str:
+    """A name that can be shown in one line.
+
+    Raises:
+        InvalidRequestError: It is empty, too long, or has characters that are not printable.
+    """
+    if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
+        raise InvalidRequestError(
+            "the name of a principal is one line of printable characters without spaces around it"
+        )
+    if len(name) > PRINCIPAL_NAME_CHARACTERS_MAX:
+        raise InvalidRequestError(
+            f"the name of a principal has {len(name)} characters",
+            hint=f"at most {PRINCIPAL_NAME_CHARACTERS_MAX}",
+        )
+    return name
+
+
+def parse_principal_kind(text: object) -> PrincipalKind:
+    """The kind of a principal by its name, as Ister or as Danube spells it.
+
+    Raises:
+        InvalidRequestError: There is no such kind that rights can be given to.
+    """
+    kind = _KINDS.get(text) if isinstance(text, str) else None
+    if kind is None:
+        raise InvalidRequestError(
+            f"there is no kind of principal {str(text)[:64]!r}", hint=f"one of: {', '.join(_KINDS)}"
+        )
+    return kind

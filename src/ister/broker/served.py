@@ -1,0 +1,481 @@
+"""A topic as the broker serves it: producers in, subscriptions out.
+
+Owns: what belongs to one topic while this broker has it. Does not own: the log underneath
+(`ister.topic`), who may have the topic (`ister.broker.topics`), calls (`ister.broker.services`).
+
+Everything here runs on the broker's loop. What touches a disk or a store runs in a thread, and is
+awaited.
+
+What a crash leaves is what the log and the subscriptions' records hold; producers are known again
+by their next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from ister import failpoints
+from ister.broker.consumers import Consumer, Consumers, consumer_id
+from ister.broker.dispatch import Dispatch, PublishDeadLetter
+from ister.broker.fanout import Fanout
+from ister.broker.policies import Policies, Rate
+from ister.broker.producers import Producers
+from ister.clock import Clock
+from ister.config import DispatchConfig
+from ister.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidRequestError,
+    IsterError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from ister.metrics import Metrics
+from ister.model import Start, StreamMessage, TopicName, TopicState
+from ister.subscription.policy import SubscriptionKind
+from ister.subscription.progress import ProgressPlan
+from ister.subscription.store import (
+    StoredConsumer,
+    StoredSubscription,
+    SubscriptionStore,
+    check_subscription_name,
+)
+from ister.tier.ownership import OwnedTopic
+from ister.topic.sequences import SequencedTopics
+from ister.topic.topic import Topic
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["AnySubscription", "ServedTopic", "Surroundings"]
+
+_log = logging.getLogger("ister.broker.served")
+
+AnySubscription: TypeAlias = Dispatch | Fanout
+
+# A consumer that has subscribed gets its stream within this time, or its place is free again.
+_RESERVED_SECONDS: Final = 5.0
+_CONSUMER_NAME_CHARACTERS_MAX: Final = 256
+_FILTERS_MAX: Final = 64
+_FILTER_CHARACTERS_MAX: Final = 256
+# Consumers that a subscription remembers; beyond that the longest unseen go.
+_CONSUMERS_REMEMBERED_MAX: Final = 1000
+# How long a publish waits for room in the topic's buffer before the client is told to come again.
+_FULL_SECONDS: Final = 2.0
+_FULL_RETRY_SECONDS: Final = 0.02
+
+
+class Surroundings:
+    """What all topics of a broker share."""
+
+    def __init__(
+        self,
+        *,
+        store: SubscriptionStore,
+        dispatch: DispatchConfig,
+        grace_seconds: float,
+        consumers: Consumers,
+        sequenced: SequencedTopics,
+        producers: dict[int, str],
+        clock: Clock,
+        metrics: Metrics,
+        publish_dead_letter: PublishDeadLetter,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.store = store
+        self.dispatch = dispatch
+        self.grace_seconds = grace_seconds
+        self.consumers = consumers
+        self.sequenced = sequenced
+        self.producers = producers
+        self.clock = clock
+        self.metrics = metrics
+        self.publish_dead_letter = publish_dead_letter
+        self.on_lost = on_lost
+        """Called with a topic's name when it turns out that another broker has it."""
+
+
+class ServedTopic:
+    """One topic, open here."""
+
+    def __init__(
+        self,
+        name: TopicName,
+        topic: Topic | None,
+        policies: Policies,
+        stored: dict[str, StoredSubscription],
+        around: Surroundings,
+    ) -> None:
+        """Takes a topic into service.
+
+        Args:
+            name: Its name.
+            topic: Its log; None for a topic that has none.
+            policies: Its bounds.
+            stored: Its subscriptions, as written down.
+            around: What it shares with the others.
+        """
+        self.parsed = name
+        self.name = str(name)
+        self.topic = topic
+        self.policies = policies
+        self.producers = Producers(self.name, around.producers)
+        self.publish_rate = Rate(policies.max_publish_rate)
+        self.sequenced = around.sequenced.of(topic) if topic is not None else None
+        self.subscriptions: dict[str, AnySubscription] = {}
+        self._around = around
+        # Consumers that have subscribed and have no stream yet, each with when its place is free.
+        self._reserved: dict[tuple[str, int], float] = {}
+        self._subscribing = asyncio.Lock()
+        self._next_offset = 0
+        self.is_closed = False
+        for subscription in stored.values():
+            self._begin(subscription)
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether it has a log."""
+        return self.topic is not None
+
+    @property
+    def incarnation(self) -> str:
+        """Which topic of that name; "" without a bucket."""
+        owned = self.owned
+        return owned.record.incarnation if owned is not None else ""
+
+    @property
+    def owned(self) -> OwnedTopic | None:
+        """The claim on the topic, if there is a metadata store that knows about claims."""
+        tier = self.topic.tier if self.topic is not None else None
+        return tier.owned if tier is not None else None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be served on; else it has to be opened again."""
+        if self.is_closed:
+            return False
+        topic = self.topic
+        if topic is None:
+            return True
+        if topic.state in (TopicState.FAILED, TopicState.CLOSED):
+            return False
+        return topic.tier is None or not topic.tier.owned.is_fenced
+
+    def set_policies(self, policies: Policies) -> None:
+        """Changes the topic's bounds, from now on."""
+        self.policies = policies
+        self.publish_rate.per_second = policies.max_publish_rate
+        for subscription in self.subscriptions.values():
+            if isinstance(subscription, Dispatch):
+                subscription.rate.per_second = policies.max_subscription_dispatch_rate
+
+    # -- publishing -------------------------------------------------------------------------
+
+    async def publish(
+        self, message: StreamMessage, *, sequence: int | None = None, epoch: int = 0
+    ) -> int:
+        """Appends a message and waits for the topic's ack level.
+
+        Args:
+            message: As it came.
+            sequence: The producer's own number of it; one that is in already is not appended again.
+            epoch: Which life of the producer; a later one ends the earlier ones.
+
+        Returns:
+            Its offset.
+
+        Raises:
+            As `Topic.append`, `Topic.wait` and `SequencedTopic.append_record`.
+        """
+        size, size_max = len(message.payload), self.policies.max_message_size
+        if size_max and size > size_max:
+            raise self._too_large(size, size_max)
+        if delay := self.publish_rate.reserve(1, asyncio.get_running_loop().time()):
+            await asyncio.sleep(delay)
+        metrics = self._around.metrics
+        metrics.count("broker.messages_in_total")
+        metrics.count("broker.bytes_in_total", size)
+        if self.topic is None:
+            return self._push(message)
+        offset = await self._append(message, sequence, epoch)
+        failpoints.reach("broker.after_append")
+        await self.topic.aio.wait(offset)
+        failpoints.reach("broker.before_answer")
+        return offset
+
+    def check_batch(self, batch: pa.RecordBatch) -> None:
+        """Refuses rows with a payload that the topic's policies do not allow.
+
+        Raises:
+            MessageTooLargeError: One is too large.
+        """
+        size_max = self.policies.max_message_size
+        if size_max and batch.num_rows:
+            import pyarrow.compute as pc  # noqa: PLC0415 - only those who have it get here
+
+            size = pc.max(pc.binary_length(batch.column("payload"))).as_py() or 0
+            if size > size_max:
+                raise self._too_large(size, size_max)
+
+    def _too_large(self, size: int, size_max: int) -> MessageTooLargeError:
+        return MessageTooLargeError(
+            f"a message of {size} bytes",
+            topic=self.name,
+            hint=f"at most {size_max}: max_message_size of the topic's policies",
+        )
+
+    async def _append(self, message: StreamMessage, sequence: int | None, epoch: int) -> int:
+        assert self.topic is not None and self.sequenced is not None  # noqa: S101, PT018 - for mypy
+        give_up_at = asyncio.get_running_loop().time() + _FULL_SECONDS
+        while True:
+            try:
+                if sequence is None:
+                    return self.topic.append_record(message)
+                # May have to look back through the log, the first time.
+                return await asyncio.to_thread(
+                    self.sequenced.append_record,
+                    message,
+                    producer=message.producer_name,
+                    epoch=epoch,
+                    sequence=sequence,
+                )
+            except CapacityError:
+                if asyncio.get_running_loop().time() > give_up_at:
+                    raise
+                await asyncio.sleep(_FULL_RETRY_SECONDS)
+
+    def _push(self, message: StreamMessage) -> int:
+        offset, self._next_offset = self._next_offset, self._next_offset + 1
+        stamped = replace(message, msg_id=replace(message.msg_id, topic_offset=offset))
+        for subscription in self.subscriptions.values():
+            if isinstance(subscription, Fanout):
+                subscription.publish(stamped)
+        return offset
+
+    # -- subscriptions ----------------------------------------------------------------------
+
+    def subscription(self, name: str) -> AnySubscription:
+        """One of the topic's subscriptions.
+
+        Raises:
+            NotFoundError: There is none of that name.
+        """
+        found = self.subscriptions.get(name)
+        if found is None:
+            raise NotFoundError(f"the topic has no subscription {name!r}", topic=self.name)
+        return found
+
+    def reliable_subscription(self, name: str) -> Dispatch:
+        """The same, of a topic with a log.
+
+        Raises:
+            NotFoundError: There is none of that name.
+            InvalidRequestError: The topic keeps nothing, so it has no cursors.
+        """
+        found = self.subscription(name)
+        if not isinstance(found, Dispatch):
+            raise InvalidRequestError(
+                "the topic is not reliable: it has no cursors", topic=self.name
+            )
+        return found
+
+    async def subscribe(
+        self,
+        name: str,
+        kind: SubscriptionKind,
+        consumer: str,
+        filters: tuple[str, ...],
+        start: Start = "latest",
+    ) -> Consumer:
+        """Takes a consumer on; makes the subscription where there is none, cursor included.
+
+        Raises:
+            InvalidRequestError: A name or a filter is not one.
+            ConflictError: The subscription is of another kind.
+            PermissionDeniedError: It is exclusive and taken, or full.
+            CapacityError: The topic has as many consumers as it may have.
+            As `SubscriptionStore`.
+        """
+        _check_consumer(consumer, filters)
+        async with self._subscribing:
+            found = self.subscriptions.get(name)
+            if found is None:
+                check_subscription_name(name)
+                self._check_subscription_count()
+                found = self._begin(await self._create(name, kind, start))
+            elif found.kind is not kind:
+                raise ConflictError(
+                    f"subscription {name!r} is {found.kind.value}, not {kind.value}",
+                    topic=self.name,
+                    hint="unsubscribe first, or subscribe as it is",
+                )
+            number = consumer_id(self.name, self.incarnation, name, consumer)
+            self._reserve(found, number)
+            entry = Consumer(number, self.name, name, consumer, filters)
+            await self._remember(found, entry)
+            failpoints.reach("broker.after_subscribe")
+            self._around.consumers.add(entry)
+            if isinstance(found, Fanout):
+                found.expect(number, filters, _RESERVED_SECONDS)
+            return entry
+
+    def arrive(self, consumer: Consumer) -> AnySubscription:
+        """The subscription of a consumer whose stream is there: its place need not be kept.
+
+        Raises:
+            NotFoundError: There is none any more.
+        """
+        self._reserved.pop((consumer.subscription, consumer.id), None)
+        return self.subscription(consumer.subscription)
+
+    async def _create(self, name: str, kind: SubscriptionKind, start: Start) -> StoredSubscription:
+        topic = self.topic
+        cursor = 0
+        if topic is not None:
+            cursor = await asyncio.to_thread(topic.resolve_start, start)
+        return await asyncio.to_thread(
+            self._around.store.create,
+            self.parsed,
+            name,
+            kind=kind,
+            cursor=cursor,
+            incarnation=self.incarnation,
+            owned=self.owned,
+        )
+
+    def _begin(self, stored: StoredSubscription) -> AnySubscription:
+        around = self._around
+        subscription: AnySubscription
+        if self.topic is None:
+            subscription = Fanout(self.name, stored, metrics=around.metrics)
+        else:
+            dispatch = around.dispatch
+            subscription = Dispatch(
+                self.topic,
+                stored,
+                store=around.store,
+                window=dispatch.max_unacked_messages,
+                plan=ProgressPlan(
+                    flush_interval_seconds=dispatch.progress_flush_interval_seconds,
+                    min_offset_delta=dispatch.progress_min_offset_delta,
+                ),
+                rate=Rate(self.policies.max_subscription_dispatch_rate),
+                grace_seconds=around.grace_seconds,
+                publish_dead_letter=around.publish_dead_letter,
+                on_fenced=lambda: around.on_lost(self.name),
+                metrics=around.metrics,
+            )
+        self.subscriptions[stored.name] = subscription
+        around.consumers.load(self.parsed, stored)
+        return subscription
+
+    def _check_subscription_count(self) -> None:
+        limit = self.policies.max_subscriptions_per_topic
+        if limit and len(self.subscriptions) >= limit:
+            raise PermissionDeniedError(
+                f"the topic has {limit} subscriptions",
+                topic=self.name,
+                hint="max_subscriptions_per_topic is the limit",
+            )
+
+    def _reserve(self, found: AnySubscription, number: int) -> None:
+        """Keeps a place for a consumer, or refuses it where there is none."""
+        now = asyncio.get_running_loop().time()
+        self._reserved = {key: until for key, until in self._reserved.items() if until > now}
+        places = {(name, one) for name, s in self.subscriptions.items() for one in s.attached}
+        places = (places | set(self._reserved)) - {(found.name, number)}
+        others = sum(1 for name, _ in places if name == found.name)
+        if found.kind is SubscriptionKind.EXCLUSIVE and others:
+            raise PermissionDeniedError(
+                f"subscription {found.name!r} is exclusive, and has a consumer", topic=self.name
+            )
+        limit = self.policies.max_consumers_per_subscription
+        if limit and others >= limit:
+            raise PermissionDeniedError(
+                f"subscription {found.name!r} has {limit} consumers",
+                topic=self.name,
+                hint="max_consumers_per_subscription is the limit",
+            )
+        limit = self.policies.max_consumers_per_topic
+        if limit and len(places) >= limit:
+            raise CapacityError(
+                f"the topic has {limit} consumers",
+                topic=self.name,
+                hint="max_consumers_per_topic is the limit",
+            )
+        self._reserved[found.name, number] = now + _RESERVED_SECONDS
+
+    async def _remember(self, found: AnySubscription, entry: Consumer) -> None:
+        """Writes a consumer's id down, before it is given out."""
+        stored = found.stored
+        known = stored.consumers.get(entry.name)
+        if known is not None and known.id == entry.id and tuple(known.filters) == entry.filters:
+            return
+        now_ms = self._around.clock.now_ns() // 1_000_000
+        consumers = dict(stored.consumers)
+        consumers[entry.name] = StoredConsumer(id=entry.id, filters=entry.filters, seen_ms=now_ms)
+        attached = set(found.attached)
+        while len(consumers) > _CONSUMERS_REMEMBERED_MAX:
+            gone = [n for n, one in consumers.items() if one.id not in attached and n != entry.name]
+            if not gone:
+                break
+            del consumers[min(gone, key=lambda n: consumers[n].seen_ms)]
+        changed = replace(stored, consumers=consumers)
+        if isinstance(found, Dispatch):
+            await found.save_consumers(changed)
+        else:
+            await asyncio.to_thread(
+                self._around.store.save_options, self.parsed, changed, owned=self.owned
+            )
+            found.stored = changed
+
+    async def unsubscribe(self, name: str) -> None:
+        """Removes a subscription, its cursor included.
+
+        Raises:
+            NotFoundError: There is none.
+            ConflictError: It has consumers.
+        """
+        async with self._subscribing:
+            found = self.subscription(name)
+            if found.attached:
+                raise ConflictError(
+                    f"subscription {name!r} has {len(found.attached)} consumers",
+                    topic=self.name,
+                    hint="they have to go first",
+                )
+            await found.close(None, flush=False)
+            await asyncio.to_thread(self._around.store.delete, self.parsed, name, owned=self.owned)
+            del self.subscriptions[name]
+            self._around.consumers.forget_subscription(self.name, name)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    async def close(self, reason: IsterError | None, *, flush: bool = True) -> None:
+        """Ends every stream and writes every cursor down; the log stays open."""
+        self.is_closed = True
+        await asyncio.gather(
+            *(one.close(reason, flush=flush) for one in self.subscriptions.values())
+        )
+        self.producers.clear()
+
+
+def _check_consumer(name: str, filters: tuple[str, ...]) -> None:
+    if not 0 < len(name) <= _CONSUMER_NAME_CHARACTERS_MAX or not name.isprintable():
+        raise InvalidRequestError(
+            "a consumer's name is printable and has at most "
+            f"{_CONSUMER_NAME_CHARACTERS_MAX} characters"
+        )
+    if len(filters) > _FILTERS_MAX or any(
+        not 0 < len(one) <= _FILTER_CHARACTERS_MAX for one in filters
+    ):
+        raise InvalidRequestError(
+            f"at most {_FILTERS_MAX} key filters of at most {_FILTER_CHARACTERS_MAX} characters"
+        )

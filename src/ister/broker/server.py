@@ -1,0 +1,361 @@
+"""The broker: a log, served on three ports, from its start to its end.
+
+    open the log ─► recover every topic ─► listen (gRPC, Flight, HTTP) ─► ready
+    told to end ─► not ready ─► streams end, calls under way are answered ─► cursors ─► the log
+
+Owns: the order of these steps. Does not own: what is served (`services`, `flight`, `http`).
+
+What a crash leaves is what the log leaves: everything acknowledged. Cursors are those last written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import grpc
+from aiohttp import web
+
+from ister import failpoints
+from ister.broker.cluster import Address, Cluster
+from ister.broker.flight.server import FlightServer
+from ister.broker.flight_edge import BrokerSource
+from ister.broker.http import make_application
+from ister.broker.schemas.registry import SchemaRegistry
+from ister.broker.security.flight_guard import FlightAccess
+from ister.broker.security.grpc_guard import GrpcGuard
+from ister.broker.security.guard import Guard
+from ister.broker.security.tls import ServerTls, check_exposure
+from ister.broker.services.admin import (
+    BrokerAdminService,
+    ClusterAdminService,
+    NamespaceAdminService,
+    TopicAdminService,
+)
+from ister.broker.services.consumer import ConsumerService
+from ister.broker.services.delivery import DeliveryService
+from ister.broker.services.discovery import DiscoveryService, HealthService, StorageService
+from ister.broker.services.operate import OperateService
+from ister.broker.services.producer import ProducerService
+from ister.broker.services.schemas import SchemaService
+from ister.broker.services.security_admin import SecurityAdmin
+from ister.broker.topics import Topics
+from ister.broker.wire import add_service
+from ister.clock import Clock, SystemClock
+from ister.config import BufferFull, Config, MetadataBackend, MetadataConfig, StorageMode
+from ister.errors import UnavailableError
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
+from ister.metadata.base import MetadataStore
+from ister.topic.log import Log
+from ister.topic.tiers import open_metadata
+
+__all__ = ["Broker", "Listening"]
+
+_log = logging.getLogger("ister.broker.server")
+
+_HEARTBEAT_SECONDS: Final = 5.0
+# Of which streams to consumers that are being told to end take the last.
+_LAST_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where a broker listens."""
+
+    host: str
+    grpc: int
+    flight: int
+    http: int
+
+    def to_json(self) -> dict[str, str]:
+        """The addresses, by kind."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return {
+            "grpc": f"{host}:{self.grpc}",
+            "flight": f"{host}:{self.flight}",
+            "http": f"{host}:{self.http}",
+        }
+
+
+class Broker:
+    """One broker. Belongs to the loop that `start` runs on."""
+
+    def __init__(self, config: Config, *, clock: Clock | None = None) -> None:
+        check_exposure(config.broker)
+        # Nothing may wait for room in a buffer on the loop; publishing waits there by itself.
+        wal = replace(config.storage.wal, buffer_full=BufferFull.REFUSE)
+        self.config = replace(config, storage=replace(config.storage, wal=wal))
+        self._clock: Clock = clock or SystemClock()
+        self._tls: ServerTls | None = None
+        self._log: Log
+        self.guard: Guard
+        self.schemas: SchemaRegistry
+        self.cluster: Cluster
+        self.topics: Topics
+        self._is_ready = False
+        self._is_ending = False
+        # What has to be done at the end, in the order in which it was begun.
+        self._endings = AsyncExitStack()
+
+    # -- start ------------------------------------------------------------------------------
+
+    async def start(self) -> Listening:
+        """Recovers every topic, and listens.
+
+        Raises:
+            ConfigError: The settings do not make sense.
+            DirectoryLockedError: Another process has the directory.
+            UnavailableError: A store does not answer, or a port is taken.
+        """
+        try:
+            return await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> Listening:
+        config, clock = self.config, self._clock
+        self._tls = ServerTls.open(config.broker.tls, clock=clock)
+        self._log = await asyncio.to_thread(Log, config, clock=clock)
+        self._endings.push_async_callback(asyncio.to_thread, self._log.close)
+        metadata = await asyncio.to_thread(self._metadata)
+        self.guard = Guard.open(config, metadata, clock=clock)
+        self._endings.push_async_callback(asyncio.to_thread, self.guard.close)
+        await asyncio.to_thread(self.guard.start)
+        self.schemas = SchemaRegistry(
+            metadata, root_prefix=config.storage.metadata.root_prefix, clock=clock
+        )
+        self._endings.push_async_callback(asyncio.to_thread, self.schemas.close)
+        http = await self._start_http()
+        server = self._make_grpc()
+        port = self._bind_grpc(server)
+        self.cluster = Cluster(self._address(port), self._log.tiers)
+        self.topics = Topics(self._log, metadata, self.cluster, config=config, clock=clock)
+        self._register_gauges()
+        # First: whoever can connect finds every topic recovered.
+        await self.topics.open_all()
+        flight = await self._start_flight()
+        await self._join(flight.port)
+        self._add_services(server)
+        failpoints.reach("broker.before_ready")
+        await server.start()
+        self._endings.push_async_callback(self._drain, server)
+        listening = Listening(host=config.broker.host, grpc=port, flight=flight.port, http=http)
+        self._is_ready = True
+        _log.info("ready", extra=listening.to_json())
+        return listening
+
+    def _metadata(self) -> MetadataStore:
+        """The log's metadata store, or one for the broker alone."""
+        if self._log.tiers is not None:
+            return self._log.tiers.metadata
+        storage = self.config.storage
+        backend, path = MetadataBackend.MEMORY, None
+        if storage.mode is StorageMode.LOCAL_ONLY and storage.wal.dir is not None:
+            home = os.path.dirname(os.path.abspath(storage.wal.dir))
+            backend, path = MetadataBackend.SQLITE, os.path.join(home, "metadata.db")
+        metadata = open_metadata(MetadataConfig(backend=backend, path=path), self._clock)
+        self._endings.push_async_callback(asyncio.to_thread, metadata.close)
+        return metadata
+
+    def _make_grpc(self) -> grpc.aio.Server:
+        limits, storage = self.config.broker.limits, self.config.storage
+        size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
+        return grpc.aio.server(
+            interceptors=(GrpcGuard(self.guard),),
+            maximum_concurrent_rpcs=limits.max_requests_in_flight + limits.max_connections,
+            options=[
+                ("grpc.max_receive_message_length", size_max),
+                ("grpc.max_send_message_length", size_max),
+                ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+                ("grpc.max_metadata_size", 16 * KIB),
+                # A client that is gone without a word is found out within half a minute.
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+
+    def _bind_grpc(self, server: grpc.aio.Server) -> int:
+        host, port = self.config.broker.host, self.config.broker.ports.grpc
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._tls is None:
+                bound: int = server.add_insecure_port(address)
+            else:
+                bound = server.add_secure_port(address, self._tls.grpc_credentials())
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"cannot listen on {address}", hint="is another broker running there?"
+            ) from error
+        return bound
+
+    def _address(self, port: int) -> Address:
+        config = self.config.broker
+        host = config.host if config.host not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
+        host = f"[{host}]" if ":" in host else host
+        scheme = "http" if self._tls is None else "https"
+        url = config.advertised.broker_url or f"{scheme}://{host}:{port}"
+        tiers = self._log.tiers
+        return Address(
+            node=tiers.membership.node if tiers is not None else "local",
+            broker_url=url,
+            connect_url=config.advertised.connect_url or url,
+            flight_url=config.advertised.flight_url or "",
+        )
+
+    async def _join(self, flight_port: int) -> None:
+        """Makes this broker known to others, for as long as it runs."""
+        own = self.cluster.own
+        if not own.flight_url:
+            scheme = "grpc" if self._tls is None else "grpc+tls"
+            host = own.broker_url.partition("://")[2].rpartition(":")[0]
+            self.cluster.own = replace(own, flight_url=f"{scheme}://{host}:{flight_port}")
+        await asyncio.to_thread(self.cluster.join)
+        heartbeat = asyncio.create_task(self._heartbeat())
+
+        async def leave() -> None:
+            heartbeat.cancel()
+            await asyncio.gather(heartbeat, return_exceptions=True)
+            await asyncio.to_thread(self.cluster.leave)
+
+        self._endings.push_async_callback(leave)
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        topics, guard = self.topics, self.guard
+        limits = self.config.broker.limits
+        services: dict[str, Any] = {
+            "danube.ProducerService": ProducerService(topics, self.schemas, guard),
+            "danube.ConsumerService": ConsumerService(
+                topics, guard, streams_max=limits.max_connections
+            ),
+            "danube.Discovery": DiscoveryService(topics, guard),
+            "danube.HealthCheck": HealthService(topics),
+            "danube.StorageService": StorageService(topics, guard),
+            "danube_schema.SchemaRegistry": SchemaService(self.schemas, topics, guard),
+            "danube_admin.BrokerAdmin": BrokerAdminService(topics, guard),
+            "danube_admin.ClusterAdmin": ClusterAdminService(),
+            "danube_admin.NamespaceAdmin": NamespaceAdminService(topics, guard),
+            "danube_admin.TopicAdmin": TopicAdminService(topics, guard, self.schemas),
+            "danube_admin.SecurityAdmin": SecurityAdmin(guard),
+            "ister.Delivery": DeliveryService(topics, guard),
+            "ister.Admin": OperateService(topics, guard),
+        }
+        for name, service in services.items():
+            add_service(server, name, service)
+
+    async def _start_flight(self) -> FlightServer:
+        config = self.config.broker
+        source = BrokerSource(self.topics, self.schemas, asyncio.get_running_loop())
+
+        def start() -> FlightServer:
+            return FlightServer(
+                source,
+                host=config.host,
+                port=config.ports.flight,
+                tls=self._tls.flight_options() if self._tls is not None else None,
+                access=FlightAccess(self.guard),
+            )
+
+        server = await asyncio.to_thread(start)
+
+        async def end() -> None:
+            source.end()
+            await asyncio.to_thread(server.close)
+
+        self._endings.push_async_callback(end)
+        return server
+
+    async def _start_http(self) -> int:
+        config = self.config.broker
+        runner = web.AppRunner(
+            make_application(self, self._log.metrics, self.guard), access_log=None
+        )
+        await runner.setup()
+        self._endings.push_async_callback(runner.cleanup)
+        context = self._tls.http_context() if self._tls is not None else None
+        site = web.TCPSite(runner, config.host, config.ports.http, ssl_context=context)
+        try:
+            await site.start()
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot listen on {config.host}:{config.ports.http}: {error.strerror}",
+                hint="is another broker running there?",
+            ) from error
+        port: int = runner.addresses[0][1]
+        return port
+
+    # -- while it runs ----------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether clients should come: everything is recovered, and it does not end yet."""
+        tiers = self._log.tiers
+        return (
+            self._is_ready and not self._is_ending and (tiers is None or tiers.membership.is_valid)
+        )
+
+    def report(self) -> dict[str, Any]:
+        """How things are, with reasons."""
+        reasons: list[str] = []
+        if self._is_ending:
+            reasons.append("the broker is ending")
+        elif not self._is_ready:
+            reasons.append("topics are being recovered")
+        tiers = self._log.tiers
+        if tiers is not None and not tiers.membership.is_valid:
+            reasons.append("the lease in the metadata store has ended")
+        topics = self.topics.served if self._is_ready else []
+        states: dict[str, int] = {}
+        for topic in topics:
+            state = topic.topic.state.name.lower() if topic.topic is not None else "open"
+            states[state] = states.get(state, 0) + 1
+        storage = self.config.storage
+        return {
+            "ready": self.is_ready,
+            "reasons": reasons,
+            "topics": states,
+            "ack": storage.ack.value if storage.mode is not StorageMode.MEMORY else "memory",
+            "auth": self.config.broker.auth.mode.value,
+            "tls": self._tls is not None,
+        }
+
+    async def _heartbeat(self) -> None:
+        """Keeps this broker known to others, and its certificates fresh."""
+        while True:
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+            await asyncio.to_thread(self.cluster.join)
+
+    def _register_gauges(self) -> None:
+        metrics, topics = self._log.metrics, self.topics
+        metrics.register_gauge("broker.topics", lambda: len(topics.served))
+        metrics.register_gauge(
+            "broker.consumers",
+            lambda: sum(
+                len(one.attached) for topic in topics.served for one in topic.subscriptions.values()
+            ),
+        )
+
+    # -- the end ----------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Ends in order: every call under way is answered, every cursor written. May be repeated.
+
+        Takes at most about `broker.drain_seconds`.
+        """
+        self._is_ending = True
+        await self._endings.aclose()
+
+    async def _drain(self, server: grpc.aio.Server) -> None:
+        # From here on no call is taken; those under way go on, and streams are told to end.
+        stopping = asyncio.ensure_future(
+            server.stop(self.config.broker.drain_seconds - _LAST_SECONDS)
+        )
+        await asyncio.sleep(0)
+        await self.topics.close()
+        await stopping

@@ -1,0 +1,1 @@
+"""A module per gRPC service: requests in, answers out. What is done is done elsewhere."""

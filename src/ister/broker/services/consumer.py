@@ -1,0 +1,214 @@
+"""danube.ConsumerService: subscribe, a stream of messages, acknowledgements one at a time.
+
+Danube's client opens its stream again at once when it ends with an error, without a pause. So an id
+that is not known is answered after a while, not at once; and ids are known again after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from ister.broker.consumers import Consumer
+from ister.broker.dispatch import Dispatch, Sent
+from ister.broker.fanout import Fanout
+from ister.broker.outbox import Outbox
+from ister.broker.rpc import Refused
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.rights import Permission
+from ister.broker.served import AnySubscription
+from ister.broker.topics import Topics
+from ister.broker.wire import danube
+from ister.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+)
+from ister.model import StreamMessage
+from ister.subscription.policy import SubscriptionKind
+
+__all__ = ["KINDS", "ConsumerService"]
+
+KINDS: Final = (
+    SubscriptionKind.EXCLUSIVE,
+    SubscriptionKind.SHARED,
+    SubscriptionKind.FAILOVER,
+    SubscriptionKind.KEY_SHARED,
+)
+"""Danube's numbers of them."""
+
+# How long the refusal of a stream takes.
+_REFUSAL_SECONDS: Final = 1.0
+_WRITTEN_EVERY: Final = 32
+
+
+class ConsumerService:
+    """Serves consumers."""
+
+    def __init__(self, topics: Topics, guard: Guard, *, streams_max: int) -> None:
+        self._topics = topics
+        self._guard = guard
+        self._streams_max = streams_max
+        self._streams = 0
+
+    async def Subscribe(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Takes a consumer on; the subscription is made where it is missing, the topic is not."""
+        self._guard.check(current_principal(), Permission.CONSUME, topic=request.topic_name)
+        if not 0 <= request.subscription_type < len(KINDS):
+            raise InvalidRequestError(f"there is no subscription type {request.subscription_type}")
+        topic = await self._topics.get(request.topic_name)
+        try:
+            consumer = await topic.subscribe(
+                request.subscription,
+                KINDS[request.subscription_type],
+                request.consumer_name,
+                tuple(request.key_filters),
+            )
+        except ConflictError as error:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        return danube.ConsumerResponse(
+            request_id=request.request_id,
+            consumer_id=consumer.id,
+            consumer_name=consumer.name,
+        )
+
+    async def ReceiveMessages(self, request: Any, context: Any) -> AsyncIterator[bytes]:  # noqa: N802, ANN401
+        """A consumer's messages, until the stream ends; a later stream of it takes over."""
+        try:
+            consumer = self._known(request.consumer_id)
+            self._guard.check(current_principal(), Permission.CONSUME, topic=consumer.topic)
+            topic = await self._topics.get(consumer.topic)
+            stream = _stream(topic.arrive(consumer), consumer)
+        except IsterError as error:
+            # The client comes again at once, whatever it is told.
+            await asyncio.sleep(_REFUSAL_SECONDS)
+            if isinstance(error, NotFoundError | ConflictError):
+                raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+            raise
+        self._streams += 1
+        try:
+            async for data in stream:
+                yield data
+        finally:
+            self._streams -= 1
+            await stream.aclose()
+
+    def _known(self, id: int) -> Consumer:
+        if self._streams >= self._streams_max:
+            raise CapacityError(
+                f"{self._streams} consumers are connected",
+                hint="broker.limits.max_connections is the limit",
+            )
+        consumer = self._topics.consumers.find(id)
+        if consumer is None:
+            raise NotFoundError("there is no consumer of that id", hint="subscribe again")
+        return consumer
+
+    async def Ack(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Takes an acknowledgement; one that comes late or twice is fine."""
+        subscription = await self._addressed(request)
+        if isinstance(subscription, Dispatch):
+            subscription.ack(request.msg_id.topic_offset)
+        return danube.AckResponse(request_id=request.request_id)
+
+    async def Nack(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Has a message come again."""
+        subscription = await self._addressed(request)
+        if isinstance(subscription, Dispatch):
+            subscription.nack(
+                request.msg_id.topic_offset,
+                delay_ms=request.delay_ms if request.HasField("delay_ms") else None,
+                reason=request.reason if request.HasField("reason") else None,
+            )
+        return danube.NackResponse(request_id=request.request_id)
+
+    async def _addressed(self, request: Any) -> AnySubscription:  # noqa: ANN401
+        if not request.HasField("msg_id"):
+            raise InvalidRequestError("the request has no msg_id")
+        name = request.msg_id.topic_name
+        self._guard.check(current_principal(), Permission.CONSUME, topic=name)
+        topic = self._topics.find_open(name) or await self._topics.get(name)
+        return topic.subscription(request.subscription_name)
+
+
+def _stream(subscription: AnySubscription, consumer: Consumer) -> AsyncGenerator[bytes, None]:
+    """Attaches a consumer; its messages as they are written, in Danube's form.
+
+    Raises:
+        ConflictError: The subscription is exclusive, and somebody else has it.
+        ClosedError: The topic is about to be closed.
+    """
+    if isinstance(subscription, Dispatch):
+        sent = _reliable(subscription, subscription.attach(consumer.id, consumer.filters))
+    else:
+        sent = _pushed(subscription, subscription.attach(consumer.id, consumer.filters))
+    return _encoded(sent, consumer.topic, subscription.name)
+
+
+async def _encoded(
+    sent: AsyncGenerator[tuple[StreamMessage, int], None], topic: str, subscription: str
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async for record, offset in sent:
+            yield encode(record, topic, offset, subscription)
+    finally:
+        await sent.aclose()
+
+
+async def _reliable(
+    subscription: Dispatch, outbox: Outbox[Sent]
+) -> AsyncGenerator[tuple[StreamMessage, int], None]:
+    try:
+        while items := await outbox.take(_WRITTEN_EVERY):
+            for offset, _ in items:
+                message = await subscription.message(offset)
+                if message is not None:
+                    yield message.record, offset
+            subscription.written(outbox, len(items))
+    finally:
+        subscription.detach(outbox)
+
+
+async def _pushed(
+    subscription: Fanout, outbox: Outbox[StreamMessage]
+) -> AsyncGenerator[tuple[StreamMessage, int], None]:
+    try:
+        while records := await outbox.take(_WRITTEN_EVERY):
+            for record in records:
+                yield record, record.msg_id.topic_offset
+            outbox.written(len(records))
+    finally:
+        subscription.detach(outbox)
+
+
+def encode(record: StreamMessage, topic: str, offset: int, subscription: str) -> bytes:
+    """A message as Danube's clients get it.
+
+    The topic is the name that the client subscribed to: it goes by that when it acknowledges.
+    """
+    known = record.msg_id
+    message = danube.StreamMessage(
+        request_id=record.request_id,
+        msg_id=danube.MsgID(
+            producer_id=known.producer_id,
+            topic_name=topic,
+            broker_addr=known.broker_addr,
+            topic_offset=offset,
+        ),
+        payload=record.payload,
+        publish_time=record.publish_time,
+        producer_name=record.producer_name,
+        subscription_name=subscription,
+        schema_id=record.schema_id,
+        schema_version=record.schema_version,
+        routing_key=record.routing_key,
+    )
+    if record.attributes:
+        message.attributes.update(record.attributes)
+    data: bytes = message.SerializeToString()
+    return data

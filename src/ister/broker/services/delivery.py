@@ -1,0 +1,197 @@
+"""ister.Delivery: a consumer on one stream, with messages and acknowledgements in batches.
+
+The same subscriptions as Danube's ConsumerService serves, without a call per message: some ten
+times as fast. What was acknowledged is confirmed, so a client knows what it need not say again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from ister.broker.consumers import Consumer
+from ister.broker.dispatch import Dispatch, Sent
+from ister.broker.outbox import Outbox
+from ister.broker.rpc import Refused
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.rights import Permission
+from ister.broker.topics import Topics
+from ister.broker.wire import ister_api
+from ister.errors import ConflictError, InvalidRequestError
+from ister.limits import MIB
+from ister.model import Start
+from ister.subscription.policy import SubscriptionKind
+from ister.topic.message import Message
+
+__all__ = ["DeliveryService"]
+
+_BATCH_MESSAGES: Final = 256
+_BATCH_BYTES: Final = 1 * MIB
+_ACKS_MAX: Final = 10_000
+
+
+class DeliveryService:
+    """Serves Ister's own consumers."""
+
+    def __init__(self, topics: Topics, guard: Guard) -> None:
+        self._topics = topics
+        self._guard = guard
+
+    async def Consume(  # noqa: N802 - the protocol's name
+        self,
+        requests: AsyncIterator[Any],
+        context: Any,  # noqa: ANN401
+    ) -> AsyncGenerator[Any, None]:
+        """A consumer, from its first request to the end of the stream."""
+        opening = await anext(requests, None)
+        if opening is None or opening.WhichOneof("step") != "open":
+            raise InvalidRequestError("the first request of a stream opens it")
+        subscription, consumer = await self._open(opening.open)
+        try:
+            outbox = subscription.attach(consumer.id, consumer.filters)
+        except ConflictError as error:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        taking = asyncio.create_task(_take_acks(requests, subscription, answers, outbox))
+        sending: asyncio.Task[list[Sent]] | None = None
+        asked: asyncio.Task[Any] | None = None
+        try:
+            yield ister_api.ConsumeResponse(
+                opened=ister_api.Opened(
+                    consumer_id=consumer.id,
+                    cursor=subscription.delivery.cursor,
+                    incarnation=subscription.stored.incarnation,
+                    kind=subscription.kind.value,
+                )
+            )
+            while True:
+                sending = sending or asyncio.ensure_future(outbox.take(_BATCH_MESSAGES))
+                asked = asked or asyncio.ensure_future(answers.get())
+                await asyncio.wait({sending, asked}, return_when=asyncio.FIRST_COMPLETED)
+                if asked.done():
+                    answer = asked.result()
+                    asked = None
+                    if isinstance(answer, Exception):
+                        raise answer
+                    yield answer
+                if sending.done():
+                    items = sending.result()
+                    sending = None
+                    if not items:
+                        return
+                    async for batch in _batches(subscription, items):
+                        yield batch
+                    subscription.written(outbox, len(items))
+        finally:
+            subscription.detach(outbox)
+            for task in (taking, sending, asked):
+                if task is not None:
+                    task.cancel()
+            await asyncio.gather(
+                *(task for task in (taking, sending, asked) if task is not None),
+                return_exceptions=True,
+            )
+
+    async def _open(self, request: Any) -> tuple[Dispatch, Consumer]:  # noqa: ANN401
+        await self._guard.check_stream(current_principal(), Permission.CONSUME, topic=request.topic)
+        try:
+            kind = SubscriptionKind(request.kind or SubscriptionKind.EXCLUSIVE)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"there is no kind of subscription {request.kind!r}",
+                hint=f"one of: {', '.join(SubscriptionKind)}",
+            ) from error
+        topic = await self._topics.get(request.topic)
+        try:
+            consumer = await topic.subscribe(
+                request.subscription,
+                kind,
+                request.consumer,
+                tuple(request.key_filters),
+                _parse_start(request.start),
+            )
+        except ConflictError as error:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        topic.arrive(consumer)
+        return topic.reliable_subscription(request.subscription), consumer
+
+
+async def _take_acks(
+    requests: AsyncIterator[Any],
+    subscription: Dispatch,
+    answers: asyncio.Queue[Any],
+    outbox: Outbox[Sent],
+) -> None:
+    """Takes acknowledgements until the client has no more; then the stream ends."""
+    try:
+        async for request in requests:
+            step = request.WhichOneof("step")
+            if step == "acks":
+                offsets = request.acks.offsets
+                if len(offsets) > _ACKS_MAX:
+                    raise InvalidRequestError(  # noqa: TRY301 - told by the stream
+                        f"at most {_ACKS_MAX} acknowledgements at once"
+                    )
+                subscription.ack_many(offsets)
+                answers.put_nowait(ister_api.ConsumeResponse(acked=request.acks))
+            elif step == "nack":
+                nack = request.nack
+                subscription.nack(
+                    nack.offset,
+                    delay_ms=nack.delay_ms if nack.HasField("delay_ms") else None,
+                    reason=nack.reason if nack.HasField("reason") else None,
+                )
+            else:
+                raise InvalidRequestError(  # noqa: TRY301 - told by the stream
+                    "a stream is opened once; then come acknowledgements"
+                )
+    except Exception as error:  # noqa: BLE001 - told to the client by the stream
+        answers.put_nowait(error)
+    else:
+        outbox.end()
+
+
+async def _batches(subscription: Dispatch, items: list[Sent]) -> AsyncIterator[Any]:
+    batch: list[Any] = []
+    size = 0
+    for offset, attempt in items:
+        message = await subscription.message(offset)
+        if message is None:
+            continue
+        batch.append(_delivered(message, attempt))
+        size += message.size_bytes
+        if size >= _BATCH_BYTES:
+            yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
+            batch, size = [], 0
+    if batch:
+        yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
+
+
+def _delivered(message: Message, attempt: int) -> Any:  # noqa: ANN401
+    record = message.record
+    return ister_api.Delivered(
+        offset=message.offset,
+        payload=record.payload,
+        publish_time=record.publish_time,
+        producer_name=record.producer_name,
+        attributes=record.attributes,
+        routing_key=record.routing_key,
+        schema_id=record.schema_id,
+        schema_version=record.schema_version,
+        attempt=attempt,
+    )
+
+
+def _parse_start(text: str) -> Start:
+    if text in ("", "latest"):
+        return "latest"
+    if text == "earliest":
+        return "earliest"
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise InvalidRequestError(
+        f"a subscription cannot start at {text!r}", hint="earliest, latest or an offset"
+    )

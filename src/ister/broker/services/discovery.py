@@ -1,0 +1,114 @@
+"""danube.Discovery, danube.HealthCheck and danube.StorageService: where things are, and whether."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.rights import Permission
+from ister.broker.topics import Topics
+from ister.broker.wire import danube
+from ister.errors import InvalidRequestError, NotFoundError
+from ister.format.descriptor import ObjectDescriptor
+from ister.model import TopicName
+
+__all__ = ["DiscoveryService", "HealthService", "StorageService"]
+
+
+class DiscoveryService:
+    """Says where topics are, and what they consist of."""
+
+    def __init__(self, topics: Topics, guard: Guard) -> None:
+        self._topics = topics
+        self._guard = guard
+
+    async def TopicLookup(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """The broker to go to for a topic."""
+        self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
+        found = await self._topics.locate(request.topic)
+        kinds = danube.TopicLookupResponse.LookupType
+        is_here = found.node == self._topics.cluster.own.node
+        return danube.TopicLookupResponse(
+            request_id=request.request_id,
+            response_type=kinds.Value("Connect" if is_here else "Redirect"),
+            connect_url=found.connect_url,
+            broker_url=found.broker_url,
+            proxy=found.is_proxied,
+        )
+
+    async def TopicPartitions(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """The topics behind a name; none if there is no such topic."""
+        self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
+        return danube.TopicPartitionsResponse(
+            request_id=request.request_id, partitions=await self._topics.partitions(request.topic)
+        )
+
+
+class HealthService:
+    """Says whether a producer or a consumer still is one here."""
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """CLOSE has Danube's client look its topic up, and subscribe, anew."""
+        kinds = danube.HealthCheckRequest.ClientType
+        if request.client == kinds.Value("Producer"):
+            is_known = self._has_producer(request.id)
+        elif request.client == kinds.Value("Consumer"):
+            is_known = self._has_consumer(request.id)
+        else:
+            raise InvalidRequestError(f"there is no client type {request.client}")
+        status = danube.HealthCheckResponse.ClientStatus
+        return danube.HealthCheckResponse(status=status.Value("OK" if is_known else "CLOSE"))
+
+    def _has_producer(self, id: int) -> bool:
+        topic = self._topics.find_open(self._topics.producers.get(id, ""))
+        now = asyncio.get_running_loop().time()
+        return topic is not None and topic.producers.find(id, now) is not None
+
+    def _has_consumer(self, id: int) -> bool:
+        consumer = self._topics.consumers.find(id)
+        if consumer is None:
+            return False
+        topic = self._topics.find_open(consumer.topic)
+        if topic is None:
+            # One that was moved is to be looked for; any other is opened by the stream.
+            return not self._topics.is_moved(consumer.topic)
+        return consumer.subscription in topic.subscriptions
+
+
+class StorageService:
+    """Says which objects of the bucket a topic consists of."""
+
+    def __init__(self, topics: Topics, guard: Guard) -> None:
+        self._topics = topics
+        self._guard = guard
+
+    async def ListSegmentDescriptors(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """The objects with messages after an offset; all of them for 0."""
+        self._guard.check(current_principal(), Permission.CONSUME, topic=request.topic)
+        name = TopicName.parse(request.topic)
+        found = await asyncio.to_thread(self._objects, name, request.after_offset)
+        return danube.ListSegmentDescriptorsResponse(segments=[_segment(one) for one in found])
+
+    def _objects(self, name: TopicName, after: int) -> list[ObjectDescriptor]:
+        tiers = self._topics.log.tiers
+        if tiers is None:
+            raise NotFoundError("this broker has no bucket", topic=str(name))
+        catalog = tiers.catalog(name)
+        if catalog.record() is None:
+            raise NotFoundError(f"there is no topic {name}", topic=str(name))
+        return [one for one, _ in catalog.descriptors() if after == 0 or one.end > after + 1]
+
+
+def _segment(descriptor: ObjectDescriptor) -> Any:  # noqa: ANN401
+    return danube.SegmentDescriptorProto(
+        segment_id=descriptor.object_id,
+        start_offset=descriptor.start,
+        end_offset=descriptor.end - 1,
+        size=descriptor.size_bytes,
+        etag=descriptor.etag or "",
+        created_at=descriptor.created_at,
+    )

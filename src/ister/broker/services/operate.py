@@ -1,0 +1,154 @@
+"""ister.Admin: what an operator does that Danube's protocol has no words for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ister import __version__
+from ister.broker.dispatch import Dispatch
+from ister.broker.policies import parse_overrides
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.rights import Permission
+from ister.broker.served import AnySubscription, ServedTopic
+from ister.broker.topics import Topics, start_at_time
+from ister.broker.wire import ister_api
+from ister.errors import InvalidRequestError
+from ister.model import AckLevel, Codec, Start
+
+__all__ = ["OperateService"]
+
+
+class OperateService:
+    """Serves operators, and tells clients where the other ports are."""
+
+    def __init__(self, topics: Topics, guard: Guard) -> None:
+        self._topics = topics
+        self._guard = guard
+
+    def _check(self, permission: Permission, **on: str) -> None:
+        self._guard.check(current_principal(), permission, **on)
+
+    async def Info(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Who answers."""
+        own = self._topics.cluster.own
+        return ister_api.InfoResponse(
+            version=__version__,
+            broker_url=own.broker_url,
+            flight_url=own.flight_url,
+            node=own.node,
+        )
+
+    async def CreateTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Makes a topic, plain or partitioned, with an ack level and a codec of its own."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        try:
+            ack = AckLevel(request.ack) if request.ack else None
+            codec = Codec(request.codec) if request.codec else None
+        except ValueError as error:
+            raise InvalidRequestError(
+                str(error), hint=f"ack: {', '.join(AckLevel)}; codec: {', '.join(Codec)}"
+            ) from error
+        is_reliable = not request.non_reliable
+        if request.partitions:
+            await self._topics.create_partitioned(
+                request.topic, request.partitions, is_reliable=is_reliable, ack=ack, codec=codec
+            )
+        else:
+            await self._topics.get_or_create(
+                request.topic, is_reliable=is_reliable, ack=ack, codec=codec, is_implied=False
+            )
+        return await self._describe(request.topic)
+
+    async def DescribeTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """How far a topic has come, and who uses it."""
+        self._check(Permission.LOOKUP, topic=request.topic)
+        return await self._describe(request.topic)
+
+    async def _describe(self, name: str) -> Any:  # noqa: ANN401
+        partitions = await self._topics.partitions(name)
+        if partitions and partitions != [name]:
+            return ister_api.TopicDescription(topic=name, partitions=partitions)
+        topic = await self._topics.get(name)
+        described = ister_api.TopicDescription(
+            topic=name,
+            reliable=topic.is_reliable,
+            incarnation=topic.incarnation,
+            producers=len(topic.producers.live(asyncio.get_running_loop().time())),
+            subscriptions=[describe(topic, one) for one in topic.subscriptions.values()],
+            policies=topic.policies.to_json(),
+        )
+        core = topic.topic
+        if core is not None:
+            marks = core.watermarks
+            described.ack, described.codec = core.ack.value, core.codec.value
+            described.earliest = core.earliest
+            described.trimmed, described.tiered = marks.trimmed, marks.tiered
+            described.synced, described.written = marks.synced, marks.written
+            described.next = marks.next
+        return described
+
+    async def SetTopicPolicies(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Replaces a topic's own bounds."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.name)
+        policies = parse_overrides(request.policies)
+        in_force = await self._topics.set_topic_policies(request.name, policies)
+        return ister_api.PoliciesResponse(policies=in_force.to_json())
+
+    async def SetNamespacePolicies(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Replaces the bounds of a namespace's topics."""
+        self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
+        policies = parse_overrides(request.policies)
+        await self._topics.set_namespace_policies(request.name, policies)
+        return ister_api.PoliciesResponse(policies=request.policies)
+
+    async def DescribeSubscription(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Where a subscription is, and what holds it up."""
+        self._check(Permission.LOOKUP, topic=request.topic)
+        topic = await self._topics.get(request.topic)
+        return describe(topic, topic.subscription(request.subscription))
+
+    async def Seek(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Has a subscription go on from elsewhere."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        topic = await self._topics.get(request.topic)
+        subscription = topic.reliable_subscription(request.subscription)
+        to = request.WhichOneof("to")
+        start: Start
+        if to == "offset":
+            start = request.offset
+        elif to == "publish_time_ms":
+            start = start_at_time(request.publish_time_ms)
+        elif to in ("earliest", "latest") and getattr(request, to):
+            start = to
+        else:
+            raise InvalidRequestError("seek needs an offset, a time, earliest or latest")
+        offset = await asyncio.to_thread(subscription.topic.resolve_start, start)
+        await subscription.seek(offset)
+        return describe(topic, subscription)
+
+
+def describe(topic: ServedTopic, subscription: AnySubscription) -> Any:  # noqa: ANN401
+    """A subscription in the protocol's words."""
+    names = {known.id: name for name, known in subscription.stored.consumers.items()}
+    described = ister_api.SubscriptionDescription(
+        topic=topic.name,
+        subscription=subscription.name,
+        kind=subscription.kind.value,
+        consumers=[names.get(one, str(one)) for one in subscription.attached],
+    )
+    if isinstance(subscription, Dispatch):
+        stats = subscription.delivery.stats()
+        described.cursor = subscription.delivery.cursor
+        described.lag = subscription.lag
+        described.in_flight = stats.in_flight
+        described.waiting = stats.pending + stats.waiting_retry
+        described.max_unacked_messages = subscription.window
+        if stats.blocked is not None:
+            described.blocked = stats.blocked
+        active = subscription.delivery.active
+    else:
+        active = subscription.active
+    if active is not None and subscription.kind.value in ("exclusive", "failover"):
+        described.active = names.get(active, str(active))
+    return described

@@ -1,0 +1,149 @@
+"""danube.ProducerService: a producer is registered, and sends messages one at a time.
+
+Statuses are chosen by what Danube's clients do about them: UNAVAILABLE and RESOURCE_EXHAUSTED are
+tried again, and after a few times the topic is looked up anew; everything else is shown to the
+user. So a topic that moves, a full buffer or a broker that ends is UNAVAILABLE, and a producer that
+this broker does not know is taken on by its message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import grpc
+
+from ister.broker.producers import producer_id
+from ister.broker.rpc import Refused
+from ister.broker.schemas.registry import SchemaRegistry
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.rights import Permission
+from ister.broker.served import ServedTopic
+from ister.broker.topics import Topics
+from ister.broker.wire import danube
+from ister.errors import ConflictError, InvalidRequestError, NotFoundError
+from ister.model import MessageId, StreamMessage
+
+__all__ = ["ProducerService"]
+
+SEQUENCE_ATTRIBUTE: Final = "ister-sequence"
+EPOCH_ATTRIBUTE: Final = "ister-producer-epoch"
+_NAME_CHARACTERS_MAX: Final = 256
+_NUMBER_MAX: Final = (1 << 63) - 1
+
+
+class ProducerService:
+    """Serves producers."""
+
+    def __init__(self, topics: Topics, schemas: SchemaRegistry, guard: Guard) -> None:
+        self._topics = topics
+        self._schemas = schemas
+        self._guard = guard
+
+    async def CreateProducer(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Registers a producer; the topic is made where it is missing."""
+        self._guard.check(current_principal(), Permission.PRODUCE, topic=request.topic_name)
+        _check_name(request.producer_name)
+        is_reliable = request.dispatch_strategy == danube.DispatchStrategy.Reliable
+        topic = await self._topics.get_or_create(request.topic_name, is_reliable=is_reliable)
+        if topic.is_reliable != is_reliable:
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"topic {topic.name} is {'' if topic.is_reliable else 'not '}reliable",
+                hint="use the topic's dispatch strategy",
+            )
+        if request.HasField("schema_ref"):
+            await self._bind_schema(topic, request.schema_ref)
+        producer = topic.producers.register(
+            request.producer_name,
+            is_exclusive=request.producer_access_mode == danube.ProducerAccessMode.Exclusive,
+            policies=topic.policies,
+            now=asyncio.get_running_loop().time(),
+        )
+        return danube.ProducerResponse(
+            request_id=request.request_id, producer_id=producer.id, producer_name=producer.name
+        )
+
+    async def _bind_schema(self, topic: ServedTopic, reference: Any) -> None:  # noqa: ANN401
+        try:
+            await asyncio.to_thread(self._schemas.bind_producer, topic.name, reference.subject)
+        except (NotFoundError, ConflictError) as error:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+
+    async def SendMessage(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Appends a message; answered when it has reached the topic's ack level."""
+        if not request.HasField("msg_id"):
+            raise InvalidRequestError("the message has no msg_id")
+        msg_id = request.msg_id
+        name = msg_id.topic_name
+        self._guard.check(current_principal(), Permission.PRODUCE, topic=name)
+        topic = self._topics.find_open(name) or await self._topics.get(name)
+        self._recognise(topic, msg_id.producer_id, request.producer_name)
+        schema_id = request.schema_id if request.HasField("schema_id") else None
+        schema_version = request.schema_version if request.HasField("schema_version") else None
+        payload = request.payload
+        await self._check_schema(topic.name, schema_id, schema_version, payload)
+        attributes = dict(request.attributes)
+        message = StreamMessage(
+            request_id=request.request_id,
+            msg_id=MessageId(
+                producer_id=msg_id.producer_id, topic_name=name, broker_addr=msg_id.broker_addr
+            ),
+            payload=payload,
+            publish_time=request.publish_time,
+            producer_name=request.producer_name,
+            subscription_name=request.subscription_name,
+            attributes=attributes,
+            schema_id=schema_id,
+            schema_version=schema_version,
+            routing_key=request.routing_key if request.HasField("routing_key") else None,
+        )
+        if SEQUENCE_ATTRIBUTE in attributes:
+            await topic.publish(
+                message,
+                sequence=_number(attributes, SEQUENCE_ATTRIBUTE),
+                epoch=_number(attributes, EPOCH_ATTRIBUTE) if EPOCH_ATTRIBUTE in attributes else 0,
+            )
+        else:
+            await topic.publish(message)
+        return danube.MessageResponse(request_id=request.request_id)
+
+    def _recognise(self, topic: ServedTopic, id: int, name: str) -> None:
+        """Takes a producer on that this broker does not know, or no longer."""
+        now = asyncio.get_running_loop().time()
+        if topic.producers.find(id, now) is not None:
+            return
+        if id != producer_id(topic.name, name):
+            raise Refused(
+                grpc.StatusCode.UNAVAILABLE,
+                f"topic {topic.name} has no producer of that id",
+                hint="create the producer again",
+            )
+        _check_name(name)
+        topic.producers.register(name, is_exclusive=False, policies=topic.policies, now=now)
+
+    async def _check_schema(
+        self, topic: str, schema_id: int | None, schema_version: int | None, payload: bytes
+    ) -> None:
+        schemas = self._schemas
+        if schemas.is_unchecked(topic):
+            return
+        await asyncio.to_thread(
+            schemas.check_message,
+            topic,
+            schema_id=schema_id,
+            schema_version=schema_version,
+            payload=payload,
+        )
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name) <= _NAME_CHARACTERS_MAX:
+        raise InvalidRequestError(f"a producer's name has 1 to {_NAME_CHARACTERS_MAX} characters")
+
+
+def _number(attributes: dict[str, str], name: str) -> int:
+    text = attributes[name]
+    if not text.isascii() or not text.isdigit() or len(text) > 19 or int(text) > _NUMBER_MAX:
+        raise InvalidRequestError(f"the attribute {name!r} is a number from 0 to {_NUMBER_MAX}")
+    return int(text)

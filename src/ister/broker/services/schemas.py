@@ -1,0 +1,235 @@
+"""danube_schema.SchemaRegistry: schemas, their versions, and what topics want of their messages.
+
+Danube answers INTERNAL to most things that go wrong. Here a definition or type that cannot be read
+is INVALID_ARGUMENT, a schema that is not compatible FAILED_PRECONDITION, what is not there
+NOT_FOUND. Whoever may look up a topic may read schemas: a consumer needs them to understand its
+messages. A subject that is named after a topic may be managed by whoever manages that topic's
+schema; all others need the right for the whole cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from ister.broker.rpc import Refused
+from ister.broker.schemas.kinds import ValidationPolicy, parse_mode, parse_policy
+from ister.broker.schemas.registry import SchemaRegistry, StoredSchema
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.rights import Permission
+from ister.broker.topics import Topics
+from ister.broker.wire import danube_schema
+from ister.errors import ConflictError, TopicNameError
+from ister.model import TopicName
+
+__all__ = ["SchemaService"]
+
+
+class SchemaService:
+    """Answers for the registry. Whatever waits for the store does so on another thread."""
+
+    def __init__(self, schemas: SchemaRegistry, topics: Topics, guard: Guard) -> None:
+        self._schemas = schemas
+        self._topics = topics
+        self._guard = guard
+
+    # -- subjects ---------------------------------------------------------------------------
+
+    async def RegisterSchema(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Adds a version to a subject, unless it is one already."""
+        self._check_manage(request.subject)
+        with _failed_precondition():
+            registered = await asyncio.to_thread(
+                self._schemas.register,
+                request.subject,
+                request.schema_type,
+                request.schema_definition,
+                description=request.description,
+                created_by=request.created_by,
+                tags=tuple(request.tags),
+            )
+        return danube_schema.RegisterSchemaResponse(
+            schema_id=registered.schema_id,
+            version=registered.version,
+            is_new_version=registered.is_new_version,
+            fingerprint=registered.fingerprint,
+        )
+
+    async def GetSchema(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """A version by its subject's id; the latest one without a number."""
+        self._check_read()
+        version = request.version if request.HasField("version") else None
+        return _answer(await asyncio.to_thread(self._schemas.get, request.schema_id, version))
+
+    async def GetLatestSchema(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """The latest version of a subject."""
+        self._check_read()
+        return _answer(await asyncio.to_thread(self._schemas.latest, request.subject))
+
+    async def ListVersions(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """All versions of a subject, the oldest first."""
+        self._check_read()
+        found = await asyncio.to_thread(self._schemas.versions, request.subject)
+        return danube_schema.ListVersionsResponse(
+            versions=[
+                danube_schema.SchemaVersionInfo(
+                    version=one.version,
+                    created_at=one.created_at,
+                    created_by=one.created_by,
+                    description=one.description,
+                    fingerprint=one.fingerprint,
+                    schema_id=one.schema_id,
+                )
+                for one in found
+            ]
+        )
+
+    async def ListSubjects(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """All subjects, by name."""
+        self._check_read()
+        found = await asyncio.to_thread(self._schemas.subjects)
+        return danube_schema.ListSubjectsResponse(
+            subjects=[
+                danube_schema.SubjectSummary(
+                    subject=one.subject,
+                    schema_type=one.schema_type,
+                    latest_version=one.latest_version,
+                    compatibility_mode=one.compatibility_mode,
+                    schema_id=one.schema_id,
+                    tags=one.tags,
+                )
+                for one in found
+            ]
+        )
+
+    async def CheckCompatibility(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Whether a schema could be the next version, and why not."""
+        self._check_read()
+        mode = None
+        if request.HasField("compatibility_mode"):
+            mode = parse_mode(request.compatibility_mode)
+        problems = await asyncio.to_thread(
+            self._schemas.check_compatibility,
+            request.subject,
+            request.schema_type,
+            request.new_schema_definition,
+            mode,
+        )
+        return danube_schema.CheckCompatibilityResponse(is_compatible=not problems, errors=problems)
+
+    async def SetCompatibilityMode(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Sets what new versions of a subject owe to the latest one."""
+        self._check_manage(request.subject)
+        mode = parse_mode(request.compatibility_mode)
+        with _failed_precondition():
+            await asyncio.to_thread(self._schemas.set_compatibility_mode, request.subject, mode)
+        return danube_schema.SetCompatibilityModeResponse(
+            success=True, message=f"new versions of {request.subject} are checked: {mode}"
+        )
+
+    async def DeleteSchemaVersion(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Removes a version for good."""
+        self._check_manage(request.subject)
+        with _failed_precondition():
+            await asyncio.to_thread(self._schemas.delete_version, request.subject, request.version)
+        return danube_schema.DeleteSchemaVersionResponse(
+            success=True, message=f"version {request.version} of {request.subject} is deleted"
+        )
+
+    # -- topics -----------------------------------------------------------------------------
+
+    async def ConfigureTopicSchema(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Sets a topic's subject, and what happens to messages that do not fit it."""
+        self._check_manage_topic(request.topic_name)
+        policy = parse_policy(request.validation_policy)
+        topic = await self._topics.get(request.topic_name)
+        with _failed_precondition():
+            config = await asyncio.to_thread(
+                self._schemas.configure_topic,
+                topic.name,
+                request.schema_subject,
+                policy,
+                checks_payload=request.enable_payload_validation,
+            )
+        return danube_schema.ConfigureTopicSchemaResponse(
+            success=True, message=f"{topic.name} has the subject {config.subject}: {config.policy}"
+        )
+
+    async def UpdateTopicValidationPolicy(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Sets what happens to messages that do not fit a topic's subject."""
+        self._check_manage_topic(request.topic_name)
+        policy = parse_policy(request.validation_policy)
+        topic = await self._topics.get(request.topic_name)
+        with _failed_precondition():
+            await asyncio.to_thread(
+                self._schemas.update_policy,
+                topic.name,
+                policy,
+                checks_payload=request.enable_payload_validation,
+            )
+        return danube_schema.UpdateTopicValidationPolicyResponse(
+            success=True, message=f"{topic.name}: {policy}"
+        )
+
+    async def GetTopicSchemaConfig(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """What a topic wants of its messages; an empty subject if nobody has said."""
+        self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic_name)
+        topic = await self._topics.get(request.topic_name)
+        config = await asyncio.to_thread(self._schemas.topic_config, topic.name)
+        if config is None:
+            # What a topic starts with as soon as it has a subject.
+            return danube_schema.GetTopicSchemaConfigResponse(
+                validation_policy=ValidationPolicy.WARN
+            )
+        return danube_schema.GetTopicSchemaConfigResponse(
+            schema_subject=config.subject,
+            validation_policy=config.policy,
+            enable_payload_validation=config.checks_payload,
+            schema_id=await asyncio.to_thread(self._schemas.find_id, config.subject) or 0,
+        )
+
+    # -- rights -----------------------------------------------------------------------------
+
+    def _check_read(self) -> None:
+        self._guard.check_anywhere(current_principal(), Permission.LOOKUP)
+
+    def _check_manage(self, subject: str) -> None:
+        principal = current_principal()
+        try:
+            topic = TopicName.parse(subject)
+        except TopicNameError:
+            self._guard.check(principal, Permission.MANAGE_SCHEMA, detail=subject)
+        else:
+            self._guard.check(principal, Permission.MANAGE_SCHEMA, topic=topic)
+
+    def _check_manage_topic(self, topic: str) -> None:
+        self._guard.check(current_principal(), Permission.MANAGE_SCHEMA, topic=topic)
+
+
+def _answer(found: StoredSchema) -> Any:  # noqa: ANN401 - a message
+    return danube_schema.GetSchemaResponse(
+        schema_id=found.schema_id,
+        version=found.version,
+        subject=found.subject,
+        schema_type=found.schema_type,
+        schema_definition=found.definition,
+        description=found.description,
+        created_at=found.created_at,
+        created_by=found.created_by,
+        tags=found.tags,
+        fingerprint=found.fingerprint,
+        compatibility_mode=found.compatibility_mode,
+    )
+
+
+@contextmanager
+def _failed_precondition() -> Iterator[None]:
+    """What does not fit the registry's state is told as such: trying again does not help."""
+    try:
+        yield
+    except ConflictError as error:
+        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error

@@ -1,0 +1,516 @@
+"""All topics of this broker: found, made, opened, moved, deleted.
+
+Owns: which topics are served here, their names and namespaces, partitions. Does not own: what is
+done with a topic (`ister.broker.served`), and who owns it in the log's sense (`ister.tier.claim`).
+
+Names are compared whole, everywhere: `/default/t` is neither `/default/t2` nor a part of it. A
+partitioned topic is the topics `<name>-part-0`, `<name>-part-1`, …; a plain one of the same name
+excludes them.
+
+Opening a topic is owning it. A topic that another broker has is refused with UNAVAILABLE, which
+makes clients look it up again; the look-up sends them there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final, TypeVar
+
+from ister.broker.cluster import Address, Cluster
+from ister.broker.consumers import Consumers
+from ister.broker.policies import Policies
+from ister.broker.records import BrokerRecords, ServedRecord
+from ister.broker.served import ServedTopic, Surroundings
+from ister.clock import Clock
+from ister.config import Config
+from ister.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    ConflictError,
+    CorruptDataError,
+    FencedError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    TopicNameError,
+    UnavailableError,
+)
+from ister.metadata.base import MetadataStore
+from ister.model import AckLevel, Codec, StreamMessage, TopicName
+from ister.subscription.store import StoredSubscription, SubscriptionStore
+from ister.topic.log import Log
+from ister.topic.sequences import SequencedTopics
+from ister.topic.topic import Topic
+
+__all__ = ["Topics"]
+
+_log = logging.getLogger("ister.broker.topics")
+
+_PARTITION: Final = re.compile(r"(?P<base>.+)-part-(?P<number>0|[1-9][0-9]{0,5})")
+_PARTITIONS_MAX: Final = 1024
+_BUILT_IN_NAMESPACES: Final = ("default", "system")
+_OPEN_AT_ONCE: Final = 8
+# After an unload, other brokers come first for so long.
+_MOVED_SECONDS: Final = 30.0
+
+Answer = TypeVar("Answer")
+
+
+class Topics:
+    """The topics of one broker. Used on its loop alone."""
+
+    def __init__(
+        self,
+        log: Log,
+        metadata: MetadataStore,
+        cluster: Cluster,
+        *,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        self.log = log
+        self.config = config
+        self.cluster = cluster
+        self.consumers = Consumers()
+        self.sequenced = SequencedTopics()
+        self.producers: dict[int, str] = {}
+        """The topic of each producer, by its id."""
+        root = config.storage.metadata.root_prefix
+        self.store = SubscriptionStore(metadata, root_prefix=root, clock=clock)
+        self.records = BrokerRecords(metadata, root_prefix=root)
+        self._around = Surroundings(
+            store=self.store,
+            dispatch=config.dispatch,
+            grace_seconds=config.broker.consumer_grace_seconds,
+            consumers=self.consumers,
+            sequenced=self.sequenced,
+            producers=self.producers,
+            clock=clock,
+            metrics=log.metrics,
+            publish_dead_letter=self._publish_dead_letter,
+            on_lost=self._on_lost,
+        )
+        self._served: dict[str, ServedTopic] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._moved: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.is_draining = False
+
+    # -- finding ----------------------------------------------------------------------------
+
+    @property
+    def served(self) -> list[ServedTopic]:
+        """The topics that are open here."""
+        return list(self._served.values())
+
+    def find_open(self, name: str) -> ServedTopic | None:
+        """A topic that is open here and can be used."""
+        found = self._served.get(name)
+        return found if found is not None and found.is_usable else None
+
+    async def get(self, name: str) -> ServedTopic:
+        """A topic, opened where it was not.
+
+        Raises:
+            TopicNameError: Not a name.
+            NotFoundError: There is no such topic.
+            UnavailableError: Another broker has it; look it up again.
+        """
+        found = self.find_open(name)
+        if found is not None:
+            return found
+        return await self._open(TopicName.parse(name), None)
+
+    async def get_or_create(
+        self,
+        name: str,
+        *,
+        is_reliable: bool,
+        ack: AckLevel | None = None,
+        codec: Codec | None = None,
+        is_implied: bool = True,
+    ) -> ServedTopic:
+        """A topic, made where there was none.
+
+        Args:
+            name: Its name.
+            is_reliable: Whether it has a log, if it is new.
+            ack: Its ack level, if it is new.
+            codec: Its codec, if it is new.
+            is_implied: Whether it is made because somebody used it; that may be switched off.
+
+        Raises:
+            As `get`.
+            NotFoundError: There is none, and they are not made by using them.
+            AlreadyExistsError: The name is that of a partitioned topic, or the other way round.
+            CapacityError: There are too many.
+            UnavailableError: There is no such namespace.
+        """
+        try:
+            return await self.get(name)
+        except NotFoundError:
+            if is_implied and not self.config.broker.auto_create_topics:
+                raise
+        parsed = TopicName.parse(name)
+        await self._check_new(parsed, is_implied=is_implied)
+        return await self._open(parsed, ServedRecord(is_reliable=is_reliable), ack, codec)
+
+    async def _check_new(self, name: TopicName, *, is_implied: bool) -> None:
+        if name.namespace not in await self.namespaces():
+            raise UnavailableError(f"there is no namespace {name.namespace!r}", topic=str(name))
+        known = await self.names()
+        if is_implied and len(known) >= self.config.broker.limits.max_topics:
+            raise CapacityError(
+                f"there are {len(known)} topics", hint="broker.limits.max_topics is the limit"
+            )
+        if partitions := _partitions_of(str(name), known):
+            raise AlreadyExistsError(
+                f"{name} is a partitioned topic with {len(partitions)} partitions", topic=str(name)
+            )
+        partition = _PARTITION.fullmatch(str(name))
+        if partition is not None and partition["base"] in known:
+            raise AlreadyExistsError(
+                f"{partition['base']} is a topic without partitions", topic=str(name)
+            )
+
+    async def _open(
+        self,
+        name: TopicName,
+        new: ServedRecord | None,
+        ack: AckLevel | None = None,
+        codec: Codec | None = None,
+    ) -> ServedTopic:
+        text = str(name)
+        async with self._locks.setdefault(text, asyncio.Lock()):
+            found = self._served.get(text)
+            if found is not None and found.is_usable:
+                return found
+            if self.is_draining:
+                raise UnavailableError("the broker is ending", topic=text)
+            if found is not None:
+                await self._drop(found, UnavailableError("the topic is opened again", topic=text))
+            if self.is_moved(text):
+                raise UnavailableError("the topic was moved: look it up again", topic=text)
+            topic, policies, stored = await self._in_thread(
+                lambda: self._open_blocking(name, new, ack, codec)
+            )
+            self._served[text] = served = ServedTopic(name, topic, policies, stored, self._around)
+            return served
+
+    def _open_blocking(
+        self,
+        name: TopicName,
+        new: ServedRecord | None,
+        ack: AckLevel | None,
+        codec: Codec | None,
+    ) -> tuple[Topic | None, Policies, dict[str, StoredSubscription]]:
+        text = str(name)
+        record = self.records.topic(name)
+        if record is None and new is not None:
+            record = new
+            if not new.is_reliable:
+                record = self.records.create_topic(name, new)
+        record = record or ServedRecord()
+        policies = self._policies_of(name, record)
+        if not record.is_reliable:
+            return None, policies, self.store.load(name, "")
+        try:
+            topic = self.log.topic(text, create=new is not None, ack=ack, codec=codec)
+        except (UnavailableError, FencedError):
+            raise
+        except ConflictError as error:
+            if isinstance(error, AlreadyExistsError):
+                raise
+            # Another broker has it, or its files are elsewhere: the client looks it up again.
+            raise UnavailableError(str(error), topic=text) from error
+        incarnation = topic.tier.owned.record.incarnation if topic.tier is not None else ""
+        return topic, policies, self.store.load(name, incarnation)
+
+    def _policies_of(self, name: TopicName, record: ServedRecord) -> Policies:
+        namespace = self.records.namespace_policies(name.namespace)
+        return Policies.of(self.config.broker.policies, namespace, record.policies)
+
+    async def _in_thread(self, work: Callable[[], Answer]) -> Answer:
+        return await asyncio.to_thread(work)
+
+    # -- where a topic is -------------------------------------------------------------------
+
+    async def locate(self, name: str) -> Address:
+        """The broker to go to for a topic.
+
+        Raises:
+            TopicNameError: Not a name.
+            NotFoundError: There is no such topic.
+            UnavailableError: Nobody has it who could be asked.
+        """
+        if self.find_open(name) is not None:
+            return self.cluster.own
+        parsed = TopicName.parse(name)
+        owner = await self._in_thread(lambda: self.cluster.owner(parsed))
+        if owner is not None:
+            return owner
+        if self.is_moved(name):
+            brokers = await self._in_thread(self.cluster.brokers)
+            others = [one for one in brokers if one.node != self.cluster.own.node]
+            if others:
+                return others[hash(name) % len(others)]
+            self._moved.pop(name, None)
+        await self.get(name)
+        return self.cluster.own
+
+    def is_moved(self, name: str) -> bool:
+        """Whether a topic was unloaded here so lately that another broker should have it."""
+        until = self._moved.get(name)
+        if until is None:
+            return False
+        if asyncio.get_running_loop().time() >= until:
+            del self._moved[name]
+            return False
+        return True
+
+    # -- names ------------------------------------------------------------------------------
+
+    async def names(self) -> set[str]:
+        """The names of all topics, open or not, here or elsewhere."""
+        return await self._in_thread(self._names)
+
+    def _names(self) -> set[str]:
+        return {*self.log.topics(), *self.records.non_reliable()}
+
+    async def partitions(self, name: str) -> list[str]:
+        """The topics behind a name: itself, or its partitions in order; none if there is none.
+
+        Raises:
+            TopicNameError: Not a name.
+        """
+        TopicName.parse(name)
+        if self.find_open(name) is not None:
+            return [name]
+        known = await self.names()
+        return [name] if name in known else _partitions_of(name, known)
+
+    async def namespaces(self) -> list[str]:
+        """The names of all namespaces."""
+        made = await self._in_thread(self.records.namespaces)
+        return sorted({*_BUILT_IN_NAMESPACES, *self.config.broker.bootstrap_namespaces, *made})
+
+    async def create_namespace(self, name: str) -> None:
+        """Makes a namespace.
+
+        Raises:
+            TopicNameError: Not a name.
+            AlreadyExistsError: There is one of that name.
+        """
+        TopicName.parse(f"/{name}/x")
+        if name in await self.namespaces():
+            raise AlreadyExistsError(f"there is a namespace {name!r} already")
+        await self._in_thread(lambda: self.records.create_namespace(name))
+
+    async def delete_namespace(self, name: str) -> None:
+        """Removes an empty namespace.
+
+        Raises:
+            NotFoundError: There is none, or it is one that always exists.
+            ConflictError: It has topics.
+        """
+        if name in (*_BUILT_IN_NAMESPACES, *self.config.broker.bootstrap_namespaces):
+            raise ConflictError(f"the namespace {name!r} always exists")
+        if topics := await self.topics_of(name):
+            raise ConflictError(
+                f"the namespace {name!r} has {len(topics)} topics", hint="delete them first"
+            )
+        await self._in_thread(lambda: self.records.delete_namespace(name))
+
+    async def topics_of(self, namespace: str) -> list[str]:
+        """The topics of a namespace.
+
+        Raises:
+            NotFoundError: There is no such namespace.
+        """
+        if namespace not in await self.namespaces():
+            raise NotFoundError(f"there is no namespace {namespace!r}")
+        prefix = f"/{namespace}/"
+        return sorted(name for name in await self.names() if name.startswith(prefix))
+
+    async def create_partitioned(
+        self,
+        name: str,
+        count: int,
+        *,
+        is_reliable: bool,
+        ack: AckLevel | None = None,
+        codec: Codec | None = None,
+    ) -> list[str]:
+        """Makes a topic of so many partitions; those that are there already stay.
+
+        Raises:
+            InvalidRequestError: Not a number of partitions.
+            As `get_or_create`.
+        """
+        if not 1 <= count <= _PARTITIONS_MAX:
+            raise InvalidRequestError(f"a topic has 1 to {_PARTITIONS_MAX} partitions")
+        names = [f"{name}-part-{number}" for number in range(count)]
+        for one in names:
+            await self.get_or_create(
+                one, is_reliable=is_reliable, ack=ack, codec=codec, is_implied=False
+            )
+        return names
+
+    # -- bounds -----------------------------------------------------------------------------
+
+    async def set_topic_policies(self, name: str, policies: dict[str, int]) -> Policies:
+        """Replaces a topic's own bounds; returns what is in force."""
+        topic = await self.get(name)
+        await self._in_thread(lambda: self.records.set_topic_policies(topic.parsed, policies))
+        return await self._refresh_policies(topic)
+
+    async def set_namespace_policies(self, namespace: str, policies: dict[str, int]) -> None:
+        """Replaces the bounds of a namespace's topics.
+
+        Raises:
+            NotFoundError: There is no such namespace.
+        """
+        if namespace not in await self.namespaces():
+            raise NotFoundError(f"there is no namespace {namespace!r}")
+        await self._in_thread(lambda: self.records.set_namespace_policies(namespace, policies))
+        for topic in self.served:
+            if topic.parsed.namespace == namespace:
+                await self._refresh_policies(topic)
+
+    async def namespace_policies(self, namespace: str) -> Policies:
+        """The bounds of a namespace's topics, unless they have their own.
+
+        Raises:
+            NotFoundError: There is no such namespace.
+        """
+        if namespace not in await self.namespaces():
+            raise NotFoundError(f"there is no namespace {namespace!r}")
+        own = await self._in_thread(lambda: self.records.namespace_policies(namespace))
+        return Policies.of(self.config.broker.policies, own)
+
+    async def _refresh_policies(self, topic: ServedTopic) -> Policies:
+        def read() -> Policies:
+            record = self.records.topic(topic.parsed) or ServedRecord()
+            return self._policies_of(topic.parsed, record)
+
+        policies = await self._in_thread(read)
+        topic.set_policies(policies)
+        return policies
+
+    # -- moving and deleting ----------------------------------------------------------------
+
+    async def unload(self, name: str) -> None:
+        """Hands a topic over, so that any broker may have it; another one is preferred for a while.
+
+        Streams end, cursors and all messages are in the stores.
+
+        Raises:
+            NotFoundError: It is not open here.
+            UnavailableError: A store does not answer; the topic is still this broker's.
+        """
+        topic = self._served.get(name)
+        if topic is None:
+            await self.get(name)
+            topic = self._served[name]
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            await self._drop(topic, UnavailableError("the topic is moved", topic=name))
+            if topic.is_reliable:
+                await self._in_thread(lambda: self.log.seal(name))
+                self.sequenced.forget(name)
+            if len(await self._in_thread(self.cluster.brokers)) > 1:
+                self._moved[name] = asyncio.get_running_loop().time() + _MOVED_SECONDS
+
+    async def delete(self, name: str) -> None:
+        """Deletes a topic for good, or all partitions of one.
+
+        Raises:
+            NotFoundError: There is none.
+            As `Log.delete`.
+        """
+        partitions = await self.partitions(name)
+        if not partitions:
+            raise NotFoundError(f"there is no topic {name}", topic=name)
+        for one in partitions:
+            await self._delete(one)
+
+    async def _delete(self, name: str) -> None:
+        topic = await self.get(name)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            await self._drop(
+                topic, NotFoundError(f"the topic {name} was deleted", topic=name), flush=False
+            )
+
+            def remove() -> None:
+                if topic.is_reliable:
+                    self.log.delete(name)
+                self.store.delete_all(topic.parsed)
+                self.records.delete_topic(topic.parsed)
+
+            await self._in_thread(remove)
+            self.sequenced.forget(name)
+            self.consumers.forget_subscription(name)
+
+    async def _drop(
+        self, topic: ServedTopic, reason: IsterError | None, *, flush: bool = True
+    ) -> None:
+        await topic.close(reason, flush=flush)
+        if self._served.get(topic.name) is topic:
+            del self._served[topic.name]
+
+    def _on_lost(self, name: str) -> None:
+        """Another broker turned out to have a topic: whoever uses it here has to look again."""
+        topic = self._served.get(name)
+        if topic is not None:
+            _log.warning("another broker has the topic", extra={"topic": name})
+            reason = UnavailableError("another broker has the topic", topic=name)
+            task = asyncio.get_running_loop().create_task(self._drop(topic, reason, flush=False))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _publish_dead_letter(self, name: str, message: StreamMessage) -> None:
+        topic = await self.get_or_create(name, is_reliable=True, is_implied=False)
+        await topic.publish(message)
+
+    # -- life -------------------------------------------------------------------------------
+
+    async def open_all(self) -> None:
+        """Opens every topic that is this node's, so that the first call finds it recovered."""
+        names = sorted(await self.names())
+        gate = asyncio.Semaphore(_OPEN_AT_ONCE)
+
+        async def open_one(name: str) -> None:
+            async with gate:
+                try:
+                    await self.get(name)
+                except (UnavailableError, NotFoundError, TopicNameError) as error:
+                    _log.info("topic not opened", extra={"topic": name, "why": str(error)})
+                except (IsterError, CorruptDataError) as error:
+                    # One bad topic must not keep the others from their users.
+                    _log.error("topic not opened", extra={"topic": name, "error": str(error)})
+
+        await asyncio.gather(*(open_one(name) for name in names))
+
+    async def close(self) -> None:
+        """Ends every stream and writes every cursor down; nothing is opened any more."""
+        self.is_draining = True
+        reason = UnavailableError("the broker is ending")
+        await asyncio.gather(*(self._drop(topic, reason) for topic in self.served))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _partitions_of(name: str, known: set[str]) -> list[str]:
+    found = []
+    for one in known:
+        match = _PARTITION.fullmatch(one)
+        if match is not None and match["base"] == name:
+            found.append((int(match["number"]), one))
+    return [one for _, one in sorted(found)]
+
+
+def start_at_time(publish_time_ms: int) -> datetime:
+    """A point in time as `Topic.resolve_start` takes it."""
+    return datetime.fromtimestamp(publish_time_ms / 1000, UTC)

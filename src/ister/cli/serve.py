@@ -1,0 +1,124 @@
+"""`ister serve`: a broker, until it is told to end.
+
+Owns: arguments, signals, and what is said at the start. SIGTERM and SIGINT end it in order; a
+second one at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from ister import failpoints, logs
+from ister.config import Config, load_config
+from ister.extras import missing_extra
+
+__all__ = ["register"]
+
+_DATA_DEFAULT = "./ister-data"
+_VARIABLE = "ISTER_CONFIG"
+
+
+def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+    """Adds the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="run a broker",
+        description="Serves topics by gRPC (Danube's protocol), Arrow Flight and HTTP.",
+        epilog="Without arguments: on ./ister-data, for this machine alone. SIGTERM ends it.",
+    )
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--config", metavar="FILE", help=f"an ister.yml; else ${_VARIABLE}")
+    place.add_argument("--data-dir", metavar="DIR", help=f"where data goes; else {_DATA_DEFAULT}")
+    parser.add_argument("--host", help="the address to listen on; 127.0.0.1 unless set")
+    parser.add_argument("--port", type=int, help="gRPC; 6650 unless set, 0 takes any free one")
+    parser.add_argument("--flight-port", type=int, help="Arrow Flight; 6651 unless set")
+    parser.add_argument("--http-port", type=int, help="HTTP; 9040 unless set")
+    parser.add_argument(
+        "--allow-insecure",
+        action="store_true",
+        help="listen beyond this machine although callers need not say who they are",
+    )
+    parser.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
+    parser.add_argument("--json", action="store_true", help="say where it listens as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until told to end."""
+    # Arrow's own allocator keeps what one large batch took; the system's gives it back.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    try:
+        from ister.broker.server import Broker  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise missing_extra("the broker", "broker", error) from error
+    logs.configure(level=options.log_level.upper(), as_text=not options.json)
+    config = load_settings(options)
+    if specification := os.environ.get("ISTER_FAILPOINTS"):
+        failpoints.arm_from_environment(specification)
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        broker = Broker(config)
+        told = asyncio.Event()
+
+        def tell() -> None:
+            if told.is_set():
+                os._exit(1)
+            told.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, tell)
+        starting = asyncio.ensure_future(broker.start())
+        waiting = asyncio.ensure_future(told.wait())
+        await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return
+        listening = starting.result().to_json()
+        if options.json:
+            print(json.dumps({"event": "ready", "pid": os.getpid(), **listening}), flush=True)
+        else:
+            _greet(config, listening)
+        await waiting
+        await broker.stop()
+
+    asyncio.run(serve())
+    return 0
+
+
+def _greet(config: Config, listening: dict[str, str]) -> None:
+    where = config.storage.wal.dir
+    print("Ister is ready.")
+    print(f"  gRPC    {listening['grpc']}   Danube's clients: http://{listening['grpc']}")
+    print(f"  Flight  {listening['flight']}")
+    print(f"  HTTP    http://{listening['http']}/health")
+    print(f"  data    {os.path.dirname(os.path.abspath(where)) if where else 'in memory'}")
+    print("Ctrl-C ends it.", flush=True)
+    sys.stdout.flush()
+
+
+def load_settings(options: argparse.Namespace) -> Config:
+    """The settings that the arguments ask for.
+
+    Raises:
+        ConfigError: They do not make sense.
+    """
+    environment = dict(os.environ)
+    for name, value in (
+        ("ISTER_BROKER__HOST", options.host),
+        ("ISTER_BROKER__PORTS__GRPC", options.port),
+        ("ISTER_BROKER__PORTS__FLIGHT", options.flight_port),
+        ("ISTER_BROKER__PORTS__HTTP", options.http_port),
+        ("ISTER_BROKER__ALLOW_INSECURE", "true" if options.allow_insecure else None),
+    ):
+        if value is not None:
+            environment[name] = str(value)
+    source = options.config or options.data_dir or environment.get(_VARIABLE) or _DATA_DEFAULT
+    return load_config(source, environment)

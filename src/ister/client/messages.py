@@ -1,0 +1,76 @@
+"""A message as a consumer gets it from a broker."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ister.client.intakes import Intake
+
+__all__ = ["ReceivedMessage"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class ReceivedMessage:
+    """One message. Acknowledge it with the consumer that gave it."""
+
+    __slots__ = (
+        "attempt",
+        "attributes",
+        "intake",
+        "life",
+        "offset",
+        "payload",
+        "producer_name",
+        "publish_time_ms",
+        "routing_key",
+        "schema_id",
+        "schema_version",
+        "topic",
+    )
+
+    def __init__(self, delivered: Any, intake: Intake, life: int) -> None:  # noqa: ANN401
+        """Takes over what the broker has sent.
+
+        Args:
+            delivered: The protocol's message.
+            intake: Where it came from.
+            life: Which of the intake's streams it came by.
+        """
+        self.topic: str = intake.topic
+        """The topic, or the partition of one."""
+        self.offset: int = delivered.offset
+        self.payload: bytes = delivered.payload
+        self.publish_time_ms: int = delivered.publish_time
+        self.producer_name: str = delivered.producer_name
+        attributes = delivered.attributes
+        self.attributes: dict[str, str] = dict(attributes) if attributes else {}
+        self.routing_key: str | None = (
+            delivered.routing_key if delivered.HasField("routing_key") else None
+        )
+        self.schema_id: int | None = (
+            delivered.schema_id if delivered.HasField("schema_id") else None
+        )
+        self.schema_version: int | None = (
+            delivered.schema_version if delivered.HasField("schema_version") else None
+        )
+        self.attempt: int = delivered.attempt
+        """1 for the first delivery; one more for each that has failed."""
+        self.intake = intake
+        self.life = life
+
+    @property
+    def publish_time(self) -> datetime:
+        """When the producer published it, in UTC."""
+        try:
+            return _EPOCH + timedelta(milliseconds=self.publish_time_ms)
+        except OverflowError:  # written by another program; no calendar goes that far
+            return datetime.max.replace(tzinfo=UTC)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReceivedMessage {self.topic} offset={self.offset} bytes={len(self.payload)} "
+            f"attempt={self.attempt}>"
+        )

@@ -1,0 +1,139 @@
+"""How a client reaches brokers: addresses, encryption, who it is.
+
+Values only, checked when they are made. A token is never part of a text that is made here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import urlsplit
+
+from ister.errors import ConfigError, InvalidRequestError
+
+__all__ = ["Token", "TlsOptions", "parse_addresses", "parse_token", "parse_url", "reachable"]
+
+Token = str | Callable[[], str]
+"""A bearer token or an API key; or what gives a fresh one whenever something is opened."""
+
+_PORT_MAX: Final = 65535
+_HOST: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
+_SCHEMES: Final = {"http": False, "https": True, "grpc": False, "grpc+tls": True}
+# Where a broker listens that was not told by which name it is reached.
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+_TOKEN: Final = re.compile(r"[\x21-\x7e]{1,8192}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsOptions:
+    """How connections are encrypted. All of it in PEM, as the text itself or as the path of a file.
+
+    Raises:
+        ConfigError: There is a certificate without its key, or the other way round.
+    """
+
+    ca: bytes | str | None = None
+    """Who may have signed the broker's certificate; those that gRPC trusts by default."""
+    cert: bytes | str | None = None
+    """The client's own certificate, for brokers that ask for one."""
+    key: bytes | str | None = field(default=None, repr=False)
+    server_name: str | None = None
+    """The name in the broker's certificate, if it is not the one in the address."""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("a client's certificate and its key go together")
+
+    def texts(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """The CA, the certificate and the key, read from their files where they are in some.
+
+        Raises:
+            ConfigError: A file cannot be read.
+        """
+        return _read(self.ca), _read(self.cert), _read(self.key)
+
+
+def _read(source: bytes | str | None) -> bytes | None:
+    if source is None or isinstance(source, bytes):
+        return source
+    try:
+        with open(source, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
+
+
+def parse_addresses(
+    addresses: str | Sequence[str], tls: TlsOptions | bool | None
+) -> tuple[list[str], TlsOptions | None]:
+    """Brokers to ask first, as `host:port`, and how to talk to them.
+
+    Args:
+        addresses: One or more, each `host:port` or with `http://` or `https://` before it; commas
+            may stand between them.
+        tls: As given; None leaves it to the addresses.
+
+    Raises:
+        InvalidRequestError: One is not an address, or they contradict each other or `tls`.
+    """
+    texts = addresses.split(",") if isinstance(addresses, str) else list(addresses)
+    parsed = [parse_url(text.strip()) for text in texts]
+    if not parsed:
+        raise InvalidRequestError("no address", hint="host:port of a broker")
+    said = {is_encrypted for _, is_encrypted in parsed if is_encrypted is not None}
+    if tls is not None:
+        said.add(tls is not False)
+    if len(said) > 1:
+        raise InvalidRequestError(
+            "addresses and tls contradict each other", hint="http:// is not encrypted"
+        )
+    options = tls if isinstance(tls, TlsOptions) else None
+    if True in said and options is None:
+        options = TlsOptions()
+    return [address for address, _ in parsed], options
+
+
+def parse_url(text: str) -> tuple[str, bool | None]:
+    """An address as `host:port`, and whether it is said to be encrypted.
+
+    Raises:
+        InvalidRequestError: Not an address.
+    """
+    try:
+        has_scheme = "://" in text
+        parts = urlsplit(text if has_scheme else f"//{text}")
+        port = parts.port
+        host = parts.netloc.rpartition(":")[0]
+    except (ValueError, AttributeError, TypeError):
+        port, host, parts, has_scheme = None, "", urlsplit(""), False
+    is_known = not has_scheme or parts.scheme in _SCHEMES
+    if not (is_known and port and _HOST.fullmatch(host) and parts.path in ("", "/")):
+        raise InvalidRequestError(
+            f"{text!r} is not an address", hint="host:port, with http:// or https:// if need be"
+        )
+    return f"{host}:{port}", _SCHEMES[parts.scheme] if has_scheme else None
+
+
+def reachable(url: str, through: str) -> str:
+    """The address of another port of a broker that is reached by `through`.
+
+    A broker that was not told its name speaks of itself as of this machine.
+    """
+    address, _ = parse_url(url)
+    host, _, port = address.rpartition(":")
+    if host in _LOOPBACK:
+        return f"{through.rpartition(':')[0]}:{port}"
+    return address
+
+
+def parse_token(token: str) -> str:
+    """Refuses what cannot be sent as a token, without repeating it.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise ConfigError("the token is not one: letters, digits and signs without spaces")
+    return token

@@ -1,0 +1,175 @@
+"""Flight's do_put as a stream of gRPC: batches go out, answers come in, and it can be cancelled.
+
+pyarrow's own client has no way to end a call that hangs, and a thread of the program would hang
+with it. What is sent is the same: Arrow's IPC messages, which pyarrow makes, in Flight's frame,
+which has four fields.
+
+    FlightData   1 descriptor   2 the IPC message's header   3 application metadata   1000 its body
+    PutResult    1 application metadata
+
+Belongs to one loop. Does not own: what is sent again after a failure (`lanes`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from ister.client.contract import PutAck, PutBatch, PutOpen, carries_error, decode_error
+from ister.client.network import Network, Route
+from ister.errors import CorruptDataError, InvalidRequestError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["PutStream", "decode_result", "encode_data"]
+
+_METHOD: Final = "/arrow.flight.protocol.FlightService/DoPut"
+_DESCRIPTOR, _HEADER, _METADATA, _BODY = 1, 2, 3, 1000
+_COMMAND: Final = b"\x08\x02"  # FlightDescriptor.type = CMD
+_COMMAND_BYTES: Final = 2
+_LENGTH_DELIMITED: Final = 2
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _field(number: int, data: Any) -> tuple[bytes, Any]:  # noqa: ANN401 - bytes, or a view of some
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(data)), data
+
+
+def encode_data(
+    message: pa.Buffer, *, metadata: bytes = b"", command: bytes | None = None
+) -> bytes:
+    """An IPC message as FlightData.
+
+    Args:
+        message: As `pa.Schema.serialize` and `pa.RecordBatch.serialize` give it.
+        metadata: What goes with it.
+        command: The descriptor's; for the first message of a stream.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+
+    parts: list[Any] = []
+    if command is not None:
+        descriptor = _COMMAND + b"".join(_field(_COMMAND_BYTES, command))
+        parts += _field(_DESCRIPTOR, descriptor)
+    ipc = pa.ipc.read_message(message)
+    parts += _field(_HEADER, memoryview(ipc.metadata))
+    if metadata:
+        parts += _field(_METADATA, metadata)
+    if ipc.body is not None and ipc.body.size:
+        parts += _field(_BODY, memoryview(ipc.body))
+    return b"".join(parts)
+
+
+def decode_result(data: bytes) -> bytes:
+    """The application metadata of a PutResult.
+
+    Raises:
+        CorruptDataError: It is something else.
+    """
+    position = 0
+    found = b""
+    while position < len(data):
+        tag, position = _read_varint(data, position)
+        size, position = _read_varint(data, position)
+        if tag & 7 != _LENGTH_DELIMITED or position + size > len(data):
+            raise CorruptDataError("the broker answers with something that is no PutResult")
+        if tag >> 3 == 1:
+            found = data[position : position + size]
+        position += size
+    return found
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    number = 0
+    for shift in range(0, 64, 7):
+        if position >= len(data):
+            break
+        byte = data[position]
+        position += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, position
+    raise CorruptDataError("the broker answers with something that is no PutResult")
+
+
+class PutStream:
+    """One stream of rows to a topic."""
+
+    def __init__(
+        self, network: Network, route: Route, address: str, opened: PutOpen, schema: pa.Schema
+    ) -> None:
+        """Begins the call.
+
+        Args:
+            network: Makes it.
+            route: The broker.
+            address: Its Flight port.
+            opened: What is to be published, and by whom.
+            schema: The columns of all batches.
+        """
+        self._network = network
+        self._address = address
+        self._topic = opened.topic
+        self._schema = schema
+        self._opening = encode_data(schema.serialize(), command=opened.to_json())
+        self._call = network.flight_channel(address).stream_stream(_METHOD)(
+            metadata=network.headers(route)
+        )
+
+    async def open(self) -> None:
+        """Says what is going to come.
+
+        Raises:
+            IsterError: It could not be sent.
+        """
+        await self._answered(self._call.write(self._opening))
+
+    async def write(self, batch: pa.RecordBatch, sequence: int) -> None:
+        """Sends rows; returns when there is room for more.
+
+        Raises:
+            IsterError: The stream has failed; reading often tells why.
+        """
+        data = encode_data(batch.serialize(), metadata=PutBatch(sequence=sequence).to_json())
+        await self._answered(self._call.write(data))
+
+    async def read(self) -> PutAck | None:
+        """The next answer; None at the end.
+
+        Raises:
+            IsterError: The stream has failed, and why.
+        """
+        data = await self._answered(self._call.read())
+        if not isinstance(data, bytes):
+            return None  # gRPC's end of the stream
+        answer = decode_result(data)
+        text = answer.decode("utf-8", "replace")
+        if carries_error(text):
+            raise decode_error(text)
+        try:
+            return PutAck.from_json(answer)
+        except InvalidRequestError as error:
+            raise CorruptDataError(f"the broker answers strangely: {error.message}") from error
+
+    async def done(self) -> None:
+        """Says that nothing more comes.
+
+        Raises:
+            IsterError: The stream has failed.
+        """
+        await self._answered(self._call.done_writing())
+
+    async def _answered(self, waiting: Any) -> Any:  # noqa: ANN401
+        return await self._network.answered(waiting, self._address, self._topic)
+
+    def cancel(self) -> None:
+        """Ends it at once, wherever it is."""
+        self._call.cancel()

@@ -1,0 +1,84 @@
+"""From gRPC's statuses back to errors of `ister.errors`, in one place.
+
+The other direction is `ister.broker.rpc`. Flight's errors carry one of ours as JSON in their text
+(`ister.client.contract`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ister.client.contract import carries_error, decode_error
+from ister.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    ClosedError,
+    ConflictError,
+    CorruptDataError,
+    FencedError,
+    InvalidRequestError,
+    InvariantError,
+    IsterError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnsupportedOperationError,
+    WaitTimeoutError,
+)
+
+__all__ = ["error_of", "is_worth_a_retry"]
+
+_KINDS: Final[dict[str, type[IsterError]]] = {
+    "INVALID_ARGUMENT": InvalidRequestError,
+    "NOT_FOUND": NotFoundError,
+    "OUT_OF_RANGE": OffsetOutOfRangeError,
+    "PERMISSION_DENIED": PermissionDeniedError,
+    "UNAUTHENTICATED": UnauthenticatedError,
+    "ABORTED": ConflictError,
+    "FAILED_PRECONDITION": ConflictError,
+    "ALREADY_EXISTS": AlreadyExistsError,
+    "RESOURCE_EXHAUSTED": CapacityError,
+    "DATA_LOSS": CorruptDataError,
+    "UNIMPLEMENTED": UnsupportedOperationError,
+    "DEADLINE_EXCEEDED": WaitTimeoutError,
+}
+# How the broker begins when it has failed itself; any other INTERNAL is the connection's.
+_BROKER_FAILED: Final = "the broker failed"
+
+
+def error_of(error: Any, address: str, topic: str | None = None) -> IsterError:  # noqa: ANN401
+    """The error that a call to a broker has ended with.
+
+    Args:
+        error: gRPC's, with `code()` and `details()`.
+        address: The broker's.
+        topic: What the call was about.
+    """
+    text = str(error.details() or "")
+    if carries_error(text):
+        return decode_error(text)
+    name: str = error.code().name
+    text = text.partition(" gRPC client debug context")[0].partition("\n")[0]
+    if name == "INTERNAL" and text.startswith(_BROKER_FAILED):
+        return InvariantError(f"{address}: {text}", topic=topic, hint="see the broker's log")
+    kind = _KINDS.get(name)
+    if kind is None:
+        return UnavailableError(f"{address} does not answer: {text or name}", topic=topic)
+    if kind is OffsetOutOfRangeError:
+        # The status does not say which offsets there are; the text does.
+        out = kind.__new__(kind)
+        IsterError.__init__(out, text, topic=topic)
+        vars(out).update(earliest=-1, next=-1)
+        return out
+    if kind is WaitTimeoutError:
+        text = f"{address} has not answered in time"
+    is_named = topic is not None and topic in text
+    return kind(text or f"{address} refuses the call", topic=None if is_named else topic)
+
+
+def is_worth_a_retry(error: IsterError) -> bool:
+    """Whether the same call may succeed later, perhaps at another broker."""
+    # Fenced or closed there: another broker has the topic, or is about to.
+    return error.retriable or isinstance(error, FencedError | ClosedError)

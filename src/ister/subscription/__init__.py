@@ -1,0 +1,1 @@
+"""Subscriptions: which message goes to whom, what has been acknowledged, and where that is kept."""

@@ -1,0 +1,790 @@
+"""What a subscription sends to whom, and what it makes of the answers: events in, instructions out.
+
+    offered ─► queued ─► sent ─► acknowledged
+                 ▲         │ nack, ack timeout
+                 │         ▼
+                 ├──── waiting ────► (too often) blocked, or handed out ─► resolved
+
+Owns: which message goes to which consumer, windows, failures, the ack floor. Does not own: I/O,
+clocks (times are seconds, given with each event), payloads, threads. Not thread-safe.
+
+Rules:
+
+- `window` is how many unacknowledged messages one consumer may have. A message that failed counts
+  in the window of who failed it until it is sent again, so that a consumer that refuses everything
+  stops itself and nobody else;
+- every event only notes what happened; `take` decides what is sent. It sends at the time of the
+  last event, or at the one it is given;
+- a consumer that leaves is no failure: what it had is sent again at once, in the order of offsets,
+  before anything new;
+- attempt `n` of a message is its first after `n - 1` failures;
+- a subscription is blocked by a message that failed too often under the policy `block`: nothing
+  that was never sent before is sent then. What was sent already may still be acknowledged, and
+  comes again if it has to. With key_shared only that key stops;
+- a key that no known consumer takes is passed over, which counts as acknowledged. One that only
+  detached consumers take is kept. While nobody is known at all, everything is kept.
+
+Bounds: `wanted` asks for no more than `window` messages for each consumer that gets messages, and
+as many again to be read ahead; with key_shared four times that, and at least
+`KEYED_MESSAGES_MIN`, because messages wait there behind others of their key. What is kept for
+consumers that are away, or behind blocked keys, counts: when the bound is reached, the other keys
+wait too. Acknowledgements of messages that were not sent yet make at most `RANGES_MAX` ranges.
+
+Invariants, checked by `validate_state`: every offset from the floor up to `next_offset` is
+acknowledged or held in exactly one state; what is in flight is in the window of one attached
+consumer and has a timeout; what waits has a timer; see also `queues` and `floor`.
+
+What a crash leaves: what `saved` gave to the store. What was acknowledged since is sent again;
+attempts made since do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heapify, heappop, heappush
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from ister.errors import (
+    CapacityError,
+    ConflictError,
+    CorruptDataError,
+    InvalidRequestError,
+    InvariantError,
+    check,
+)
+from ister.subscription.floor import AckFloor
+from ister.subscription.keys import KeyFilter
+from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
+from ister.subscription.queues import Consumer, Entry, Lanes, Line, Send, State
+
+__all__ = [
+    "KEYED_MESSAGES_MIN",
+    "REASON_CHARACTERS_MAX",
+    "AckResult",
+    "DeadLetter",
+    "Delivery",
+    "DeliveryStats",
+    "Drop",
+    "Instruction",
+    "Send",
+]
+
+_log = logging.getLogger("ister.subscription.delivery")
+
+KEYED_MESSAGES_MIN: Final = 1024
+"""What key_shared reads ahead at least, however small the window: one stuck key is not to stop all
+others."""
+
+REASON_CHARACTERS_MAX: Final = 256
+"""Of why a message failed; the rest is cut off."""
+
+_SAVED_FAILURES_MAX: Final = 1_000
+_SAVED_REASON_BYTES_MAX: Final = 128 * 1024
+# Traces of messages that are done, beyond as many as there are messages, before they are removed.
+_TRACES_MIN: Final = 256
+
+
+class AckResult(Enum):
+    """What became of an acknowledgement."""
+
+    ACCEPTED = "accepted"
+    LATE = "late"
+    """It had been acknowledged, dropped or passed over before. Nothing to worry about."""
+    REFUSED = "refused"
+    """There is no such message yet, or too many stand acknowledged out of order."""
+
+
+class DeadLetter(NamedTuple):
+    """Publish the message to the dead-letter topic; then `resolve`, or `unresolved`."""
+
+    offset: int
+    attempt: int
+    """How many attempts there were."""
+    reason: str | None
+
+
+class Drop(NamedTuple):
+    """The message is given up: tell whom it concerns; then `resolve`."""
+
+    offset: int
+    attempt: int
+    """How many attempts there were."""
+    reason: str | None
+
+
+Instruction: TypeAlias = Send | DeadLetter | Drop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliveryStats:
+    """A subscription at a glance."""
+
+    cursor: int
+    next_offset: int
+    in_flight: int
+    pending: int
+    """Read, and to be sent."""
+    waiting_retry: int
+    unresolved: int
+    """Being dropped or dead-lettered."""
+    blocked: int | None
+    """The lowest offset that blocks; None if nothing does."""
+    blocked_count: int
+    acked_ranges: int
+    """Ranges that are acknowledged above the cursor."""
+    consumers: int
+    """Attached."""
+    known_consumers: int
+
+
+class Delivery:
+    """One subscription's deliveries; see the module header. Not thread-safe.
+
+    Args:
+        kind: Who gets a message.
+        policy: What becomes of messages that fail.
+        window: How many unacknowledged messages a consumer may have.
+        cursor: The first offset that is not acknowledged.
+        saved: What `saved` gave before. If it is damaged, or the cursor has been put back behind
+            it, it is left aside: messages come twice then, and none is lost.
+        end: The log's end, if known: what `saved` says about offsets from there on is left aside,
+            because they will be other messages'.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: SubscriptionKind,
+        policy: FailurePolicy,
+        window: int,
+        cursor: int,
+        saved: Mapping[str, Any] | None = None,
+        end: int | None = None,
+    ) -> None:
+        _check_window(window)
+        self.kind = SubscriptionKind(kind)
+        self._policy = policy
+        self._window = window
+        self._now = float("-inf")
+        self._floor = AckFloor(cursor)
+        self._remembered: dict[int, tuple[int, str | None]] = {}
+        if saved is not None:
+            self._restore(saved, cursor, end)
+        self.next_offset = self._floor.floor
+        """The next offset to be offered. Below the cursor if messages were acknowledged unread."""
+        self.version = 0
+        """Another number whenever the cursor, or what `saved` gives, has changed."""
+        self._known: dict[int, Consumer] = {}
+        self._attached: dict[int, Consumer] = {}
+        self._entries: dict[int, Entry] = {}
+        self._failed: set[int] = set()
+        self._blocked: set[int] = set()
+        self._sent: deque[tuple[float, Entry]] = deque()
+        self._timers: list[tuple[float, int]] = []
+        self._outbox: list[Entry] = []
+        self._traces = 0
+        self._is_keyed = self.kind is SubscriptionKind.KEY_SHARED
+        self._has_one = self.kind in (SubscriptionKind.EXCLUSIVE, SubscriptionKind.FAILOVER)
+        self._queue: Line | Lanes = (
+            Lanes(self._entries, judge=self._judge, pass_over=self._finish)
+            if self._is_keyed
+            else Line(self._entries, judge=self._judge, is_shared=not self._has_one)
+        )
+
+    # -- consumers --------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int | None:
+        """Who gets messages, for exclusive and failover; None without consumers, or for others."""
+        consumer = self._active()
+        return None if consumer is None else consumer.id
+
+    @property
+    def consumers(self) -> list[int]:
+        """The attached consumers, in the order in which they came."""
+        return list(self._attached)
+
+    def _active(self) -> Consumer | None:
+        return next(iter(self._attached.values()), None) if self._has_one else None
+
+    def remember(self, consumer: int, *, filters: Sequence[str] = ()) -> None:
+        """Makes a consumer known that is not attached, such as after a restart; see `attach`.
+
+        Raises:
+            InvalidRequestError: The filters are none.
+        """
+        key_filter = KeyFilter(filters)
+        known = self._known.get(consumer)
+        if known is None:
+            self._known[consumer] = Consumer(consumer, key_filter)
+        elif known.filter.patterns == key_filter.patterns:
+            return
+        else:
+            known.filter = key_filter
+        self._queue.note_known(self._known)
+
+    def attach(self, consumer: int, *, filters: Sequence[str] = (), now: float) -> None:
+        """A consumer has a stream. It gets nothing until `set_room`.
+
+        One that is attached gets what it has in flight again, and keeps its place.
+
+        Raises:
+            ConflictError: The subscription is exclusive, and another one has it.
+            InvalidRequestError: The filters are none.
+        """
+        self._note_time(now)
+        if self.kind is SubscriptionKind.EXCLUSIVE and self._attached.keys() - {consumer}:
+            raise ConflictError(
+                "another consumer has the exclusive subscription",
+                hint="close that one first, or use a shared or failover subscription",
+            )
+        self.remember(consumer, filters=filters)
+        known = self._known[consumer]
+        self._take_back(known)
+        known.room = 0
+        if not known.is_attached:
+            known.is_attached = True
+            self._attached[consumer] = known
+            self._queue.attach(known)
+
+    def detach(self, consumer: int, *, now: float) -> None:
+        """A consumer's stream has ended: what it had goes to others, or waits for it."""
+        self._note_time(now)
+        known = self._attached.pop(consumer, None)
+        if known is None:
+            return
+        known.is_attached = False
+        known.room = 0
+        self._queue.detach(known)
+        self._take_back(known)
+
+    def forget(self, consumer: int, *, now: float) -> None:
+        """A consumer does not come back: keys that only it took are passed over from now on."""
+        self.detach(consumer, now=now)
+        if self._known.pop(consumer, None) is not None:
+            self._queue.note_known(self._known)
+
+    def set_room(self, consumer: int, messages: int) -> None:
+        """How many more messages a consumer's outbound queue takes now; 0 stops it."""
+        known = self._attached.get(consumer)
+        if known is not None:
+            known.room = max(0, messages)
+            self._queue.note_free(known)
+
+    def _take_back(self, consumer: Consumer) -> None:
+        """Everything leaves a consumer's window: what is in flight is to be sent again."""
+        flight, consumer.flight = consumer.flight, {}
+        for entry in flight.values():
+            entry.consumer = None
+            if entry.state is State.SENT:
+                self._enqueue(entry)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def wanted(self) -> int:
+        """How many further messages may be offered now."""
+        if not self._attached or (self._blocked and not self._is_keyed):
+            return 0
+        shares = 1 if self._has_one else len(self._attached)
+        bound = self._window * (shares + 1)
+        if self._is_keyed:
+            bound = max(4 * bound, KEYED_MESSAGES_MIN)
+        return max(0, bound - len(self._entries))
+
+    def offer(self, messages: Iterable[tuple[int, str]], *, now: float) -> None:
+        """Takes in messages as they are in the log, from `next_offset` on, without a hole.
+
+        Args:
+            messages: Offset and key of each. What was offered before is passed over, and so is
+                what has been acknowledged.
+            now: Seconds.
+
+        Raises:
+            InvariantError: There is a hole before a message. Those before it have been taken in.
+        """
+        self._note_time(now)
+        expected = self.next_offset
+        floor, entries, add = self._floor, self._entries, self._queue.add
+        first_acked = floor.first_acked(expected)
+        # Before this offset and above the floor nothing is acknowledged, which is the usual case.
+        clear_end = float("inf") if first_acked is None else first_acked
+        try:
+            for offset, key in messages:
+                if offset != expected:
+                    if offset < expected:
+                        continue
+                    raise InvariantError(f"offered {offset}, and {expected} comes next")
+                expected += 1
+                if (offset >= clear_end or offset < floor.floor) and floor.is_acked(offset):
+                    continue
+                entry = Entry(offset, key)
+                entries[offset] = entry
+                if self._remembered:
+                    self._recall(entry)
+                if not add(entry):
+                    self._finish(entry)
+        finally:
+            self.next_offset = expected
+
+    def _recall(self, entry: Entry) -> None:
+        """Gives a message back how often it failed before the restart."""
+        failures = self._remembered.pop(entry.offset, None)
+        if failures is not None:
+            entry.failures, entry.reason = failures
+            self._failed.add(entry.offset)
+
+    # -- outcomes ---------------------------------------------------------------------------
+
+    def ack(self, offset: int, *, end: int, now: float) -> AckResult:
+        """A message has been dealt with, whoever had it and whenever that was.
+
+        Args:
+            offset: Which one.
+            end: The log's visible end: what lies beyond it nobody can have seen.
+            now: Seconds.
+        """
+        self._note_time(now)
+        if offset >= end:
+            return AckResult.REFUSED
+        entry = self._entries.get(offset)
+        if entry is not None:
+            self._finish(entry)
+            return AckResult.ACCEPTED
+        if offset < self._floor.floor:
+            return AckResult.LATE
+        try:
+            # Sent before a restart, by another process.
+            is_new = self._floor.ack(offset)
+        except CapacityError:
+            return AckResult.REFUSED
+        if not is_new:
+            return AckResult.LATE
+        self._remembered.pop(offset, None)
+        self.version += 1
+        return AckResult.ACCEPTED
+
+    def nack(self, offset: int, *, delay_ms: int | None, reason: str | None, now: float) -> bool:
+        """A consumer could not deal with a message; whether that counts as a failure.
+
+        It does for what is in flight. What is not will come again anyway.
+        """
+        self._note_time(now)
+        entry = self._entries.get(offset)
+        if entry is None or entry.state is not State.SENT:
+            return False
+        self._fail(entry, reason, delay_ms)
+        return True
+
+    def resolve(self, offset: int, *, now: float) -> None:
+        """What `DeadLetter` or `Drop` said has been done, durably: the message is done."""
+        self._note_time(now)
+        entry = self._entries.get(offset)
+        if entry is not None and entry.state in (State.HANDED, State.POSTPONED):
+            self._finish(entry)
+
+    def unresolved(self, offset: int, *, now: float, delay_ms: int) -> None:
+        """What `DeadLetter` or `Drop` said could not be done: it is said again after a while."""
+        self._note_time(now)
+        entry = self._entries.get(offset)
+        if entry is not None and entry.state is State.HANDED:
+            entry.state = State.POSTPONED
+            self._set_timer(entry, delay_ms)
+
+    def _finish(self, entry: Entry) -> None:
+        """A message is acknowledged, resolved or passed over."""
+        offset, state, consumer = entry.offset, entry.state, entry.consumer
+        del self._entries[offset]
+        entry.state = State.DONE
+        # Held messages bound the ranges: between two there is one of these.
+        self._floor.ack(offset, None)
+        self.version += 1
+        if entry.failures:
+            self._failed.discard(offset)
+        if consumer is not None:
+            entry.consumer = None
+            del consumer.flight[offset]
+            self._queue.note_free(consumer)
+        if state is not State.SENT:
+            self._traces += 1
+            if state is State.BLOCKED:
+                self._unblock(offset)
+        if self._is_keyed:
+            self._queue.leave(entry)
+
+    def _fail(self, entry: Entry, reason: str | None, requested_ms: int | None) -> None:
+        """A message that was in flight has failed."""
+        entry.failures += 1
+        entry.reason = None if reason is None else reason[:REASON_CHARACTERS_MAX]
+        self._failed.add(entry.offset)
+        self.version += 1
+        if entry.failures > self._policy.max_redelivery_count:
+            self._release(entry)
+            self._judge(entry)
+            return
+        delay_ms = self._policy.delay_ms(entry.failures, requested_ms)
+        if delay_ms == 0:
+            self._release(entry)
+            self._enqueue(entry)
+        else:
+            # It stays in the window of who failed it.
+            entry.state = State.WAITING
+            self._set_timer(entry, delay_ms)
+
+    def _release(self, entry: Entry) -> None:
+        """Takes a message out of the window that it is in."""
+        consumer = entry.consumer
+        if consumer is not None:
+            entry.consumer = None
+            del consumer.flight[entry.offset]
+            self._queue.note_free(consumer)
+
+    def _enqueue(self, entry: Entry) -> None:
+        entry.state = State.QUEUED
+        self._queue.put_back(entry)
+
+    def _judge(self, entry: Entry) -> None:
+        """What becomes of a message that is in nobody's window and in no queue."""
+        if entry.failures <= self._policy.max_redelivery_count:
+            self._enqueue(entry)
+        elif self._policy.poison is PoisonPolicy.BLOCK:
+            entry.state = State.BLOCKED
+            self._blocked.add(entry.offset)
+            at = self._queue.block_at
+            self._queue.block_at = entry.offset if at is None else min(at, entry.offset)
+        else:
+            entry.state = State.HANDED
+            self._outbox.append(entry)
+
+    def _unblock(self, offset: int) -> None:
+        self._blocked.remove(offset)
+        if offset == self._queue.block_at:
+            self._queue.block_at = min(self._blocked, default=None)
+
+    # -- time -------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Lets what is due at `now` happen: ack timeouts, and the ends of pauses."""
+        self._note_time(now)
+        timeout = self._policy.ack_timeout_ms / 1000
+        while (oldest := self._oldest_sent()) is not None and oldest + timeout <= now:
+            entry = self._sent.popleft()[1]
+            self._fail(entry, f"no answer in {self._policy.ack_timeout_ms} ms", None)
+        while (due := self._next_timer()) is not None and due <= now:
+            entry = self._entries[heappop(self._timers)[1]]
+            if entry.state is State.WAITING:
+                self._release(entry)
+                self._enqueue(entry)
+            else:
+                self._judge(entry)
+
+    def deadline(self) -> float | None:
+        """When `tick` has something to do; None if nothing is coming."""
+        oldest, due = self._oldest_sent(), self._next_timer()
+        if oldest is None:
+            return due
+        timeout = oldest + self._policy.ack_timeout_ms / 1000
+        return timeout if due is None else min(timeout, due)
+
+    def _note_time(self, now: float) -> None:
+        self._now = max(self._now, now)
+
+    def _oldest_sent(self) -> float | None:
+        """When the oldest message in flight was sent."""
+        sent = self._sent
+        while sent:
+            sent_at, entry = sent[0]
+            if entry.state is State.SENT and entry.sent_at == sent_at:
+                return sent_at
+            sent.popleft()
+        return None
+
+    def _next_timer(self) -> float | None:
+        """When the next pause ends."""
+        timers = self._timers
+        while timers:
+            if self._is_running(timers[0]):
+                return timers[0][0]
+            heappop(timers)
+        return None
+
+    def _is_running(self, timer: tuple[float, int]) -> bool:
+        entry = self._entries.get(timer[1])
+        return (
+            entry is not None
+            and entry.state in (State.WAITING, State.POSTPONED)
+            and entry.due == timer[0]
+        )
+
+    def _set_timer(self, entry: Entry, delay_ms: int) -> None:
+        entry.due = self._now + max(0, delay_ms) / 1000
+        heappush(self._timers, (entry.due, entry.offset))
+
+    # -- instructions -----------------------------------------------------------------------
+
+    def take(self, now: float | None = None) -> list[Instruction]:
+        """What is to be done now; asked for once, it is taken to be done.
+
+        Args:
+            now: Seconds, from which ack timeouts count; the time of the last event if not given.
+        """
+        if now is not None:
+            self._note_time(now)
+        sends, sent = self._queue.send(
+            self._active(),
+            window=self._window,
+            failures_max=self._policy.max_redelivery_count,
+            now=self._now,
+        )
+        self._sent.extend([(self._now, entry) for entry in sent])
+        instructions: list[Instruction] = []
+        if self._outbox:
+            outbox, self._outbox = self._outbox, []
+            instructions += [made for made in map(self._hand_out, outbox) if made is not None]
+        instructions += sends
+        if self._traces > len(self._entries) + _TRACES_MIN:
+            self._sweep()
+        elif len(self._sent) > 2 * len(self._entries) + _TRACES_MIN:
+            self._sweep_sent()
+        return instructions
+
+    def _hand_out(self, entry: Entry) -> Instruction | None:
+        if entry.state is not State.HANDED:
+            return None  # acknowledged at the last moment
+        kind = DeadLetter if self._policy.poison is PoisonPolicy.DEAD_LETTER else Drop
+        return kind(entry.offset, entry.failures, entry.reason)
+
+    def _sweep(self) -> None:
+        """Removes the traces of messages that are done."""
+        self._traces = 0
+        self._queue.sweep()
+        self._timers = [timer for timer in self._timers if self._is_running(timer)]
+        heapify(self._timers)
+        self._sweep_sent()
+
+    def _sweep_sent(self) -> None:
+        self._sent = deque(
+            (sent_at, entry)
+            for sent_at, entry in self._sent
+            if entry.state is State.SENT and entry.sent_at == sent_at
+        )
+
+    # -- progress ---------------------------------------------------------------------------
+
+    @property
+    def cursor(self) -> int:
+        """The first offset that is not acknowledged."""
+        return self._floor.floor
+
+    def saved(self) -> dict[str, Any]:
+        """What a successor has to know besides the cursor, as JSON; bounded.
+
+        Acknowledged ranges and failures beyond the bounds are left out, the highest ones first:
+        those messages come again, or are tried more often.
+        """
+        failures = dict(self._remembered)
+        for offset in self._failed:
+            entry = self._entries[offset]
+            failures[offset] = (entry.failures, entry.reason)
+        failed: list[list[Any]] = []
+        room = _SAVED_REASON_BYTES_MAX
+        for offset in sorted(failures)[:_SAVED_FAILURES_MAX]:
+            count, reason = failures[offset]
+            room -= len(json.dumps(reason))
+            failed.append([offset, count, reason if room >= 0 else None])
+        made = self._floor.to_json()
+        ends = [self.cursor, *(end for _, end in made["acked"][-1:])]
+        ends += [offset + 1 for offset, _, _ in failed[-1:]]
+        return {**made, "failed": failed, "end": max(ends)}
+
+    def _restore(self, saved: Mapping[str, Any], cursor: int, end: int | None) -> None:
+        try:
+            floor = AckFloor.from_json(saved, floor=cursor)
+            is_behind = int(saved["floor"]) > cursor
+            failed = {
+                int(offset): (int(count), None if reason is None else str(reason))
+                for offset, count, reason in saved.get("failed", ())
+            }
+        except (CorruptDataError, KeyError, TypeError, ValueError, OverflowError) as error:
+            _log.error("a subscription's saved state is left aside", extra={"error": str(error)})
+            return
+        if is_behind or (end is not None and end < cursor):
+            return
+        if end is not None:
+            floor.clip(end)
+        self._floor = floor
+        self._remembered = {
+            offset: (count, reason)
+            for offset, (count, reason) in failed.items()
+            if count > 0 and not floor.is_acked(offset) and (end is None or offset < end)
+        }
+
+    def seek(self, offset: int, *, now: float) -> None:
+        """Goes on from another offset, and forgets everything else; consumers stay attached.
+
+        What they have in flight may still be acknowledged, and counts if it lies ahead.
+
+        Raises:
+            InvalidRequestError: The offset is negative.
+        """
+        if offset < 0:
+            raise InvalidRequestError(f"seek to offset {offset}")
+        self._note_time(now)
+        self._entries.clear()
+        self._queue.reset()
+        for container in (self._remembered, self._failed, self._blocked, self._sent, self._timers):
+            container.clear()
+        self._outbox.clear()
+        self._traces = 0
+        self._floor = AckFloor(offset)
+        self.next_offset = offset
+        self.version += 1
+        for consumer in self._attached.values():
+            consumer.flight.clear()
+            self._queue.note_free(consumer)
+
+    # -- settings ---------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> FailurePolicy:
+        """What becomes of messages that fail."""
+        return self._policy
+
+    @property
+    def window(self) -> int:
+        """How many unacknowledged messages a consumer may have."""
+        return self._window
+
+    def set_policy(self, policy: FailurePolicy, now: float) -> None:
+        """Another policy from now on; what is blocked, or to be handed out, is judged by it.
+
+        What was handed out already is still to be resolved.
+        """
+        self._note_time(now)
+        self._policy = policy
+        outbox, self._outbox = self._outbox, []
+        judged = [self._entries[offset] for offset in sorted(self._blocked)]
+        judged += [entry for entry in outbox if entry.state is State.HANDED]
+        self._blocked.clear()
+        self._queue.block_at = None
+        for entry in judged:
+            self._judge(entry)
+
+    def set_window(self, window: int) -> None:
+        """Another window from now on; what is in flight beyond it stays so.
+
+        Raises:
+            InvalidRequestError: It is not at least 1.
+        """
+        _check_window(window)
+        self._window = window
+        for consumer in self._attached.values():
+            self._queue.note_free(consumer)
+
+    # -- looking ----------------------------------------------------------------------------
+
+    def stats(self) -> DeliveryStats:
+        """A subscription at a glance; looks at every message that is held."""
+        counts = dict.fromkeys(State, 0)
+        for entry in self._entries.values():
+            counts[entry.state] += 1
+        return DeliveryStats(
+            cursor=self.cursor,
+            next_offset=self.next_offset,
+            in_flight=counts[State.SENT],
+            pending=counts[State.QUEUED],
+            waiting_retry=counts[State.WAITING],
+            unresolved=counts[State.HANDED] + counts[State.POSTPONED],
+            blocked=min(self._blocked, default=None),
+            blocked_count=len(self._blocked),
+            acked_ranges=self._floor.range_count,
+            consumers=len(self._attached),
+            known_consumers=len(self._known),
+        )
+
+    def validate_state(self) -> None:
+        """Checks every invariant. Looks at everything: for tests.
+
+        Raises:
+            InvariantError: One does not hold.
+        """
+        self._floor.validate()
+        self._validate_messages()
+        self._validate_consumers()
+        self._validate_timers()
+        check(
+            self._queue.block_at == min(self._blocked, default=None),
+            "the line is blocked elsewhere",
+        )
+        self._queue.validate(self._attached, self._window)
+
+    def _validate_messages(self) -> None:
+        floor = self._floor
+        held = len(self._entries)
+        if self.next_offset > floor.floor:
+            owed = self.next_offset - floor.floor - floor.count_below(self.next_offset)
+            check(owed == held, f"{owed} messages are owed, and {held} are held")
+        else:
+            check(held == 0, f"{held} messages are held, and none is owed")
+        by_state: dict[State, set[int]] = {state: set() for state in State}
+        for offset, entry in self._entries.items():
+            check(entry.offset == offset, f"{entry} is held as {offset}")
+            check(floor.floor <= offset < self.next_offset, f"{entry} is outside of what was read")
+            check(not floor.is_acked(offset), f"{entry} is acknowledged")
+            check((entry.failures > 0) == (offset in self._failed), f"{entry} is not on record")
+            by_state[entry.state].add(offset)
+        check(not by_state[State.DONE], f"done and held: {by_state[State.DONE]}")
+        check(by_state[State.BLOCKED] == self._blocked, "other messages are blocked")
+        check(self._failed <= self._entries.keys(), "failures of messages that are not held")
+        for offset in self._remembered:
+            check(
+                offset >= self.next_offset and not floor.is_acked(offset),
+                f"the failures of {offset} are kept apart",
+            )
+        limit = self._policy.max_redelivery_count
+        for state in (State.BLOCKED, State.HANDED, State.POSTPONED):
+            early = {o for o in by_state[state] if self._entries[o].failures == 0}
+            check(not early, f"{early} never failed, with at most {limit} failures allowed")
+
+    def _validate_consumers(self) -> None:
+        in_windows: set[int] = set()
+        for name, consumer in self._known.items():
+            check(consumer.id == name, f"consumer {consumer.id} is known as {name}")
+            check(consumer.is_attached == (name in self._attached), f"{name} is half attached")
+            check(consumer.room >= 0, f"{name} has room for {consumer.room}")
+            check(consumer.is_attached or not consumer.flight, f"{name} is away and has messages")
+            for offset, entry in consumer.flight.items():
+                check(self._entries.get(offset) is entry, f"{entry} is in a window and not held")
+                check(entry.consumer is consumer, f"{entry} is in the window of {name} as well")
+                check(entry.state in (State.SENT, State.WAITING), f"{entry} is in a window")
+            in_windows.update(consumer.flight)
+        check(self._attached.keys() <= self._known.keys(), "attached and not known")
+        if self.kind is SubscriptionKind.EXCLUSIVE:
+            check(len(self._attached) <= 1, "two have an exclusive subscription")
+        for offset, entry in self._entries.items():
+            check(
+                (entry.consumer is not None) == (offset in in_windows), f"{entry} is in no window"
+            )
+            check(entry.state is not State.SENT or offset in in_windows, f"{entry} is with nobody")
+
+    def _validate_timers(self) -> None:
+        timeouts = {(entry.offset, sent_at) for sent_at, entry in self._sent}
+        times = [sent_at for sent_at, _ in self._sent]
+        check(times == sorted(times), "timeouts are out of order")
+        timers = {(offset, due) for due, offset in self._timers}
+        for offset, entry in self._entries.items():
+            if entry.state is State.SENT:
+                check((offset, entry.sent_at) in timeouts, f"{entry} never times out")
+            elif entry.state in (State.WAITING, State.POSTPONED):
+                check((offset, entry.due) in timers, f"{entry} waits for ever")
+
+
+def _check_window(window: int) -> None:
+    if window < 1:
+        raise InvalidRequestError(
+            f"a window of {window} messages", hint="a consumer has at least one unacknowledged"
+        )

@@ -1,0 +1,172 @@
+"""Which offsets have been acknowledged: all below the floor, and ranges above it.
+
+Invariants: the ranges are half open, sorted, apart from each other, and the first begins above the
+floor. So the floor is the first offset that is not acknowledged, and only moves forward.
+
+A consumer that acknowledges every second offset makes a range with each: `ack` refuses to make
+more than it is allowed to. What is written to the store is cut off at `SAVED_RANGES_MAX`; what is
+left out is delivered again after a restart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Self
+
+from ister.errors import CapacityError, CorruptDataError, InvariantError, check
+
+__all__ = ["RANGES_MAX", "SAVED_RANGES_MAX", "AckFloor"]
+
+RANGES_MAX: Final = 10_000
+"""Ranges above the floor that acknowledgements of messages nobody waits for may make."""
+
+SAVED_RANGES_MAX: Final = 4_096
+"""Ranges in a stored cursor: some 100 KiB."""
+
+
+class AckFloor:
+    """The floor, and what is acknowledged above it."""
+
+    __slots__ = ("_ends", "_starts", "floor")
+
+    def __init__(self, floor: int = 0) -> None:
+        check(floor >= 0, f"a floor of {floor}")
+        self.floor = floor
+        """The first offset that is not acknowledged."""
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    @property
+    def range_count(self) -> int:
+        """How many ranges there are above the floor."""
+        return len(self._starts)
+
+    @property
+    def end(self) -> int:
+        """The first offset after all that are acknowledged."""
+        return self._ends[-1] if self._ends else self.floor
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """The ranges above the floor, ascending."""
+        return zip(self._starts, self._ends, strict=True)
+
+    def ack(self, offset: int, ranges_max: int | None = RANGES_MAX) -> bool:
+        """Acknowledges an offset; whether it was not before.
+
+        Args:
+            offset: Which one.
+            ranges_max: No more ranges than this are made; None where the caller has a bound of its
+                own.
+
+        Raises:
+            CapacityError: It would make another range, and there are as many as there may be.
+        """
+        starts, ends = self._starts, self._ends
+        if offset == self.floor:
+            self.floor = offset + 1
+            if starts and starts[0] == offset + 1:
+                self.floor = ends[0]
+                del starts[0], ends[0]
+            return True
+        if offset < self.floor:
+            return False
+        at = bisect_right(starts, offset)
+        # The range before: around the offset, or up to it.
+        if at and offset <= ends[at - 1]:
+            if offset < ends[at - 1]:
+                return False
+            if at < len(starts) and starts[at] == offset + 1:
+                ends[at - 1] = ends[at]
+                del starts[at], ends[at]
+            else:
+                ends[at - 1] = offset + 1
+            return True
+        if at < len(starts) and starts[at] == offset + 1:
+            starts[at] = offset
+            return True
+        if ranges_max is not None and len(starts) >= ranges_max:
+            raise CapacityError(
+                f"{len(starts)} ranges are acknowledged above offset {self.floor}",
+                offset=offset,
+                hint="acknowledge the messages before it first",
+            )
+        starts.insert(at, offset)
+        ends.insert(at, offset + 1)
+        return True
+
+    def is_acked(self, offset: int) -> bool:
+        """Whether an offset has been acknowledged."""
+        if offset < self.floor:
+            return True
+        at = bisect_right(self._starts, offset)
+        return at > 0 and offset < self._ends[at - 1]
+
+    def first_acked(self, offset: int) -> int | None:
+        """The first acknowledged range that ends after `offset`, by its start; None without one."""
+        at = bisect_right(self._ends, offset)
+        return self._starts[at] if at < len(self._starts) else None
+
+    def count_below(self, end: int) -> int:
+        """How many offsets from the floor up to, not including, `end` are acknowledged."""
+        return sum(min(stop, end) - start for start, stop in self.ranges() if start < end)
+
+    def clip(self, end: int) -> None:
+        """Forgets what is acknowledged at or after `end`, which is not below the floor."""
+        check(end >= self.floor, f"clipped at {end}, below the floor {self.floor}")
+        while self._starts and self._starts[-1] >= end:
+            self._starts.pop()
+            self._ends.pop()
+        if self._ends and self._ends[-1] > end:
+            self._ends[-1] = end
+
+    def to_json(self, ranges_max: int = SAVED_RANGES_MAX) -> dict[str, Any]:
+        """As it is stored: the floor, and the lowest ranges, half open."""
+        ranges = zip(self._starts[:ranges_max], self._ends[:ranges_max], strict=True)
+        return {"floor": self.floor, "acked": [[start, end] for start, end in ranges]}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], *, floor: int | None = None) -> Self:
+        """Reads what `to_json` made.
+
+        Args:
+            fields: As stored.
+            floor: Where the cursor is now. If it has moved on, what is below it is forgotten. If it
+                was put back, everything is: the offsets may be other messages' by now.
+
+        Raises:
+            CorruptDataError: It is something else.
+        """
+        try:
+            stored = int(fields["floor"])
+            ranges = [(int(start), int(end)) for start, end in fields["acked"]]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CorruptDataError(f"not acknowledged ranges: {error!r}") from error
+        made = cls(stored if floor is None else floor)
+        if made.floor < stored:
+            return made
+        before = stored
+        for start, end in ranges:
+            if not before < start < end:
+                raise CorruptDataError(f"acknowledged ranges out of order at {start}")
+            before = end
+            if end > made.floor:
+                if start <= made.floor:
+                    made.floor = end
+                else:
+                    made._starts.append(start)
+                    made._ends.append(end)
+        return made
+
+    def validate(self) -> None:
+        """Checks the invariants.
+
+        Raises:
+            InvariantError: One does not hold.
+        """
+        if len(self._starts) != len(self._ends):
+            raise InvariantError("ranges without an end")
+        before = self.floor
+        for start, end in self.ranges():
+            check(before < start < end, f"range {start} to {end} after {before}")
+            before = end

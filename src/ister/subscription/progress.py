@@ -1,0 +1,102 @@
+"""When a cursor is to be written: some time after it moved, or at once when it moved far.
+
+Owns: that decision. Does not own: the write, the cursor, clocks (times are seconds, given with each
+call). Not thread-safe.
+
+What is at stake: the messages acknowledged since the last write are delivered again after a crash.
+"""
+
+from __future__ import annotations
+
+from ister.errors import InvalidRequestError
+
+__all__ = ["ProgressPlan"]
+
+
+class ProgressPlan:
+    """When the next write of one subscription's progress is due.
+
+    Args:
+        flush_interval_seconds: A change is written at most so long after it happened.
+        min_offset_delta: A cursor that has moved so many messages is written at once.
+        cursor: What the store has.
+        version: Of the rest of the state, as the store has it.
+
+    Raises:
+        InvalidRequestError: A setting makes no sense.
+    """
+
+    def __init__(
+        self,
+        flush_interval_seconds: float,
+        min_offset_delta: int,
+        *,
+        cursor: int | None = None,
+        version: int = 0,
+    ) -> None:
+        if not flush_interval_seconds >= 0:
+            raise InvalidRequestError(f"progress_flush_interval_seconds {flush_interval_seconds}")
+        if min_offset_delta < 1:
+            raise InvalidRequestError(f"progress_min_offset_delta {min_offset_delta}")
+        self._interval = flush_interval_seconds
+        self._delta = min_offset_delta
+        self._stored = (cursor, version)
+        self._noted = (cursor, version)
+        self._due: float | None = None
+        self._not_before = float("-inf")
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether there is anything to write, such as at shutdown, when it is not awaited."""
+        return self._due is not None
+
+    def note(self, cursor: int, now: float, *, version: int = 0) -> None:
+        """Where the cursor is now.
+
+        Args:
+            cursor: The first offset that is not acknowledged.
+            now: Seconds.
+            version: Another number when what is saved beside the cursor has changed
+                (`Delivery.version`).
+        """
+        noted = (cursor, version)
+        if noted == self._noted:
+            return
+        self._noted = noted
+        self._plan(now)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to write."""
+        deadline = self.deadline()
+        return deadline is not None and deadline <= now
+
+    def deadline(self) -> float | None:
+        """When it is time to write; None if nothing has changed."""
+        return None if self._due is None else max(self._due, self._not_before)
+
+    def written(self, cursor: int, now: float, *, version: int | None = None) -> None:
+        """The store has this now. What was noted while it was written is still to be written.
+
+        Args:
+            cursor: That was written.
+            now: Seconds.
+            version: Of the state that was written; as noted last if not given.
+        """
+        self._stored = (cursor, self._noted[1] if version is None else version)
+        self._not_before = float("-inf")
+        self._due = None
+        self._plan(now)
+
+    def failed(self, now: float, retry_seconds: float) -> None:
+        """The write failed; it is due again after a while."""
+        self._not_before = now + retry_seconds
+
+    def _plan(self, now: float) -> None:
+        if self._noted == self._stored:
+            self._due = None
+            return
+        cursor, stored = self._noted[0], self._stored[0]
+        # Either way: a cursor that was put back by a seek is as far from the stored one.
+        is_far = cursor is None or stored is None or abs(cursor - stored) >= self._delta
+        due = now if is_far else now + self._interval
+        self._due = due if self._due is None else min(self._due, due)

@@ -1,0 +1,497 @@
+"""Which message is sent next, and to whom: in one line, or one lane for each key.
+
+Owns: the order of messages that wait to be sent, turns, and the routes of keys. Does not own: what
+becomes of a message once it was sent (`delivery`), and time.
+
+Invariants:
+
+- a message in state QUEUED is in the queue once; others may have left traces there, which are
+  passed over when met and are removed by `sweep`;
+- in a lane only the first message can be anything but QUEUED: the next one of a key has to wait
+  until the one before it is done;
+- a consumer that can take a message, and could get one, is in the rotation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple
+
+from ister.errors import check
+from ister.subscription.keys import HashRing, KeyFilter
+
+__all__ = ["Consumer", "Entry", "Lanes", "Line", "Send", "State"]
+
+_ROUTES_MAX: Final = 65_536
+"""Routes of keys that are remembered, so that a key is hashed once and not for each message."""
+
+
+class State(Enum):
+    """Where a message is that was read and is not acknowledged."""
+
+    QUEUED = "queued"
+    """To be sent as soon as somebody can take it."""
+    SENT = "sent"
+    """In flight to a consumer."""
+    WAITING = "waiting"
+    """It failed, and its pause is not over."""
+    BLOCKED = "blocked"
+    """It failed too often, and the policy is to stop."""
+    HANDED = "handed"
+    """It failed too often, and is being dropped or dead-lettered."""
+    POSTPONED = "postponed"
+    """Dropping or dead-lettering did not work; tried again later."""
+    DONE = "done"
+    """Acknowledged; only traces of it are left."""
+
+
+_QUEUED: Final = State.QUEUED
+_SENT: Final = State.SENT
+
+
+class Entry:
+    """A message that was read and is not acknowledged."""
+
+    __slots__ = ("consumer", "due", "failures", "key", "offset", "reason", "sent_at", "state")
+
+    def __init__(self, offset: int, key: str) -> None:
+        self.offset = offset
+        self.key = key
+        self.state = _QUEUED
+        self.consumer: Consumer | None = None
+        """In whose window it is: who has it, or failed with it and is waiting with it."""
+        self.failures = 0
+        self.reason: str | None = None
+        self.sent_at = 0.0
+        self.due = 0.0
+
+    def __repr__(self) -> str:
+        return f"<{self.offset} {self.key!r:.20} {self.state.value} failed {self.failures}>"
+
+
+class Consumer:
+    """A consumer as the subscription knows it."""
+
+    __slots__ = ("filter", "flight", "id", "is_attached", "is_in_rotation", "ready", "room")
+
+    def __init__(self, id: int, filter: KeyFilter) -> None:
+        self.id = id
+        self.filter = filter
+        self.is_attached = False
+        self.room = 0
+        """How many more messages its outbound queue takes."""
+        self.flight: dict[int, Entry] = {}
+        """What counts against its window: in flight to it, or failed there and waiting."""
+        self.is_in_rotation = False
+        self.ready: list[tuple[int, str]] = []
+        """A heap of the lanes whose first message is for it, by offset."""
+
+    def can_take(self, window: int) -> bool:
+        """Whether it may be sent another message now."""
+        return self.room > 0 and len(self.flight) < window
+
+
+class Send(NamedTuple):
+    """Send the message at `offset` to a consumer."""
+
+    consumer: int
+    offset: int
+    attempt: int
+    """1 for the first; failures count, disconnects do not."""
+
+
+class Line:
+    """One line, in the order of offsets: for one consumer, or for all in turn."""
+
+    def __init__(
+        self, entries: Mapping[int, Entry], *, judge: Callable[[Entry], None], is_shared: bool
+    ) -> None:
+        self._entries = entries
+        self._judge = judge
+        self._is_shared = is_shared
+        self._fresh: deque[Entry] = deque()
+        self._again: list[int] = []
+        self._rotation: deque[Consumer] = deque()
+        self.block_at: int | None = None
+        """Messages after this offset that were never sent stay where they are."""
+
+    def add(self, entry: Entry) -> bool:
+        """Takes in a message that was just read; True, for it is wanted."""
+        self._fresh.append(entry)
+        return True
+
+    def put_back(self, entry: Entry) -> None:
+        """Takes in a message that is to be sent again."""
+        heappush(self._again, entry.offset)
+
+    def leave(self, entry: Entry) -> None:
+        """A message is done."""
+
+    def attach(self, consumer: Consumer) -> None:
+        """A consumer gets messages from now on."""
+
+    def detach(self, consumer: Consumer) -> None:
+        """A consumer gets no more messages."""
+        _leave_rotation(self._rotation, consumer)
+
+    def note_known(self, known: Mapping[int, Consumer]) -> None:
+        """Other consumers, or other filters, are known than before."""
+
+    def note_free(self, consumer: Consumer) -> None:
+        """A consumer may be able to take messages again."""
+        if self._is_shared and not consumer.is_in_rotation:
+            consumer.is_in_rotation = True
+            self._rotation.append(consumer)
+
+    def send(
+        self, active: Consumer | None, *, window: int, failures_max: int, now: float
+    ) -> tuple[list[Send], list[Entry]]:
+        """Sends all that can be sent; what, and the messages themselves.
+
+        Args:
+            active: Who gets messages, if only one does.
+            window: How many unacknowledged messages a consumer may have.
+            failures_max: A message that has failed more often is judged instead.
+            now: Seconds.
+        """
+        sends: list[Send] = []
+        sent: list[Entry] = []
+        if not self._fresh and not self._again:
+            return sends, sent
+        while (consumer := self._next_turn(window) if self._is_shared else active) is not None:
+            flight = consumer.flight
+            # All it can take, or one: then it is the next one's turn.
+            room = min(consumer.room, window - len(flight))
+            if self._is_shared:
+                room = min(room, 1)
+            while room > 0 and (entry := self._pop()) is not None:
+                if entry.failures > failures_max:
+                    self._judge(entry)
+                    continue
+                offset = entry.offset
+                entry.state = _SENT
+                entry.consumer = consumer
+                entry.sent_at = now
+                flight[offset] = entry
+                consumer.room -= 1
+                room -= 1
+                sends.append(Send(consumer.id, offset, entry.failures + 1))
+                sent.append(entry)
+            if room > 0 or not self._is_shared:
+                # Nothing more to send (its turn is kept), or nobody else to send it to.
+                if self._is_shared:
+                    self._rotation.appendleft(consumer)
+                    consumer.is_in_rotation = True
+                break
+            self.note_free(consumer)
+        return sends, sent
+
+    def _next_turn(self, window: int) -> Consumer | None:
+        while self._rotation:
+            consumer = self._rotation.popleft()
+            consumer.is_in_rotation = False
+            if consumer.can_take(window):
+                return consumer
+        return None
+
+    def _pop(self) -> Entry | None:
+        """The lowest message that may be sent."""
+        fresh, again = self._fresh, self._again
+        while fresh and fresh[0].state is not _QUEUED:
+            fresh.popleft()
+        while again:
+            entry = self._entries.get(again[0])
+            if entry is None or entry.state is not _QUEUED:
+                heappop(again)
+            elif fresh and fresh[0].offset < again[0]:
+                break
+            else:
+                heappop(again)
+                return entry
+        if fresh and (self.block_at is None or fresh[0].offset < self.block_at):
+            return fresh.popleft()
+        return None
+
+    def reset(self) -> None:
+        """Forgets every message."""
+        self._fresh.clear()
+        self._again.clear()
+        self.block_at = None
+
+    def sweep(self) -> None:
+        """Removes the traces of messages that are done."""
+        self._fresh = deque(entry for entry in self._fresh if entry.state is _QUEUED)
+        self._again = [offset for offset in self._again if self._is_queued(offset)]
+        heapify(self._again)
+
+    def _is_queued(self, offset: int) -> bool:
+        entry = self._entries.get(offset)
+        return entry is not None and entry.state is _QUEUED
+
+    def validate(self, attached: Mapping[int, Consumer], window: int) -> None:
+        """Checks the invariants.
+
+        Raises:
+            InvariantError: One does not hold.
+        """
+        fresh = [entry.offset for entry in self._fresh if entry.state is _QUEUED]
+        again = [offset for offset in self._again if self._is_queued(offset)]
+        check(fresh == sorted(set(fresh)), "new messages are out of order")
+        queued = [offset for offset in self._entries if self._is_queued(offset)]
+        check(sorted(fresh + again) == sorted(queued), "a queued message is not in line once")
+        _check_rotation(self._rotation)
+        if self._is_shared:
+            for consumer in attached.values():
+                check(
+                    consumer.is_in_rotation or not consumer.can_take(window),
+                    f"consumer {consumer.id} can take messages and gets no turn",
+                )
+
+
+class _Route(Enum):
+    """Where a key's messages go when they go to no consumer."""
+
+    KEPT = "kept"
+    """The consumers that take the key are not attached, or nobody is known yet."""
+    UNWANTED = "unwanted"
+    """No known consumer takes the key: its messages are passed over."""
+
+
+class Lanes:
+    """A lane for each key; the first message of each goes where the ring says."""
+
+    def __init__(
+        self,
+        entries: Mapping[int, Entry],
+        *,
+        judge: Callable[[Entry], None],
+        pass_over: Callable[[Entry], None],
+    ) -> None:
+        self._entries = entries
+        self._judge = judge
+        self._pass_over = pass_over
+        self._lanes: dict[str, deque[Entry]] = {}
+        self._ring = HashRing()
+        self._attached: dict[int, Consumer] = {}
+        self._known: Mapping[int, Consumer] = {}
+        self._routes: dict[str, Consumer | _Route] = {}
+        self._is_stale = False
+        self._unwanted: list[str] = []
+        self._rotation: deque[Consumer] = deque()
+        self.block_at: int | None = None
+        """The first of the messages that hold up their lanes. Nothing here depends on it."""
+
+    def add(self, entry: Entry) -> bool:
+        """Takes in a message that was just read; False, and it is not, if nobody takes its key."""
+        lane = self._lanes.get(entry.key)
+        if lane is not None:
+            lane.append(entry)
+            return True
+        if self._route(entry.key) is _Route.UNWANTED:
+            return False
+        self._lanes[entry.key] = deque((entry,))
+        self._list(entry)
+        return True
+
+    def put_back(self, entry: Entry) -> None:
+        """Takes in a message that is to be sent again; it is the first of its lane."""
+        self._list(entry)
+
+    def leave(self, entry: Entry) -> None:
+        """A message is done; if it was the first of its lane, the next one comes up."""
+        lane = self._lanes.get(entry.key)
+        if lane is None or lane[0] is not entry:
+            return
+        while lane and lane[0].state is State.DONE:
+            lane.popleft()
+        if lane:
+            self._list(lane[0])
+        else:
+            del self._lanes[entry.key]
+
+    def attach(self, consumer: Consumer) -> None:
+        """A consumer gets messages from now on."""
+        self._ring.add(consumer.id)
+        self._attached[consumer.id] = consumer
+        self._forget_routes()
+
+    def detach(self, consumer: Consumer) -> None:
+        """A consumer gets no more messages."""
+        self._ring.remove(consumer.id)
+        self._attached.pop(consumer.id, None)
+        consumer.ready.clear()
+        _leave_rotation(self._rotation, consumer)
+        self._forget_routes()
+
+    def note_known(self, known: Mapping[int, Consumer]) -> None:
+        """Other consumers, or other filters, are known than before."""
+        self._known = known
+        self._forget_routes()
+
+    def note_free(self, consumer: Consumer) -> None:
+        """A consumer may be able to take messages again."""
+        if consumer.ready and not consumer.is_in_rotation:
+            consumer.is_in_rotation = True
+            self._rotation.append(consumer)
+
+    def send(
+        self,
+        active: Consumer | None,
+        *,
+        window: int,
+        failures_max: int,
+        now: float,
+    ) -> tuple[list[Send], list[Entry]]:
+        """Sends all that can be sent; see `Line.send`."""
+        sends: list[Send] = []
+        sent: list[Entry] = []
+        if self._is_stale:
+            self._list_all()
+        while self._unwanted:
+            for entry in list(self._lanes.get(self._unwanted.pop(), ())):
+                if entry.state is _QUEUED:
+                    self._pass_over(entry)
+        rotation = self._rotation
+        while rotation:
+            consumer = rotation.popleft()
+            consumer.is_in_rotation = False
+            while consumer.ready and consumer.can_take(window):
+                first = self._first(heappop(consumer.ready))
+                if first is None:
+                    continue
+                entry = first
+                if entry.failures > failures_max:
+                    self._judge(entry)
+                    continue
+                entry.state = _SENT
+                entry.consumer = consumer
+                entry.sent_at = now
+                consumer.flight[entry.offset] = entry
+                consumer.room -= 1
+                sends.append(Send(consumer.id, entry.offset, entry.failures + 1))
+                sent.append(entry)
+        return sends, sent
+
+    def reset(self) -> None:
+        """Forgets every message."""
+        self._lanes.clear()
+        self._unwanted.clear()
+        self.block_at = None
+        for consumer in self._attached.values():
+            consumer.ready.clear()
+
+    def sweep(self) -> None:
+        """Removes the traces of messages that are done."""
+        for key, lane in self._lanes.items():
+            self._lanes[key] = deque(entry for entry in lane if entry.state is not State.DONE)
+        self._is_stale = True
+
+    def _route(self, key: str) -> Consumer | _Route:
+        route = self._routes.get(key)
+        if route is None:
+            attached = self._attached
+            found = self._ring.find(key, lambda member: attached[member].filter.matches(key))
+            if found is not None:
+                route = attached[found]
+            elif not self._known or any(c.filter.matches(key) for c in self._known.values()):
+                route = _Route.KEPT
+            else:
+                route = _Route.UNWANTED
+            if len(self._routes) >= _ROUTES_MAX:
+                self._routes.clear()
+            self._routes[key] = route
+        return route
+
+    def _forget_routes(self) -> None:
+        self._routes.clear()
+        # Not at once: of 200 consumers that come together each would do it.
+        self._is_stale = True
+
+    def _list(self, entry: Entry) -> None:
+        """Offers the first message of a lane to the one it is for."""
+        if self._is_stale or entry.state is not _QUEUED:
+            return
+        route = self._route(entry.key)
+        if route is _Route.UNWANTED:
+            self._unwanted.append(entry.key)
+        elif isinstance(route, Consumer):
+            heappush(route.ready, (entry.offset, entry.key))
+            self.note_free(route)
+
+    def _list_all(self) -> None:
+        self._is_stale = False
+        self._unwanted.clear()
+        for consumer in self._attached.values():
+            consumer.ready.clear()
+        for lane in self._lanes.values():
+            self._list(lane[0])
+
+    def _first(self, listed: tuple[int, str]) -> Entry | None:
+        """The message that was listed, if it still is the first of its lane and waits."""
+        offset, key = listed
+        lane = self._lanes.get(key)
+        if lane is None or lane[0].offset != offset or lane[0].state is not _QUEUED:
+            return None
+        return lane[0]
+
+    def validate(self, attached: Mapping[int, Consumer], window: int) -> None:
+        """Checks the invariants.
+
+        Raises:
+            InvariantError: One does not hold.
+        """
+        check(self._attached == attached, "the ring has other consumers")
+        check(len(self._ring) == len(attached), "the ring has other members")
+        in_lanes: list[int] = []
+        for key, lane in self._lanes.items():
+            check(bool(lane) and lane[0].state is not State.DONE, f"lane {key!r} has no first")
+            alive = [entry for entry in lane if entry.state is not State.DONE]
+            offsets = [entry.offset for entry in alive]
+            check(offsets == sorted(set(offsets)), f"lane {key!r} is out of order")
+            check(all(entry.key == key for entry in alive), f"lane {key!r} has another key")
+            check(
+                all(entry.state is _QUEUED for entry in alive[1:]),
+                f"lane {key!r} has a second message under way: {alive}",
+            )
+            in_lanes += offsets
+        check(sorted(in_lanes) == sorted(self._entries), "a message is not in its lane once")
+        _check_rotation(self._rotation)
+        if not self._is_stale:
+            self._validate_lists(attached, window)
+
+    def _validate_lists(self, attached: Mapping[int, Consumer], window: int) -> None:
+        for key, lane in self._lanes.items():
+            if lane[0].state is not _QUEUED:
+                continue
+            item = (lane[0].offset, key)
+            lists = [consumer.id for consumer in attached.values() if item in consumer.ready]
+            route = self._route(key)
+            wanted = [route.id] if isinstance(route, Consumer) else []
+            check(lists == wanted, f"{item} is offered to {lists} and belongs to {wanted}")
+            check(
+                route is not _Route.UNWANTED or key in self._unwanted,
+                f"{item} is for nobody and is kept",
+            )
+        for consumer in attached.values():
+            check(
+                consumer.is_in_rotation or not (consumer.ready and consumer.can_take(window)),
+                f"consumer {consumer.id} can take messages and gets no turn",
+            )
+
+
+def _leave_rotation(rotation: deque[Consumer], consumer: Consumer) -> None:
+    if consumer.is_in_rotation:
+        consumer.is_in_rotation = False
+        rotation.remove(consumer)
+
+
+def _check_rotation(rotation: deque[Consumer]) -> None:
+    ids = [consumer.id for consumer in rotation]
+    check(len(ids) == len(set(ids)), f"a consumer has two turns: {ids}")
+    check(
+        all(consumer.is_in_rotation and consumer.is_attached for consumer in rotation),
+        "a turn of one who is not there",
+    )

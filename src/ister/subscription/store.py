@@ -1,0 +1,485 @@
+"""Subscriptions in the metadata store: what they are, who belongs to them, how far they have come.
+
+    /subscriptions/<ns>/<topic>/<sub>/options     what it is; JSON, below
+    /subscriptions/<ns>/<topic>/<sub>/progress    Progress: the cursor, and the rest in `delivery`
+
+    {"kind": "shared", "failure_policy": {…}, "max_unacked_messages": null, "created_ms": 0,
+     "incarnation": "…", "consumers": {"<name>": {"id": 1, "filters": ["eu-*"], "seen_ms": 0}}}
+
+Owns: these two keys. Does not own: cursors without options, such as those of Spark's streams, which
+lie beside them: they are no subscriptions of a broker, and are left alone.
+
+Invariants:
+
+- both keys come into being, and go, in one transaction: a subscription without a cursor would
+  begin at the end again after a restart, and pass over what it had not acknowledged;
+- every change is made on the condition that nobody changed the key since it was read, and, for a
+  topic that has an owner in the metadata store, that this is its owner: one that was replaced
+  changes nothing;
+- a cursor only moves forward, unless it is forced to (seek);
+- what belongs to another incarnation of the topic does not count.
+
+What a crash leaves: a transaction happened or it did not.
+
+Thread-safe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ister.clock import Clock
+from ister.errors import (
+    AlreadyExistsError,
+    CommitUnknownError,
+    ConflictError,
+    CorruptDataError,
+    InvalidRequestError,
+    NotFoundError,
+    TopicNameError,
+)
+from ister.format.records import Progress, decode_progress, encode_progress
+from ister.metadata.base import (
+    Absent,
+    Compare,
+    Delete,
+    KeyValue,
+    MetadataStore,
+    Operation,
+    Put,
+    RevisionIs,
+)
+from ister.model import TopicName
+from ister.subscription.policy import FailurePolicy, SubscriptionKind
+from ister.tier.cursors import DELIVERY
+from ister.tier.names import TopicKeys
+from ister.tier.ownership import OwnedTopic
+
+__all__ = [
+    "SUBSCRIPTION_NAME_CHARACTERS_MAX",
+    "StoredConsumer",
+    "StoredSubscription",
+    "SubscriptionStore",
+    "check_subscription_name",
+]
+
+_log = logging.getLogger("ister.subscription.store")
+
+SUBSCRIPTION_NAME_CHARACTERS_MAX: Final = 120
+"""As many as a part of a topic's name has."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_ATTEMPTS: Final = 5
+# Progress records may have 100 KiB and more.
+_PAGE: Final = 64
+_MISFITS: Final = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredConsumer:
+    """A consumer that belongs to a subscription, attached or not."""
+
+    id: int
+    filters: tuple[str, ...] = ()
+    seen_ms: int = 0
+    """Milliseconds since the Unix epoch, when it last came or went."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSubscription:
+    """A subscription as it is stored."""
+
+    name: str
+    kind: SubscriptionKind
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
+    window: int | None = None
+    """Its own `max_unacked_messages`; None for the broker's."""
+    consumers: Mapping[str, StoredConsumer] = field(default_factory=dict)
+    """By their names."""
+    cursor: int
+    """The first offset that is not acknowledged."""
+    saved: Mapping[str, Any] | None = None
+    """What `Delivery.saved` gave."""
+    incarnation: str
+    """Of the topic."""
+    created_ms: int = 0
+
+
+def check_subscription_name(name: str) -> str:
+    """The name, if it is one.
+
+    Raises:
+        InvalidRequestError: It is not.
+    """
+    if (
+        not isinstance(name, str)
+        or not _NAME.fullmatch(name)
+        or len(name) > SUBSCRIPTION_NAME_CHARACTERS_MAX
+    ):
+        raise InvalidRequestError(
+            f"subscription name {name!r:.130}",
+            hint=f"1 to {SUBSCRIPTION_NAME_CHARACTERS_MAX} ASCII letters, digits, '_', '.' and '-'",
+        )
+    return name
+
+
+class SubscriptionStore:
+    """The subscriptions of all topics; see the module header. Thread-safe.
+
+    With `owned`, changes are made as the topic's owner; without, for topics that have none in the
+    metadata store, on the condition alone that nobody else has made one.
+    """
+
+    def __init__(self, metadata: MetadataStore, *, root_prefix: str, clock: Clock) -> None:
+        self._metadata = metadata
+        self._root = root_prefix
+        self._clock = clock
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def load(self, topic: TopicName, incarnation: str) -> dict[str, StoredSubscription]:
+        """The subscriptions of a topic, by name.
+
+        One whose options cannot be read is left out, and reported. One whose cursor cannot be read
+        begins at 0: messages come twice, and none is lost.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        prefix = self._keys(topic).subscriptions
+        found = {item.key: item for item in self._metadata.range(prefix)}
+        loaded: dict[str, StoredSubscription] = {}
+        for key, item in found.items():
+            if not key.endswith("/options"):
+                continue
+            name = key.removeprefix(prefix).removesuffix("/options")
+            try:
+                fields = _load_options(item)
+                if fields["incarnation"] == incarnation:
+                    progress = found.get(f"{prefix}{name}/progress")
+                    loaded[name] = _subscription(name, fields, item, progress)
+            except CorruptDataError as error:
+                # One bad subscription must not keep the topic from the others.
+                _log.error("unreadable subscription", extra={"error": str(error)})
+        return loaded
+
+    def topics(self) -> list[TopicName]:
+        """Every topic that has a subscription, whatever its incarnation; sorted by namespace.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        prefix = f"{self._root}/subscriptions/"
+        names: dict[TopicName, None] = {}
+        start: str | None = None
+        while page := self._metadata.range(prefix, start=start, limit=_PAGE):
+            for item in page:
+                parts = item.key.removeprefix(prefix).split("/")
+                if len(parts) == 4 and parts[3] == "options":
+                    try:
+                        names[TopicName.parse(f"/{parts[0]}/{parts[1]}")] = None
+                    except TopicNameError:
+                        continue
+            start = page[-1].key + "\0"
+        return list(names)
+
+    # -- changes ----------------------------------------------------------------------------
+
+    def create(
+        self,
+        topic: TopicName,
+        name: str,
+        *,
+        kind: SubscriptionKind,
+        cursor: int,
+        incarnation: str,
+        owned: OwnedTopic | None,
+        policy: FailurePolicy | None = None,
+        window: int | None = None,
+    ) -> StoredSubscription:
+        """Makes a subscription with its cursor, or gives the one that there is.
+
+        The one that there is keeps its kind, policy, window and cursor; it is the caller's business
+        whether they are the wanted ones.
+
+        Raises:
+            InvalidRequestError: The name is none.
+            AlreadyExistsError: A cursor of that name is in use by something else.
+            CorruptDataError: There is one, and it cannot be read.
+            FencedError: Somebody else owns the topic.
+            ConflictError: Others keep changing it.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self._keys(topic)
+        options_key, progress_key = _options_key(keys, name), keys.progress(name)
+        made = StoredSubscription(
+            name=name,
+            kind=SubscriptionKind(kind),
+            policy=policy if policy is not None else FailurePolicy(),
+            window=window,
+            cursor=cursor,
+            incarnation=incarnation,
+            created_ms=self._now_ms(),
+        )
+        for _ in range(_ATTEMPTS):
+            options, progress = self._metadata.get(options_key), self._metadata.get(progress_key)
+            if options is not None:
+                fields = _load_options(options)
+                if fields["incarnation"] == incarnation:
+                    return _subscription(name, fields, options, progress)
+            elif progress is not None:
+                _check_is_free(progress, incarnation)
+            is_done = self._transact(
+                owned,
+                [_unchanged(options_key, options), _unchanged(progress_key, progress)],
+                [
+                    Put(options_key, _dump_options(made, {})),
+                    Put(progress_key, self._encode(made.cursor, None, incarnation)),
+                ],
+            )
+            if is_done:
+                return made
+        raise ConflictError("the subscription keeps changing", path=options_key)
+
+    def save_options(
+        self, topic: TopicName, stored: StoredSubscription, *, owned: OwnedTopic | None
+    ) -> None:
+        """Writes everything but the cursor: kind, policy, window, consumers.
+
+        Raises:
+            NotFoundError: There is no such subscription (any more).
+            FencedError: Somebody else owns the topic.
+            ConflictError: Others keep changing it.
+            UnavailableError: The metadata store does not answer.
+        """
+        key = _options_key(self._keys(topic), stored.name)
+        for _ in range(_ATTEMPTS):
+            options = self._metadata.get(key)
+            fields = self._require(topic, stored.name, options, stored.incarnation)
+            data = _dump_options(stored, fields)
+            if options is not None and options.value == data:
+                return
+            if self._transact(owned, [_unchanged(key, options)], [Put(key, data)]):
+                return
+        raise ConflictError("the subscription keeps changing", path=key)
+
+    def save_cursor(
+        self,
+        topic: TopicName,
+        name: str,
+        *,
+        cursor: int,
+        saved: Mapping[str, Any] | None,
+        incarnation: str,
+        owned: OwnedTopic | None,
+        force: bool = False,
+    ) -> int:
+        """Moves a cursor forward, or with `force` anywhere; one that is further already stays.
+
+        Returns:
+            The cursor that the store has now.
+
+        Raises:
+            NotFoundError: There is no such subscription (any more).
+            FencedError: Somebody else owns the topic.
+            ConflictError: Others keep changing it.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self._keys(topic)
+        options_key, key = _options_key(keys, name), keys.progress(name)
+        for _ in range(_ATTEMPTS):
+            progress = self._metadata.get(key)
+            known = _read_progress(progress, incarnation)
+            compares = [_unchanged(key, progress)]
+            if known is None or DELIVERY not in known.more:
+                # Damaged, or not ours: then it has to be a subscription by its options.
+                options = self._metadata.get(options_key)
+                self._require(topic, name, options, incarnation)
+                compares.append(_unchanged(options_key, options))
+            wanted = cursor if known is None or force else max(cursor, known.offset)
+            value = self._encode(wanted, saved, incarnation, known)
+            if self._transact(owned, compares, [Put(key, value)]):
+                return wanted
+        raise ConflictError("the cursor keeps changing", path=key)
+
+    def delete(self, topic: TopicName, name: str, *, owned: OwnedTopic | None) -> bool:
+        """Removes a subscription with its cursor; whether there was one.
+
+        Raises:
+            FencedError: Somebody else owns the topic.
+            ConflictError: Others keep changing it.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self._keys(topic)
+        options_key, progress_key = _options_key(keys, name), keys.progress(name)
+        was_there = False
+        for _ in range(_ATTEMPTS):
+            options, progress = self._metadata.get(options_key), self._metadata.get(progress_key)
+            if options is None:
+                return was_there
+            was_there = True
+            compares = [_unchanged(options_key, options), _unchanged(progress_key, progress)]
+            if self._transact(owned, compares, [Delete(options_key), Delete(progress_key)]):
+                return True
+        raise ConflictError("the subscription keeps changing", path=options_key)
+
+    def delete_all(self, topic: TopicName) -> None:
+        """Removes every subscription and every cursor of a topic that is deleted.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        prefix = self._keys(topic).subscriptions
+        for _ in range(_ATTEMPTS):
+            try:
+                self._metadata.delete_prefix(prefix)
+            except CommitUnknownError:
+                continue  # doing it twice is harmless
+            return
+        raise ConflictError("the subscriptions cannot be removed", path=prefix)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _keys(self, topic: TopicName) -> TopicKeys:
+        return TopicKeys(self._root, topic)
+
+    def _now_ms(self) -> int:
+        return self._clock.now_ns() // 1_000_000
+
+    def _transact(
+        self, owned: OwnedTopic | None, compares: list[Compare], operations: list[Operation]
+    ) -> bool:
+        """Whether it was done for sure; if not, the caller reads what has become of it."""
+        try:
+            if owned is not None:
+                return owned.transact(compares, operations)
+            return self._metadata.transact(compares, operations) is not None
+        except CommitUnknownError:
+            return False
+
+    def _encode(
+        self,
+        cursor: int,
+        saved: Mapping[str, Any] | None,
+        incarnation: str,
+        known: Progress | None = None,
+    ) -> bytes:
+        """A progress record; one of ours always has the field `delivery`."""
+        more = {} if known is None else known.more
+        return encode_progress(
+            Progress(
+                offset=cursor,
+                timestamp=max(self._now_ms(), 0 if known is None else known.timestamp),
+                incarnation=incarnation,
+                more={**more, DELIVERY: dict(saved or {})},
+            )
+        )
+
+    def _require(
+        self, topic: TopicName, name: str, options: KeyValue | None, incarnation: str
+    ) -> dict[str, Any]:
+        fields = {} if options is None else _load_options(options)
+        if options is None or fields["incarnation"] != incarnation:
+            raise NotFoundError(
+                f"there is no subscription {name!r}", topic=str(topic), hint="subscribe first"
+            )
+        return fields
+
+
+def _options_key(keys: TopicKeys, name: str) -> str:
+    return f"{keys.subscriptions}{check_subscription_name(name)}/options"
+
+
+def _unchanged(key: str, found: KeyValue | None) -> Compare:
+    return Absent(key) if found is None else RevisionIs(key, found.revision)
+
+
+def _check_is_free(progress: KeyValue, incarnation: str) -> None:
+    """Whether a cursor without options may be replaced: only one of a topic that is gone."""
+    known = _read_progress(progress, incarnation)
+    if known is not None:
+        raise AlreadyExistsError(
+            "a cursor of that name is in use, and not by a subscription of the broker",
+            path=progress.key,
+            hint="choose another name; streams and checkpoints keep cursors as well",
+        )
+
+
+def _read_progress(found: KeyValue | None, incarnation: str) -> Progress | None:
+    """A cursor; None if there is none, it is another incarnation's, or it cannot be read."""
+    if found is None:
+        return None
+    try:
+        known = decode_progress(found.value, key=found.key)
+    except CorruptDataError as error:
+        _log.error("unreadable cursor", extra={"error": str(error)})
+        return None
+    return known if known.incarnation == incarnation and known.offset >= 0 else None
+
+
+def _subscription(
+    name: str, fields: Mapping[str, Any], options: KeyValue, progress: KeyValue | None
+) -> StoredSubscription:
+    known = _read_progress(progress, fields["incarnation"])
+    if known is None:
+        _log.error("a subscription without a cursor begins at 0", extra={"key": options.key})
+    saved = None if known is None else known.more.get(DELIVERY)
+    try:
+        window = fields["max_unacked_messages"]
+        return StoredSubscription(
+            name=name,
+            kind=SubscriptionKind(fields["kind"]),
+            policy=FailurePolicy.from_json(fields["failure_policy"]),
+            window=None if window is None else int(window),
+            consumers={
+                str(consumer): StoredConsumer(
+                    id=int(item["id"]),
+                    filters=tuple(str(pattern) for pattern in item.get("filters", ())),
+                    seen_ms=int(item.get("seen_ms", 0)),
+                )
+                for consumer, item in fields.get("consumers", {}).items()
+            },
+            cursor=0 if known is None else known.offset,
+            saved=saved if isinstance(saved, dict) and saved else None,
+            incarnation=fields["incarnation"],
+            created_ms=int(fields.get("created_ms", 0)),
+        )
+    except _MISFITS as error:
+        raise CorruptDataError(f"not a subscription: {error!r}", path=options.key) from error
+
+
+def _load_options(found: KeyValue) -> dict[str, Any]:
+    """The fields of a subscription's options.
+
+    Raises:
+        CorruptDataError: They are something else; names the key.
+    """
+    try:
+        fields = json.loads(found.value)
+    except (ValueError, RecursionError) as error:
+        raise CorruptDataError("not JSON", path=found.key) from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("incarnation"), str):
+        raise CorruptDataError("not a subscription", path=found.key)
+    return fields
+
+
+def _dump_options(stored: StoredSubscription, known: Mapping[str, Any]) -> bytes:
+    """The JSON of a subscription's options; fields that this code does not know are kept."""
+    fields = {
+        **known,
+        "kind": str(stored.kind),
+        "failure_policy": stored.policy.to_json(),
+        "max_unacked_messages": stored.window,
+        "consumers": {
+            name: {"id": item.id, "filters": list(item.filters), "seen_ms": item.seen_ms}
+            for name, item in stored.consumers.items()
+        },
+        "created_ms": stored.created_ms,
+        "incarnation": stored.incarnation,
+    }
+    return json.dumps(fields, separators=(",", ":")).encode()

@@ -1,0 +1,797 @@
+"""Bulk publishing by Flight: rows in, answers out, whatever comes from the network."""
+
+import random
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+from pyarrow import flight
+
+from ister import failpoints
+from ister.broker.flight.publish import check_schema
+from ister.broker.flight.server import FlightServer, _cut_connections
+from ister.broker.flight.source import FlightLimits, LogSource
+from ister.client.contract import PutAck, PutBatch, PutOpen, decode_error
+from ister.client.flight import FlightClient
+from ister.config import load_config
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    ConflictError,
+    CorruptDataError,
+    InvalidRequestError,
+    InvariantError,
+    IsterError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from ister.limits import MIB
+from ister.model import AckLevel
+from ister.topic.log import Log
+from servers.flight import PUBLISH, FlightProcess, FlightTopics
+
+TOPIC = "/default/orders"
+SCHEMA = pa.schema([("payload", pa.binary())])
+SECONDS = 30.0
+
+
+@pytest.fixture
+def log(tmp_path):
+    config = {"storage": {"mode": "local_only", "wal": {"dir": str(tmp_path)}}}
+    with Log(load_config(config, {})) as log:
+        log.topic(TOPIC, create=True)
+        yield log
+
+
+@pytest.fixture
+def topic(log):
+    return log.topic(TOPIC)
+
+
+@pytest.fixture
+def server(log):
+    with FlightTopics(log) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with FlightClient(server.address) as client:
+        yield client
+
+
+def rows(start, count, size=0):
+    texts = [(b"%d" % number).ljust(size, b".") for number in range(start, start + count)]
+    return pa.record_batch([pa.array(texts, pa.binary())], schema=SCHEMA)
+
+
+def numbers_in(topic):
+    return [int(message.payload.strip(b".")) for message in topic.read()]
+
+
+def wait_until(condition):
+    for _ in range(int(SECONDS / 0.01)):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def publish(client, batches, **more):
+    """Sends batches of numbers, given as ranges; returns the answers, and how it ended."""
+    acks = []
+    more = {"producer": "p", "first_sequence": batches[0].start if batches else 0, **more}
+    try:
+        with client.publish(TOPIC, SCHEMA, on_ack=acks.append, **more) as publisher:
+            for batch in batches:
+                publisher.write(rows(batch.start, len(batch)))
+    except IsterError as error:
+        return acks, error
+    return acks, None
+
+
+def ack(sequence, start, end, known=0):
+    return PutAck(sequence=sequence, start=start, end=end, known=known)
+
+
+# -- rows and answers -------------------------------------------------------------------------
+
+
+def test_rows_become_messages_and_each_batch_is_answered(client, topic, server):
+    acks, error = publish(client, [range(5), range(5, 6), range(6, 100)])
+    assert error is None
+    assert acks == [ack(0, 0, 5), ack(5, 5, 6), ack(6, 6, 100)]
+    assert numbers_in(topic) == list(range(100))
+    assert {message.producer_name for message in topic.read()} == {"p"}
+    assert server.calls == {PUBLISH: 1}
+
+
+def test_answered_rows_are_synced(client, topic):
+    """Goal: with the topic's level reached, whenever the answer is seen."""
+    seen = []
+
+    def on_ack(ack):
+        seen.append(topic.watermarks.synced - ack.end)
+
+    with client.publish(TOPIC, SCHEMA, producer="p", on_ack=on_ack) as publisher:
+        for start in range(0, 500, 10):
+            publisher.write(rows(start, 10))
+    assert len(seen) == 50
+    assert min(seen) >= 0
+
+
+def test_all_columns_arrive(client, topic):
+    batch = pa.record_batch(
+        {
+            "payload": pa.array([b"a", b"b"]),
+            "publish_time": pa.array([1000, 2000], pa.timestamp("ms")),
+            "attributes": pa.array([[("k", "v")], []], pa.map_(pa.string(), pa.string())),
+            "routing_key": pa.array(["r", None]),
+            "schema_id": pa.array([7, None], pa.int64()),
+            "schema_version": pa.array([1, None], pa.int32()),
+            "producer_name": pa.array(["x", "y"]),
+        }
+    )
+    with client.publish(TOPIC, batch.schema) as publisher:
+        publisher.write(batch)
+    first, second = topic.read()
+    assert (first.payload, first.publish_time_ms, first.attributes) == (b"a", 1000, {"k": "v"})
+    assert (first.routing_key, first.schema_id, first.schema_version) == ("r", 7, 1)
+    assert (first.producer_name, second.producer_name) == ("x", "y")
+    assert second.routing_key is None
+
+
+def test_retried_batches_are_answered_with_their_first_offsets(client, topic):
+    first, _ = publish(client, [range(10), range(10, 20)])
+    topic.append(b"1000")
+    again, error = publish(client, [range(10), range(10, 20), range(20, 30)])
+    assert error is None
+    assert again == [ack(0, 0, 10, 10), ack(10, 10, 20, 10), ack(20, 21, 31)]
+    assert [(a.start, a.end) for a in first] == [(a.start, a.end) for a in again[:2]]
+    part, error = publish(client, [range(25, 35)])
+    assert part == [ack(25, 26, 36, 5)]
+    assert numbers_in(topic) == [*range(20), 1000, *range(20, 35)]
+
+
+def test_rows_without_a_producer_may_come_twice(client, topic):
+    for _ in range(2):
+        acks, error = publish(client, [range(3)], producer=None)
+        assert error is None
+    assert acks == [ack(0, 3, 6)]
+    assert numbers_in(topic) == [0, 1, 2, 0, 1, 2]
+
+
+def test_batch_after_one_that_was_left_out_is_refused(client, topic):
+    """Goal: what came before is answered, nothing after it is appended, and the error says why."""
+    acks = []
+    publisher = client.publish(TOPIC, SCHEMA, producer="p", on_ack=acks.append)
+    for start, count in ((0, 5), (6, 4), (10, 2)):
+        publisher.write(rows(start, count), start)
+    with pytest.raises(ConflictError, match="left out"):
+        publisher.close()
+    assert acks == [ack(0, 0, 5)]
+    assert [sequence for sequence, _ in publisher.unanswered] == [6, 10]
+    assert numbers_in(topic) == list(range(5))
+
+
+def test_newer_epoch_replaces_a_producer(client, topic):
+    with client.publish(TOPIC, SCHEMA, producer="p", epoch=1) as old:
+        old.write(rows(0, 5))
+        old.flush()
+        assert publish(client, [range(5)], epoch=2) == ([ack(0, 5, 10)], None)
+        old.write(rows(5, 5))
+        with pytest.raises(ConflictError, match="replaced"):
+            old.flush()
+        old.abort()
+    assert topic.watermarks.next == 10
+
+
+def test_topic_is_made_if_asked_for(log, client):
+    name = "/default/new"
+    with pytest.raises(NotFoundError) as caught, client.publish(name, SCHEMA) as publisher:
+        publisher.write(rows(0, 1))
+    assert caught.value.topic == name
+    with client.publish(name, SCHEMA, create=True, ack=AckLevel.WRITTEN) as publisher:
+        publisher.write(rows(0, 3))
+    assert log.topic(name).ack is AckLevel.WRITTEN
+    assert numbers_in(log.topic(name)) == [0, 1, 2]
+    with client.publish(name, SCHEMA, create=True, ack=AckLevel.SYNCED) as publisher:
+        publisher.write(rows(3, 1))
+    assert log.topic(name).ack is AckLevel.WRITTEN
+
+
+def test_many_streams_at_once(client, log, server):
+    """Goal: producers do not mix, whether they share a topic and a connection or not."""
+    names = [TOPIC, "/default/other"]
+    failures = []
+
+    def run(number):
+        try:
+            with (
+                FlightClient(server.address) as mine,
+                (mine if number % 2 else client).publish(
+                    names[number % 2], SCHEMA, producer=f"p{number}", create=True
+                ) as publisher,
+            ):
+                for start in range(0, 400, 20):
+                    publisher.write(rows(number * 1000 + start, 20))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for number in range(12):
+        topic = log.topic(names[number % 2])
+        mine = [int(m.payload) for m in topic.read() if m.producer_name == f"p{number}"]
+        assert mine == list(range(number * 1000, number * 1000 + 400))
+    wait_until(lambda: server.server.streams == 0)
+
+
+# -- what else comes from the network ---------------------------------------------------------
+
+
+def raw_put(server, batches, *, command=None, schema=SCHEMA, descriptor=None):
+    """Sends batches (or pairs of a batch and its metadata) as they are; returns the answers."""
+    opened = PutOpen(topic=TOPIC, producer=None)
+    descriptor = descriptor or flight.FlightDescriptor.for_command(command or opened.to_json())
+    answers, error = [], None
+    with flight.connect(f"grpc://{server.address}") as client:
+        writer, reader = client.do_put(descriptor, schema)
+        try:
+            for number, item in enumerate(batches):
+                batch, metadata = item, PutBatch(sequence=number).to_json()
+                if isinstance(item, tuple):
+                    batch, metadata = item
+                if metadata is None:
+                    writer.write_batch(batch)
+                elif batch is None:
+                    writer.write_metadata(metadata)
+                else:
+                    writer.write_with_metadata(batch, metadata)
+            writer.done_writing()
+        except flight.FlightError as caught:
+            error = caught
+        try:
+            while (answer := reader.read()) is not None:
+                answers.append(answer.to_pybytes())
+            writer.close()
+        except flight.FlightError as caught:
+            error = caught
+    return answers, None if error is None else decode_error(str(error))
+
+
+def binary(offsets, data, kind=None):
+    """An array whose parts are as given, right or wrong."""
+    packed = pa.array(offsets, pa.int32()).buffers()[1]
+    buffers = [None, packed, pa.py_buffer(data)]
+    return pa.Array.from_buffers(kind or pa.binary(), len(offsets) - 1, buffers)
+
+
+def test_malformed_arrow_is_refused_and_harms_nobody(server, client, topic):
+    broken = {
+        "offsets that go back": pa.record_batch({"payload": binary([0, 9, 4, 12], b"x" * 12)}),
+        "negative offsets": pa.record_batch({"payload": binary([0, -5, 4, 12], b"x" * 12)}),
+        "no text": pa.record_batch(
+            {"payload": [b"a"], "routing_key": binary([0, 2], b"\xff\xfe", pa.string())}
+        ),
+        "no names": pa.record_batch(
+            {"payload": [b"a"], "producer_name": binary([0, 2], b"\xff\xfe", pa.string())}
+        ),
+        "broken map": pa.record_batch(
+            {
+                "payload": [b"a", b"b"],
+                "attributes": pa.Array.from_buffers(
+                    pa.map_(pa.string(), pa.string()),
+                    2,
+                    [None, pa.array([0, 900, 1], pa.int32()).buffers()[1]],
+                    children=[pa.array([{"key": "k", "value": "v"}] * 1, _ENTRY)],
+                ),
+            }
+        ),
+    }
+    with client.publish(TOPIC, SCHEMA, producer="p") as good:
+        for number, (what, batch) in enumerate(broken.items()):
+            opened = PutOpen(topic=TOPIC, producer=f"bad-{number}")
+            answers, error = raw_put(server, [batch], schema=batch.schema, command=opened.to_json())
+            assert type(error) is InvalidRequestError, (what, error)
+            assert [type(decode_error(a.decode())) for a in answers] == [InvalidRequestError], what
+            good.write(rows(number, 1))
+            good.flush()
+    assert numbers_in(topic) == list(range(len(broken)))
+
+
+_ENTRY = pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.string())])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"value": [b"a"]},
+        {"payload": [b"a"], "more": [1]},
+        {"routing_key": ["a"]},
+        {"payload": pa.array([b"a"]).dictionary_encode()},
+        {"payload": [b"a"], "producer_name": pa.array(["a"]).dictionary_encode()},
+        {"payload": [[[[b"a"]]]]},
+        {"payload": [1]},
+        {"payload": pa.array([None], pa.binary())},
+        {"payload": pa.nulls(1)},
+        {"payload": [b"a"], "attributes": [{"a": [1]}]},
+        {"payload": [b"a"], "schema_id": ["x"]},
+    ],
+    ids=repr,
+)
+def test_columns_that_are_none_of_a_messages_are_refused(server, topic, columns):
+    batch = pa.record_batch(columns)
+    _, error = raw_put(server, [batch], schema=batch.schema)
+    assert type(error) is InvalidRequestError
+    assert topic.watermarks.next == 0
+
+
+def test_columns_twice_and_too_many_are_refused():
+    for fields in ([("payload", pa.binary())] * 2, [(f"c{n}", pa.int8()) for n in range(100_000)]):
+        with pytest.raises(InvalidRequestError) as caught:
+            check_schema(pa.schema(fields))
+        assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (rows(0, 1), None),
+        (None, PutBatch(sequence=0).to_json()),
+        (rows(0, 1), b""),
+        (rows(0, 1), b"{"),
+        (rows(0, 1), b'{"version":1}'),
+        (rows(0, 1), b'{"version":1,"sequence":-1}'),
+        (rows(0, 0), PutBatch(sequence=0).to_json()),
+    ],
+    ids=lambda part: str(part[1]),
+)
+def test_batch_without_its_sequence_or_without_rows_is_refused(server, topic, part):
+    answers, error = raw_put(server, [rows(0, 2), part, rows(9, 1)])
+    assert type(error) is InvalidRequestError
+    assert PutAck.from_json(answers[0]) == ack(0, 0, 2)
+    assert type(decode_error(answers[1].decode())) is InvalidRequestError
+    assert numbers_in(topic) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        {"command": b"x"},
+        {"command": b"{}"},
+        {"command": b'{"version":1,"topic":"nowhere","producer":null,"epoch":0,"create":true}'},
+        {"command": PutOpen(topic=TOPIC, producer="").to_json()},
+        {"command": PutOpen(topic=TOPIC, producer="x" * 1000).to_json()},
+        {"command": PutOpen(topic=TOPIC, producer="p", epoch=1 << 40).to_json()},
+        {"descriptor": flight.FlightDescriptor.for_path("default", "orders")},
+    ],
+    ids=str,
+)
+def test_opening_that_is_none_is_refused(server, log, opening):
+    answers, error = raw_put(server, [rows(0, 1)], **opening)
+    assert isinstance(error, InvalidRequestError)
+    assert answers == []
+    assert log.topics() == [TOPIC]
+
+
+def test_batches_that_are_too_large_are_refused(log, topic):
+    limits = FlightLimits(batch_rows_max=10, batch_bytes_max=1000)
+    with (
+        FlightTopics(log, limits=limits) as server,
+        FlightClient(server.address) as client,
+        client.publish(TOPIC, SCHEMA, producer="good") as good,
+    ):
+        acks, error = publish(client, [range(10), range(10, 21)])
+        assert type(error) is InvalidRequestError
+        assert "11 rows" in error.message
+        assert len(acks) == 1
+        large = rows(0, 10, size=2 * MIB)
+        publisher = client.publish(TOPIC, SCHEMA, producer="q")
+        publisher.write(large)
+        with pytest.raises(MessageTooLargeError):
+            publisher.close()
+        good.write(rows(10, 5))
+    assert numbers_in(topic) == list(range(15))
+
+
+def test_message_that_is_too_large_is_refused_with_its_batch(client, log, topic):
+    limit = log.config.storage.max_message_size
+    batch = pa.record_batch([pa.array([b"0", b"x" * (limit + 1)])], schema=SCHEMA)
+    publisher = client.publish(TOPIC, SCHEMA, producer="p")
+    publisher.write(batch)
+    with pytest.raises(MessageTooLargeError):
+        publisher.close()
+    assert topic.watermarks.next == 0
+    largest = pa.record_batch([pa.array([b"x" * limit])], schema=SCHEMA)
+    with client.publish(TOPIC, SCHEMA, producer="p") as publisher:
+        publisher.write(largest)
+    assert topic.watermarks.next == 1
+
+
+def test_more_streams_than_allowed_are_refused(log, topic):
+    with (
+        FlightTopics(log, limits=FlightLimits(streams_max=2)) as server,
+        FlightClient(server.address) as client,
+        client.publish(TOPIC, SCHEMA, producer="a") as first,
+    ):
+        first.write(rows(0, 1))
+        first.flush()
+        with client.publish(TOPIC, SCHEMA, producer="b") as second:
+            second.write(rows(1, 1))
+            second.flush()
+            acks, error = publish(client, [range(5)], producer="c")
+            assert type(error) is CapacityError
+            assert not acks
+            first.write(rows(2, 1))
+        wait_until(lambda: server.server.streams == 1)
+        assert publish(client, [range(3, 5)], producer="c")[1] is None
+    assert numbers_in(topic) == [0, 1, 2, 3, 4]
+
+
+# -- slow disks, slow clients -----------------------------------------------------------------
+
+
+@contextmanager
+def held_disk():
+    """Nothing is synced before the block ends."""
+    gate = threading.Event()
+    failpoints.arm("wal.before_sync", lambda: gate.wait(SECONDS))
+    try:
+        yield gate
+    finally:
+        gate.set()
+        failpoints.disarm()
+
+
+def test_server_takes_no_more_than_it_may_owe_answers_for(log, topic):
+    limits = FlightLimits(unacked_bytes_max=MIB)
+    with (
+        FlightTopics(log, limits=limits) as server,
+        FlightClient(server.address) as client,
+        client.publish(TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1 << 30) as publisher,
+    ):
+        with held_disk():
+            for start in range(0, 2000, 10):
+                publisher.write(rows(start, 10, size=10_000))
+            wait_until(lambda: topic.watermarks.next >= 100)
+            threading.Event().wait(0.3)
+            assert topic.watermarks.next <= 130
+            assert publisher.unanswered[0].sequence == 0
+        publisher.flush()
+    assert numbers_in(topic) == list(range(2000))
+
+
+def test_client_sends_no_more_than_it_may(client, topic):
+    with (
+        client.publish(TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1000) as publisher,
+    ):
+        with held_disk():
+            publisher.write(rows(0, 1, size=900))
+            with pytest.raises(UnavailableError, match="no answer"):
+                publisher.write(rows(1, 1, size=900), timeout_seconds=0.2)
+            assert len(publisher.unanswered) == 1
+        publisher.write(rows(1, 5, size=900))  # alone it may be larger
+    assert numbers_in(topic) == list(range(6))
+
+
+def test_client_that_takes_no_answers_harms_nobody(server, client, topic):
+    with flight.connect(f"grpc://{server.address}") as rude:
+        command = PutOpen(topic=TOPIC, producer=None).to_json()
+        writer, _ = rude.do_put(flight.FlightDescriptor.for_command(command), SCHEMA)
+        for number in range(2000):
+            writer.write_with_metadata(rows(7, 1), PutBatch(sequence=number).to_json())
+        assert publish(client, [range(1000, 1010)])[1] is None
+        writer.done_writing()
+    wait_until(lambda: server.server.streams == 0)
+
+
+def test_failed_sync_is_told(client, log, topic):
+    def fail():
+        raise OSError(5, "no disk")
+
+    failpoints.arm("wal.before_sync", fail)
+    acks, error = publish(client, [range(3)])
+    failpoints.disarm()
+    assert isinstance(error, IsterError)
+    assert not acks
+
+
+# -- connections that end ---------------------------------------------------------------------
+
+
+def resend(client, publisher, acks):
+    """What a program does about a publisher that has failed."""
+    with client.publish(TOPIC, SCHEMA, producer="p", on_ack=acks.append) as again:
+        for sequence, batch in publisher.unanswered:
+            again.write(batch, sequence)
+
+
+def test_connection_cut_between_append_and_answer(server, client, topic):
+    """Goal: the retry is answered with the offsets of the first time."""
+    is_cut = threading.Event()
+
+    def cut():
+        if not is_cut.is_set():
+            is_cut.set()
+            _cut_connections(server.port)
+
+    failpoints.arm("wal.after_sync", cut)
+    acks = []
+    publisher = client.publish(TOPIC, SCHEMA, producer="p", on_ack=acks.append)
+    publisher.write(rows(0, 10))
+    with pytest.raises(UnavailableError):
+        publisher.flush()
+    failpoints.disarm()
+    publisher.abort()
+    assert not acks
+    assert is_cut.is_set()
+    assert [sequence for sequence, _ in publisher.unanswered] == [0]
+    topic.append(b"10")
+    resend(client, publisher, acks)
+    assert acks == [ack(0, 0, 10, 10)]
+    assert numbers_in(topic) == list(range(11))
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_server_killed_under_load(tmp_path, seed):
+    """Goal: every row once and in order, over kill -9 of the owner."""
+    print(f"replay: pytest {__file__} -k 'test_server_killed_under_load and {seed}'")
+    chance = random.Random(seed)
+    acks, sequence = [], 0
+    with FlightProcess(tmp_path) as process:
+        left = []
+        for _ in range(3):
+            with FlightClient(process.address, timeout_seconds=SECONDS) as client:
+                publisher = client.publish(
+                    TOPIC, SCHEMA, producer="p", create=True, on_ack=acks.append
+                )
+                killer = threading.Timer(chance.uniform(0.05, 0.4), process.kill)
+                killer.start()
+                try:
+                    for number, batch in left:
+                        publisher.write(batch, number)
+                    while sequence < 3_000_000:
+                        sequence = publisher.write(rows(sequence, 500, 50), sequence) + 500
+                except IsterError as error:
+                    assert isinstance(error, UnavailableError)
+                killer.join()
+                publisher.abort()
+                left = publisher.unanswered
+                if left:
+                    sequence = left[-1].sequence + left[-1].batch.num_rows
+            process.start()
+        with FlightClient(process.address) as client:
+            resend_all = client.publish(
+                TOPIC, SCHEMA, producer="p", create=True, on_ack=acks.append
+            )
+            for number, batch in left:
+                resend_all.write(batch, number)
+            resend_all.close()
+        process.stop()
+    with Log(load_config(str(tmp_path), {})) as log:
+        assert numbers_in(log.topic(TOPIC)) == list(range(sequence))
+        offset_of = {a.sequence: a.start for a in acks}
+        assert offset_of == {number: number for number in range(0, sequence, 500)}
+
+
+def test_server_that_hangs_is_given_up(tmp_path):
+    with (
+        FlightProcess(tmp_path) as process,
+        FlightClient(process.address, timeout_seconds=1) as client,
+    ):
+        publisher = client.publish(TOPIC, SCHEMA, producer="p", create=True)
+        publisher.write(rows(0, 1))
+        publisher.flush(SECONDS)
+        process.pause()
+        publisher.write(rows(1, 1))
+        with pytest.raises(UnavailableError):
+            publisher.flush()
+        process.resume()
+        publisher.flush(SECONDS)
+        publisher.close()
+
+
+def test_server_that_ends_tells_its_publishers(log, topic):
+    with FlightTopics(log) as server, FlightClient(server.address) as client:
+        idle = client.publish(TOPIC, SCHEMA, producer="p")
+        idle.write(rows(0, 5))
+        idle.flush()
+        server.server.close(SECONDS)
+        wait_until(lambda: idle.failure is not None)
+        assert type(idle.failure) is UnavailableError
+        assert "ends" in idle.failure.message
+        with pytest.raises(UnavailableError):
+            idle.write(rows(5, 5))
+        idle.abort()
+    assert numbers_in(topic) == list(range(5))
+
+
+def test_server_ends_although_a_client_does_not(log):
+    with FlightTopics(log) as server:
+        command = PutOpen(topic=TOPIC, producer=None).to_json()
+        with flight.connect(f"grpc://{server.address}") as deaf:
+            writer, reader = deaf.do_put(flight.FlightDescriptor.for_command(command), SCHEMA)
+            writer.write_with_metadata(rows(0, 1), PutBatch(sequence=0).to_json())
+            assert reader.read() is not None
+            assert server.server.streams == 1
+            server.server.close(grace_seconds=0.2)
+            assert server.server.streams == 0
+            with pytest.raises(flight.FlightError):
+                writer.close()
+
+
+# -- rights -----------------------------------------------------------------------------------
+
+
+class Rights:
+    """What callers may do: a set of words that a test changes."""
+
+    name = "somebody"
+
+    def __init__(self, *words):
+        self.words = set(words)
+        self.middleware = {}
+
+    def caller(self, context):
+        return self
+
+    def allows(self, permission, *, topic):
+        return str(permission) in self.words
+
+    def check(self, permission, *, topic=None):
+        if str(permission) not in self.words:
+            raise PermissionDeniedError(f"no {permission}", topic=topic)
+
+
+def test_every_call_needs_its_right(log, topic):
+    topic.append(b"0")
+    topic.flush()
+    rights = Rights()
+    with (
+        FlightServer(LogSource(log), access=rights) as server,
+        FlightClient(server.address) as client,
+    ):
+        calls = {
+            "lookup": [lambda: client.watermarks([TOPIC]), client.storage],
+            "consume": [lambda: client.find_time(TOPIC, 0, 0, 1)],
+            "produce": [lambda: publish_or_raise(client, [range(1)])],
+        }
+        for right, needing in calls.items():
+            for call in needing:
+                rights.words = set()
+                with pytest.raises(PermissionDeniedError):
+                    call()
+                rights.words = {right}
+                call()
+        # A topic that does not exist looks the same to those who may not see it.
+        rights.words = set()
+        with pytest.raises(PermissionDeniedError):
+            client.watermarks(["/default/nowhere"])
+        assert client.topics() == []
+        rights.words = {"lookup"}
+        assert client.topics() == [TOPIC]
+
+
+def publish_or_raise(client, batches):
+    error = publish(client, batches)[1]
+    if error is not None:
+        raise error
+
+
+def test_right_that_is_taken_away_ends_the_stream(log, topic):
+    rights = Rights("produce")
+    with (
+        FlightServer(LogSource(log), access=rights) as server,
+        FlightClient(server.address) as client,
+    ):
+        busy = client.publish(TOPIC, SCHEMA, producer="a")
+        idle = client.publish(TOPIC, SCHEMA, producer="b")
+        for publisher in (busy, idle):
+            publisher.write(rows(0, 1))
+            publisher.flush()
+        rights.words.clear()
+        busy.write(rows(1, 1))
+        for publisher in (busy, idle):
+            wait_until(lambda publisher=publisher: publisher.failure is not None)
+            assert type(publisher.failure) is PermissionDeniedError
+            publisher.abort()
+    assert topic.watermarks.next == 2
+
+
+def test_streams_are_counted_by_caller(log):
+    limits = FlightLimits(streams_per_caller_max=1)
+    with (
+        FlightServer(LogSource(log), access=Rights("produce"), limits=limits) as server,
+        FlightClient(server.address) as client,
+        client.publish(TOPIC, SCHEMA, producer="a") as first,
+    ):
+        first.write(rows(0, 1))
+        first.flush()
+        assert type(publish(client, [range(1)], producer="b")[1]) is CapacityError
+
+
+# -- the client's side ------------------------------------------------------------------------
+
+
+class Liar(flight.FlightServerBase):
+    """Answers whatever a test says, once a batch has come."""
+
+    def __init__(self):
+        super().__init__("grpc://127.0.0.1:0")
+        self.answers = []
+
+    def do_put(self, context, descriptor, reader, writer):
+        reader.read_chunk()
+        for answer in self.answers:
+            writer.write(answer)
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind"),
+    [
+        ([], UnavailableError),
+        ([b"x"], CorruptDataError),
+        ([b"\xff\xfe"], CorruptDataError),
+        ([b"{}"], CorruptDataError),
+        ([ack(7, 0, 3).to_json()], CorruptDataError),
+        ([ack(0, 0, 2).to_json()], CorruptDataError),
+        ([ack(0, 0, 3).to_json()] * 2, CorruptDataError),
+        ([b'{"code":"CapacityError","message":"full"}'], CapacityError),
+    ],
+)
+def test_answers_that_are_none_end_the_stream(answers, kind):
+    with Liar() as liar, FlightClient(f"127.0.0.1:{liar.port}") as client:
+        liar.answers = answers
+        publisher = client.publish(TOPIC, SCHEMA, producer="p")
+        publisher.write(rows(0, 3))
+        wait_until(lambda: publisher.failure is not None)
+        assert type(publisher.failure) is kind
+        with pytest.raises(kind):
+            publisher.write(rows(3, 3))
+        publisher.abort()
+
+
+def test_server_that_is_not_there_is_unavailable(server):
+    server.close()
+    with FlightClient(server.address) as client:
+        publisher = client.publish(TOPIC, SCHEMA)
+        publisher.write(rows(0, 1))
+        with pytest.raises(UnavailableError):
+            publisher.close()
+
+
+def test_publisher_refuses_what_makes_no_sense(client, topic):
+    with client.publish(TOPIC, SCHEMA) as publisher:
+        with pytest.raises(InvalidRequestError):
+            publisher.write(pa.record_batch({"payload": ["a"]}))
+        with pytest.raises(InvalidRequestError):
+            publisher.write(rows(0, 0))
+        assert publisher.write(rows(0, 3)) == 0
+        assert publisher.write(rows(3, 2)) == 3
+        assert publisher.next_sequence == 5
+    with pytest.raises(ClosedError):
+        publisher.write(rows(5, 1))
+    publisher.close()
+    assert numbers_in(topic) == list(range(5))
+
+
+def test_error_in_on_ack_fails_the_publisher(client):
+    def fail(ack):
+        raise ValueError("mine")
+
+    publisher = client.publish(TOPIC, SCHEMA, on_ack=fail)
+    publisher.write(rows(0, 1))
+    with pytest.raises(InvariantError, match="ValueError"):
+        publisher.flush()
+    publisher.abort()
