@@ -83,6 +83,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("broker.consumers", "gauge", "consumers", "consumers with an open stream"),
     Metric("broker.messages_in_total", "counter", "messages", "messages sent over gRPC"),
     Metric("broker.bytes_in_total", "counter", "bytes", "payloads of these"),
+    Metric("broker.schema_misfits", "gauge", "messages", "messages that did not fit their schema"),
     Metric("subscription.nacks_total", "counter", "messages", "messages that consumers gave back"),
     Metric("subscription.redeliveries_total", "counter", "messages", "messages sent again"),
     Metric("subscription.dropped_total", "counter", "messages", "messages that failed too often"),

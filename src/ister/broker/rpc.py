@@ -11,14 +11,15 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from ister.errors import FencedError, InvalidRequestError, IsterError
+from ister.errors import FencedError, InvalidRequestError, IsterError, UnavailableError
 
-__all__ = ["Refused", "status_of", "streaming_handler", "unary_handler"]
+__all__ = ["Gate", "Refused", "status_of", "streaming_handler", "unary_handler"]
 
 _log = logging.getLogger("ister.broker.rpc")
 
@@ -45,14 +46,59 @@ def status_of(error: IsterError) -> grpc.StatusCode:
     return status
 
 
+class Gate:
+    """Calls under way, and whether further ones are let in.
+
+    A gRPC server that stops cancels calls that have arrived and were not begun, and Danube's client
+    shows that to its user. Behind a closed gate they are UNAVAILABLE, which it tries again.
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> None:
+        """Lets a call in.
+
+        Raises:
+            UnavailableError: The gate is closed.
+        """
+        if self.is_closed:
+            raise UnavailableError("the broker is ending")
+        self._count += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """Notes that a call which was let in is answered."""
+        self._count -= 1
+        if not self._count:
+            self._idle.set()
+
+    async def close(self, timeout: float) -> None:
+        """Lets nobody in any more; waits for those inside, but not longer than that."""
+        self.is_closed = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+
+
 def unary_handler(
-    call: Callable[[Any, Any], Awaitable[Any]], parse: Callable[[bytes], Any], where: str
+    call: Callable[[Any, Any], Awaitable[Any]],
+    parse: Callable[[bytes], Any],
+    where: str,
+    gate: Gate,
 ) -> Callable[[bytes, Any], Awaitable[Any]]:
     """A method as gRPC calls it: bytes in, the answer or a status out."""
 
     async def handle(data: bytes, context: Any) -> Any:  # noqa: ANN401 - gRPC has no types
         try:
-            return await call(_parsed(parse, data), context)
+            gate.enter()
+            try:
+                return await call(_parsed(parse, data), context)
+            finally:
+                gate.leave()
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told

@@ -25,6 +25,7 @@ from ister.broker.cluster import Address, Cluster
 from ister.broker.flight.server import FlightServer
 from ister.broker.flight_edge import BrokerSource
 from ister.broker.http import make_application
+from ister.broker.rpc import Gate
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.flight_guard import FlightAccess
 from ister.broker.security.grpc_guard import GrpcGuard
@@ -58,8 +59,8 @@ __all__ = ["Broker", "Listening"]
 _log = logging.getLogger("ister.broker.server")
 
 _HEARTBEAT_SECONDS: Final = 5.0
-# Of which streams to consumers that are being told to end take the last.
-_LAST_SECONDS: Final = 0.5
+# Calls that are on their way when the broker ends arrive within this time.
+_LAST_SECONDS: Final = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class Broker:
         self.topics: Topics
         self._is_ready = False
         self._is_ending = False
+        self._gate = Gate()
         # What has to be done at the end, in the order in which it was begun.
         self._endings = AsyncExitStack()
 
@@ -247,7 +249,7 @@ class Broker:
             "ister.Admin": OperateService(topics, guard),
         }
         for name, service in services.items():
-            add_service(server, name, service)
+            add_service(server, name, service, self._gate)
 
     async def _start_flight(self) -> FlightServer:
         config = self.config.broker
@@ -333,6 +335,8 @@ class Broker:
 
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics
+        schemas = self.schemas
+        metrics.register_gauge("broker.schema_misfits", lambda: sum(schemas.misfits().values()))
         metrics.register_gauge("broker.topics", lambda: len(topics.served))
         metrics.register_gauge(
             "broker.consumers",
@@ -352,10 +356,11 @@ class Broker:
         await self._endings.aclose()
 
     async def _drain(self, server: grpc.aio.Server) -> None:
-        # From here on no call is taken; those under way go on, and streams are told to end.
-        stopping = asyncio.ensure_future(
-            server.stop(self.config.broker.drain_seconds - _LAST_SECONDS)
-        )
-        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        end_at = loop.time() + self.config.broker.drain_seconds - _LAST_SECONDS
+        # Calls under way are answered; later ones are told to come again.
+        await self._gate.close(end_at - loop.time())
         await self.topics.close()
-        await stopping
+        # Whatever has reached this process by now still gets its answer.
+        await asyncio.sleep(_LAST_SECONDS)
+        await server.stop(max(0.0, end_at - loop.time()))

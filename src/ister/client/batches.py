@@ -165,6 +165,14 @@ class Batch:
         self._outcomes.update((row, error) for row in range(first, first + rows))
         return self._decide(rows)
 
+    def give_up(self, error: IsterError) -> list[Callable[[], None]]:
+        """Notes that all rows were given up that nothing is known of; returns whom to tell."""
+        if self.is_done:
+            return []
+        undecided = [row for row in range(self.rows) if row not in self._outcomes]
+        self._outcomes.update(dict.fromkeys(undecided, error))
+        return self._decide(len(undecided))
+
     def _decide(self, rows: int) -> list[Callable[[], None]]:
         self._undecided -= rows
         if self._undecided:

@@ -84,7 +84,7 @@ class Settler(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Item:
     """Rows of a batch that go out together."""
 
@@ -239,11 +239,13 @@ class Lane:
         """
         # By their sequences: what was sent to learn an offset is before the rest.
         items = sorted((*self._unanswered, *self._again), key=lambda item: item.sequence)
-        was_sent = bool(self._unanswered)
+        first_sent = self._unanswered[0] if self._unanswered else None
+        was_sent = first_sent is not None
         self._unanswered.clear()
         self._again = deque(items)
-        if isinstance(error, InvalidRequestError) and was_sent:
-            await self._refused(error)
+        if isinstance(error, InvalidRequestError) and first_sent is not None:
+            # Those before it are answered: it is this one that was refused.
+            await self._refused(first_sent, error)
             return
         is_conflict = isinstance(error, ConflictError) and not isinstance(error, FencedError)
         if is_conflict and was_sent and not self._is_established:
@@ -272,16 +274,17 @@ class Lane:
         if self._epoch > EPOCH_MAX:
             raise ConflictError("there is no higher epoch for this producer", topic=self.topic)
 
-    async def _refused(self, error: InvalidRequestError) -> None:
+    async def _refused(self, item: _Item, error: InvalidRequestError) -> None:
         """Finds the message that was refused; fails all if it is none of them.
 
         Raises:
             IsterError: The stream itself is refused.
         """
-        item = self._again[0]
         if item.rows > 1:
-            self._again.popleft()
-            self._again.extendleft(reversed(item.halves()))
+            at = self._again.index(item)
+            del self._again[at]
+            for half in reversed(item.halves()):
+                self._again.insert(at, half)
             return
         while True:
             try:
@@ -291,13 +294,14 @@ class Lane:
                 raise
             except IsterError as failure:
                 await self._pause(failure)
-        self._again.popleft()
+        self._again.remove(item)
         self._settler.failed(item.batch, item.first, 1, error)
-        if item.is_doubtful or any(later.is_doubtful for later in self._again):
+        later = [one for one in self._again if one.sequence > item.sequence]
+        if item.is_doubtful or any(one.is_doubtful for one in later):
             self._begin_epoch()
         else:
-            for later in self._again:
-                later.sequence -= 1
+            for one in later:
+                one.sequence -= 1
             self._next_sequence -= 1
 
     def _begin_epoch(self) -> None:

@@ -4,14 +4,20 @@ Paths that say nothing but whether the broker is there are open, because those w
 balancers, orchestrators) have no credentials. Everything else is authenticated; the handler runs
 with the caller as the current one. Errors of `ister.errors` about who calls and what they may do
 become 401, 403 and 503, as JSON.
+
+Bytes that are not HTTP get 400 from aiohttp, which would also log them, headers and all: anybody
+could fill the log, and credentials with a typo would stand in it. Those records are dropped.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from ister.broker.security.authentication import collect_headers
 from ister.broker.security.guard import Guard, entered
@@ -36,6 +42,7 @@ def http_guard(guard: Guard, *, open_paths: Collection[str] = OPEN_PATHS) -> Any
         guard: Who decides.
         open_paths: Paths that need no credentials, exactly as written.
     """
+    server_logger.addFilter(_is_ours)
 
     @web.middleware
     async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -60,6 +67,12 @@ def http_guard(guard: Guard, *, open_paths: Collection[str] = OPEN_PATHS) -> Any
             return _answer(error, 503)
 
     return check
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a record of aiohttp's is about the server, and not about a request that is none."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
 
 
 def _answer(

@@ -2,8 +2,8 @@
 
 Owns: reading and checking the files of `broker.tls`, and reading them again when they change. gRPC
 and HTTP take what is new with the next handshake, connections that stand go on. Flight takes
-certificates only when it starts: its server is started anew when `ServerTls.material` gives
-another `serial` (two of them can listen on one port for that moment).
+certificates only when it starts: its server has to be started anew when `ServerTls.material` gives
+another `serial`, and its clients come again.
 
 Files that do not fit together, or have expired, are an error at the start. Later they are an error
 in the log, and the ones before stay in use: replacing two files takes a moment in which they do not

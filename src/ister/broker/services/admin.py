@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc
@@ -281,12 +282,13 @@ class TopicAdminService(_Service):
         )
         found = await asyncio.to_thread(self._schemas.topic_config, topic.name)
         if found is not None and found.subject:
-            latest = await asyncio.to_thread(self._schemas.latest, found.subject)
             described.schema_subject = found.subject
-            described.schema_id = latest.schema_id
-            described.schema_version = latest.version
-            described.schema_type = latest.schema_type
-            described.compatibility_mode = latest.compatibility_mode
+            with suppress(NotFoundError):  # all versions of it were deleted
+                latest = await asyncio.to_thread(self._schemas.latest, found.subject)
+                described.schema_id = latest.schema_id
+                described.schema_version = latest.version
+                described.schema_type = latest.schema_type
+                described.compatibility_mode = latest.compatibility_mode
         return described
 
     async def ListSubscriptions(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401

@@ -65,8 +65,15 @@ class ProducerService:
         )
 
     async def _bind_schema(self, topic: ServedTopic, reference: Any) -> None:  # noqa: ANN401
+        wanted = reference.WhichOneof("version_ref")
         try:
-            await asyncio.to_thread(self._schemas.bind_producer, topic.name, reference.subject)
+            await asyncio.to_thread(
+                self._schemas.bind_producer,
+                topic.name,
+                reference.subject,
+                pinned_version=reference.pinned_version if wanted == "pinned_version" else None,
+                min_version=reference.min_version if wanted == "min_version" else None,
+            )
         except (NotFoundError, ConflictError) as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
 

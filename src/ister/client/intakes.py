@@ -1,0 +1,346 @@
+"""The way of messages from one topic to a consumer, and of acknowledgements back.
+
+    broker ─ deliveries ─► the consumer's inbox ─► the program
+       ▲                                              │
+       └──── acks, together; confirmed ◄──────────────┘
+
+Owns: the stream of one topic, what the program holds, what it has acknowledged and the broker has
+not confirmed. Does not own: the inbox, which all topics of a consumer share (`consuming`).
+
+A stream that fails is followed by another, to whichever broker has the topic then. Then
+
+- what was acknowledged and not confirmed is acknowledged again, before anything else;
+- what is in the inbox still is dropped, as it comes again;
+- what the program holds comes again too, and is not handed out a second time: the program
+  acknowledges the one it has. Unless it is another attempt, as after a nack or an ack timeout.
+
+So one consumer sees a message twice only if it failed; others may see one that this one had when
+its stream broke.
+
+A consumer that does not take its messages stops the reading from the network once some bytes are
+in the inbox, and the broker holds back what is not acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from ister.client.messages import ReceivedMessage
+from ister.client.network import Network, Route
+from ister.client.retries import Retries
+from ister.errors import (
+    CorruptDataError,
+    IsterError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+__all__ = ["Inbox", "Intake", "IntakeOptions"]
+
+_log = logging.getLogger("ister.client.intakes")
+
+# Acknowledgements go when none is on its way, or after so long, or when there are so many.
+_LINGER_SECONDS: Final = 0.005
+_ACKS_MAX: Final = 1000
+_OPEN_SECONDS: Final = 15.0
+_VERDICT_SECONDS: Final = 2.0
+# A stream that has lasted for so long has worked.
+_STEADY_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntakeOptions:
+    """What a broker is told when a stream is opened."""
+
+    subscription: str
+    consumer: str
+    kind: str
+    start: str
+    key_filters: tuple[str, ...]
+    buffer_bytes: int
+    timeout: float | None
+
+
+class Inbox(Protocol):
+    """Where messages go."""
+
+    def lock(self) -> Any:  # noqa: ANN401 - a lock
+        """Guards what the program and the loop both change."""
+        ...
+
+    def deliver(self, messages: list[ReceivedMessage]) -> None:
+        """Takes messages; without the lock."""
+        ...
+
+    def progressed(self) -> None:
+        """Some acknowledgements were confirmed; without the lock."""
+        ...
+
+
+class Intake:
+    """See the module header. Belongs to one loop, but for what is said to be under the lock."""
+
+    def __init__(
+        self, inbox: Inbox, network: Network, topic: str, options: IntakeOptions
+    ) -> None:
+        self.topic = topic
+        self.life = 0
+        """Which stream it is; what came by another one before is not handed out any more."""
+        self.held: dict[int, int] = {}
+        """Offsets that the program has and has not acknowledged, and which attempt they were;
+        under the lock, as the next four."""
+        self.waiting_bytes = 0
+        """Bytes in the inbox."""
+        self._acks: list[int] = []
+        self._nacks: deque[Any] = deque()
+        self._unconfirmed: set[int] = set()
+        self._inbox = inbox
+        self._lock = inbox.lock()
+        self._network = network
+        self._options = options
+        self._retries = Retries(options.timeout)
+        self._resumed: dict[int, int] = {}
+        self._incarnation: str | None = None
+        self._to_send = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self.is_asleep = False
+        """Whether `wake` has to be called for an acknowledgement to go; under the lock."""
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_ending = False
+
+    # -- under the lock, by any thread ------------------------------------------------------
+
+    def take(self, message: ReceivedMessage) -> bool:
+        """Notes that the program gets a message; False if it is from a stream before."""
+        if message.life != self.life:
+            return False
+        self.waiting_bytes -= len(message.payload)
+        self.held[message.offset] = message.attempt
+        return True
+
+    def ack(self, message: ReceivedMessage) -> bool:
+        """Acknowledges a message; True if the loop has to be woken."""
+        self.held.pop(message.offset, None)
+        self._acks.append(message.offset)
+        return self._rouse()
+
+    def nack(self, message: ReceivedMessage, delay_ms: int | None, reason: str | None) -> bool:
+        """Has a message come again; True if the loop has to be woken."""
+        self.held.pop(message.offset, None)
+        self._nacks.append(
+            self._network.wire.ister_api.Nack(
+                offset=message.offset, delay_ms=delay_ms, reason=reason
+            )
+        )
+        return self._rouse()
+
+    def _rouse(self) -> bool:
+        was_asleep, self.is_asleep = self.is_asleep, False
+        return was_asleep
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every acknowledgement is confirmed."""
+        return not (self._acks or self._unconfirmed or self._nacks)
+
+    # -- on the loop ------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There is something to send, or room in the inbox."""
+        self._to_send.set()
+        self._has_room.set()
+
+    def end(self) -> None:
+        """Has the stream end in order."""
+        self._is_ending = True
+        self.wake()
+
+    async def run(self) -> None:
+        """Receives until it is told to end.
+
+        Raises:
+            IsterError: It cannot go on, and why.
+        """
+        loop = asyncio.get_running_loop()
+        while not self._is_ending:
+            began = loop.time()
+            error: IsterError
+            try:
+                await self._receive()
+                if self._is_ending:
+                    return
+                error = UnavailableError("the stream has ended", topic=self.topic)
+            except IsterError as failure:
+                error = failure
+            self._lose_stream()
+            if loop.time() - began > _STEADY_SECONDS:
+                self._retries.reset()
+            _log.debug("a stream has ended", extra={"topic": self.topic, "error": str(error)})
+            if (
+                isinstance(error, UnauthenticatedError)
+                and self._network.can_renew_token
+                and not self._retries.failures
+            ):
+                self._retries.failures += 1
+                continue
+            await self._retries.pause(error)
+
+    def _lose_stream(self) -> None:
+        with self._lock:
+            self.life += 1
+            self.waiting_bytes = 0
+            self._resumed = dict(self.held)
+            # Said again by the next stream, before anything else.
+            self._acks = [*sorted(self._unconfirmed), *self._acks]
+            self._unconfirmed.clear()
+
+    async def _receive(self) -> None:
+        """One stream, from its beginning to its end."""
+        network = self._network
+        route = await network.locate(self.topic)
+        channel = network.channel_for_stream(route.address)
+        call = network.wire.stub(channel, "ister.Delivery").Consume(
+            metadata=network.headers(route)
+        )
+        try:
+            await self._open(call, route)
+            self._retries.reset()
+            if not self.opened.done():
+                self.opened.set_result(None)
+            sending = asyncio.create_task(self._send_all(call, route))
+            reading = asyncio.create_task(self._read_all(call, route))
+            try:
+                await self._watch(sending, reading)
+            finally:
+                for task in (sending, reading):
+                    task.cancel()
+                await asyncio.gather(sending, reading, return_exceptions=True)
+        except IsterError:
+            network.forget(route)
+            raise
+        finally:
+            call.cancel()
+            network.stream_ended(route.address)
+
+    async def _open(self, call: Any, route: Route) -> None:  # noqa: ANN401
+        options, api = self._options, self._network.wire.ister_api
+        request = api.ConsumeRequest(
+            open=api.OpenConsumer(
+                topic=self.topic,
+                subscription=options.subscription,
+                consumer=options.consumer,
+                kind=options.kind,
+                key_filters=options.key_filters,
+                start=options.start,
+            )
+        )
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                try:
+                    await self._answered(call.write(request), route)
+                except UnavailableError:
+                    pass  # why, reading tells
+                answer = await self._answered(call.read(), route)
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{route.address} does not answer", topic=self.topic
+            ) from error
+        if not isinstance(answer, api.ConsumeResponse):
+            raise UnavailableError("the stream has ended early", topic=self.topic)
+        if answer.WhichOneof("step") != "opened":
+            raise CorruptDataError("the broker answers what was not asked", topic=self.topic)
+        incarnation = answer.opened.incarnation
+        if self._incarnation not in (None, incarnation):
+            # Another topic of the same name: what is held and acknowledged was of the one before.
+            with self._lock:
+                self.held.clear()
+                self._resumed.clear()
+                self._acks.clear()
+                self._nacks.clear()
+        self._incarnation = incarnation
+
+    async def _watch(self, sending: asyncio.Task[None], reading: asyncio.Task[None]) -> None:
+        await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            # Either everything is said and the broker ends it too, or why it failed comes now.
+            await asyncio.wait({reading}, timeout=_VERDICT_SECONDS)
+        if reading.done():
+            reading.result()
+        if sending.done():
+            sending.result()
+
+    async def _send_all(self, call: Any, route: Route) -> None:  # noqa: ANN401
+        loop = asyncio.get_running_loop()
+        api = self._network.wire.ister_api
+        said_at = 0.0
+        while True:
+            with self._lock:
+                self._to_send.clear()
+                acks = self._acks
+                # Acknowledgements that come alone go at once, many go together.
+                left = said_at + _LINGER_SECONDS - loop.time() if self._unconfirmed else 0.0
+                is_due = bool(acks) and (left <= 0 or len(acks) >= _ACKS_MAX or self._is_ending)
+                nacks, self._nacks = self._nacks, deque()
+                if is_due:
+                    self._acks = acks[_ACKS_MAX:]
+                    acks = acks[:_ACKS_MAX]
+                    self._unconfirmed.update(acks)
+                self.is_asleep = not (is_due or nacks)
+            if is_due:
+                said_at = loop.time()
+                request = api.ConsumeRequest(acks=api.Acks(offsets=acks))
+                await self._answered(call.write(request), route)
+            for nack in nacks:
+                await self._answered(call.write(api.ConsumeRequest(nack=nack)), route)
+            if is_due or nacks:
+                continue
+            if self._is_ending and self.is_settled:
+                break
+            timer = loop.call_later(left, self._to_send.set) if acks and left > 0 else None
+            try:
+                await self._to_send.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        await self._answered(call.done_writing(), route)
+
+    async def _read_all(self, call: Any, route: Route) -> None:  # noqa: ANN401
+        api = self._network.wire.ister_api
+        while True:
+            await self._wait_for_room()
+            answer = await self._answered(call.read(), route)
+            if not isinstance(answer, api.ConsumeResponse):
+                return
+            step = answer.WhichOneof("step")
+            if step == "deliveries":
+                self._deliver(answer.deliveries.messages)
+            elif step == "acked":
+                with self._lock:
+                    self._unconfirmed.difference_update(answer.acked.offsets)
+                    is_free = not self._unconfirmed
+                if is_free:
+                    self._to_send.set()
+                self._inbox.progressed()
+
+    def _deliver(self, messages: Any) -> None:  # noqa: ANN401
+        fresh = [ReceivedMessage(one, self, self.life) for one in messages]
+        resumed = self._resumed
+        if resumed:
+            fresh = [one for one in fresh if one.attempt > resumed.pop(one.offset, 0)]
+        with self._lock:
+            self.waiting_bytes += sum(len(one.payload) for one in fresh)
+        self._inbox.deliver(fresh)
+
+    async def _wait_for_room(self) -> None:
+        while True:
+            self._has_room.clear()
+            if self.waiting_bytes < self._options.buffer_bytes or self._is_ending:
+                return
+            await self._has_room.wait()
+
+    async def _answered(self, waiting: Any, route: Route) -> Any:  # noqa: ANN401
+        return await self._network.answered(waiting, route.address, self.topic)

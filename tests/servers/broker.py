@@ -1,0 +1,326 @@
+"""The broker for tests: a process of its own, or a thread of this one.
+
+`BrokerProcess` is a real `ister serve` with a data directory of its own. It can be killed, stopped,
+paused and started again, always at the same ports:
+
+    with BrokerProcess(tmp_path) as broker:
+        client = DanubeClientBuilder().service_url(broker.url)
+        broker.kill()
+        broker.start()
+
+`BrokerThread` serves from this process, for tests that look inside or need no process to kill.
+
+The broker's log is `broker.log` in the directory, all lives of it one after the other. Nothing is
+uploaded or trimmed unless the settings say so: there is no bucket in most of these tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import yaml
+
+from ister.broker.server import Broker
+from ister.config import load_config
+
+__all__ = ["BrokerProcess", "BrokerThread"]
+
+READY_SECONDS = 60.0
+"""How long a broker may take until it answers, on a machine that is busy with other things."""
+STOP_SECONDS = 10.0
+"""How long a broker may take to end after SIGTERM. A promise, so no test waits for longer."""
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+T = TypeVar("T")
+
+_PORTS = ("grpc", "flight", "http")
+
+
+def broker_settings(
+    directory: str | os.PathLike[str],
+    settings: Mapping[str, Any] | None = None,
+    ports: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """The tree of an `ister.yml` with its data below `directory`; `settings` are laid over it."""
+    tree: dict[str, Any] = {
+        "storage": {
+            "wal": {"dir": str(Path(directory) / "data" / "wal")},
+            "uploader": {"engine": "none"},
+        },
+        "broker": {"ports": {name: (ports or {}).get(name, 0) for name in _PORTS}},
+    }
+    _lay_over(tree, settings or {})
+    return tree
+
+
+class BrokerProcess:
+    """`ister serve` in a process of its own.
+
+    Args:
+        directory: Where the data, the `ister.yml` and the log of the process are.
+        settings: What differs from the default settings, as a tree.
+        environment: Variables of the process beside those of this one.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.settings = dict(settings or {})
+        self._environment = dict(environment or {})
+        self._ports: dict[str, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        """Where gRPC is, as host:port. The same for all lives of the broker."""
+        self.flight = ""
+        self.http = ""
+
+    @property
+    def url(self) -> str:
+        """What Danube's client calls the service URL."""
+        return f"http://{self.address}"
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """What the broker wrote to standard error so far."""
+        return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+
+    @property
+    def data(self) -> Path:
+        """The data directory."""
+        return self.directory / "data"
+
+    # -- life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Returns when it is ready."""
+        if self.is_running:
+            raise RuntimeError("the broker runs already")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config = self.directory / "ister.yml"
+        config.write_text(
+            yaml.safe_dump(broker_settings(self.directory, self.settings, self._ports))
+        )
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ister.cli.main", "serve", f"--config={config}", "--json"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **self._environment},
+            )
+        try:
+            ready = self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+        self.address, self.flight, self.http = (ready.get(name) or "" for name in _PORTS)
+        # The next life listens where this one did, as a service on a real machine does.
+        self._ports = {
+            name: int(ready[name].rpartition(":")[2]) for name in _PORTS if ready.get(name)
+        }
+
+    def stop(self, *, within: float = STOP_SECONDS) -> None:
+        """SIGTERM. It has to end in time, with 0.
+
+        Raises:
+            AssertionError: It did not.
+        """
+        process = self._running()
+        process.send_signal(signal.SIGTERM)
+        try:
+            code = process.wait(within)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(
+                f"the broker took more than {within} s to end\n{self._log_tail()}"
+            ) from None
+        self._reap()
+        assert code == 0, f"the broker ended with {code}\n{self._log_tail()}"
+
+    def kill(self) -> None:
+        """SIGKILL: what a crash leaves. Does nothing if it has ended already."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._reap()
+
+    def restart(self) -> None:
+        """`stop`, then `start`."""
+        self.stop()
+        self.start()
+
+    def crash(self) -> None:
+        """`kill`, then `start`."""
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        """It keeps its connections and answers nothing any more."""
+        self._running().send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """It goes on."""
+        self._running().send_signal(signal.SIGCONT)
+
+    # -- what it takes ----------------------------------------------------------------------
+
+    def rss_bytes(self) -> int:
+        """The memory that it has now."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("the kernel says nothing about the broker's memory")
+
+    def cpu_seconds(self) -> float:
+        """Processor time that it has used since it started, of user and kernel."""
+        # The name of the program, in brackets, may hold spaces; the fields come behind it.
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Whatever state it is in: nobody looks at it any more.
+        self.kill()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    @property
+    def _log_path(self) -> Path:
+        return self.directory / "broker.log"
+
+    def _log_tail(self) -> str:
+        return self.log[-4000:]
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the broker does not run")
+        return self._process
+
+    def _wait_until_ready(self) -> dict[str, Any]:
+        """The ready line. Lines before it, if any, are somebody else's."""
+        output = self._running().stdout
+        deadline = time.monotonic() + READY_SECONDS
+        held = b""
+        while True:
+            wait = deadline - time.monotonic()
+            if wait <= 0 or not select.select([output], [], [], wait)[0]:
+                raise RuntimeError(
+                    f"the broker was not ready after {READY_SECONDS} s\n{self._log_tail()}"
+                )
+            chunk = os.read(output.fileno(), 65536)
+            if not chunk:
+                raise RuntimeError(f"the broker did not start\n{self._log_tail()}")
+            *lines, held = (held + chunk).split(b"\n")
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(event, dict) and event.get("event") == "ready":
+                    return event
+
+    def _reap(self) -> None:
+        self._process.stdout.close()
+        self._process = None
+
+
+class BrokerThread:
+    """A broker on a loop and a thread of this process.
+
+    Args:
+        directory: Where the data is.
+        settings: What differs from the default settings, as a tree.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self._config = load_config(broker_settings(directory, settings), {})
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ister-test-broker")
+        self.broker = Broker(self._config)
+        self.address = ""
+        self.flight = ""
+        self.http = ""
+
+    @property
+    def url(self) -> str:
+        """What Danube's client calls the service URL."""
+        return f"http://{self.address}"
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the broker's loop, from any other thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(READY_SECONDS)
+
+    def start(self) -> None:
+        """Returns when it is ready."""
+        self._thread.start()
+        try:
+            listening = self.call(self.broker.start()).to_json()
+        except BaseException:
+            self._end_loop()
+            raise
+        self.address, self.flight, self.http = (listening[name] for name in _PORTS)
+
+    def stop(self) -> None:
+        """Ends it in order."""
+        try:
+            self.call(self.broker.stop())
+        finally:
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        async def cancel_all() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.get_running_loop().shutdown_asyncgens()
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+        self.call(cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _lay_over(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            _lay_over(tree[key], value)
+        else:
+            tree[key] = dict(value) if isinstance(value, Mapping) else value
