@@ -8,7 +8,7 @@
       bootstrap_namespaces: [default]
       allow_insecure: false       # listen beyond this machine without auth
       drain_seconds: 8
-      consumer_grace_seconds: 60
+      consumer_grace_seconds: 3600
       tls: {cert_file: null, key_file: null, ca_file: null, client_auth: none}
       auth:
         mode: none                # none | token
@@ -538,7 +538,7 @@ class BrokerConfig:
     """Whether to listen beyond this machine although callers need not say who they are."""
     drain_seconds: int = _setting(8, low=1, high=3600)
     """How long calls under way may take once the broker is told to end."""
-    consumer_grace_seconds: int = _setting(60, low=1, high=86_400)
+    consumer_grace_seconds: int = _setting(3600, low=1, high=31 * 86_400)
     """How long after its stream ended a consumer's key filters still hold messages for it."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)

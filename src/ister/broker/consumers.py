@@ -52,6 +52,10 @@ class Consumers:
         """Takes note of an id."""
         self._by_id[consumer.id] = consumer
 
+    def forget(self, id: int) -> None:
+        """Forgets an id."""
+        self._by_id.pop(id, None)
+
     def load(self, topic: TopicName, stored: StoredSubscription) -> None:
         """Takes note of the ids that are written down with a subscription."""
         for name, known in stored.consumers.items():

@@ -111,6 +111,7 @@ class Dispatch:
         self._wanted = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         self._generation = 0
+        self._forgetting: dict[int, asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         self._flushing = asyncio.Lock()
@@ -119,10 +120,12 @@ class Dispatch:
         self._is_closed = False
         plan.written(stored.cursor, self._loop.time(), version=self.delivery.version)
         for consumer in stored.consumers.values():
-            if consumer.filters:
-                # It may come back: until then nobody passes over what it waits for.
-                self.delivery.remember(consumer.id, filters=consumer.filters)
-                self._loop.call_later(grace_seconds, self._forget, consumer.id)
+            # It may come back: until then nobody passes over what it would take.
+            self.delivery.remember(consumer.id, filters=consumer.filters)
+            self._forget_later(consumer.id)
+        if stored.cursor > self.delivery.cursor:
+            # The store takes a cursor back only when told to.
+            self._spawn(self._put_back())
 
     def _within_log(self, cursor: int) -> int:
         """A cursor that is not beyond the log: what it would pass over has never been delivered."""
@@ -202,14 +205,21 @@ class Dispatch:
         del self._outboxes[consumer]
         outbox.end()
         self.delivery.detach(consumer, now=self._loop.time())
-        self._loop.call_later(self._grace, self._forget, consumer)
+        self._forget_later(consumer)
         if not self._outboxes and self._reading is not None:
             self._reading.cancel()
             self._reading = None
             self._release_held()
         self._pump()
 
+    def _forget_later(self, consumer: int) -> None:
+        before = self._forgetting.pop(consumer, None)
+        if before is not None:
+            before.cancel()
+        self._forgetting[consumer] = self._loop.call_later(self._grace, self._forget, consumer)
+
     def _forget(self, consumer: int) -> None:
+        self._forgetting.pop(consumer, None)
         if not self._is_closed and consumer not in self._outboxes:
             self.delivery.forget(consumer, now=self._loop.time())
             self._pump()
@@ -228,6 +238,18 @@ class Dispatch:
             self._held_bytes -= held.size_bytes
             return held
         return await self._retrieve(offset)
+
+    def readable(self, message: Message) -> StreamMessage | None:
+        """A message's fields; None if it has none, and then it counts as failed.
+
+        Its frame is whole, so nothing is lost; another program wrote something else into it.
+        """
+        try:
+            return message.record
+        except CorruptDataError as error:
+            _log.error("a message is none", extra={"error": str(error), "offset": message.offset})
+            self.nack(message.offset, delay_ms=None, reason="it cannot be decoded")
+            return None
 
     async def _retrieve(self, offset: int) -> Message | None:
         """Reads one message again, for a redelivery."""
@@ -275,6 +297,7 @@ class Dispatch:
             raise InvalidRequestError(
                 "nobody was given this message yet", topic=self.topic.name, offset=offset
             )
+        self._discard(offset)
         self._pump()
 
     def ack_many(self, offsets: Sequence[int]) -> None:
@@ -282,6 +305,7 @@ class Dispatch:
         now, end = self._loop.time(), self.end
         for offset in offsets:
             self.delivery.ack(offset, end=end, now=now)
+            self._discard(offset)
         self._pump()
 
     def nack(self, offset: int, *, delay_ms: int | None, reason: str | None) -> None:
@@ -375,7 +399,8 @@ class Dispatch:
                     self._offer(messages)
                     self._pump()
         except ClosedError:
-            return  # the topic; whoever closed it ends the streams
+            # The topic's writer has stopped, or it is being closed: consumers have to come again.
+            self.end_streams(UnavailableError("the topic was closed", topic=self.topic.name))
         except FencedError:
             self._on_fenced()
         except Exception:  # noqa: BLE001 - the streams end, and the log has the reason
@@ -408,19 +433,17 @@ class Dispatch:
         self._pump()
 
     def _offer(self, messages: Sequence[Message]) -> None:
-        is_keyed = self.kind is SubscriptionKind.KEY_SHARED
-        held = self._held
-        offered: list[tuple[int, str]] = []
+        delivery = self.delivery
+        if self.kind is SubscriptionKind.KEY_SHARED:
+            offered = [(message.offset, _key_of(message)) for message in messages]
+        else:
+            offered = [(message.offset, "") for message in messages]
+        delivery.offer(offered, now=self._loop.time())
         for message in messages:
-            key = ""
-            if is_keyed:
-                record = message.record
-                key = record.routing_key or record.producer_name
-            if self._held_bytes < _HELD_BYTES_MAX:
-                held[message.offset] = message
+            # Those acknowledged before, or for nobody, are not going to be sent.
+            if self._held_bytes < _HELD_BYTES_MAX and delivery.holds(message.offset):
+                self._held[message.offset] = message
                 self._held_bytes += message.size_bytes
-            offered.append((message.offset, key))
-        self.delivery.offer(offered, now=self._loop.time())
 
     def _release_held(self) -> None:
         self._held.clear()
@@ -545,6 +568,19 @@ class Dispatch:
         if not self._is_closed:
             self._spawn(self._flush())
 
+    async def _put_back(self) -> None:
+        while not self._is_closed:
+            try:
+                await self.flush(force=True)
+            except FencedError:
+                self._on_fenced()
+                return
+            except IsterError as error:
+                _log.warning("a cursor was not put back yet", extra={"error": str(error)})
+                await asyncio.sleep(_RETRY_SECONDS)
+            else:
+                return
+
     async def _flush(self) -> None:
         """Writes the cursor down; tries again by itself if that fails."""
         try:
@@ -556,8 +592,8 @@ class Dispatch:
         # What was acknowledged meanwhile, or has to be tried again.
         self._note_progress(self._loop.time())
 
-    async def flush(self) -> None:
-        """Writes the cursor down.
+    async def flush(self, *, force: bool = False) -> None:
+        """Writes the cursor down; back as well, if forced.
 
         Raises:
             FencedError: Another broker has the topic.
@@ -576,6 +612,7 @@ class Dispatch:
                     saved=saved,
                     incarnation=self.stored.incarnation,
                     owned=self._owned,
+                    force=force,
                 )
             except IsterError:
                 self._plan.failed(self._loop.time(), _RETRY_SECONDS)
@@ -596,7 +633,7 @@ class Dispatch:
             return
         self._is_closed = True
         self.end_streams(reason)
-        for timer in (self._timer, self._flush_timer):
+        for timer in (self._timer, self._flush_timer, *self._forgetting.values()):
             if timer is not None:
                 timer.cancel()
         working = [task for task in (self._reading, *self._tasks) if task is not None]
@@ -610,3 +647,12 @@ class Dispatch:
                 await self.flush()
             except IsterError as error:
                 _log.warning("a cursor was not written at the end", extra={"error": str(error)})
+
+
+def _key_of(message: Message) -> str:
+    """What key-shared subscriptions go by."""
+    try:
+        record = message.record
+    except CorruptDataError:
+        return ""  # whoever gets it finds out
+    return record.routing_key or record.producer_name

@@ -82,12 +82,18 @@ class Rate:
         self.per_second = per_second
         self._lock = threading.Lock()
         self._free_at = 0.0
+        self._counted = per_second
 
     def reserve(self, count: int, now: float) -> float:
         """Takes room for `count` messages; how many seconds to wait before they may go."""
-        if not self.per_second:
+        rate = self.per_second
+        if not rate:
             return 0.0
         with self._lock:
             start = max(self._free_at, now)
-            self._free_at = start + count / self.per_second
+            if rate != self._counted:
+                # What was reserved at another rate takes its time at this one.
+                start = now + (start - now) * self._counted / rate
+                self._counted = rate
+            self._free_at = start + count / rate
             return max(0.0, start - now - _BURST_SECONDS)

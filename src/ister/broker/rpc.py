@@ -10,21 +10,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from ister.errors import FencedError, InvalidRequestError, IsterError, UnavailableError
+from ister.errors import (
+    CapacityError,
+    FencedError,
+    InvalidRequestError,
+    IsterError,
+    UnavailableError,
+)
 
-__all__ = ["Gate", "Refused", "status_of", "streaming_handler", "unary_handler"]
+__all__ = ["Gate", "Places", "Refused", "status_of", "streaming_handler", "unary_handler"]
 
 _log = logging.getLogger("ister.broker.rpc")
 
-# gRPC carries the text in a header.
-_TEXT_CHARACTERS_MAX: Final = 1000
+# gRPC carries the text in a header, where every byte that is not printable ASCII takes three. A
+# client that finds more than 8 KiB of headers sees RESOURCE_EXHAUSTED instead of what it was told.
+_TEXT_BYTES_MAX: Final = 1500
 
 
 class Refused(IsterError):  # noqa: N818 - it is not always an error: a client may act on it
@@ -84,6 +91,40 @@ class Gate:
                 await self._idle.wait()
 
 
+class Places:
+    """How many consumers may have a stream at once, whichever service they came to."""
+
+    def __init__(self, count_max: int) -> None:
+        self.count = 0
+        self._count_max = count_max
+
+    def check(self) -> None:
+        """Refuses one more than there may be.
+
+        Raises:
+            CapacityError: All places are taken.
+        """
+        if self.count >= self._count_max:
+            raise CapacityError(
+                f"{self.count} consumers are connected",
+                hint="broker.limits.max_connections is the limit",
+            )
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Takes a place, for the time of the block.
+
+        Raises:
+            CapacityError: All places are taken.
+        """
+        self.check()
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+
+
 def unary_handler(
     call: Callable[[Any, Any], Awaitable[Any]],
     parse: Callable[[bytes], Any],
@@ -126,7 +167,7 @@ def streaming_handler(
             request = parsed(data) if is_stream else _parsed(parse, data)
             answers = call(request, context)
             async for answer in answers:
-                await context.write(answer)
+                await _write(context, answer)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
@@ -154,5 +195,23 @@ async def _abort(context: Any, error: Exception, where: str) -> NoReturn:  # noq
         number = secrets.token_hex(4)
         _log.error("a call failed", exc_info=error, extra={"call": where, "number": number})
         status, text = grpc.StatusCode.INTERNAL, f"the broker failed [{number}]"
-    await context.abort(status, text.replace("\n", " ")[:_TEXT_CHARACTERS_MAX])
+    await context.abort(status, _cut(text.replace("\n", " ")))
     raise AssertionError("abort raises")
+
+
+def _cut(text: str) -> str:
+    """As much of a text as a header takes."""
+    room = _TEXT_BYTES_MAX
+    for at, character in enumerate(text):
+        room -= 1 if " " <= character <= "~" else 3 * len(character.encode())
+        if room < 0:
+            return text[:at]
+    return text
+
+
+async def _write(context: Any, answer: Any) -> None:  # noqa: ANN401 - gRPC has no types
+    try:
+        await context.write(answer)
+    except grpc.aio.InternalError as error:
+        # The client has gone, or does not take messages of this size; the call is over either way.
+        raise asyncio.CancelledError from error

@@ -238,13 +238,11 @@ class ServedTopic:
             try:
                 if sequence is None:
                     return self.topic.append_record(message)
-                # May have to look back through the log, the first time.
-                return await asyncio.to_thread(
-                    self.sequenced.append_record,
-                    message,
-                    producer=message.producer_name,
-                    epoch=epoch,
-                    sequence=sequence,
+                if not self.sequenced.is_ready:
+                    # Looks back through the log.
+                    await asyncio.to_thread(self.sequenced.prepare)
+                return self.sequenced.append_record(
+                    message, producer=message.producer_name, epoch=epoch, sequence=sequence
                 )
             except CapacityError:
                 if asyncio.get_running_loop().time() > give_up_at:
@@ -426,7 +424,8 @@ class ServedTopic:
             gone = [n for n, one in consumers.items() if one.id not in attached and n != entry.name]
             if not gone:
                 break
-            del consumers[min(gone, key=lambda n: consumers[n].seen_ms)]
+            oldest = min(gone, key=lambda n: consumers[n].seen_ms)
+            self._around.consumers.forget(consumers.pop(oldest).id)
         changed = replace(stored, consumers=consumers)
         if isinstance(found, Dispatch):
             await found.save_consumers(changed)

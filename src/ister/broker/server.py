@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -25,7 +26,7 @@ from ister.broker.cluster import Address, Cluster
 from ister.broker.flight.server import FlightServer
 from ister.broker.flight_edge import BrokerSource
 from ister.broker.http import make_application
-from ister.broker.rpc import Gate
+from ister.broker.rpc import Gate, Places
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.flight_guard import FlightAccess
 from ister.broker.security.grpc_guard import GrpcGuard
@@ -59,8 +60,15 @@ __all__ = ["Broker", "Listening"]
 _log = logging.getLogger("ister.broker.server")
 
 _HEARTBEAT_SECONDS: Final = 5.0
+_WORKER_THREADS: Final = 48
 # Calls that are on their way when the broker ends arrive within this time.
 _LAST_SECONDS: Final = 0.3
+
+
+async def _end_workers(workers: ThreadPoolExecutor) -> None:
+    """Waits for the last ones; whoever uses the loop after this gets threads of its own."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+    await asyncio.to_thread(workers.shutdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +129,11 @@ class Broker:
 
     async def _start(self) -> Listening:
         config, clock = self.config, self._clock
+        # Many: a store that does not answer holds a thread for each cursor that is to be written,
+        # and reading from files must go on.
+        workers = ThreadPoolExecutor(_WORKER_THREADS, thread_name_prefix="ister-broker")
+        self._endings.push_async_callback(_end_workers, workers)
+        asyncio.get_running_loop().set_default_executor(workers)
         self._tls = ServerTls.open(config.broker.tls, clock=clock)
         self._log = await asyncio.to_thread(Log, config, clock=clock)
         self._endings.push_async_callback(asyncio.to_thread, self._log.close)
@@ -166,15 +179,22 @@ class Broker:
 
     def _make_grpc(self) -> grpc.aio.Server:
         limits, storage = self.config.broker.limits, self.config.storage
+        calls_max = limits.max_requests_in_flight + limits.max_connections
         size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
         return grpc.aio.server(
             interceptors=(GrpcGuard(self.guard),),
-            maximum_concurrent_rpcs=limits.max_requests_in_flight + limits.max_connections,
+            maximum_concurrent_rpcs=calls_max,
             options=[
                 ("grpc.max_receive_message_length", size_max),
                 ("grpc.max_send_message_length", size_max),
                 ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
                 ("grpc.max_metadata_size", 16 * KIB),
+                # Calls that wait to be looked at. Beyond that gRPC ends calls of anybody with
+                # CANCELLED, where those over our own limit get a status that says why.
+                ("grpc.server.max_pending_requests", calls_max),
+                ("grpc.server.max_pending_requests_hard_limit", 2 * calls_max),
+                # Whoever connects says something within this time.
+                ("grpc.server_handshake_timeout_ms", 10_000),
                 # A client that is gone without a word is found out within half a minute.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
@@ -230,12 +250,10 @@ class Broker:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         topics, guard = self.topics, self.guard
-        limits = self.config.broker.limits
+        places = Places(self.config.broker.limits.max_connections)
         services: dict[str, Any] = {
             "danube.ProducerService": ProducerService(topics, self.schemas, guard),
-            "danube.ConsumerService": ConsumerService(
-                topics, guard, streams_max=limits.max_connections
-            ),
+            "danube.ConsumerService": ConsumerService(topics, guard, places),
             "danube.Discovery": DiscoveryService(topics, guard),
             "danube.HealthCheck": HealthService(topics),
             "danube.StorageService": StorageService(topics, guard),
@@ -245,7 +263,7 @@ class Broker:
             "danube_admin.NamespaceAdmin": NamespaceAdminService(topics, guard),
             "danube_admin.TopicAdmin": TopicAdminService(topics, guard, self.schemas),
             "danube_admin.SecurityAdmin": SecurityAdmin(guard),
-            "ister.Delivery": DeliveryService(topics, guard),
+            "ister.Delivery": DeliveryService(topics, guard, places),
             "ister.Admin": OperateService(topics, guard),
         }
         for name, service in services.items():

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, TypeVar
+from weakref import WeakValueDictionary
 
 from ister.broker.cluster import Address, Cluster
 from ister.broker.consumers import Consumers
@@ -95,7 +96,8 @@ class Topics:
             on_lost=self._on_lost,
         )
         self._served: dict[str, ServedTopic] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        # Each lives as long as somebody opens its topic: names that are none leave nothing behind.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._moved: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_draining = False
@@ -185,7 +187,7 @@ class Topics:
         codec: Codec | None = None,
     ) -> ServedTopic:
         text = str(name)
-        async with self._locks.setdefault(text, asyncio.Lock()):
+        async with self._lock_of(text):
             found = self._served.get(text)
             if found is not None and found.is_usable:
                 return found
@@ -200,6 +202,12 @@ class Topics:
             )
             self._served[text] = served = ServedTopic(name, topic, policies, stored, self._around)
             return served
+
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        lock = self._locks.get(name)
+        if lock is None:
+            lock = self._locks[name] = asyncio.Lock()
+        return lock
 
     def _open_blocking(
         self,
@@ -416,7 +424,7 @@ class Topics:
         if topic is None:
             await self.get(name)
             topic = self._served[name]
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        async with self._lock_of(name):
             await self._drop(topic, UnavailableError("the topic is moved", topic=name))
             if topic.is_reliable:
                 await self._in_thread(lambda: self.log.seal(name))
@@ -439,7 +447,7 @@ class Topics:
 
     async def _delete(self, name: str) -> None:
         topic = await self.get(name)
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        async with self._lock_of(name):
             await self._drop(
                 topic, NotFoundError(f"the topic {name} was deleted", topic=name), flush=False
             )
@@ -512,5 +520,14 @@ def _partitions_of(name: str, known: set[str]) -> list[str]:
 
 
 def start_at_time(publish_time_ms: int) -> datetime:
-    """A point in time as `Topic.resolve_start` takes it."""
-    return datetime.fromtimestamp(publish_time_ms / 1000, UTC)
+    """A point in time as `Topic.resolve_start` takes it.
+
+    Raises:
+        InvalidRequestError: No calendar has it.
+    """
+    try:
+        return datetime.fromtimestamp(publish_time_ms / 1000, UTC)
+    except (OverflowError, OSError, ValueError) as error:
+        raise InvalidRequestError(
+            f"{publish_time_ms} is no time", hint="milliseconds since 1970"
+        ) from error

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ister import __version__, logs
-from ister.cli import bench, inspect, recover, repair, serve
+from ister.cli import auth, bench, inspect, recover, repair, serve
 from ister.errors import InvariantError, IsterError
 
 __all__ = ["main"]
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ister {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     serve.register(commands)
+    auth.register(commands)
     inspect.register(commands)
     recover.register(commands)
     repair.register(commands)

@@ -105,6 +105,7 @@ class Batch:
         self,
         payload: bytes,
         size_bytes: int,
+        *,
         attributes: Mapping[str, str] | None,
         routing_key: str | None,
         schema_id: int | None,

@@ -86,12 +86,22 @@ _Answer = TypeVar("_Answer")
 class FlightClient:
     """The owner of topics, as far as it can be reached. Thread-safe."""
 
-    def __init__(self, address: str, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_seconds: float = _TIMEOUT_SECONDS,
+        token: str | None = None,
+        tls_ca: bytes | None = None,
+    ) -> None:
         """Connects when it is first needed.
 
         Args:
             address: `host:port`, or with `grpc://` or, encrypted, `grpc+tls://` before it.
             timeout_seconds: How long a call may take, and a read may go without a batch.
+            token: A JWT or an API key, for a broker that wants to know who calls.
+            tls_ca: Who signs the server's certificate, PEM; those that the system trusts if not
+                given.
 
         Raises:
             ConfigError: pyarrow is not installed.
@@ -111,7 +121,11 @@ class FlightClient:
         self._flight = flight
         self._arrow_schema: Callable[[tuple[str, ...] | None], pa.Schema] = arrow_schema
         self._errors = (flight.FlightError, pyarrow.ArrowException, OSError)
-        self._client = flight.FlightClient(_as_location(address), generic_options=_OPTIONS)
+        more = {"tls_root_certs": tls_ca} if tls_ca is not None else {}
+        self._client = flight.FlightClient(_as_location(address), generic_options=_OPTIONS, **more)
+        self._headers = (
+            [(b"authorization", f"Bearer {token}".encode())] if token is not None else []
+        )
         self._is_closed = False
 
     # -- calls ------------------------------------------------------------------------------
@@ -216,10 +230,13 @@ class FlightClient:
         timeout_seconds: float | None = None,
     ) -> list[bytes]:
         self._check_open()
-        options = self._flight.FlightCallOptions(timeout=timeout_seconds or self._timeout)
+        options = self._options(timeout_seconds or self._timeout)
         with self._translated(topic):
             results = self._client.do_action(self._flight.Action(str(action), body), options)
             return [result.body.to_pybytes() for result in results]
+
+    def _options(self, timeout_seconds: float | None = None) -> Any:  # noqa: ANN401 - untyped
+        return self._flight.FlightCallOptions(timeout=timeout_seconds, headers=self._headers)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -265,7 +282,7 @@ class FlightClient:
 
     def _open(self, ticket: RangeTicket, schema: pa.Schema) -> Any:  # noqa: ANN401 - untyped
         """Asks for a range. Without a deadline: that would be one for whoever takes the batches."""
-        reader = self._client.do_get(self._flight.Ticket(ticket.to_json()))
+        reader = self._client.do_get(self._flight.Ticket(ticket.to_json()), self._options())
         if not reader.schema.equals(schema):
             reader.cancel()
             raise self._strange("other columns", topic=ticket.topic)
@@ -323,7 +340,7 @@ class FlightClient:
         return Publisher(
             topic=topic,
             schema=schema,
-            open_stream=lambda: self._client.do_put(descriptor, schema),
+            open_stream=lambda: self._client.do_put(descriptor, schema, self._options()),
             translate=lambda error: self._translate(error, topic),
             first_sequence=first_sequence,
             on_ack=on_ack,

@@ -24,6 +24,7 @@ in the inbox, and the broker holds back what is not acknowledged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ _LINGER_SECONDS: Final = 0.005
 _ACKS_MAX: Final = 1000
 _OPEN_SECONDS: Final = 15.0
 _VERDICT_SECONDS: Final = 2.0
+# What the program holds comes again within so long after a stream was opened.
+_RESUME_SECONDS: Final = 30.0
 # A stream that has lasted for so long has worked.
 _STEADY_SECONDS: Final = 5.0
 
@@ -84,9 +87,7 @@ class Inbox(Protocol):
 class Intake:
     """See the module header. Belongs to one loop, but for what is said to be under the lock."""
 
-    def __init__(
-        self, inbox: Inbox, network: Network, topic: str, options: IntakeOptions
-    ) -> None:
+    def __init__(self, inbox: Inbox, network: Network, topic: str, options: IntakeOptions) -> None:
         self.topic = topic
         self.life = 0
         """Which stream it is; what came by another one before is not handed out any more."""
@@ -104,9 +105,11 @@ class Intake:
         self._options = options
         self._retries = Retries(options.timeout)
         self._resumed: dict[int, int] = {}
+        self._resumed_until = 0.0
         self._incarnation: str | None = None
         self._to_send = asyncio.Event()
         self._has_room = asyncio.Event()
+        self._is_stalled = False
         self.is_asleep = False
         """Whether `wake` has to be called for an acknowledgement to go; under the lock."""
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -122,6 +125,13 @@ class Intake:
         self.held[message.offset] = message.attempt
         return True
 
+    def has_room_again(self) -> bool:
+        """Whether the loop has to be woken to read on."""
+        if self._is_stalled and self.waiting_bytes <= self._options.buffer_bytes // 2:
+            self._is_stalled = False
+            return True
+        return False
+
     def ack(self, message: ReceivedMessage) -> bool:
         """Acknowledges a message; True if the loop has to be woken."""
         self.held.pop(message.offset, None)
@@ -131,6 +141,8 @@ class Intake:
     def nack(self, message: ReceivedMessage, delay_ms: int | None, reason: str | None) -> bool:
         """Has a message come again; True if the loop has to be woken."""
         self.held.pop(message.offset, None)
+        if self._resumed.pop(message.offset, None) is not None:
+            return False  # the stream has failed, and it comes again by the next one anyway
         self._nacks.append(
             self._network.wire.ister_api.Nack(
                 offset=message.offset, delay_ms=delay_ms, reason=reason
@@ -166,16 +178,15 @@ class Intake:
             IsterError: It cannot go on, and why.
         """
         loop = asyncio.get_running_loop()
-        while not self._is_ending:
+        while True:
             began = loop.time()
-            error: IsterError
+            error: IsterError = UnavailableError("the stream has ended", topic=self.topic)
             try:
                 await self._receive()
-                if self._is_ending:
-                    return
-                error = UnavailableError("the stream has ended", topic=self.topic)
             except IsterError as failure:
                 error = failure
+            if self._is_ending:
+                return
             self._lose_stream()
             if loop.time() - began > _STEADY_SECONDS:
                 self._retries.reset()
@@ -194,6 +205,8 @@ class Intake:
             self.life += 1
             self.waiting_bytes = 0
             self._resumed = dict(self.held)
+            self._is_stalled = False
+            self._nacks.clear()
             # Said again by the next stream, before anything else.
             self._acks = [*sorted(self._unconfirmed), *self._acks]
             self._unconfirmed.clear()
@@ -203,12 +216,9 @@ class Intake:
         network = self._network
         route = await network.locate(self.topic)
         channel = network.channel_for_stream(route.address)
-        call = network.wire.stub(channel, "ister.Delivery").Consume(
-            metadata=network.headers(route)
-        )
+        call = network.wire.stub(channel, "ister.Delivery").Consume(metadata=network.headers(route))
         try:
             await self._open(call, route)
-            self._retries.reset()
             if not self.opened.done():
                 self.opened.set_result(None)
             sending = asyncio.create_task(self._send_all(call, route))
@@ -240,15 +250,11 @@ class Intake:
         )
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
-                try:
+                with contextlib.suppress(UnavailableError):  # why, reading tells
                     await self._answered(call.write(request), route)
-                except UnavailableError:
-                    pass  # why, reading tells
                 answer = await self._answered(call.read(), route)
         except TimeoutError as error:
-            raise UnavailableError(
-                f"{route.address} does not answer", topic=self.topic
-            ) from error
+            raise UnavailableError(f"{route.address} does not answer", topic=self.topic) from error
         if not isinstance(answer, api.ConsumeResponse):
             raise UnavailableError("the stream has ended early", topic=self.topic)
         if answer.WhichOneof("step") != "opened":
@@ -262,6 +268,7 @@ class Intake:
                 self._acks.clear()
                 self._nacks.clear()
         self._incarnation = incarnation
+        self._resumed_until = asyncio.get_running_loop().time() + _RESUME_SECONDS
 
     async def _watch(self, sending: asyncio.Task[None], reading: asyncio.Task[None]) -> None:
         await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -289,7 +296,8 @@ class Intake:
                     self._acks = acks[_ACKS_MAX:]
                     acks = acks[:_ACKS_MAX]
                     self._unconfirmed.update(acks)
-                self.is_asleep = not (is_due or nacks)
+                # Those that linger have a timer, and more of them need no one to be woken.
+                self.is_asleep = not acks
             if is_due:
                 said_at = loop.time()
                 request = api.ConsumeRequest(acks=api.Acks(offsets=acks))
@@ -315,6 +323,7 @@ class Intake:
             answer = await self._answered(call.read(), route)
             if not isinstance(answer, api.ConsumeResponse):
                 return
+            self._retries.reset()
             step = answer.WhichOneof("step")
             if step == "deliveries":
                 self._deliver(answer.deliveries.messages)
@@ -328,18 +337,22 @@ class Intake:
 
     def _deliver(self, messages: Any) -> None:  # noqa: ANN401
         fresh = [ReceivedMessage(one, self, self.life) for one in messages]
-        resumed = self._resumed
-        if resumed:
-            fresh = [one for one in fresh if one.attempt > resumed.pop(one.offset, 0)]
         with self._lock:
+            resumed = self._resumed
+            if resumed and asyncio.get_running_loop().time() > self._resumed_until:
+                resumed.clear()
+            if resumed:
+                fresh = [one for one in fresh if one.attempt > resumed.pop(one.offset, 0)]
             self.waiting_bytes += sum(len(one.payload) for one in fresh)
         self._inbox.deliver(fresh)
 
     async def _wait_for_room(self) -> None:
         while True:
             self._has_room.clear()
-            if self.waiting_bytes < self._options.buffer_bytes or self._is_ending:
-                return
+            with self._lock:
+                if self.waiting_bytes < self._options.buffer_bytes or self._is_ending:
+                    return
+                self._is_stalled = True
             await self._has_room.wait()
 
     async def _answered(self, waiting: Any, route: Route) -> Any:  # noqa: ANN401

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ister.client.options import (
-    Token,
     TlsOptions,
+    Token,
     parse_addresses,
     parse_token,
     parse_url,
@@ -123,7 +123,10 @@ class Network:
         found = self._channels.get((address, purpose))
         if found is None:
             is_flight = purpose == "flight"
-            options = [*_OPTIONS, *(_FLIGHT_KEEPALIVE if is_flight else _KEEPALIVE)]
+            options: list[tuple[str, int | str]] = [
+                *_OPTIONS,
+                *(_FLIGHT_KEEPALIVE if is_flight else _KEEPALIVE),
+            ]
             if self._tls is not None and self._tls.server_name is not None:
                 options.append(("grpc.ssl_target_name_override", self._tls.server_name))
             aio = self._grpc.aio
@@ -190,9 +193,7 @@ class Network:
         request = danube.TopicLookupRequest(topic=topic)
         at = self.home
         try:
-            found = await self.call_at(
-                at, "danube.Discovery", "TopicLookup", request, topic=topic
-            )
+            found = await self.call_at(at, "danube.Discovery", "TopicLookup", request, topic=topic)
         except NotFoundError:
             if or_home:
                 return at
@@ -254,9 +255,7 @@ class Network:
             IsterError: What it has answered, or that it has not.
         """
         calls = self.wire.stub(self._channel(route.address, "calls"), service)
-        call = getattr(calls, method)(
-            request, timeout=_CALL_SECONDS, metadata=self.headers(route)
-        )
+        call = getattr(calls, method)(request, timeout=_CALL_SECONDS, metadata=self.headers(route))
         return await self.answered(call, route.address, topic)
 
     async def answered(self, waiting: Any, address: str, topic: str | None) -> Any:  # noqa: ANN401
@@ -322,5 +321,3 @@ class Network:
 
     def __repr__(self) -> str:
         return f"<Network {','.join(self._addresses)}>"
-
-

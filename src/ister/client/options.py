@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ister.errors import ConfigError, InvalidRequestError
 
-__all__ = ["Token", "TlsOptions", "parse_addresses", "parse_token", "parse_url", "reachable"]
+__all__ = ["TlsOptions", "Token", "parse_addresses", "parse_token", "parse_url", "reachable"]
 
 Token = str | Callable[[], str]
 """A bearer token or an API key; or what gives a fresh one whenever something is opened."""

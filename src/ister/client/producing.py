@@ -19,6 +19,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ister.client.batches import Batch, as_payload, size_of
 from ister.client.lanes import Doze, Lane
@@ -37,6 +38,8 @@ from ister.limits import MIB
 from ister.model import AckLevel
 
 __all__ = ["ProducerCore", "ProducerOptions"]
+
+_GOOD_BYE_SECONDS: Final = 2.0
 
 Post = Callable[[Callable[[], object]], object]
 """Has the loop call a function soon, from wherever messages are sent."""
@@ -203,10 +206,9 @@ class ProducerCore:
             await self.flush(timeout)
             for lane in self._lanes:
                 lane.end()
-            async with asyncio.timeout(timeout):
-                await asyncio.gather(*self._tasks)
-        except TimeoutError:
-            pass  # everything is acknowledged; only the good-bye was not answered
+            if self._tasks:
+                # Everything is acknowledged; the good-bye need not be answered.
+                await asyncio.wait(self._tasks, timeout=_GOOD_BYE_SECONDS)
         finally:
             await self._abort()
 
@@ -225,6 +227,8 @@ class ProducerCore:
             with self._lock:
                 callbacks = batch.give_up(error)
             self._finish(batch, callbacks)
+        with self._lock:
+            self._failed = None  # whoever closes it is told
 
     # -- sending ----------------------------------------------------------------------------
 
@@ -263,7 +267,14 @@ class ProducerCore:
                 batch = lane.open = Batch(lane.topic)
                 lane.opened_at = self._clock.monotonic()
                 self._undone.add(batch)
-            row = batch.add(payload, size, attributes, routing_key, schema_id, schema_version)
+            row = batch.add(
+                payload,
+                size,
+                attributes=attributes,
+                routing_key=routing_key,
+                schema_id=schema_id,
+                schema_version=schema_version,
+            )
             self._pending_bytes = pending + size
             if row + 1 >= options.max_batch_messages:
                 self._seal(lane)

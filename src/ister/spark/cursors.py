@@ -54,6 +54,12 @@ def _hold(
         record = catalog.record()
         if record is None or record[0].incarnation != incarnation or not record[0].is_open:
             return
+        if store.get(f"{catalog.keys.subscriptions}{subscription}/options") is not None:
+            raise ConflictError(
+                f"{subscription!r} is a subscription of a broker's consumers",
+                topic=str(catalog.keys.topic),
+                hint="name another one: a stream's progress would pass over their messages",
+            )
         found = store.get(key)
         known = decode_progress(found.value, key=key) if found is not None else None
         if known is not None and known.incarnation == incarnation:

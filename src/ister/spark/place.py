@@ -82,8 +82,24 @@ def _client(broker: str) -> FlightClient:
     with _lock:
         client = _clients.get(broker)
         if client is None:
-            client = _clients[broker] = FlightClient(broker)
+            client = _clients[broker] = FlightClient(broker, token=_token(), tls_ca=_tls_ca())
         return client
+
+
+def _token() -> str | None:
+    """From the environment of the driver and of the executors: options are shown in plans."""
+    return os.environ.get("ISTER_TOKEN") or None
+
+
+def _tls_ca() -> bytes | None:
+    path = os.environ.get("ISTER_TLS_CA")
+    if not path:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"ISTER_TLS_CA cannot be read: {error.strerror}", path=path) from error
 
 
 def _check_shared(config: Config) -> None:

@@ -7,6 +7,8 @@ Invariants:
 
 - a message in state QUEUED is in the queue once; others may have left traces there, which are
   passed over when met and are removed by `sweep`;
+- messages leave a line for the first time in the order of offsets: those that are sent again are
+  lower than all new ones;
 - in a lane only the first message can be anything but QUEUED: the next one of a key has to wait
   until the one before it is done;
 - a consumer that can take a message, and could get one, is in the rotation.
@@ -199,20 +201,19 @@ class Line:
 
     def _pop(self) -> Entry | None:
         """The lowest message that may be sent."""
-        fresh, again = self._fresh, self._again
-        while fresh and fresh[0].state is not _QUEUED:
-            fresh.popleft()
+        again = self._again
         while again:
-            entry = self._entries.get(again[0])
-            if entry is None or entry.state is not _QUEUED:
-                heappop(again)
-            elif fresh and fresh[0].offset < again[0]:
-                break
-            else:
-                heappop(again)
+            entry = self._entries.get(heappop(again))
+            if entry is not None and entry.state is _QUEUED:
                 return entry
-        if fresh and (self.block_at is None or fresh[0].offset < self.block_at):
-            return fresh.popleft()
+        fresh, block_at = self._fresh, self.block_at
+        while fresh:
+            entry = fresh[0]
+            if entry.state is _QUEUED and block_at is not None and entry.offset > block_at:
+                return None
+            del fresh[0]
+            if entry.state is _QUEUED:
+                return entry
         return None
 
     def reset(self) -> None:
@@ -240,6 +241,7 @@ class Line:
         fresh = [entry.offset for entry in self._fresh if entry.state is _QUEUED]
         again = [offset for offset in self._again if self._is_queued(offset)]
         check(fresh == sorted(set(fresh)), "new messages are out of order")
+        check(not fresh or max(again, default=-1) < fresh[0], "a new one before one sent again")
         queued = [offset for offset in self._entries if self._is_queued(offset)]
         check(sorted(fresh + again) == sorted(queued), "a queued message is not in line once")
         _check_rotation(self._rotation)

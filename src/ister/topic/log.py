@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Final, Self
+from weakref import WeakValueDictionary
 
 from ister import failpoints
 from ister.clock import Clock, SystemClock
@@ -140,7 +141,8 @@ class Log:
         self._topics: dict[str, Topic] = {}
         # What a failed sync left behind, by topic: see `ister.wal.recovery`, step 7.
         self._untrusted_from: dict[str, int] = {}
-        self._opening: dict[str, threading.Lock] = {}
+        # Each lives as long as somebody opens its topic: names that are none leave nothing behind.
+        self._opening: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._is_closed = False
         self._tiers: Tiers | None = None
         self._background: Background | None = None
@@ -234,8 +236,7 @@ class Log:
         wanted_codec = _parse_codec(codec)
         with self._lock:
             self._check_open()
-            opening = self._opening.setdefault(text, threading.Lock())
-        with opening:
+        with self._opening_of(text):
             self._check_open()
             topic = self._topics.get(text)
             if topic is not None and (
@@ -518,6 +519,14 @@ class Log:
             self._untrusted_from[topic.name] = topic.wal.synced
         self._unlist(topic)
 
+    def _opening_of(self, name: str) -> threading.Lock:
+        """What is held while a topic is opened or ended."""
+        with self._lock:
+            opening = self._opening.get(name)
+            if opening is None:
+                opening = self._opening[name] = threading.Lock()
+            return opening
+
     def _refuse_twin(self, name: TopicName) -> None:
         """Refuses a name that differs from an existing one in case alone.
 
@@ -625,7 +634,7 @@ class Log:
         """The topic, which nobody opens, hands over, repairs or deletes meanwhile."""
         while True:
             topic = self.topic(name)
-            with self._opening[topic.name]:
+            with self._opening_of(topic.name):
                 self._check_open()
                 if self._topics.get(topic.name) is topic:
                     yield topic
@@ -739,7 +748,7 @@ class Log:
             tiers = self._tiers
             if tiers is None or not self._is_half_deleted(tiers, parsed):
                 raise
-            with self._opening[str(parsed)]:
+            with self._opening_of(str(parsed)):
                 self._check_open()
                 tiers.delete(parsed, None, lambda: self._remove_files(parsed))
 

@@ -391,3 +391,22 @@ def test_put_back_that_lands_late_does_not_undo_what_came_after(store, owned):
     save_progress(owned, "billing", a_cursor(12))
     assert store.deliver_delayed() == [None]
     assert offset_of(store) == 12
+
+
+@pytest.mark.parametrize(
+    ("delivery", "is_kept"),
+    [
+        ({"end": 8}, True),
+        ({"end": 9}, False),
+        ({"acked": []}, False),
+        ({"end": "8"}, False),
+        ("text", False),
+        ({}, True),
+    ],
+)
+def test_what_is_acknowledged_beyond_the_end_is_forgotten(store, owned, delivery, is_kept):
+    put(store, 5, delivery=delivery, host="h1")
+    assert clip_progress(store, CURSORS, 8, owned=owned) == ([] if is_kept else [KEY])
+    found = load_progress(store, KEY)
+    assert (found.offset, found.more["host"]) == (5, "h1")
+    assert found.more["delivery"] == (delivery if is_kept else {})

@@ -51,6 +51,7 @@ from ister.errors import (
     TopicNameError,
     UnavailableError,
 )
+from ister.limits import NAME_PART_CHARACTERS_MAX
 from ister.metadata.base import (
     Absent,
     Compare,
@@ -73,6 +74,7 @@ STALE_SECONDS_MAX: Final = 30.0
 _ROLES_MAX: Final = 1_000
 _BINDINGS_MAX: Final = 20_000
 _ATTEMPTS: Final = 10
+_TOPIC_CHARACTERS_MAX: Final = 2 * NAME_PART_CHARACTERS_MAX + 2
 
 _NOTHING: Final[frozenset[Permission]] = frozenset()
 _SEEING: Final = frozenset(
@@ -182,7 +184,9 @@ class AccessControl:
         if _has(grants.cluster, permission):
             return True
         if topic is not None:
-            parsed = _parse_topic(str(topic))
+            text = str(topic)
+            # What is too long for a name must not be kept, either.
+            parsed = _parse_topic(text) if len(text) <= _TOPIC_CHARACTERS_MAX else None
             if parsed is None:
                 return False
             parent, names = parsed

@@ -111,13 +111,15 @@ class AuditLog:
             "reason": reason,
             "detail": detail,
         }
+        # Before anything is kept: a caller may send megabytes for a name.
+        event = {name: value[:_FIELD_CHARACTERS_MAX] for name, value in event.items()}
         with self._lock:
             now = self._clock.monotonic()
             self._write_ended(now)
             if outcome is not Outcome.ALLOWED:
                 # A peer's port is another one with each connection.
-                who = event["principal"] or peer.rpartition(":")[0]
-                key = (outcome.value, action, who, resource, reason)
+                who = event["principal"] or event["peer"].rpartition(":")[0]
+                key = (outcome.value, event["action"], who, event["resource"], event["reason"])
                 known = self._repeats.get(key)
                 if known is not None:
                     known.count += 1
@@ -170,9 +172,7 @@ class AuditLog:
         content: dict[str, str | int] = {
             "time": f"{now.strftime('%Y-%m-%dT%H:%M:%S')}.{now.microsecond // 1000:03d}Z"
         }
-        for name, value in event.items():
-            if value != "":
-                content[name] = value[:_FIELD_CHARACTERS_MAX] if isinstance(value, str) else value
+        content |= {name: value for name, value in event.items() if value != ""}
         if self._suppressed:
             content["suppressed"] = self._suppressed
             self._suppressed = 0

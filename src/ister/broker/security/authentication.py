@@ -103,6 +103,7 @@ class Authenticator:
         self._tokens: _Tokens | None = None
         self._keys: ApiKeyFile | None = None
         if not self._is_on:
+            _check_unused(config)
             return
         if config.jwt.algorithm is not None:
             self._tokens = _Tokens(config.jwt, clock)
@@ -184,6 +185,23 @@ class Authenticator:
 
     def _now(self) -> float:
         return self._clock.now_ns() / 1e9
+
+
+def _check_unused(config: AuthConfig) -> None:
+    """Refuses settings that look as if callers were checked, while nobody is."""
+    jwt_config = config.jwt
+    named = {
+        "jwt": jwt_config.algorithm or jwt_config.secret or jwt_config.public_key_file,
+        "api_keys_file": config.api_keys_file,
+        "mtls_principal": config.mtls_principal,
+        "super_admins": config.super_admins,
+    }
+    for name, value in named.items():
+        if value:
+            raise ConfigError(
+                f"broker.auth.{name} is set, and broker.auth.mode is 'none'",
+                hint="set broker.auth.mode to 'token', or take it out",
+            )
 
 
 def _from_certificate(names: Sequence[str]) -> Principal:

@@ -34,8 +34,8 @@ from ister.broker.security.authentication import CREDENTIAL_HEADERS, Authenticat
 from ister.broker.security.principal import ANONYMOUS, Principal
 from ister.broker.security.rights import MANAGE_PERMISSIONS, Permission
 from ister.clock import Clock
-from ister.config import AuthMode, Config
-from ister.errors import PermissionDeniedError, UnauthenticatedError
+from ister.config import AuthMode, ClientAuth, Config
+from ister.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from ister.metadata.base import MetadataStore
 from ister.model import TopicName
 
@@ -182,7 +182,12 @@ class Guard:
         Raises:
             ConfigError: `broker.auth` does not make sense, or a file of it cannot be used.
         """
-        auth = config.broker.auth
+        auth, tls = config.broker.auth, config.broker.tls
+        if auth.mtls_principal and tls.client_auth is not ClientAuth.REQUIRED:
+            raise ConfigError(
+                "broker.auth.mtls_principal is on, and clients are not asked for certificates",
+                hint="set broker.tls.client_auth to 'required'",
+            )
         return cls(
             authenticator=Authenticator(auth, clock=clock),
             access=AccessControl(

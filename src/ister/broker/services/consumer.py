@@ -16,14 +16,13 @@ from ister.broker.consumers import Consumer
 from ister.broker.dispatch import Dispatch, Sent
 from ister.broker.fanout import Fanout
 from ister.broker.outbox import Outbox
-from ister.broker.rpc import Refused
+from ister.broker.rpc import Places, Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.served import AnySubscription
 from ister.broker.topics import Topics
 from ister.broker.wire import danube
 from ister.errors import (
-    CapacityError,
     ConflictError,
     InvalidRequestError,
     IsterError,
@@ -50,11 +49,10 @@ _WRITTEN_EVERY: Final = 32
 class ConsumerService:
     """Serves consumers."""
 
-    def __init__(self, topics: Topics, guard: Guard, *, streams_max: int) -> None:
+    def __init__(self, topics: Topics, guard: Guard, places: Places) -> None:
         self._topics = topics
         self._guard = guard
-        self._streams_max = streams_max
-        self._streams = 0
+        self._places = places
 
     async def Subscribe(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """Takes a consumer on; the subscription is made where it is missing, the topic is not."""
@@ -90,20 +88,15 @@ class ConsumerService:
             if isinstance(error, NotFoundError | ConflictError):
                 raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
-        self._streams += 1
         try:
-            async for data in stream:
-                yield data
+            with self._places.taken():
+                async for data in stream:
+                    yield data
         finally:
-            self._streams -= 1
             await stream.aclose()
 
     def _known(self, id: int) -> Consumer:
-        if self._streams >= self._streams_max:
-            raise CapacityError(
-                f"{self._streams} consumers are connected",
-                hint="broker.limits.max_connections is the limit",
-            )
+        self._places.check()
         consumer = self._topics.consumers.find(id)
         if consumer is None:
             raise NotFoundError("there is no consumer of that id", hint="subscribe again")
@@ -167,8 +160,9 @@ async def _reliable(
         while items := await outbox.take(_WRITTEN_EVERY):
             for offset, _ in items:
                 message = await subscription.message(offset)
-                if message is not None:
-                    yield message.record, offset
+                record = None if message is None else subscription.readable(message)
+                if record is not None:
+                    yield record, offset
             subscription.written(outbox, len(items))
     finally:
         subscription.detach(outbox)

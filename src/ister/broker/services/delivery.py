@@ -15,30 +15,35 @@ import grpc
 from ister.broker.consumers import Consumer
 from ister.broker.dispatch import Dispatch, Sent
 from ister.broker.outbox import Outbox
-from ister.broker.rpc import Refused
+from ister.broker.rpc import Places, Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics import Topics
 from ister.broker.wire import ister_api
 from ister.errors import ConflictError, InvalidRequestError
 from ister.limits import MIB
-from ister.model import Start
+from ister.model import Start, StreamMessage
 from ister.subscription.policy import SubscriptionKind
-from ister.topic.message import Message
 
 __all__ = ["DeliveryService"]
 
 _BATCH_MESSAGES: Final = 256
 _BATCH_BYTES: Final = 1 * MIB
 _ACKS_MAX: Final = 10_000
+# A client that sends acknowledgements and does not read has so many confirmations waiting; then
+# nothing more is taken from it.
+_CONFIRMATIONS_MAX: Final = 16
+# How long a stream may say nothing before it is opened.
+_OPEN_SECONDS: Final = 10.0
 
 
 class DeliveryService:
     """Serves Ister's own consumers."""
 
-    def __init__(self, topics: Topics, guard: Guard) -> None:
+    def __init__(self, topics: Topics, guard: Guard, places: Places) -> None:
         self._topics = topics
         self._guard = guard
+        self._places = places
 
     async def Consume(  # noqa: N802 - the protocol's name
         self,
@@ -46,15 +51,34 @@ class DeliveryService:
         context: Any,  # noqa: ANN401
     ) -> AsyncGenerator[Any, None]:
         """A consumer, from its first request to the end of the stream."""
-        opening = await anext(requests, None)
-        if opening is None or opening.WhichOneof("step") != "open":
-            raise InvalidRequestError("the first request of a stream opens it")
-        subscription, consumer = await self._open(opening.open)
+        with self._places.taken():
+            try:
+                async with asyncio.timeout(_OPEN_SECONDS):
+                    opening = await anext(requests, None)
+            except TimeoutError as error:
+                raise InvalidRequestError(
+                    f"a stream is opened within {_OPEN_SECONDS:.0f} s"
+                ) from error
+            if opening is None or opening.WhichOneof("step") != "open":
+                raise InvalidRequestError("the first request of a stream opens it")
+            answers = self._serve(opening.open, requests)
+            try:
+                async for answer in answers:
+                    yield answer
+            finally:
+                await answers.aclose()
+
+    async def _serve(
+        self,
+        opening: Any,  # noqa: ANN401
+        requests: AsyncIterator[Any],
+    ) -> AsyncGenerator[Any, None]:
+        subscription, consumer = await self._open(opening)
         try:
             outbox = subscription.attach(consumer.id, consumer.filters)
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
-        answers: asyncio.Queue[Any] = asyncio.Queue()
+        answers: asyncio.Queue[Any] = asyncio.Queue(_CONFIRMATIONS_MAX)
         taking = asyncio.create_task(_take_acks(requests, subscription, answers, outbox))
         sending: asyncio.Task[list[Sent]] | None = None
         asked: asyncio.Task[Any] | None = None
@@ -136,7 +160,7 @@ async def _take_acks(
                         f"at most {_ACKS_MAX} acknowledgements at once"
                     )
                 subscription.ack_many(offsets)
-                answers.put_nowait(ister_api.ConsumeResponse(acked=request.acks))
+                await answers.put(ister_api.ConsumeResponse(acked=request.acks))
             elif step == "nack":
                 nack = request.nack
                 subscription.nack(
@@ -149,7 +173,7 @@ async def _take_acks(
                     "a stream is opened once; then come acknowledgements"
                 )
     except Exception as error:  # noqa: BLE001 - told to the client by the stream
-        answers.put_nowait(error)
+        await answers.put(error)
     else:
         outbox.end()
 
@@ -159,9 +183,10 @@ async def _batches(subscription: Dispatch, items: list[Sent]) -> AsyncIterator[A
     size = 0
     for offset, attempt in items:
         message = await subscription.message(offset)
-        if message is None:
+        record = None if message is None else subscription.readable(message)
+        if message is None or record is None:
             continue
-        batch.append(_delivered(message, attempt))
+        batch.append(_delivered(offset, record, attempt))
         size += message.size_bytes
         if size >= _BATCH_BYTES:
             yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
@@ -170,10 +195,9 @@ async def _batches(subscription: Dispatch, items: list[Sent]) -> AsyncIterator[A
         yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
 
 
-def _delivered(message: Message, attempt: int) -> Any:  # noqa: ANN401
-    record = message.record
+def _delivered(offset: int, record: StreamMessage, attempt: int) -> Any:  # noqa: ANN401
     return ister_api.Delivered(
-        offset=message.offset,
+        offset=offset,
         payload=record.payload,
         publish_time=record.publish_time,
         producer_name=record.producer_name,

@@ -1,0 +1,234 @@
+"""`ister auth`: API keys, tokens, and who may do what.
+
+    ister auth key NAME                       a new API key, and its line for the broker
+    ister auth token NAME --key-file FILE …   a JWT that a broker with the matching key takes
+    ister auth grant NAME ROLE …              gives a role, on a running broker
+    ister auth revoke NAME ROLE …             takes it back
+
+Owns: arguments and output. What keys and tokens are is `ister.broker.security`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+from typing import Any, Final
+
+from ister.errors import ConfigError, InvalidRequestError, IsterError, UnavailableError
+from ister.extras import missing_extra
+from ister.model import TopicName
+
+__all__ = ["register"]
+
+_BROKER: Final = "127.0.0.1:6650"
+_TIMEOUT_SECONDS: Final = 20.0
+
+
+def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "auth", help="API keys, tokens, rights", description="Who may call a broker, and for what."
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    key = actions.add_parser("key", help="make an API key")
+    key.add_argument("name", help="whose it is")
+    key.add_argument("--file", help="append its line to this file, broker.auth.api_keys_file")
+    key.add_argument("--json", action="store_true")
+    key.set_defaults(run=_make_key)
+
+    token = actions.add_parser("token", help="make a JWT")
+    token.add_argument("name", help="whose it is: the claim `sub`")
+    token.add_argument("--key-file", required=True, help="the secret, or the private key (PEM)")
+    token.add_argument("--algorithm", default="HS256", help="as broker.auth.jwt.algorithm")
+    token.add_argument("--issuer", required=True, help="as broker.auth.jwt.issuer")
+    token.add_argument("--audience", required=True, help="as broker.auth.jwt.audience")
+    token.add_argument("--seconds", type=int, default=3600, help="how long it is good for")
+    token.add_argument("--json", action="store_true")
+    token.set_defaults(run=_make_token)
+
+    for name, run, what in (
+        ("grant", _grant, "give a role to somebody"),
+        ("revoke", _revoke, "take a role back"),
+    ):
+        action = actions.add_parser(name, help=what)
+        action.add_argument("name", help="a user, or service:NAME for an API key or a program")
+        action.add_argument("role", help="admin, producer, consumer, or one of your own")
+        where = action.add_mutually_exclusive_group()
+        where.add_argument("--topic", help="on this topic alone")
+        where.add_argument("--namespace", help="in this namespace alone")
+        action.add_argument("--broker", default=_BROKER, help=f"host:port; {_BROKER} unless set")
+        action.add_argument("--token", help="who asks; $ISTER_TOKEN unless set")
+        action.add_argument("--tls-ca", help="who signed the broker's certificate; PEM file")
+        action.add_argument("--json", action="store_true")
+        action.set_defaults(run=run)
+
+
+def _make_key(options: argparse.Namespace) -> int:
+    minting = _minting()
+    key, line = minting.make_api_key(options.name)
+    if options.file:
+        try:
+            with open(options.file, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            raise ConfigError(
+                f"the file cannot be written: {error.strerror}", path=options.file
+            ) from error
+    if options.json:
+        print(json.dumps({"name": options.name, "key": key, "line": line}))
+    else:
+        print(f"key   {key}")
+        print(f"line  {line}")
+        print("The key is shown this once; the broker's file holds the line.")
+    return 0
+
+
+def _make_token(options: argparse.Namespace) -> int:
+    minting = _minting()
+    try:
+        with open(options.key_file, encoding="utf-8") as file:
+            key = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the key file cannot be read", path=options.key_file) from error
+    token = minting.make_token(
+        options.name,
+        algorithm=options.algorithm,
+        # A secret may end with the newline that its editor put there.
+        key=key.strip() if options.algorithm.startswith("HS") else key,
+        issuer=options.issuer,
+        audience=options.audience,
+        lifetime_seconds=options.seconds,
+    )
+    print(json.dumps({"name": options.name, "token": token}) if options.json else token)
+    return 0
+
+
+def _grant(options: argparse.Namespace) -> int:
+    admin, wire = _admin(options)
+    scope, resource = _scope(options)
+    kind, name = _principal(options.name)
+    _call(
+        admin.CreateBinding,
+        wire.CreateBindingRequest(
+            binding=wire.BindingDefinition(
+                id=_binding_id(kind, name, options.role),
+                principal_type=kind,
+                principal_name=name,
+                role_names=[options.role],
+                scope=scope,
+                resource_name=resource,
+            )
+        ),
+    )
+    return _said(options, "granted", scope, resource)
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    admin, wire = _admin(options)
+    scope, resource = _scope(options)
+    kind, name = _principal(options.name)
+    _call(
+        admin.DeleteBinding,
+        wire.DeleteBindingRequest(
+            scope=scope,
+            resource_name=resource,
+            binding_id=_binding_id(kind, name, options.role),
+        ),
+    )
+    return _said(options, "revoked", scope, resource)
+
+
+def _said(options: argparse.Namespace, done: str, scope: str, resource: str) -> int:
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "ok": True,
+                    "done": done,
+                    "name": options.name,
+                    "role": options.role,
+                    "scope": scope,
+                    "resource": resource,
+                }
+            )
+        )
+    else:
+        where = f"{scope} {resource}".strip()
+        print(f"{done}: {options.role} in {where}, {options.name}")
+    return 0
+
+
+def _principal(text: str) -> tuple[str, str]:
+    kind, separator, name = text.partition(":")
+    return (kind, name) if separator else ("user", text)
+
+
+def _scope(options: argparse.Namespace) -> tuple[str, str]:
+    if options.topic is not None:
+        return "topic", str(TopicName.parse(options.topic))
+    if options.namespace is not None:
+        return "namespace", options.namespace
+    return "cluster", ""
+
+
+def _binding_id(kind: str, name: str, role: str) -> str:
+    """The same for the same three, so that it can be taken back."""
+    return hashlib.sha256(f"{kind}\n{name}\n{role}".encode()).hexdigest()[:16]
+
+
+def _admin(options: argparse.Namespace) -> tuple[Any, Any]:
+    try:
+        import grpc  # noqa: PLC0415 - an extra
+
+        from ister.broker.wire import danube_admin, stub  # noqa: PLC0415
+    except ImportError as error:
+        raise missing_extra("ister auth", "client", error) from error
+    token = options.token or os.environ.get("ISTER_TOKEN")
+    if options.tls_ca:
+        try:
+            with open(options.tls_ca, "rb") as file:
+                credentials = grpc.ssl_channel_credentials(file.read())
+        except OSError as error:
+            raise ConfigError("the file cannot be read", path=options.tls_ca) from error
+        channel = grpc.secure_channel(options.broker, credentials)
+    else:
+        channel = grpc.insecure_channel(options.broker)
+    calls = stub(channel, "danube_admin.SecurityAdmin")
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    class Calls:
+        """The same calls with the caller's token."""
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+            return lambda request: getattr(calls, name)(
+                request, metadata=metadata, timeout=_TIMEOUT_SECONDS
+            )
+
+    return Calls(), danube_admin
+
+
+def _call(call: Any, request: Any) -> None:  # noqa: ANN401
+    import grpc  # noqa: PLC0415 - it was there a moment ago
+
+    try:
+        call(request)
+    except grpc.RpcError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: Any) -> IsterError:  # noqa: ANN401
+    text = f"{error.details()} [{error.code().name}]"
+    if error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        return UnavailableError(text, hint="is the broker running there?")
+    return InvalidRequestError(text)
+
+
+def _minting() -> Any:  # noqa: ANN401
+    try:
+        from ister.broker.security import minting  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise missing_extra("ister auth", "broker", error) from error
+    return minting

@@ -1,0 +1,143 @@
+"""`ister auth`: keys and tokens that a broker takes, rights given and taken back."""
+
+import json
+
+import grpc
+import jwt
+import pytest
+
+from ister.broker.wire import ister_api, stub
+from ister.cli.main import main
+from servers.broker import BrokerProcess
+
+ISSUER, AUDIENCE, SECRET = "https://id.example", "ister", "s" * 40
+TOPIC = "/default/orders"
+
+
+def output(capsys, *arguments):
+    code = main(["auth", *arguments])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    return path
+
+
+def make_token(capsys, secret_file, name):
+    code, out, _ = output(
+        capsys,
+        "token",
+        name,
+        "--key-file",
+        str(secret_file),
+        "--issuer",
+        ISSUER,
+        "--audience",
+        AUDIENCE,
+        "--json",
+    )
+    assert code == 0
+    return json.loads(out)["token"]
+
+
+def test_token_says_who_and_until_when(capsys, secret_file):
+    token = make_token(capsys, secret_file, "ada")
+    claims = jwt.decode(token, SECRET, algorithms=["HS256"], issuer=ISSUER, audience=AUDIENCE)
+    assert claims["sub"] == "ada"
+    assert 3590 < claims["exp"] - claims["iat"] <= 3600
+
+
+def test_key_goes_into_the_file_as_a_digest(capsys, tmp_path):
+    path = tmp_path / "keys"
+    code, out, _ = output(capsys, "key", "loader", "--file", str(path), "--json")
+    made = json.loads(out)
+    assert code == 0
+    assert path.read_text() == made["line"] + "\n"
+    assert made["key"] not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["key", "two words"], "one word"),
+        (["token", "a", "--key-file", "nowhere", "--issuer", "i", "--audience", "a"], "key file"),
+        (["grant", "ada", "producer", "--topic", "no topic"], "topic name"),
+        (["grant", "ada", "producer", "--broker", "127.0.0.1:1"], "is the broker running"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said(capsys, arguments, said):
+    code, out, err = output(capsys, *arguments)
+    assert (code, out) == (1, "")
+    assert said in err
+
+
+def test_rights_are_given_and_taken_back_on_a_running_broker(capsys, tmp_path, secret_file):
+    keys = tmp_path / "keys"
+    _, out, _ = output(capsys, "key", "loader", "--file", str(keys), "--json")
+    key = json.loads(out)["key"]
+    admin = make_token(capsys, secret_file, "ada")
+    settings = {
+        "broker": {
+            "auth": {
+                "mode": "token",
+                "jwt": {
+                    "algorithm": "HS256",
+                    "secret": SECRET,
+                    "issuer": ISSUER,
+                    "audience": AUDIENCE,
+                },
+                "api_keys_file": str(keys),
+                "super_admins": ["user:ada"],
+            }
+        }
+    }
+    with BrokerProcess(tmp_path / "data", settings=settings) as broker:
+        address = broker.address
+
+        def may(credentials):
+            with grpc.insecure_channel(address) as channel:
+                try:
+                    stub(channel, "ister.Admin").DescribeTopic(
+                        ister_api.TopicName(topic=TOPIC),
+                        metadata=(("authorization", f"Bearer {credentials}"),),
+                        timeout=20,
+                    )
+                except grpc.RpcError as error:
+                    return error.code().name
+            return "OK"
+
+        def change(action, *more, token=admin):
+            return output(
+                capsys,
+                action,
+                "service:loader",
+                "producer",
+                "--topic",
+                TOPIC,
+                "--broker",
+                address,
+                "--token",
+                token,
+                *more,
+            )
+
+        with grpc.insecure_channel(address) as channel:
+            stub(channel, "ister.Admin").CreateTopic(
+                ister_api.CreateTopicRequest(topic=TOPIC),
+                metadata=(("authorization", f"Bearer {admin}"),),
+                timeout=20,
+            )
+        assert may("nonsense") == "UNAUTHENTICATED"
+        assert may(key) == "PERMISSION_DENIED"
+        assert change("grant", token=key)[0] == 1, "a loader gave itself rights"
+        code, out, _ = change("grant", "--json")
+        assert code == 0
+        assert json.loads(out)["resource"] == TOPIC
+        assert may(key) == "OK"
+        assert change("revoke")[0] == 0
+        assert may(key) == "PERMISSION_DENIED"

@@ -1,0 +1,1169 @@
+"""Deliveries, rule by rule. Sequences of any events are in `test_delivery_properties`."""
+
+import json
+
+import pytest
+
+from ister.errors import ConflictError, InvalidRequestError, InvariantError
+from ister.subscription.delivery import (
+    KEYED_MESSAGES_MIN,
+    REASON_CHARACTERS_MAX,
+    AckResult,
+    DeadLetter,
+    Delivery,
+    Drop,
+    Send,
+)
+from ister.subscription.floor import RANGES_MAX
+from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
+
+EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = SubscriptionKind
+ALL_KINDS = pytest.mark.parametrize("kind", list(SubscriptionKind))
+IN_LINE = pytest.mark.parametrize("kind", [EXCLUSIVE, SHARED, FAILOVER])
+END = 1_000_000
+DEAD = "/default/dead"
+
+
+class Subscription:
+    """A delivery with a clock, for tests that read like stories."""
+
+    def __init__(self, kind, *consumers, window=10, cursor=0, saved=None, end=None, **policy):
+        self.now = 0.0
+        self.machine = Delivery(
+            kind=kind,
+            policy=FailurePolicy(**policy),
+            window=window,
+            cursor=cursor,
+            saved=saved,
+            end=end,
+        )
+        for consumer in consumers:
+            self.attach(consumer)
+
+    def attach(self, consumer, *filters, room=1000):
+        self.machine.attach(consumer, filters=filters, now=self.now)
+        self.machine.set_room(consumer, room)
+
+    def detach(self, consumer):
+        self.machine.detach(consumer, now=self.now)
+
+    def forget(self, consumer):
+        self.machine.forget(consumer, now=self.now)
+
+    def offer(self, *keys):
+        """Messages with these keys, or so many without."""
+        if keys and isinstance(keys[0], int):
+            keys = ("",) * keys[0]
+        start = self.machine.next_offset
+        self.machine.offer(
+            [(start + n, key) for n, key in enumerate(keys)],
+            now=self.now,
+        )
+
+    def take(self):
+        self.machine.validate_state()
+        taken = self.machine.take(self.now)
+        self.machine.validate_state()
+        return taken
+
+    def sent(self):
+        """(consumer, offset) of what is sent now."""
+        taken = self.take()
+        assert all(isinstance(item, Send) for item in taken)
+        return [(send.consumer, send.offset) for send in taken]
+
+    def offsets(self):
+        return [offset for _, offset in self.sent()]
+
+    def ack(self, *offsets, end=END):
+        results = [self.machine.ack(offset, end=end, now=self.now) for offset in offsets]
+        self.machine.validate_state()
+        return results[0] if len(results) == 1 else results
+
+    def nack(self, offset, delay_ms=None, reason=None):
+        return self.machine.nack(offset, delay_ms=delay_ms, reason=reason, now=self.now)
+
+    def wait(self, seconds):
+        self.now += seconds
+        self.machine.tick(self.now)
+
+    @property
+    def cursor(self):
+        return self.machine.cursor
+
+    @property
+    def stats(self):
+        return self.machine.stats()
+
+
+# -- the ordinary case --------------------------------------------------------------------------
+
+
+@ALL_KINDS
+def test_messages_are_sent_once_and_the_cursor_follows_the_acknowledgements(kind):
+    subscription = Subscription(kind, 1, cursor=40)
+    subscription.offer("a", "b", "c")
+    assert subscription.take() == [Send(1, 40, 1), Send(1, 41, 1), Send(1, 42, 1)]
+    assert subscription.take() == []
+    assert subscription.ack(40, 41) == [AckResult.ACCEPTED] * 2
+    assert subscription.cursor == 42
+    assert subscription.machine.next_offset == 43
+    assert subscription.stats.in_flight == 1
+
+
+@ALL_KINDS
+def test_nothing_is_wanted_or_sent_without_consumers(kind):
+    subscription = Subscription(kind)
+    assert subscription.machine.wanted() == 0
+    assert subscription.machine.active is None
+    subscription.offer("a", "a")
+    assert subscription.take() == []
+    subscription.attach(1)
+    assert subscription.machine.wanted() > 0
+    subscription.detach(1)
+    assert subscription.machine.wanted() == 0
+
+
+@ALL_KINDS
+def test_consumer_gets_nothing_until_it_has_room(kind):
+    subscription = Subscription(kind)
+    subscription.machine.attach(1, now=0.0)
+    subscription.offer("a", "b", "c")
+    assert subscription.take() == []
+    subscription.machine.set_room(1, 2)
+    assert subscription.offsets() == [0, 1]
+    assert subscription.take() == []
+    subscription.machine.set_room(1, 0)
+    assert subscription.take() == []
+    subscription.machine.set_room(1, 1)
+    assert subscription.offsets() == [2]
+
+
+@ALL_KINDS
+def test_no_more_than_the_window_is_unacknowledged(kind):
+    subscription = Subscription(kind, 1, window=2)
+    subscription.offer("a", "b", "c", "d")
+    assert subscription.offsets() == [0, 1]
+    subscription.ack(1)
+    assert subscription.offsets() == [2]
+    subscription.machine.set_window(3)
+    assert subscription.offsets() == [3]
+
+
+def test_bounds_of_what_is_read_ahead():
+    assert Subscription(EXCLUSIVE, 1, window=10).machine.wanted() == 20
+    assert Subscription(FAILOVER, 1, 2, 3, window=10).machine.wanted() == 20
+    assert Subscription(SHARED, 1, 2, 3, window=10).machine.wanted() == 40
+    assert Subscription(KEY_SHARED, 1, window=10).machine.wanted() == KEYED_MESSAGES_MIN
+    assert Subscription(KEY_SHARED, 1, 2, window=1000).machine.wanted() == 12_000
+    subscription = Subscription(EXCLUSIVE, 1, window=10)
+    subscription.offer(15)
+    assert subscription.machine.wanted() == 5
+    subscription.take()
+    subscription.ack(3)
+    assert subscription.machine.wanted() == 6
+    subscription.offer(50)
+    assert subscription.machine.wanted() == 0
+
+
+def test_messages_with_a_hole_are_refused_and_repeated_ones_passed_over():
+    subscription = Subscription(EXCLUSIVE, 1, cursor=5)
+    machine = subscription.machine
+    with pytest.raises(InvariantError):
+        machine.offer([(5, ""), (7, "")], now=0.0)
+    assert machine.next_offset == 6
+    machine.offer([(4, ""), (5, ""), (6, "")], now=0.0)
+    assert subscription.offsets() == [5, 6]
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_window_is_at_least_one(window):
+    with pytest.raises(InvalidRequestError):
+        Subscription(EXCLUSIVE, window=window)
+    with pytest.raises(InvalidRequestError):
+        Subscription(EXCLUSIVE).machine.set_window(window)
+
+
+# -- acknowledgements ---------------------------------------------------------------------------
+
+
+@ALL_KINDS
+def test_acknowledgements_come_in_any_order_and_twice(kind):
+    subscription = Subscription(kind, 1)
+    subscription.offer("a", "b", "c")
+    subscription.take()
+    assert subscription.ack(2) is AckResult.ACCEPTED
+    assert subscription.cursor == 0
+    assert subscription.ack(2) is AckResult.LATE
+    assert subscription.ack(0) is AckResult.ACCEPTED
+    assert subscription.cursor == 1
+    assert subscription.ack(1) is AckResult.ACCEPTED
+    assert subscription.cursor == 3
+    assert subscription.ack(1) is AckResult.LATE
+    assert subscription.ack(-5) is AckResult.LATE
+
+
+def test_acknowledgement_beyond_the_end_is_refused():
+    subscription = Subscription(EXCLUSIVE, 1)
+    assert subscription.ack(3, end=3) is AckResult.REFUSED
+    assert subscription.ack(2, end=3) is AckResult.ACCEPTED
+
+
+@ALL_KINDS
+def test_acknowledgement_of_what_an_earlier_process_sent_counts(kind):
+    subscription = Subscription(kind, 1)
+    assert subscription.ack(1) is AckResult.ACCEPTED
+    subscription.offer("a", "b", "c")
+    assert subscription.offsets() == [0, 2]
+    subscription.ack(0)
+    assert subscription.cursor == 2
+
+
+@ALL_KINDS
+def test_acknowledged_unread_messages_move_the_cursor_and_are_passed_over(kind):
+    subscription = Subscription(kind, 1)
+    subscription.ack(0, 1)
+    assert (subscription.cursor, subscription.machine.next_offset) == (2, 0)
+    subscription.offer("a", "b", "c")
+    assert subscription.offsets() == [2]
+
+
+@ALL_KINDS
+def test_acknowledgement_of_a_queued_message_keeps_it_from_being_sent(kind):
+    subscription = Subscription(kind, 1, window=1)
+    subscription.offer("a", "b", "c")
+    assert subscription.offsets() == [0]
+    assert subscription.ack(1, 0) == [AckResult.ACCEPTED] * 2
+    assert subscription.offsets() == [2]
+
+
+def test_acknowledgements_ahead_are_bounded():
+    subscription = Subscription(EXCLUSIVE, 1)
+    machine = subscription.machine
+    for n in range(RANGES_MAX):
+        assert machine.ack(2 * n + 1, end=END, now=0.0) is AckResult.ACCEPTED
+    assert machine.ack(2 * RANGES_MAX + 1, end=END, now=0.0) is AckResult.REFUSED
+    # What was sent is always taken.
+    subscription.offer(1)
+    assert subscription.offsets() == [0]
+    assert subscription.ack(0) is AckResult.ACCEPTED
+    assert subscription.cursor == 2
+
+
+def test_traces_of_acknowledged_messages_do_not_pile_up():
+    """One message that nobody answers, and very many others that are answered ahead of time."""
+    for kind in SubscriptionKind:
+        subscription = Subscription(kind, 1, window=2)
+        machine = subscription.machine
+        subscription.offer("stuck")
+        machine.take()
+        for _ in range(300):
+            start = machine.next_offset
+            machine.offer([(start + n, "stuck" if n % 2 else "b") for n in range(20)], now=0.0)
+            machine.take()
+            for n in range(20):
+                machine.ack(start + n, end=END, now=0.0)
+        machine.take()
+        machine.validate_state()
+        queue = machine._queue
+        if kind is KEY_SHARED:
+            left = [*queue._lanes["stuck"], *queue._attached[1].ready]
+        else:
+            left = [*queue._fresh, *queue._again]
+        assert len(machine._entries) == 1
+        assert len(left) < 1000
+        assert len(machine._sent) < 1000
+
+
+# -- failures -----------------------------------------------------------------------------------
+
+
+@ALL_KINDS
+def test_nacked_message_comes_again_after_its_pause(kind):
+    subscription = Subscription(kind, 1)
+    subscription.offer("a")
+    subscription.take()
+    assert subscription.nack(0)
+    assert subscription.take() == []
+    assert subscription.stats.waiting_retry == 1
+    assert subscription.machine.deadline() == 1.0
+    subscription.wait(0.9)
+    assert subscription.take() == []
+    subscription.wait(0.1)
+    assert subscription.take() == [Send(1, 0, 2)]
+    subscription.nack(0)
+    subscription.wait(1.9)
+    assert subscription.take() == []
+    subscription.wait(0.2)
+    assert subscription.take() == [Send(1, 0, 3)]
+
+
+def test_nack_asks_for_a_longer_pause():
+    subscription = Subscription(EXCLUSIVE, 1)
+    subscription.offer(1)
+    subscription.take()
+    subscription.nack(0, delay_ms=7000)
+    assert subscription.machine.deadline() == 7.0
+
+
+def test_policy_without_pauses_sends_again_at_once():
+    subscription = Subscription(EXCLUSIVE, 1, base_redelivery_delay_ms=0)
+    subscription.offer(1)
+    subscription.take()
+    subscription.nack(0)
+    assert subscription.take() == [Send(1, 0, 2)]
+
+
+@ALL_KINDS
+def test_message_without_an_answer_comes_again_after_the_timeout(kind):
+    subscription = Subscription(kind, 1, ack_timeout_ms=5000)
+    subscription.offer("a")
+    subscription.take()
+    assert subscription.machine.deadline() == 5.0
+    subscription.wait(4.9)
+    assert subscription.stats.in_flight == 1
+    subscription.wait(0.1)
+    assert subscription.stats.waiting_retry == 1
+    subscription.wait(1.0)
+    assert subscription.take() == [Send(1, 0, 2)]
+    assert subscription.machine.deadline() == 11.0
+
+
+def test_timeout_counts_from_the_last_attempt():
+    subscription = Subscription(EXCLUSIVE, 1, ack_timeout_ms=5000)
+    subscription.offer(1)
+    subscription.take()
+    subscription.nack(0)
+    subscription.wait(1.0)
+    subscription.take()
+    subscription.wait(4.5)
+    assert subscription.stats.in_flight == 1
+    subscription.wait(0.5)
+    assert subscription.stats.in_flight == 0
+
+
+def test_new_timeout_holds_for_what_is_in_flight():
+    subscription = Subscription(EXCLUSIVE, 1)
+    subscription.offer(1)
+    subscription.take()
+    subscription.machine.set_policy(FailurePolicy(ack_timeout_ms=100), 0.0)
+    assert subscription.machine.deadline() == 0.1
+
+
+@ALL_KINDS
+def test_nack_of_what_is_not_in_flight_counts_for_nothing(kind):
+    subscription = Subscription(kind, 1)
+    assert not subscription.nack(0)
+    subscription.offer("a")
+    assert not subscription.nack(0)
+    subscription.take()
+    assert subscription.nack(0)
+    assert not subscription.nack(0)
+    subscription.wait(1.0)
+    assert subscription.take() == [Send(1, 0, 2)]
+    subscription.ack(0)
+    assert not subscription.nack(0)
+
+
+def test_failed_message_stays_in_the_window_of_who_failed_it():
+    """A consumer that refuses everything stops itself, and nobody else."""
+    subscription = Subscription(SHARED, 1, 2, window=2)
+    seen = []
+    for _ in range(20):
+        subscription.offer(min(2, subscription.machine.wanted()))
+        for consumer, offset in subscription.sent():
+            seen.append(consumer)
+            if consumer == 1:
+                subscription.nack(offset, delay_ms=60_000)
+            else:
+                subscription.ack(offset)
+    assert seen.count(1) == 2
+    assert seen.count(2) > 20
+
+
+@ALL_KINDS
+def test_message_is_poison_when_it_fails_once_more_than_allowed(kind):
+    subscription = Subscription(kind, 1, max_redelivery_count=2, poison=PoisonPolicy.DROP)
+    subscription.offer("a")
+    for attempt in (1, 2, 3):
+        assert subscription.take() == [Send(1, 0, attempt)]
+        subscription.nack(0, reason=f"reason {attempt}")
+        subscription.wait(100) if attempt < 3 else None
+    assert subscription.take() == [Drop(0, 3, "reason 3")]
+
+
+def test_timeouts_and_nacks_count_alike_and_disconnects_do_not():
+    subscription = Subscription(
+        EXCLUSIVE, 1, max_redelivery_count=1, poison=PoisonPolicy.DROP, ack_timeout_ms=1000
+    )
+    subscription.offer(1)
+    for _ in range(10):
+        assert subscription.take() == [Send(1, 0, 1)]
+        subscription.detach(1)
+        subscription.attach(1)
+    subscription.take()
+    subscription.wait(1.0)
+    subscription.wait(1.0)
+    assert subscription.take() == [Send(1, 0, 2)]
+    subscription.wait(1.0)
+    assert subscription.take() == [Drop(0, 2, "no answer in 1000 ms")]
+
+
+@IN_LINE
+def test_block_stops_what_is_new(kind):
+    subscription = Subscription(kind, 1, max_redelivery_count=0, window=3)
+    subscription.offer(5)
+    assert subscription.offsets() == [0, 1, 2]
+    subscription.nack(1)
+    assert subscription.stats.blocked == 1
+    assert subscription.machine.wanted() == 0
+    subscription.ack(0, 2)
+    subscription.wait(1000)
+    assert subscription.take() == []
+    assert subscription.cursor == 1
+
+
+@IN_LINE
+def test_late_acknowledgement_unblocks(kind):
+    subscription = Subscription(kind, 1, max_redelivery_count=0, window=2)
+    subscription.offer(4)
+    subscription.take()
+    subscription.nack(0)
+    subscription.nack(1)
+    assert subscription.take() == []
+    subscription.ack(0)
+    assert subscription.stats.blocked == 1
+    subscription.ack(1)
+    assert subscription.stats.blocked is None
+    assert subscription.machine.wanted() > 0
+    assert subscription.offsets() == [2, 3]
+
+
+@IN_LINE
+def test_what_was_sent_before_a_block_comes_again(kind):
+    subscription = Subscription(kind, 1, max_redelivery_count=0, window=2)
+    subscription.offer(4)
+    subscription.take()
+    subscription.nack(0)
+    subscription.detach(1)
+    subscription.attach(1)
+    assert subscription.offsets() == [1]
+
+
+@IN_LINE
+def test_another_policy_unblocks(kind):
+    subscription = Subscription(kind, 1, max_redelivery_count=0, window=2)
+    subscription.offer(3)
+    subscription.take()
+    subscription.nack(0)
+    subscription.machine.set_policy(FailurePolicy(max_redelivery_count=3), 0.0)
+    assert subscription.take() == [Send(1, 0, 2)]
+
+
+@ALL_KINDS
+def test_another_policy_judges_what_is_blocked(kind):
+    subscription = Subscription(kind, 1, max_redelivery_count=0)
+    subscription.offer("a")
+    subscription.take()
+    subscription.nack(0, reason="broken")
+    assert subscription.take() == []
+    policy = FailurePolicy(
+        max_redelivery_count=0, poison=PoisonPolicy.DEAD_LETTER, dead_letter_topic=DEAD
+    )
+    subscription.machine.set_policy(policy, 0.0)
+    assert subscription.take() == [DeadLetter(0, 1, "broken")]
+
+
+def test_policy_that_changes_before_a_message_is_dropped_keeps_it():
+    subscription = Subscription(EXCLUSIVE, 1, max_redelivery_count=0, poison=PoisonPolicy.DROP)
+    subscription.offer(1)
+    subscription.take()
+    subscription.nack(0)
+    subscription.machine.set_policy(FailurePolicy(max_redelivery_count=0), 0.0)
+    assert subscription.take() == []
+    assert subscription.stats.blocked == 0
+
+
+@ALL_KINDS
+@pytest.mark.parametrize("poison", [PoisonPolicy.DROP, PoisonPolicy.DEAD_LETTER])
+def test_poison_is_handed_out_once_and_is_done_when_resolved(kind, poison):
+    subscription = Subscription(
+        kind, 1, max_redelivery_count=0, poison=poison, dead_letter_topic=DEAD
+    )
+    subscription.offer("a", "b")
+    subscription.take()
+    subscription.nack(0, reason="broken")
+    made = DeadLetter if poison is PoisonPolicy.DEAD_LETTER else Drop
+    assert subscription.take() == [made(0, 1, "broken")]
+    assert subscription.take() == []
+    subscription.ack(1)
+    assert (subscription.cursor, subscription.stats.unresolved) == (0, 1)
+    subscription.machine.resolve(0, now=0.0)
+    assert subscription.cursor == 2
+    subscription.machine.resolve(0, now=0.0)
+
+
+def test_dead_letter_that_could_not_be_written_is_handed_out_again():
+    subscription = Subscription(
+        EXCLUSIVE,
+        1,
+        max_redelivery_count=0,
+        poison=PoisonPolicy.DEAD_LETTER,
+        dead_letter_topic=DEAD,
+    )
+    subscription.offer(2)
+    subscription.take()
+    subscription.nack(0)
+    subscription.take()
+    subscription.machine.unresolved(0, now=0.0, delay_ms=500)
+    subscription.machine.unresolved(0, now=0.0, delay_ms=900)
+    assert subscription.machine.deadline() == 0.5
+    assert subscription.take() == []
+    subscription.wait(0.5)
+    assert subscription.take() == [DeadLetter(0, 1, None)]
+    assert subscription.cursor == 0
+
+
+def test_poison_that_is_acknowledged_at_the_last_moment_is_kept():
+    subscription = Subscription(EXCLUSIVE, 1, max_redelivery_count=0, poison=PoisonPolicy.DROP)
+    subscription.offer(1)
+    subscription.take()
+    subscription.nack(0)
+    subscription.ack(0)
+    assert subscription.take() == []
+    assert subscription.cursor == 1
+
+
+def test_outcomes_of_unknown_messages_are_nothing():
+    subscription = Subscription(EXCLUSIVE, 1)
+    subscription.offer(1)
+    subscription.take()
+    for offset in (-1, 0, 5):
+        subscription.machine.resolve(offset, now=0.0)
+        subscription.machine.unresolved(offset, now=0.0, delay_ms=1)
+    assert subscription.stats.in_flight == 1
+
+
+def test_long_reason_is_cut():
+    subscription = Subscription(EXCLUSIVE, 1, max_redelivery_count=0, poison=PoisonPolicy.DROP)
+    subscription.offer(1)
+    subscription.take()
+    subscription.nack(0, reason="r" * 100_000)
+    assert len(subscription.take()[0].reason) == REASON_CHARACTERS_MAX
+
+
+# -- consumers ----------------------------------------------------------------------------------
+
+
+@ALL_KINDS
+def test_what_a_consumer_had_comes_again_first_and_in_order(kind):
+    subscription = Subscription(kind, 1, window=3)
+    subscription.offer("a", "b", "c", "d", "e")
+    assert subscription.offsets() == [0, 1, 2]
+    subscription.ack(1)
+    subscription.detach(1)
+    assert subscription.take() == []
+    assert subscription.stats.pending == 4
+    subscription.attach(1)
+    assert subscription.take() == [Send(1, 0, 1), Send(1, 2, 1), Send(1, 3, 1)]
+
+
+@ALL_KINDS
+def test_consumer_that_attaches_again_gets_its_messages_again(kind):
+    subscription = Subscription(kind, 1)
+    subscription.offer("a", "b")
+    subscription.take()
+    for _ in range(3):
+        subscription.attach(1)
+        assert subscription.take() == [Send(1, 0, 1), Send(1, 1, 1)]
+
+
+def test_exclusive_is_for_one():
+    subscription = Subscription(EXCLUSIVE, 1)
+    with pytest.raises(ConflictError):
+        subscription.attach(2)
+    assert subscription.machine.consumers == [1]
+    assert subscription.machine.active == 1
+    subscription.attach(1)
+
+
+@ALL_KINDS
+def test_consumers_that_are_not_there_may_go(kind):
+    subscription = Subscription(kind, 1)
+    subscription.detach(7)
+    subscription.forget(7)
+    subscription.machine.set_room(7, 5)
+    subscription.forget(1)
+    subscription.forget(1)
+    assert subscription.stats.known_consumers == 0
+
+
+def test_shared_takes_turns():
+    subscription = Subscription(SHARED, 1, 2, 3, window=100)
+    subscription.offer(36)
+    consumers = [consumer for consumer, _ in subscription.sent()]
+    assert consumers == [1, 2, 3] * 12
+    subscription.offer(1)
+    assert subscription.sent() == [(1, 36)]
+    subscription.offer(1)
+    assert subscription.sent() == [(2, 37)]
+
+
+def test_shared_passes_over_those_without_room():
+    subscription = Subscription(SHARED, 1, 2, window=2)
+    subscription.machine.set_room(1, 1)
+    subscription.offer(5)
+    assert subscription.sent() == [(1, 0), (2, 1), (2, 2)]
+    subscription.ack(1)
+    assert subscription.sent() == [(2, 3)]
+
+
+def test_shared_consumers_that_join_get_their_share():
+    subscription = Subscription(SHARED, 1, 2, window=100)
+    subscription.offer(4)
+    subscription.take()
+    subscription.attach(3)
+    subscription.offer(9)
+    consumers = [consumer for consumer, _ in subscription.sent()]
+    assert {consumer: consumers.count(consumer) for consumer in (1, 2, 3)} == {1: 3, 2: 3, 3: 3}
+
+
+def test_shared_messages_of_one_that_left_go_to_the_others():
+    subscription = Subscription(SHARED, 1, 2)
+    subscription.offer(4)
+    assert subscription.sent() == [(1, 0), (2, 1), (1, 2), (2, 3)]
+    subscription.detach(1)
+    assert subscription.sent() == [(2, 0), (2, 2)]
+
+
+def test_failover_sends_to_the_first():
+    subscription = Subscription(FAILOVER, 5, 3, 4)
+    subscription.offer(2)
+    assert subscription.sent() == [(5, 0), (5, 1)]
+    assert subscription.machine.active == 5
+    subscription.attach(5)
+    assert subscription.machine.active == 5
+
+
+def test_one_that_comes_back_to_failover_stands_at_the_end():
+    subscription = Subscription(FAILOVER, 1, 2)
+    subscription.detach(1)
+    subscription.attach(1)
+    assert subscription.machine.active == 2
+    subscription.detach(2)
+    assert subscription.machine.active == 1
+
+
+# -- keys ---------------------------------------------------------------------------------------
+
+
+def test_one_message_of_a_key_is_in_flight():
+    subscription = Subscription(KEY_SHARED, 1, 2)
+    subscription.offer("a", "a", "b", "a")
+    assert sorted(subscription.offsets()) == [0, 2]
+    subscription.ack(2)
+    assert subscription.take() == []
+    subscription.ack(0)
+    assert subscription.offsets() == [1]
+    subscription.ack(1)
+    assert subscription.offsets() == [3]
+
+
+def test_key_stays_with_its_consumer():
+    subscription = Subscription(KEY_SHARED, 1, 2, 3, window=1000)
+    keys = [f"key-{n}" for n in range(60)]
+    owners = {}
+    for _ in range(3):
+        subscription.offer(*keys)
+        for consumer, offset in subscription.sent():
+            assert owners.setdefault(keys[offset % 60], consumer) == consumer
+            subscription.ack(offset)
+    assert set(owners.values()) == {1, 2, 3}
+
+
+def test_key_in_flight_stays_where_it_is_when_consumers_come():
+    subscription = Subscription(KEY_SHARED, 1, window=1000)
+    keys = [f"key-{n}" for n in range(50)]
+    subscription.offer(*keys, *keys)
+    assert len(subscription.sent()) == 50
+    for consumer in range(2, 6):
+        subscription.attach(consumer)
+    assert subscription.take() == []
+    subscription.ack(*range(50))
+    assert {consumer for consumer, _ in subscription.sent()} == {1, 2, 3, 4, 5}
+
+
+def test_key_of_one_that_left_goes_on_in_order_elsewhere():
+    subscription = Subscription(KEY_SHARED, 1)
+    subscription.offer("a", "a", "a")
+    assert subscription.sent() == [(1, 0)]
+    subscription.detach(1)
+    subscription.attach(2)
+    for offset in range(3):
+        assert subscription.sent() == [(2, offset)]
+        subscription.ack(offset)
+
+
+def test_failed_message_keeps_the_later_ones_of_its_key():
+    subscription = Subscription(KEY_SHARED, 1)
+    subscription.offer("a", "a", "b")
+    assert sorted(subscription.offsets()) == [0, 2]
+    subscription.nack(0)
+    assert subscription.take() == []
+    subscription.wait(1.0)
+    assert subscription.take() == [Send(1, 0, 2)]
+
+
+def test_filters_choose_the_consumer():
+    subscription = Subscription(KEY_SHARED)
+    subscription.attach(1, "eu-*")
+    subscription.attach(2, "us-?")
+    subscription.offer("eu-1", "us-1", "eu-2")
+    assert sorted(subscription.sent(), key=lambda item: item[1]) == [(1, 0), (2, 1), (1, 2)]
+
+
+def test_key_that_nobody_takes_is_passed_over():
+    subscription = Subscription(KEY_SHARED)
+    subscription.attach(1, "eu-*")
+    subscription.offer("us-1", "eu-1", "us-2")
+    assert subscription.sent() == [(1, 1)]
+    subscription.ack(1)
+    assert subscription.cursor == 3
+    assert subscription.ack(0) is AckResult.LATE
+
+
+def test_key_of_one_that_is_away_is_kept_and_others_go_on():
+    subscription = Subscription(KEY_SHARED)
+    subscription.attach(1, "eu-*")
+    subscription.attach(2, "us-*")
+    subscription.detach(1)
+    subscription.offer("eu-1", "us-1")
+    assert subscription.sent() == [(2, 1)]
+    subscription.ack(1)
+    assert subscription.cursor == 0
+    subscription.attach(1, "eu-*")
+    assert subscription.sent() == [(1, 0)]
+
+
+def test_keys_of_one_that_does_not_come_back_are_passed_over():
+    subscription = Subscription(KEY_SHARED)
+    subscription.attach(1, "eu-*")
+    subscription.attach(2, "us-*")
+    subscription.offer("eu-1", "eu-1", "us-1")
+    subscription.take()
+    subscription.forget(1)
+    assert subscription.take() == []
+    assert subscription.cursor == 2
+
+
+def test_messages_are_kept_while_nobody_is_known():
+    subscription = Subscription(KEY_SHARED, 1)
+    subscription.offer("a", "b")
+    subscription.forget(1)
+    assert subscription.take() == []
+    assert subscription.cursor == 0
+    subscription.attach(2)
+    assert sorted(subscription.offsets()) == [0, 1]
+
+
+def test_consumer_that_is_only_remembered_keeps_its_keys():
+    subscription = Subscription(KEY_SHARED)
+    subscription.machine.remember(1, filters=["eu-*"])
+    subscription.attach(2, "us-*")
+    subscription.offer("eu-1", "us-1", "asia-1")
+    assert subscription.sent() == [(2, 1)]
+    subscription.ack(1)
+    assert subscription.cursor == 0
+    subscription.attach(1, "eu-*")
+    assert subscription.sent() == [(1, 0)]
+
+
+def test_other_filters_hold_from_the_next_message_on():
+    subscription = Subscription(KEY_SHARED)
+    subscription.attach(1, "eu-*")
+    subscription.attach(2, "us-*")
+    subscription.offer("eu-1")
+    subscription.take()
+    subscription.attach(1, "asia-*")
+    assert subscription.take() == []
+    assert subscription.cursor == 1
+
+
+def test_filters_that_are_none_change_nothing():
+    subscription = Subscription(KEY_SHARED)
+    with pytest.raises(InvalidRequestError):
+        subscription.attach(1, "x" * 1000)
+    assert subscription.stats.known_consumers == 0
+
+
+# -- progress -----------------------------------------------------------------------------------
+
+
+def restarted(subscription, *consumers, **changes):
+    """The next process, with what the store has."""
+    saved = json.loads(json.dumps(subscription.machine.saved()))
+    settings = {
+        "window": subscription.machine.window,
+        "cursor": subscription.cursor,
+        "saved": saved,
+        **changes,
+    }
+    next_one = Subscription(subscription.machine.kind, *consumers, **settings)
+    next_one.machine.set_policy(subscription.machine.policy, 0.0)
+    return next_one
+
+
+@ALL_KINDS
+def test_restart_passes_over_what_was_acknowledged_out_of_order(kind):
+    subscription = Subscription(kind, 1)
+    subscription.offer("a", "b", "c", "d")
+    subscription.take()
+    subscription.ack(1, 2)
+    again = restarted(subscription, 1)
+    assert again.machine.next_offset == 0
+    again.offer("a", "b", "c", "d")
+    assert again.offsets() == [0, 3]
+    again.ack(0, 3)
+    assert again.cursor == 4
+
+
+@ALL_KINDS
+def test_attempts_survive_a_restart(kind):
+    subscription = Subscription(kind, 1, max_redelivery_count=1, poison=PoisonPolicy.DROP)
+    subscription.offer("a", "b")
+    subscription.take()
+    subscription.nack(1, reason="first")
+    again = restarted(subscription, 1)
+    again.offer("a", "b")
+    assert again.take() == [Send(1, 0, 1), Send(1, 1, 2)]
+    again.nack(1, reason="second")
+    assert again.take() == [Drop(1, 2, "second")]
+    once_more = restarted(again, 1)
+    once_more.offer("a", "b")
+    assert set(once_more.take()) == {Drop(1, 2, "second"), Send(1, 0, 1)}
+
+
+@IN_LINE
+def test_block_survives_a_restart(kind):
+    subscription = Subscription(kind, 1, max_redelivery_count=0)
+    subscription.offer(2)
+    subscription.take()
+    subscription.ack(0)
+    subscription.nack(1)
+    again = restarted(subscription, 1)
+    again.offer(3)
+    assert again.take() == []
+    assert (again.cursor, again.stats.blocked) == (1, 1)
+    assert again.ack(1) is AckResult.ACCEPTED
+    assert again.offsets() == [2, 3]
+
+
+def test_failures_that_are_not_read_again_yet_are_still_saved():
+    subscription = Subscription(EXCLUSIVE, 1)
+    subscription.offer(2)
+    subscription.take()
+    subscription.nack(1, reason="why")
+    again = restarted(subscription)
+    assert again.machine.saved() == subscription.machine.saved()
+    assert again.machine.saved()["failed"] == [[1, 1, "why"]]
+    again.ack(1)
+    assert again.machine.saved()["failed"] == []
+
+
+def test_cursor_that_was_put_back_takes_nothing_from_what_was_saved():
+    """The offsets may be given out again: a message must not be taken for an older one."""
+    subscription = Subscription(EXCLUSIVE, 1, cursor=10)
+    subscription.offer(5)
+    subscription.take()
+    subscription.ack(12)
+    subscription.nack(13)
+    again = restarted(subscription, 1, cursor=8)
+    again.offer(6)
+    assert again.take() == [Send(1, offset, 1) for offset in range(8, 14)]
+
+
+def test_saved_state_beyond_the_end_of_the_log_is_left_aside():
+    subscription = Subscription(EXCLUSIVE, 1)
+    subscription.offer(8)
+    subscription.take()
+    subscription.ack(2, 3, 4, 5, 6)
+    subscription.nack(7)
+    again = restarted(subscription, 1, end=5)
+    again.offer(8)
+    assert again.take() == [Send(1, offset, 1) for offset in (0, 1, 5, 6, 7)]
+    elsewhere = restarted(subscription, 1, cursor=6, end=5)
+    assert elsewhere.cursor == 6
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {},
+        {"floor": 0},
+        {"floor": 0, "acked": "x", "failed": []},
+        {"floor": 0, "acked": [], "failed": [[1]]},
+        {"floor": 0, "acked": [], "failed": 7},
+        {"floor": 0, "acked": [[3, 1]], "failed": []},
+        {"floor": None, "acked": []},
+    ],
+)
+def test_damaged_state_is_left_aside(saved):
+    subscription = Subscription(EXCLUSIVE, 1, saved=saved)
+    subscription.offer(3)
+    assert subscription.offsets() == [0, 1, 2]
+
+
+def test_saved_state_is_bounded():
+    subscription = Subscription(SHARED, 1, window=20_000)
+    subscription.offer(20_000)
+    subscription.machine.take()
+    for offset in range(0, 20_000, 2):
+        subscription.machine.nack(offset, delay_ms=None, reason="\U0001f4a5" * 300, now=0.0)
+        subscription.machine.ack(offset + 1, end=END, now=0.0)
+    saved = subscription.machine.saved()
+    assert len(json.dumps(saved)) < 500_000
+    assert saved["failed"][0][2] == "\U0001f4a5" * REASON_CHARACTERS_MAX
+    assert saved["failed"][-1][1:] == [1, None]
+    assert saved["end"] == max(saved["acked"][-1][1], saved["failed"][-1][0] + 1)
+
+
+def test_version_changes_with_what_is_to_be_saved():
+    subscription = Subscription(EXCLUSIVE, 1)
+    machine = subscription.machine
+    versions = [machine.version]
+    subscription.offer(3)
+    subscription.take()
+    assert machine.version == versions[0]
+    for event in (
+        lambda: subscription.ack(2),
+        lambda: subscription.nack(1),
+        lambda: subscription.ack(0),
+        lambda: subscription.ack(9),
+        lambda: machine.seek(0, now=0.0),
+    ):
+        event()
+        assert machine.version not in versions
+        versions.append(machine.version)
+    subscription.ack(99, end=50)
+    assert machine.version == versions[-1]
+
+
+@ALL_KINDS
+@pytest.mark.parametrize("target", [0, 2, 50])
+def test_seek_forgets_everything_and_goes_on(kind, target):
+    subscription = Subscription(kind, 1, window=4, max_redelivery_count=0)
+    subscription.offer("a", "b", "c", "d", "e")
+    subscription.take()
+    subscription.ack(1)
+    subscription.nack(2)
+    subscription.machine.seek(target, now=0.0)
+    assert subscription.cursor == subscription.machine.next_offset == target
+    assert subscription.stats.blocked is None
+    assert subscription.machine.deadline() is None
+    assert subscription.machine.saved()["failed"] == []
+    subscription.offer("a", "b", "c", "d", "e")
+    assert subscription.take() == [Send(1, target + n, 1) for n in range(4)]
+
+
+def test_seek_below_zero_is_refused():
+    with pytest.raises(InvalidRequestError):
+        Subscription(EXCLUSIVE).machine.seek(-1, now=0.0)
+
+
+def test_message_that_was_handed_out_before_a_seek_is_not_resolved_after_it():
+    subscription = Subscription(EXCLUSIVE, 1, max_redelivery_count=0, poison=PoisonPolicy.DROP)
+    subscription.offer(1)
+    subscription.take()
+    subscription.nack(0)
+    subscription.take()
+    subscription.machine.seek(0, now=0.0)
+    subscription.offer(1)
+    subscription.machine.resolve(0, now=0.0)
+    assert subscription.take() == [Send(1, 0, 1)]
+
+
+# -- faults of Danube's dispatcher, and what holds here instead -----------------------------------
+
+
+def test_danube_fault_failover_promotes_a_standby():
+    subscription = Subscription(FAILOVER, 1, 2, 3, window=2)
+    subscription.offer(4)
+    assert subscription.sent() == [(1, 0), (1, 1)]
+    subscription.detach(1)
+    assert subscription.machine.active == 2
+    assert subscription.sent() == [(2, 0), (2, 1)]
+    subscription.ack(0)
+    assert subscription.sent() == [(2, 2)]
+    subscription.forget(2)
+    assert subscription.sent() == [(3, 1), (3, 2)]
+
+
+def test_danube_fault_exclusive_is_free_once_its_consumer_is_gone():
+    subscription = Subscription(EXCLUSIVE, 1)
+    subscription.offer(1)
+    subscription.take()
+    subscription.detach(1)
+    subscription.attach(2)
+    assert subscription.sent() == [(2, 0)]
+
+
+def test_danube_fault_subscription_at_the_end_of_a_topic_answers_everything():
+    """There is a lag and nothing to send: acks, consumers and nacks are dealt with all the same."""
+    subscription = Subscription(SHARED, 1, cursor=500)
+    assert subscription.take() == []
+    assert subscription.ack(499, end=500) is AckResult.LATE
+    assert not subscription.nack(499)
+    subscription.attach(2)
+    subscription.offer(2)
+    assert len(subscription.sent()) == 2
+
+
+@pytest.mark.parametrize("kind", [SHARED, KEY_SHARED])
+def test_danube_fault_slow_consumer_stops_nobody_else(kind):
+    subscription = Subscription(kind, 1, 2, window=5)
+    subscription.machine.set_room(1, 0)
+    done = 0
+    for n in range(200):
+        subscription.offer(*[f"key-{n}-{m}" for m in range(min(3, subscription.machine.wanted()))])
+        for consumer, offset in subscription.sent():
+            assert consumer == 2
+            subscription.ack(offset)
+            done += 1
+    assert done > (500 if kind is SHARED else 200)
+
+
+def test_danube_fault_key_shared_consumer_that_leaves_has_acknowledged_nothing():
+    subscription = Subscription(KEY_SHARED, 1, 2)
+    subscription.offer("a", "b", "c", "d")
+    held = subscription.sent()
+    subscription.forget(1)
+    assert subscription.cursor == 0
+    again = subscription.sent()
+    assert sorted(again) == sorted((2, offset) for consumer, offset in held if consumer == 1)
+
+
+@pytest.mark.parametrize("poison", [PoisonPolicy.DROP, PoisonPolicy.DEAD_LETTER])
+def test_danube_fault_poison_takes_no_other_message_of_its_key_along(poison):
+    subscription = Subscription(
+        KEY_SHARED, 1, max_redelivery_count=0, poison=poison, dead_letter_topic=DEAD
+    )
+    subscription.offer("a", "a", "a")
+    subscription.take()
+    subscription.nack(0)
+    (handed,) = subscription.take()
+    assert handed.offset == 0
+    subscription.machine.resolve(0, now=0.0)
+    for offset in (1, 2):
+        assert subscription.offsets() == [offset]
+        subscription.ack(offset)
+    assert subscription.cursor == 3
+
+
+def test_danube_fault_block_of_key_shared_stops_that_key_alone():
+    subscription = Subscription(KEY_SHARED, 1, max_redelivery_count=0)
+    subscription.offer("a", "b", "a", "b")
+    subscription.take()
+    subscription.nack(0)
+    subscription.ack(1)
+    assert subscription.offsets() == [3]
+    assert subscription.stats.blocked == 0
+    assert subscription.machine.wanted() > 0
+    subscription.ack(3)
+    subscription.offer("a", "c")
+    assert subscription.offsets() == [5]
+    subscription.ack(0)
+    assert subscription.offsets() == [2]
+
+
+def test_danube_fault_key_shared_sends_again_on_reconnect():
+    subscription = Subscription(KEY_SHARED, 1)
+    subscription.offer("a", "b")
+    assert sorted(subscription.offsets()) == [0, 1]
+    subscription.attach(1)
+    assert sorted(subscription.offsets()) == [0, 1]
+
+
+@ALL_KINDS
+def test_danube_fault_acknowledgement_after_the_timeout_counts(kind):
+    subscription = Subscription(kind, 1, ack_timeout_ms=1000)
+    subscription.offer("a")
+    subscription.take()
+    subscription.wait(1.0)
+    assert subscription.stats.waiting_retry == 1
+    assert subscription.ack(0) is AckResult.ACCEPTED
+    subscription.wait(100)
+    assert subscription.take() == []
+    assert subscription.cursor == 1
+    assert subscription.machine.deadline() is None
+
+
+def test_danube_fault_changed_settings_reach_a_running_subscription():
+    subscription = Subscription(EXCLUSIVE, 1, window=1)
+    subscription.offer(3)
+    assert subscription.offsets() == [0]
+    subscription.machine.set_window(2)
+    assert subscription.offsets() == [1]
+    policy = FailurePolicy(max_redelivery_count=0, poison=PoisonPolicy.DROP)
+    subscription.machine.set_policy(policy, 0.0)
+    assert subscription.machine.policy is policy
+    subscription.nack(0)
+    assert subscription.take() == [Drop(0, 1, None), Send(1, 2, 1)]
+
+
+# -- the checks themselves ----------------------------------------------------------------------
+
+
+def _lose(machine):
+    del machine._entries[0]
+
+
+def _acknowledge(machine):
+    machine._floor.ack(0)
+
+
+def _unplug(machine):
+    machine._attached[1].is_attached = False
+
+
+def _steal(machine):
+    machine._attached[1].flight.clear()
+
+
+def _forget_timeout(machine):
+    machine._sent.clear()
+
+
+def _forget_queue(machine):
+    machine._queue.reset()
+
+
+def _forget_block(machine):
+    machine._blocked.add(1)
+
+
+def _lose_record(machine):
+    machine._entries[1].failures = 3
+
+
+@ALL_KINDS
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _lose,
+        _acknowledge,
+        _unplug,
+        _steal,
+        _forget_timeout,
+        _forget_queue,
+        _forget_block,
+        _lose_record,
+    ],
+)
+def test_broken_invariant_is_noticed(kind, damage):
+    subscription = Subscription(kind, 1, window=2)
+    subscription.offer("a", "b", "c")
+    subscription.take()
+    subscription.machine.validate_state()
+    damage(subscription.machine)
+    with pytest.raises(InvariantError):
+        subscription.machine.validate_state()

@@ -1,0 +1,514 @@
+"""Subscriptions in the metadata store: made whole, moved forward, fenced, whatever gets lost."""
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+
+from ister.errors import (
+    AlreadyExistsError,
+    CommitUnknownError,
+    ConflictError,
+    CorruptDataError,
+    FencedError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
+from ister.format.records import Progress, decode_progress, encode_progress
+from ister.model import TopicName
+from ister.subscription.delivery import Delivery
+from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
+from ister.subscription.store import (
+    StoredConsumer,
+    StoredSubscription,
+    SubscriptionStore,
+    check_subscription_name,
+)
+from ister.tier.cursors import clip_progress
+from tier_rig import NAME, PREFIX, TTL_SECONDS, Cluster
+
+LIFE = "0123456789abcdef"
+PLACE = f"{PREFIX}/subscriptions{NAME}/"
+OPTIONS, PROGRESS = f"{PLACE}billing/options", f"{PLACE}billing/progress"
+SAVED = {"floor": 4, "acked": [[6, 8]], "failed": [[5, 2, "why"]], "end": 8}
+
+
+@pytest.fixture
+def cluster():
+    return Cluster()
+
+
+@pytest.fixture
+def metadata(cluster):
+    return cluster.metadata
+
+
+@pytest.fixture
+def store(cluster):
+    return SubscriptionStore(cluster.metadata, root_prefix=PREFIX, clock=cluster.clock)
+
+
+@pytest.fixture(params=["owned", "alone"])
+def owned(request, cluster):
+    """The topic's owner, or None for a topic that has none in the metadata store."""
+    return cluster.claim("a") if request.param == "owned" else None
+
+
+def create(store, owned, name="billing", *, cursor=4, life=LIFE, **settings):
+    settings = {"kind": SubscriptionKind.SHARED, **settings}
+    return store.create(NAME, name, cursor=cursor, incarnation=life, owned=owned, **settings)
+
+
+def save(store, owned, cursor, saved=None, *, name="billing", life=LIFE, **settings):
+    return store.save_cursor(
+        NAME, name, cursor=cursor, saved=saved, incarnation=life, owned=owned, **settings
+    )
+
+
+def cursor_of(metadata):
+    return decode_progress(metadata.get(PROGRESS).value, key=PROGRESS).offset
+
+
+def lose_answers(metadata, times, *, kind="transact"):
+    left = [times]
+
+    def after(seen, key):
+        if seen == kind and left[0]:
+            left[0] -= 1
+            raise CommitUnknownError("the answer was lost")
+
+    metadata.after = after
+
+
+def interfere(metadata, change, *, kind="transact"):
+    """Has `change` happen right before the next operation of that kind."""
+
+    def before(seen, key):
+        if seen == kind:
+            metadata.before = lambda kind, key: None
+            change()
+
+    metadata.before = before
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a", "A-z_0.9", "x" * 120, ".."])
+def test_names_that_are_taken(name):
+    assert check_subscription_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "ü", "x" * 121, "a\n", None, 5])
+def test_names_that_are_refused(store, name):
+    with pytest.raises(InvalidRequestError):
+        check_subscription_name(name)
+    with pytest.raises(InvalidRequestError):
+        create(store, None, name)
+
+
+# -- making -------------------------------------------------------------------------------------
+
+
+def test_new_subscription_has_its_cursor_at_once(store, metadata, owned, cluster):
+    policy = FailurePolicy(poison=PoisonPolicy.DROP)
+    made = create(store, owned, policy=policy, window=7)
+    assert made == StoredSubscription(
+        name="billing",
+        kind=SubscriptionKind.SHARED,
+        policy=policy,
+        window=7,
+        cursor=4,
+        incarnation=LIFE,
+        created_ms=cluster.clock.now_ns() // 1_000_000,
+    )
+    assert metadata.get(OPTIONS).revision == metadata.get(PROGRESS).revision
+    assert cursor_of(metadata) == 4
+    assert store.load(NAME, LIFE) == {"billing": made}
+
+
+def test_options_are_json_of_these_fields(store, metadata, owned):
+    create(store, owned)
+    fields = json.loads(metadata.get(OPTIONS).value)
+    assert fields.keys() == {
+        "kind",
+        "failure_policy",
+        "max_unacked_messages",
+        "consumers",
+        "created_ms",
+        "incarnation",
+    }
+    assert (fields["kind"], fields["max_unacked_messages"]) == ("shared", None)
+
+
+def test_subscription_that_exists_is_given_as_it_is(store, owned):
+    made = create(store, owned)
+    save(store, owned, 9)
+    again = create(store, owned, kind=SubscriptionKind.EXCLUSIVE, cursor=100)
+    assert again == replace(made, cursor=9)
+
+
+def test_lost_answers_make_no_second_subscription(store, metadata, owned):
+    lose_answers(metadata, 2)
+    made = create(store, owned)
+    metadata.after = lambda kind, key: None
+    assert store.load(NAME, LIFE) == {"billing": made}
+
+
+def test_two_that_make_it_at_once_get_the_same(store, metadata, cluster):
+    others = []
+    interfere(metadata, lambda: others.append(create(store, None, cursor=2)))
+    assert create(store, None, cursor=5) == others[0]
+    assert cursor_of(metadata) == 2
+
+
+def test_many_threads_make_one(store):
+    made = []
+
+    def work(n):
+        made.append(create(store, None, cursor=n))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({item.cursor for item in made}) == 1
+
+
+def test_subscription_of_a_topic_that_is_gone_is_replaced(store, owned):
+    create(store, owned, life="before", cursor=77)
+    assert store.load(NAME, LIFE) == {}
+    assert create(store, owned, cursor=0).cursor == 0
+    assert store.load(NAME, "before") == {}
+
+
+def test_cursor_of_a_stream_is_not_taken_for_a_subscription(store, metadata, owned):
+    stream = encode_progress(Progress(offset=3, timestamp=1, incarnation=LIFE))
+    metadata.put(PROGRESS, stream)
+    assert store.load(NAME, LIFE) == {}
+    assert store.topics() == []
+    with pytest.raises(AlreadyExistsError):
+        create(store, owned)
+    with pytest.raises(NotFoundError):
+        save(store, owned, 9)
+    assert not store.delete(NAME, "billing", owned=owned)
+    assert metadata.get(PROGRESS).value == stream
+
+
+def test_cursor_of_a_stream_of_a_deleted_topic_is_in_nobodys_way(store, metadata, owned):
+    metadata.put(PROGRESS, encode_progress(Progress(offset=3, timestamp=1, incarnation="before")))
+    assert create(store, owned).cursor == 4
+
+
+def test_one_that_was_fenced_makes_nothing(store, metadata, cluster):
+    owned = cluster.claim("a")
+    cluster.clock.advance(TTL_SECONDS + 1)
+    cluster.claim("b", take_over=True)
+    with pytest.raises(FencedError):
+        create(store, owned)
+    assert metadata.get(OPTIONS) is None
+
+
+def test_store_that_keeps_changing_is_a_conflict(store, metadata):
+    changes = iter(range(1000))
+
+    def before(kind, key):
+        if kind == "transact":
+            metadata.before = lambda kind, key: None
+            stream = Progress(offset=next(changes), timestamp=1, incarnation="other")
+            metadata.put(PROGRESS, encode_progress(stream))
+            metadata.before = before
+
+    metadata.before = before
+    with pytest.raises(ConflictError):
+        create(store, None)
+
+
+# -- cursors ------------------------------------------------------------------------------------
+
+
+def test_cursor_moves_forward_with_what_is_saved(store, owned):
+    create(store, owned)
+    assert save(store, owned, 4, SAVED) == 4
+    assert store.load(NAME, LIFE)["billing"].saved == SAVED
+    assert save(store, owned, 8) == 8
+    loaded = store.load(NAME, LIFE)["billing"]
+    assert (loaded.cursor, loaded.saved) == (8, None)
+
+
+def test_cursor_moves_back_only_by_force(store, metadata, owned):
+    create(store, owned, cursor=50)
+    assert save(store, owned, 3) == 50
+    assert cursor_of(metadata) == 50
+    assert save(store, owned, 3, force=True) == 3
+    assert cursor_of(metadata) == 3
+
+
+def test_fields_and_times_of_others_stay(store, metadata, cluster):
+    create(store, None)
+    known = decode_progress(metadata.get(PROGRESS).value, key=PROGRESS)
+    later = replace(known, timestamp=known.timestamp + 10**6, more={**known.more, "host": "h"})
+    metadata.put(PROGRESS, encode_progress(later))
+    save(store, None, 9)
+    found = decode_progress(metadata.get(PROGRESS).value, key=PROGRESS)
+    assert (found.timestamp, found.more["host"]) == (later.timestamp, "h")
+    cluster.clock.advance(10_000)
+    save(store, None, 9)
+    found = decode_progress(metadata.get(PROGRESS).value, key=PROGRESS)
+    assert found.timestamp == cluster.clock.now_ns() // 1_000_000
+
+
+def test_lost_answer_is_read_back(store, metadata, owned):
+    create(store, owned)
+    lose_answers(metadata, 1)
+    assert save(store, owned, 9, SAVED) == 9
+    assert cursor_of(metadata) == 9
+
+
+def test_late_write_of_an_earlier_cursor_changes_nothing(store, metadata):
+    """Its answer was lost and it lands when the next one has been written."""
+    create(store, None)
+    metadata.delay_next_change()
+    assert save(store, None, 6) == 6
+    save(store, None, 2, force=True)
+    metadata.deliver_delayed()
+    assert cursor_of(metadata) == 2
+
+
+def test_cursor_of_a_subscription_that_was_deleted_is_not_made_again(store, metadata, owned):
+    create(store, owned)
+    store.delete(NAME, "billing", owned=owned)
+    with pytest.raises(NotFoundError):
+        save(store, owned, 9)
+    assert metadata.get(PROGRESS) is None
+
+
+def test_subscription_that_is_deleted_meanwhile_stays_so(store, metadata):
+    create(store, None)
+    interfere(metadata, lambda: store.delete(NAME, "billing", owned=None))
+    with pytest.raises(NotFoundError):
+        save(store, None, 9)
+    assert metadata.range(PLACE) == []
+
+
+def test_cursor_of_another_incarnation_is_not_moved(store, metadata, owned):
+    create(store, owned)
+    with pytest.raises(NotFoundError):
+        save(store, owned, 9, life="another")
+    assert cursor_of(metadata) == 4
+
+
+def test_one_that_was_fenced_moves_nothing(store, metadata, cluster):
+    owned = cluster.claim("a")
+    create(store, owned)
+    cluster.clock.advance(TTL_SECONDS + 1)
+    cluster.claim("b", take_over=True)
+    for change in (
+        lambda: save(store, owned, 9),
+        lambda: save(store, owned, 1, force=True),
+        lambda: store.delete(NAME, "billing", owned=owned),
+    ):
+        with pytest.raises(FencedError):
+            change()
+    stored = store.load(NAME, LIFE)["billing"]
+    with pytest.raises(FencedError):
+        store.save_options(NAME, replace(stored, window=3), owned=owned)
+    assert store.load(NAME, LIFE)["billing"] == stored
+
+
+def test_store_that_does_not_answer_says_so(store, metadata, owned):
+    create(store, owned)
+
+    def before(kind, key):
+        raise UnavailableError("down")
+
+    metadata.before = before
+    for change in (
+        lambda: create(store, owned),
+        lambda: save(store, owned, 9),
+        lambda: store.load(NAME, LIFE),
+        store.topics,
+        lambda: store.delete(NAME, "billing", owned=owned),
+        lambda: store.delete_all(NAME),
+    ):
+        with pytest.raises(UnavailableError):
+            change()
+    metadata.before = lambda kind, key: None
+
+
+def test_damaged_cursor_begins_at_zero_and_is_replaced(store, metadata, owned):
+    create(store, owned)
+    metadata.put(PROGRESS, b"{")
+    loaded = store.load(NAME, LIFE)["billing"]
+    assert (loaded.cursor, loaded.saved) == (0, None)
+    assert create(store, owned, cursor=100).cursor == 0
+    assert save(store, owned, 2) == 2
+    assert cursor_of(metadata) == 2
+
+
+def test_lost_cursor_begins_at_zero(store, metadata, owned):
+    create(store, owned)
+    metadata.delete(PROGRESS)
+    assert store.load(NAME, LIFE)["billing"].cursor == 0
+    assert save(store, owned, 2) == 2
+
+
+# -- options ------------------------------------------------------------------------------------
+
+
+def test_options_come_back_as_they_were_saved(store, owned):
+    made = create(store, owned)
+    wanted = replace(
+        made,
+        policy=FailurePolicy(max_redelivery_count=1),
+        window=20,
+        consumers={
+            "one": StoredConsumer(id=2**62, filters=("eu-*", "us-?"), seen_ms=5),
+            "zwölf / 12": StoredConsumer(id=7),
+        },
+    )
+    store.save_options(NAME, wanted, owned=owned)
+    assert store.load(NAME, LIFE) == {"billing": wanted}
+
+
+def test_options_that_are_the_same_are_not_written(store, metadata, owned):
+    made = create(store, owned)
+    before = metadata.get(OPTIONS).revision
+    store.save_options(NAME, made, owned=owned)
+    assert metadata.get(OPTIONS).revision == before
+
+
+def test_options_do_not_touch_the_cursor(store, owned, metadata):
+    made = create(store, owned)
+    save(store, owned, 9)
+    store.save_options(NAME, replace(made, window=3), owned=owned)
+    assert cursor_of(metadata) == 9
+
+
+def test_options_of_a_newer_ister_keep_their_fields(store, metadata, owned):
+    made = create(store, owned)
+    fields = json.loads(metadata.get(OPTIONS).value)
+    metadata.put(OPTIONS, json.dumps({**fields, "colour": "red"}).encode())
+    store.save_options(NAME, replace(made, window=3), owned=owned)
+    assert json.loads(metadata.get(OPTIONS).value)["colour"] == "red"
+
+
+def test_options_of_a_subscription_that_is_gone_are_not_made_again(store, metadata, owned):
+    made = create(store, owned)
+    store.delete(NAME, "billing", owned=owned)
+    with pytest.raises(NotFoundError):
+        store.save_options(NAME, made, owned=owned)
+    create(store, owned, life="another")
+    with pytest.raises(NotFoundError):
+        store.save_options(NAME, made, owned=owned)
+
+
+def test_lost_answers_to_options_are_read_back(store, metadata, owned):
+    made = create(store, owned)
+    lose_answers(metadata, 2)
+    store.save_options(NAME, replace(made, window=3), owned=owned)
+    metadata.after = lambda kind, key: None
+    assert store.load(NAME, LIFE)["billing"].window == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"incarnation": 5}',
+        b'{"incarnation": "0123456789abcdef"}',
+        (
+            b'{"incarnation": "0123456789abcdef", "kind": "odd", "failure_policy": {}, '
+            b'"max_unacked_messages": null}'
+        ),
+        (
+            b'{"incarnation": "0123456789abcdef", "kind": "shared", "failure_policy": {}, '
+            b'"max_unacked_messages": null, "consumers": []}'
+        ),
+    ],
+)
+def test_damaged_options_keep_nobody_from_the_others(store, metadata, owned, value):
+    create(store, owned)
+    create(store, owned, "other")
+    metadata.put(OPTIONS, value)
+    assert list(store.load(NAME, LIFE)) == ["other"]
+    with pytest.raises(CorruptDataError) as damaged:
+        create(store, owned)
+    assert damaged.value.path == OPTIONS
+    assert store.delete(NAME, "billing", owned=owned)
+    assert create(store, owned).cursor == 4
+
+
+# -- removing -----------------------------------------------------------------------------------
+
+
+def test_deleted_subscription_is_gone_with_its_cursor(store, metadata, owned):
+    create(store, owned)
+    create(store, owned, "billing2")
+    assert store.delete(NAME, "billing", owned=owned)
+    assert not store.delete(NAME, "billing", owned=owned)
+    assert list(store.load(NAME, LIFE)) == ["billing2"]
+    assert [item.key for item in metadata.range(f"{PLACE}billing/")] == []
+
+
+def test_deletion_whose_answer_is_lost_has_happened(store, metadata, owned):
+    create(store, owned)
+    lose_answers(metadata, 2)
+    assert store.delete(NAME, "billing", owned=owned)
+
+
+def test_deleted_topic_has_no_subscriptions(store, metadata):
+    longer = TopicName(namespace=NAME.namespace, topic=f"{NAME.topic}-2")
+    create(store, None)
+    store.create(longer, "s", kind=SubscriptionKind.SHARED, cursor=0, incarnation=LIFE, owned=None)
+    lose_answers(metadata, 1, kind="delete_prefix")
+    store.delete_all(NAME)
+    assert store.load(NAME, LIFE) == {}
+    assert list(store.load(longer, LIFE)) == ["s"]
+    assert store.topics() == [longer]
+
+
+def test_topics_are_those_with_subscriptions(store, metadata):
+    names = [TopicName(namespace="ns", topic=f"t{n}") for n in range(40)]
+    for name in names:
+        for subscription in ("a", "b", "c"):
+            store.create(
+                name,
+                subscription,
+                kind=SubscriptionKind.EXCLUSIVE,
+                cursor=0,
+                incarnation=LIFE,
+                owned=None,
+            )
+    metadata.put(f"{PREFIX}/subscriptions/bad name/t/s/options", b"{}")
+    metadata.put(f"{PREFIX}/subscriptions/ns/deep/er/s/options", b"{}")
+    assert sorted(map(str, store.topics())) == sorted(map(str, names))
+
+
+# -- with deliveries ----------------------------------------------------------------------------
+
+
+def test_cursor_that_the_topic_put_back_takes_its_saved_state_along(store, metadata, owned):
+    """After a take-over offsets are given out again: nothing may be taken for acknowledged."""
+    create(store, owned)
+    delivery = Delivery(kind="shared", policy=FailurePolicy(), window=10, cursor=4)
+    delivery.attach(1, now=0.0)
+    delivery.offer([(offset, "") for offset in range(4, 10)], now=0.0)
+    delivery.set_room(1, 10)
+    delivery.take()
+    delivery.ack(8, end=10, now=0.0)
+    save(store, owned, delivery.cursor, delivery.saved())
+    assert clip_progress(metadata, PLACE, 9, owned=owned) == []
+    assert clip_progress(metadata, PLACE, 7, owned=owned) == [PROGRESS]
+    loaded = store.load(NAME, LIFE)["billing"]
+    assert (loaded.cursor, loaded.saved) == (4, None)
+    save(store, owned, 4, delivery.saved())
+    assert clip_progress(metadata, PLACE, 2, owned=owned) == [PROGRESS]
+    loaded = store.load(NAME, LIFE)["billing"]
+    assert (loaded.cursor, loaded.saved) == (2, None)
+    assert save(store, owned, 3) == 3
