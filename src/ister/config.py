@@ -404,7 +404,6 @@ class ClientAuth(StrEnum):
     """Whether clients show a certificate of their own."""
 
     NONE = "none"
-    OPTIONAL = "optional"
     REQUIRED = "required"
 
 

@@ -115,6 +115,7 @@ class Dispatch:
         self._timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         self._flushing = asyncio.Lock()
+        self._saving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._retriever: AsyncReader | None = None
         self._is_closed = False
@@ -216,6 +217,8 @@ class Dispatch:
         before = self._forgetting.pop(consumer, None)
         if before is not None:
             before.cancel()
+        if self._is_closed:
+            return
         self._forgetting[consumer] = self._loop.call_later(self._grace, self._forget, consumer)
 
     def _forget(self, consumer: int) -> None:
@@ -275,7 +278,9 @@ class Dispatch:
                     "a message that was to be sent again is no longer kept",
                     extra={"topic": self.topic.name, "offset": offset},
                 )
-                self.delivery.resolve(offset, now=self._loop.time())
+                # It is done, whatever state it is in: nobody can deliver it any more.
+                self.delivery.ack(offset, end=offset + 1, now=self._loop.time())
+                self._metrics.count("subscription.messages_passed_over_total")
                 self._pump()
                 return None
             except (CorruptDataError, UnavailableError) as error:
@@ -284,6 +289,11 @@ class Dispatch:
                 if isinstance(error, CorruptDataError):
                     _log.error("a message cannot be read", extra={"error": str(error)})
                 await asyncio.sleep(_RETRY_SECONDS)
+            except BaseException:
+                # The stream has ended meanwhile.
+                if reader is not None:
+                    reader.close()
+                raise
 
     # -- outcomes ---------------------------------------------------------------------------
 
@@ -318,23 +328,29 @@ class Dispatch:
 
     async def set_policy(self, policy: FailurePolicy) -> None:
         """Changes what happens to messages that fail, from now on."""
-        await self._save_options(replace(self.stored, policy=policy))
+        await self._save_options(lambda stored: replace(stored, policy=policy))
         self.delivery.set_policy(policy, now=self._loop.time())
         self._pump()
 
     async def set_window(self, window: int) -> None:
         """Changes how many messages a consumer may have and not have acknowledged."""
-        await self._save_options(replace(self.stored, window=window))
+        await self._save_options(lambda stored: replace(stored, window=window))
         self.delivery.set_window(window)
         self._pump()
 
     async def save_consumers(self, stored: StoredSubscription) -> None:
         """Remembers who the consumers are."""
-        await self._save_options(stored)
+        await self._save_options(lambda known: replace(known, consumers=stored.consumers))
 
-    async def _save_options(self, stored: StoredSubscription) -> None:
-        await asyncio.to_thread(self._store.save_options, self._parsed, stored, owned=self._owned)
-        self.stored = stored
+    async def _save_options(
+        self, change: Callable[[StoredSubscription], StoredSubscription]
+    ) -> None:
+        async with self._saving:  # each change is made to what the one before it has left
+            changed = change(self.stored)
+            await asyncio.to_thread(
+                self._store.save_options, self._parsed, changed, owned=self._owned
+            )
+            self.stored = changed
 
     async def seek(self, offset: int) -> None:
         """Goes on from another offset, for all consumers, and writes that down first."""

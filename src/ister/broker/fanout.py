@@ -9,10 +9,13 @@ that does not read misses messages; nobody waits for it.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from ister.broker.outbox import Outbox
 from ister.errors import ClosedError, ConflictError, IsterError
+from ister.limits import MIB
 from ister.metrics import Metrics
 from ister.model import StreamMessage
 from ister.subscription.keys import HashRing, KeyFilter
@@ -20,6 +23,32 @@ from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredSubscription
 
 __all__ = ["Fanout"]
+
+# Bytes that wait for one consumer; the message that goes beyond is the last.
+_WAITING_BYTES_MAX: Final = 8 * MIB
+
+
+class _Pushed(Outbox[StreamMessage]):
+    """Messages wait here themselves, not as offsets, so their bytes are bounded as well."""
+
+    def __init__(self, consumer: int) -> None:
+        super().__init__(consumer)
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
+
+    @property
+    def room(self) -> int:
+        return super().room if self._bytes < _WAITING_BYTES_MAX else 0
+
+    def push(self, item: StreamMessage) -> None:
+        size = _size_of(item)
+        self._sizes.append(size)
+        self._bytes += size
+        super().push(item)
+
+    def written(self, count: int) -> None:
+        super().written(count)
+        self._bytes -= sum(self._sizes.popleft() for _ in range(count))
 
 
 class Fanout:
@@ -90,7 +119,7 @@ class Fanout:
         return self._add(consumer, filters)
 
     def _add(self, consumer: int, filters: Sequence[str]) -> Outbox[StreamMessage]:
-        outbox: Outbox[StreamMessage] = Outbox(consumer)
+        outbox = _Pushed(consumer)
         self._filters[consumer] = KeyFilter(filters)
         self._outboxes[consumer] = outbox
         self._ring.add(consumer)
@@ -142,3 +171,8 @@ class Fanout:
         for timer in self._expected.values():
             timer.cancel()
         self.end_streams(reason)
+
+
+def _size_of(message: StreamMessage) -> int:
+    named = sum(len(name) + len(value) for name, value in message.attributes.items())
+    return len(message.payload) + named

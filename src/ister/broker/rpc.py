@@ -31,7 +31,7 @@ _log = logging.getLogger("ister.broker.rpc")
 
 # gRPC carries the text in a header, where every byte that is not printable ASCII takes three. A
 # client that finds more than 8 KiB of headers sees RESOURCE_EXHAUSTED instead of what it was told.
-_TEXT_BYTES_MAX: Final = 1500
+_TEXT_BYTES_MAX: Final = 1000
 
 
 class Refused(IsterError):  # noqa: N818 - it is not always an error: a client may act on it

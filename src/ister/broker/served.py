@@ -35,6 +35,7 @@ from ister.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX
 from ister.metrics import Metrics
 from ister.model import Start, StreamMessage, TopicName, TopicState
 from ister.subscription.policy import SubscriptionKind
@@ -82,6 +83,7 @@ class Surroundings:
         consumers: Consumers,
         sequenced: SequencedTopics,
         producers: dict[int, str],
+        message_size_max: int,
         clock: Clock,
         metrics: Metrics,
         publish_dead_letter: PublishDeadLetter,
@@ -93,6 +95,7 @@ class Surroundings:
         self.consumers = consumers
         self.sequenced = sequenced
         self.producers = producers
+        self.message_size_max = message_size_max
         self.clock = clock
         self.metrics = metrics
         self.publish_dead_letter = publish_dead_letter
@@ -250,6 +253,22 @@ class ServedTopic:
                 await asyncio.sleep(_FULL_RETRY_SECONDS)
 
     def _push(self, message: StreamMessage) -> int:
+        size, size_max = len(message.payload), self._around.message_size_max
+        if size > size_max:
+            raise MessageTooLargeError(
+                f"a message of {size} bytes",
+                topic=self.name,
+                hint=f"at most {size_max}; storage.max_message_size sets the limit",
+            )
+        size = len(message.routing_key or "") + sum(
+            len(name) + len(value) for name, value in message.attributes.items()
+        )
+        if size > ENVELOPE_SIZE_BYTES_MAX:
+            raise MessageTooLargeError(
+                f"a key and attributes of {size} bytes",
+                topic=self.name,
+                hint=f"at most {ENVELOPE_SIZE_BYTES_MAX}; large data belongs into the payload",
+            )
         offset, self._next_offset = self._next_offset, self._next_offset + 1
         stamped = replace(message, msg_id=replace(message.msg_id, topic_offset=offset))
         for subscription in self.subscriptions.values():

@@ -29,6 +29,7 @@ from ister.broker.http import make_application
 from ister.broker.rpc import Gate, Places
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.flight_guard import FlightAccess
+from ister.broker.security.flight_renewal import RenewedFlight
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import Guard
 from ister.broker.security.tls import ServerTls, check_exposure
@@ -105,6 +106,7 @@ class Broker:
         self.schemas: SchemaRegistry
         self.cluster: Cluster
         self.topics: Topics
+        self._flight: RenewedFlight[FlightServer]
         self._is_ready = False
         self._is_ending = False
         self._gate = Gate()
@@ -154,12 +156,12 @@ class Broker:
         # First: whoever can connect finds every topic recovered.
         await self.topics.open_all()
         flight = await self._start_flight()
-        await self._join(flight.port)
+        await self._join(flight)
         self._add_services(server)
         failpoints.reach("broker.before_ready")
         await server.start()
         self._endings.push_async_callback(self._drain, server)
-        listening = Listening(host=config.broker.host, grpc=port, flight=flight.port, http=http)
+        listening = Listening(host=config.broker.host, grpc=port, flight=flight, http=http)
         self._is_ready = True
         _log.info("ready", extra=listening.to_json())
         return listening
@@ -182,7 +184,8 @@ class Broker:
         calls_max = limits.max_requests_in_flight + limits.max_connections
         size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
         return grpc.aio.server(
-            interceptors=(GrpcGuard(self.guard),),
+            # Nobody to be asked for: then every call is spared the question.
+            interceptors=(GrpcGuard(self.guard),) if self.guard.is_needed else (),
             maximum_concurrent_rpcs=calls_max,
             options=[
                 ("grpc.max_receive_message_length", size_max),
@@ -269,27 +272,28 @@ class Broker:
         for name, service in services.items():
             add_service(server, name, service, self._gate)
 
-    async def _start_flight(self) -> FlightServer:
+    async def _start_flight(self) -> int:
         config = self.config.broker
         source = BrokerSource(self.topics, self.schemas, asyncio.get_running_loop())
 
-        def start() -> FlightServer:
+        def start(port: int) -> FlightServer:
             return FlightServer(
                 source,
                 host=config.host,
-                port=config.ports.flight,
+                port=port,
                 tls=self._tls.flight_options() if self._tls is not None else None,
                 access=FlightAccess(self.guard),
             )
 
-        server = await asyncio.to_thread(start)
+        self._flight = RenewedFlight(start, port=config.ports.flight, tls=self._tls)
+        server = await asyncio.to_thread(self._flight.start)
 
         async def end() -> None:
             source.end()
-            await asyncio.to_thread(server.close)
+            await asyncio.to_thread(self._flight.close)
 
         self._endings.push_async_callback(end)
-        return server
+        return server.port
 
     async def _start_http(self) -> int:
         config = self.config.broker
@@ -350,6 +354,7 @@ class Broker:
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             await asyncio.to_thread(self.cluster.join)
+            await asyncio.to_thread(self._flight.renew)
 
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics

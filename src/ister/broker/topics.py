@@ -55,6 +55,9 @@ _PARTITION: Final = re.compile(r"(?P<base>.+)-part-(?P<number>0|[1-9][0-9]{0,5})
 _PARTITIONS_MAX: Final = 1024
 _BUILT_IN_NAMESPACES: Final = ("default", "system")
 _OPEN_AT_ONCE: Final = 8
+# Listing all names takes as long as there are topics; other brokers' new ones show after this time.
+_KNOWN_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 1.0
 # After an unload, other brokers come first for so long.
 _MOVED_SECONDS: Final = 30.0
 
@@ -90,6 +93,7 @@ class Topics:
             consumers=self.consumers,
             sequenced=self.sequenced,
             producers=self.producers,
+            message_size_max=config.storage.max_message_size,
             clock=clock,
             metrics=log.metrics,
             publish_dead_letter=self._publish_dead_letter,
@@ -99,6 +103,8 @@ class Topics:
         # Each lives as long as somebody opens its topic: names that are none leave nothing behind.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._moved: dict[str, float] = {}
+        self._known: set[str] = set()
+        self._known_at = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
@@ -164,7 +170,7 @@ class Topics:
     async def _check_new(self, name: TopicName, *, is_implied: bool) -> None:
         if name.namespace not in await self.namespaces():
             raise UnavailableError(f"there is no namespace {name.namespace!r}", topic=str(name))
-        known = await self.names()
+        known = await self._known_names()
         if is_implied and len(known) >= self.config.broker.limits.max_topics:
             raise CapacityError(
                 f"there are {len(known)} topics", hint="broker.limits.max_topics is the limit"
@@ -201,6 +207,7 @@ class Topics:
                 lambda: self._open_blocking(name, new, ack, codec)
             )
             self._served[text] = served = ServedTopic(name, topic, policies, stored, self._around)
+            self._known.add(text)
             return served
 
     def _lock_of(self, name: str) -> asyncio.Lock:
@@ -286,6 +293,14 @@ class Topics:
         """The names of all topics, open or not, here or elsewhere."""
         return await self._in_thread(self._names)
 
+    async def _known_names(self, age_max: float = _KNOWN_SECONDS) -> set[str]:
+        """The same, as they were a moment ago; what was made or deleted here is among it."""
+        now = asyncio.get_running_loop().time()
+        if now - self._known_at >= age_max:
+            self._known = await self.names()
+            self._known_at = now
+        return self._known
+
     def _names(self) -> set[str]:
         return {*self.log.topics(), *self.records.non_reliable()}
 
@@ -298,7 +313,7 @@ class Topics:
         TopicName.parse(name)
         if self.find_open(name) is not None:
             return [name]
-        known = await self.names()
+        known = await self._known_names(age_max=_LOOK_SECONDS)
         return [name] if name in known else _partitions_of(name, known)
 
     async def namespaces(self) -> list[str]:
@@ -459,6 +474,7 @@ class Topics:
                 self.records.delete_topic(topic.parsed)
 
             await self._in_thread(remove)
+            self._known.discard(name)
             self.sequenced.forget(name)
             self.consumers.forget_subscription(name)
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ister.client.contract import PutAck, PutBatch, PutOpen, carries_error, decode_error
+from ister.client.contract import PutAck, PutBatch, PutOpen, carries_error
 from ister.client.network import Network, Route
+from ister.client.statuses import told
 from ister.errors import CorruptDataError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class PutStream:
         answer = decode_result(data)
         text = answer.decode("utf-8", "replace")
         if carries_error(text):
-            raise decode_error(text)
+            raise told(text)
         try:
             return PutAck.from_json(answer)
         except InvalidRequestError as error:

@@ -28,7 +28,7 @@ from ister.errors import (
     WaitTimeoutError,
 )
 
-__all__ = ["error_of", "is_worth_a_retry"]
+__all__ = ["error_of", "is_worth_a_retry", "told"]
 
 _KINDS: Final[dict[str, type[IsterError]]] = {
     "INVALID_ARGUMENT": InvalidRequestError,
@@ -58,7 +58,7 @@ def error_of(error: Any, address: str, topic: str | None = None) -> IsterError: 
     """
     text = str(error.details() or "")
     if carries_error(text):
-        return decode_error(text)
+        return told(text)
     name: str = error.code().name
     text = text.partition(" gRPC client debug context")[0].partition("\n")[0]
     if name == "INTERNAL" and text.startswith(_BROKER_FAILED):
@@ -78,7 +78,16 @@ def error_of(error: Any, address: str, topic: str | None = None) -> IsterError: 
     return kind(text or f"{address} refuses the call", topic=None if is_named else topic)
 
 
+def told(text: str) -> IsterError:
+    """The error that a broker has sent as text."""
+    error = decode_error(text)
+    if isinstance(error, ClosedError):
+        # Something is closed there; that is no reason to stop here.
+        return UnavailableError(error.message, topic=error.topic)
+    return error
+
+
 def is_worth_a_retry(error: IsterError) -> bool:
     """Whether the same call may succeed later, perhaps at another broker."""
-    # Fenced or closed there: another broker has the topic, or is about to.
-    return error.retriable or isinstance(error, FencedError | ClosedError)
+    # Fenced there: another broker has the topic, or is about to.
+    return error.retriable or isinstance(error, FencedError)

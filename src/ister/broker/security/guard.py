@@ -214,6 +214,11 @@ class Guard:
         self.audit.close()
 
     @property
+    def is_needed(self) -> bool:
+        """Whether transports have to say who calls: somebody is judged, or noted."""
+        return self._audits
+
+    @property
     def takes_certificates(self) -> bool:
         """Whether transports have to say what a client certificate says."""
         return self._authenticator.takes_certificates

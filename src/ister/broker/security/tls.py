@@ -2,8 +2,7 @@
 
 Owns: reading and checking the files of `broker.tls`, and reading them again when they change. gRPC
 and HTTP take what is new with the next handshake, connections that stand go on. Flight takes
-certificates only when it starts: its server has to be started anew when `ServerTls.material` gives
-another `serial`, and its clients come again.
+certificates only when it starts, so its server is started anew (`flight_renewal`).
 
 Files that do not fit together, or have expired, are an error at the start. Later they are an error
 in the log, and the ones before stay in use: replacing two files takes a moment in which they do not
@@ -292,11 +291,6 @@ def _check_settings(config: TlsConfig) -> None:
     if config.cert_file is None or config.key_file is None:
         raise ConfigError(
             "broker.tls needs both cert_file and key_file", hint="set both of them, or none"
-        )
-    if config.client_auth is ClientAuth.OPTIONAL:
-        raise ConfigError(
-            "broker.tls.client_auth is 'optional', which gRPC for Python cannot do",
-            hint="'required' asks every client for a certificate, 'none' asks nobody",
         )
     if config.client_auth is ClientAuth.REQUIRED and config.ca_file is None:
         raise ConfigError(

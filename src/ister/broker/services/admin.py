@@ -314,6 +314,9 @@ class TopicAdminService(_Service):
         policy = _parse_policy(request.failure_policy)
         if policy.dead_letter_topic == request.topic:
             raise InvalidRequestError("a topic cannot be its own dead-letter topic")
+        if policy.dead_letter_topic is not None:
+            # The broker publishes there in the name of whoever says so.
+            self._check(Permission.PRODUCE, topic=policy.dead_letter_topic)
         await subscription.set_policy(policy)
         return danube_admin.SubscriptionResponse(success=True)
 

@@ -105,6 +105,12 @@ class DeliveryService:
                     items = sending.result()
                     sending = None
                     if not items:
+                        while not answers.empty():
+                            # The client has no more to say, and hears what became of the last.
+                            answer = answers.get_nowait()
+                            if isinstance(answer, Exception):
+                                raise answer
+                            yield answer
                         return
                     async for batch in _batches(subscription, items):
                         yield batch

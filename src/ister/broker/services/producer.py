@@ -117,6 +117,8 @@ class ProducerService:
 
     def _recognise(self, topic: ServedTopic, id: int, name: str) -> None:
         """Takes a producer on that this broker does not know, or no longer."""
+        if len(name) > _NAME_CHARACTERS_MAX:
+            _check_name(name)  # also of a producer that is known: logs keep what they see of them
         now = asyncio.get_running_loop().time()
         if topic.producers.find(id, now) is not None:
             return

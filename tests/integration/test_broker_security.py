@@ -1,0 +1,1135 @@
+"""A broker with TLS and auth, as programs meet it: Danube's own client, Flight and HTTP.
+
+Danube's scenarios of security, its holes (DANUBE's auth faults), and the matrices of certificates,
+tokens and permissions on all three ports of a real process. What a client can do about floods and
+malformed requests is here too, since those who send them have no rights either.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import ssl
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from itertools import count
+
+import pytest
+
+pytest.importorskip("danube")
+
+import aiohttp
+import grpc
+import pyarrow as pa
+from danube import DanubeClientBuilder, DispatchStrategy, SubType
+from pyarrow import flight
+
+from certificates import LOCAL_NAMES, Authority
+from danube_rig import eventually, run
+from ister.broker import wire
+from ister.broker.security.minting import make_api_key
+from ister.broker.wire import danube, danube_admin, danube_schema, ister_api
+from ister.client.contract import (
+    Action,
+    PutOpen,
+    RangeTicket,
+    TopicNames,
+    WatermarksRequest,
+    carries_error,
+    decode_error,
+)
+from ister.errors import PermissionDeniedError, UnauthenticatedError
+from security_rig import AUDIENCE, ISSUER, SECRET, auth_settings, sign
+from servers.broker import BrokerProcess
+
+Code = grpc.StatusCode
+SERVERS, CLIENTS = Authority("servers"), Authority("clients")
+_numbers = count()
+
+
+class SecureBroker:
+    """A broker process with certificates, tokens and API keys."""
+
+    def __init__(self, directory, *, is_mutual=False, **auth):
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+        self.issued = SERVERS.issue("broker", names=LOCAL_NAMES)
+        cert_file, key_file = self.issued.write(directory, "broker")
+        self.ca_file = SERVERS.write(directory, "servers")
+        tls = {"cert_file": cert_file, "key_file": key_file}
+        if is_mutual:
+            tls |= {"ca_file": CLIENTS.write(directory, "clients"), "client_auth": "required"}
+        self.api_key, line = make_api_key("loader")
+        settings = auth_settings(directory, **auth)
+        (directory / "api-keys").write_text(f"{line}\n")
+        self.process = BrokerProcess(
+            directory / "broker", settings={"broker": {"tls": tls, "auth": settings}}
+        )
+
+    def __enter__(self):
+        self.process.start()
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+
+    @property
+    def address(self):
+        return self.process.address
+
+    def audited(self):
+        path = self.directory / "audit.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    # -- gRPC -------------------------------------------------------------------------------
+
+    def channel(self, client=None):
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=SERVERS.certificate,
+            private_key=client and client.key,
+            certificate_chain=client and client.certificate,
+        )
+        # Each has a connection of its own, and a handshake.
+        return grpc.aio.secure_channel(
+            self.address, credentials, options=[("grpc.use_local_subchannel_pool", 1)]
+        )
+
+    async def admin(self, method, request, *, service="danube_admin.SecurityAdmin", client=None):
+        """A call as root."""
+        async with self.channel(client) as channel:
+            call = getattr(wire.stub(channel, service), method)
+            return await call(request, metadata=bearer(sign("root")), timeout=30)
+
+    async def allow(self, name, *roles, kind="user", scope="topic", resource=""):
+        """Binds roles to somebody; gives what takes them back."""
+        place = {"scope": scope, "resource_name": resource}
+        key = f"binding-{next(_numbers)}"
+        binding = danube_admin.BindingDefinition(
+            id=key, principal_type=kind, principal_name=name, role_names=roles, **place
+        )
+        await self.admin("CreateBinding", danube_admin.CreateBindingRequest(binding=binding))
+        asked = danube_admin.DeleteBindingRequest(binding_id=key, **place)
+        return partial(self.admin, "DeleteBinding", asked)
+
+    async def create_topic(self, topic):
+        await self.admin(
+            "CreateTopic",
+            danube_admin.NewTopicRequest(name=topic, dispatch_strategy=1),
+            service="danube_admin.TopicAdmin",
+        )
+
+    # -- Danube's client --------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def danube(self, token=None, *, supplier=None, client=None, internal=""):
+        """The real client, with everything ended behind the block."""
+        builder = DanubeClientBuilder().service_url(f"https://{self.address}")
+        if client is None:
+            builder.with_tls(self.ca_file)
+        else:
+            name = f"client-{next(_numbers)}"
+            builder.with_mtls(self.ca_file, *client.write(self.directory, name))
+        if token is not None:
+            builder.with_token(token)
+        if supplier is not None:
+            builder.with_token_supplier(supplier)
+        builder._options.internal_broker = internal
+        session = _Session(await builder.build())
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    # -- Flight and HTTP --------------------------------------------------------------------
+
+    def flight(self, client=None):
+        shown = {}
+        if client is not None:
+            shown = {"cert_chain": client.certificate, "private_key": client.key}
+        return flight.connect(
+            f"grpc+tls://{self.process.flight}", tls_root_certs=SERVERS.certificate, **shown
+        )
+
+    @contextlib.asynccontextmanager
+    async def http(self, client=None):
+        context = ssl.create_default_context(cadata=SERVERS.certificate.decode())
+        if client is not None:
+            name = f"client-{next(_numbers)}"
+            context.load_cert_chain(*client.write(self.directory, name))
+        async with aiohttp.ClientSession(
+            f"https://{self.process.http}", connector=aiohttp.TCPConnector(ssl=context)
+        ) as session:
+            yield session
+
+
+class _Session:
+    """Danube's client with what was made by it."""
+
+    def __init__(self, client):
+        self.client = client
+        self._made = []
+
+    async def producer(self, topic, name="producer", partitions=0):
+        builder = self.client.new_producer().with_topic(topic).with_name(name)
+        builder.with_dispatch_strategy(DispatchStrategy.RELIABLE)
+        if partitions:
+            builder.with_partitions(partitions)
+        producer = builder.build()
+        self._made.append(producer)
+        await producer.create()
+        return producer
+
+    async def consumer(self, topic, name="consumer", subscription="sub"):
+        builder = self.client.new_consumer().with_topic(topic).with_consumer_name(name)
+        builder.with_subscription(subscription).with_subscription_type(SubType.EXCLUSIVE)
+        consumer = builder.build()
+        self._made.append(consumer)
+        await consumer.subscribe()
+        return consumer
+
+    async def close(self):
+        for made in self._made:
+            await made.close()
+        connections = self.client.connection_manager._connections
+        await asyncio.gather(*(held.channel.close() for held in connections.values()))
+        connections.clear()
+
+
+def bearer(token):
+    return (("authorization", f"Bearer {token}"),)
+
+
+async def code_of(awaitable):
+    """The status that a call ends with."""
+    try:
+        await awaitable
+    except grpc.aio.AioRpcError as error:
+        assert error.details(), "a refusal without a word why"
+        return error.code()
+    return Code.OK
+
+
+def flight_options(headers):
+    pairs = [(name.encode(), value.encode()) for name, value in headers]
+    return flight.FlightCallOptions(headers=pairs, timeout=30)
+
+
+def flight_outcome(call):
+    """The error that a Flight call ends with, or None."""
+    try:
+        call()
+    except flight.FlightError as error:
+        text = str(error)
+        return decode_error(text) if carries_error(text) else error
+    return None
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    with SecureBroker(tmp_path_factory.mktemp("secure") / "b") as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def mutual(tmp_path_factory):
+    """A broker that wants certificates, and takes them for names."""
+    directory = tmp_path_factory.mktemp("mutual") / "b"
+    with SecureBroker(directory, is_mutual=True, mtls_principal=True) as broker:
+        yield broker
+
+
+@pytest.fixture
+def topic():
+    return f"/default/security-{next(_numbers)}"
+
+
+# -- Danube's scenarios ---------------------------------------------------------------------
+
+
+def test_authorized_produce(broker, topic):
+    async def scenario():
+        await broker.allow("alice", "producer", resource=topic)
+        async with broker.danube(sign("alice")) as session:
+            producer = await session.producer(topic)
+            assert await producer.send(b"hello") is not None
+
+    run(scenario())
+
+
+def test_authorized_consume(broker, topic):
+    """In Danube such a consumer may subscribe, and needs a right in the cluster to receive."""
+
+    async def scenario():
+        await broker.create_topic(topic)
+        await broker.allow("alice", "producer", "consumer", resource=topic)
+        async with broker.danube(sign("alice")) as session:
+            consumer = await session.consumer(topic)
+            queue = await consumer.receive()
+            producer = await session.producer(topic)
+            await producer.send(b"hello")
+            message = await asyncio.wait_for(queue.get(), 30)
+            assert message.payload == b"hello"
+            await consumer.ack(message)
+            await consumer.nack(message)
+
+    run(scenario())
+
+
+def test_denied_produce(broker, topic):
+    async def scenario():
+        async with broker.danube(sign("nobody")) as session:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await session.producer(topic)
+            assert caught.value.code() is Code.PERMISSION_DENIED
+
+    run(scenario())
+
+
+def test_api_key_is_a_token_for_danubes_client(broker, topic):
+    async def scenario():
+        await broker.allow("loader", "producer", kind="service_account", resource=topic)
+        async with broker.danube(broker.api_key) as session:
+            producer = await session.producer(topic)
+            await producer.send(b"hello")
+
+    run(scenario())
+
+
+def test_partitions_of_a_topic_have_its_rights(broker, topic):
+    """The client makes the names of partitions itself; a binding names the topic."""
+
+    async def scenario():
+        await broker.allow("alice", "producer", "consumer", resource=topic)
+        async with broker.danube(sign("alice")) as session:
+            producer = await session.producer(topic, partitions=3)
+            consumer = await session.consumer(topic)
+            queue = await consumer.receive()
+            for n in range(6):
+                await producer.send(b"%d" % n)
+            seen = set()
+            for _ in range(6):
+                message = await asyncio.wait_for(queue.get(), 30)
+                seen.add(message.msg_id.topic_name)
+                await consumer.ack(message)
+            assert seen == {f"{topic}-part-{n}" for n in range(3)}
+
+    run(scenario())
+
+
+def test_internal_broker_header_grants_nothing(broker, topic):
+    """In Danube this header alone makes any client a super-admin."""
+
+    async def scenario():
+        for token, wanted in ((None, Code.UNAUTHENTICATED), (sign("x"), Code.PERMISSION_DENIED)):
+            async with broker.danube(token, internal="broker-1") as session:
+                assert await code_of(session.producer(topic)) is wanted
+        async with broker.channel() as channel:
+            calls = wire.stub(channel, "danube_admin.SecurityAdmin")
+            header = ("x-danube-internal-broker", "broker-1")
+            code = await code_of(calls.ListRoles(danube_admin.Empty(), metadata=(header,)))
+            assert code is Code.UNAUTHENTICATED
+
+    run(scenario())
+
+
+# -- tokens ---------------------------------------------------------------------------------
+
+
+def _forged(algorithm, key=None, **claims):
+    key = key or SECRET.encode()
+    now = int(time.time())
+    known = {"sub": "root", "iss": ISSUER, "aud": AUDIENCE, "exp": now + 600, **claims}
+    parts = [
+        base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=")
+        for part in (
+            {"alg": algorithm, "typ": "JWT"},
+            {name: value for name, value in known.items() if value is not None},
+        )
+    ]
+    content = b".".join(parts)
+    signature = base64.urlsafe_b64encode(hmac.digest(key, content, hashlib.sha256)).rstrip(b"=")
+    return (content + b"." + (b"" if algorithm == "none" else signature)).decode()
+
+
+def _bad_tokens(broker):
+    now = int(time.time())
+    return {
+        "nothing": None,
+        "empty": "",
+        "nonsense": "nonsense",
+        "too long": "x" * 7500,
+        "unsigned": _forged("none"),
+        "another algorithm": _forged("HS512"),
+        "another key": _forged("HS256", key=b"k" * 32),
+        "the certificate as a key": _forged("HS256", key=SERVERS.certificate),
+        "expired": _forged("HS256", exp=now - 1),
+        "no exp": _forged("HS256", exp=None),
+        "no sub": _forged("HS256", sub=None),
+        "no iss": _forged("HS256", iss=None),
+        "no aud": _forged("HS256", aud=None),
+        "another iss": _forged("HS256", iss="https://other.example"),
+        "another aud": _forged("HS256", aud="kafka"),
+        "not yet": _forged("HS256", nbf=now + 600),
+        "a broker": _forged("HS256", principal_type="broker_internal"),
+        "wrong key": f"{broker.api_key}x",
+    }
+
+
+def test_matrix_of_tokens_on_all_ports(broker):
+    """Every bad token is refused on gRPC, Flight and HTTP; the forger's good one is taken."""
+
+    async def scenario():
+        tokens = {**_bad_tokens(broker), "good": _forged("HS256"), "key": broker.api_key}
+        async with broker.channel() as channel, broker.http() as http:
+            lookup = wire.stub(channel, "danube.Discovery").TopicLookup
+            with broker.flight() as connection:
+                for name, token in tokens.items():
+                    is_good = name in ("good", "key")
+                    headers = () if token is None else bearer(token)
+                    asked = danube.TopicLookupRequest(topic="/default/none")
+                    code = await code_of(lookup(asked, metadata=headers, timeout=30))
+                    assert (code is not Code.UNAUTHENTICATED) == is_good, name
+                    error = await asyncio.to_thread(
+                        flight_outcome,
+                        lambda headers=headers: list(
+                            connection.do_action(
+                                flight.Action(Action.TOPICS, b""), flight_options(headers)
+                            )
+                        ),
+                    )
+                    assert isinstance(error, UnauthenticatedError) == (not is_good), name
+                    async with http.get("/metrics", headers=dict(headers)) as response:
+                        assert (response.status == 401) == (not is_good), name
+            for path in ("/live", "/ready", "/health"):
+                async with http.get(path) as response:
+                    assert response.status == 200
+
+    run(scenario())
+
+
+def test_expired_token_that_is_renewed_heals_by_itself(broker, topic):
+    """The token ends in the middle of the stream; the client's supplier has a new one.
+
+    Every message arrives, acknowledged ones once.
+    """
+    lifetime = 3
+
+    async def scenario():
+        await broker.create_topic(topic)
+        await broker.allow("alice", "consumer", resource=topic)
+        await broker.allow("bob", "producer", resource=topic)
+
+        def supplier():
+            return sign("alice", lifetime_seconds=lifetime)
+
+        async with (
+            broker.danube(supplier=supplier) as session,
+            broker.danube(sign("bob")) as other,
+        ):
+            consumer = await session.consumer(topic)
+            queue = await consumer.receive()
+            producer = await other.producer(topic)
+            started, seen = time.monotonic(), []
+            number = 0
+            while time.monotonic() - started < lifetime * 2.5:
+                await producer.send(b"%d" % number)
+                number += 1
+                await asyncio.sleep(0.1)
+                while not queue.empty():
+                    message = queue.get_nowait()
+                    await consumer.ack(message)
+                    seen.append(int(message.payload))
+            while len(set(seen)) < number:
+                message = await asyncio.wait_for(queue.get(), 30)
+                await consumer.ack(message)
+                seen.append(int(message.payload))
+            assert sorted(set(seen)) == list(range(number))
+            assert len(seen) - number <= 10, "only what was on its way comes twice"
+        ended = [line for line in broker.audited() if line["outcome"] == "ended"]
+        assert any(line["principal"] == "user:alice" for line in ended)
+
+    run(scenario())
+
+
+def test_expired_token_that_is_not_renewed_ends_the_stream(broker, topic):
+    """And the client, which opens the stream again without end, is kept from spinning."""
+
+    async def scenario():
+        await broker.create_topic(topic)
+        await broker.allow("alice", "consumer", resource=topic)
+        async with broker.danube(sign("alice", lifetime_seconds=3)) as session:
+            consumer = await session.consumer(topic)
+            (part,) = consumer._consumers.values()
+            opened = []
+            receive = part.receive
+
+            async def counted():
+                opened.append(time.monotonic())
+                return await receive()
+
+            part.receive = counted
+            await consumer.receive()
+            await eventually(lambda: len(opened) > 1, within=10)
+            before = len(opened)
+            await asyncio.sleep(3)
+            assert len(opened) - before <= 8, "a refused stream is refused slowly"
+        async with broker.channel() as channel:
+            stub = wire.stub(channel, "danube.ConsumerService")
+            stream = stub.ReceiveMessages(
+                danube.ReceiveRequest(consumer_id=part.consumer_id),
+                metadata=bearer(_forged("HS256", sub="alice", exp=int(time.time()) + 2)),
+            )
+            started = time.monotonic()
+            assert await code_of(stream.read()) is Code.UNAUTHENTICATED
+            assert 1 < time.monotonic() - started < 10
+
+    run(scenario())
+
+
+def test_withdrawn_key_ends_within_seconds(broker, topic, tmp_path):
+    async def scenario():
+        key, line = make_api_key("temporary")
+        path = broker.directory / "api-keys"
+        before = path.read_text()
+        path.write_text(f"{before}{line}\n")
+        await broker.create_topic(topic)
+        await broker.allow("temporary", "consumer", kind="service", resource=topic)
+        async with broker.channel() as channel:
+            consumers = wire.stub(channel, "danube.ConsumerService")
+
+            async def subscribed():
+                asked = danube.ConsumerRequest(
+                    topic_name=topic, consumer_name="c", subscription="s"
+                )
+                try:
+                    return await consumers.Subscribe(asked, metadata=bearer(key))
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is Code.UNAUTHENTICATED
+                    return None
+
+            found = await eventually(subscribed, within=10)
+            stream = consumers.ReceiveMessages(
+                danube.ReceiveRequest(consumer_id=found.consumer_id), metadata=bearer(key)
+            )
+            reading = asyncio.ensure_future(code_of(stream.read()))
+            await asyncio.sleep(1.5)
+            assert not reading.done()
+            path.write_text(before)
+            assert await asyncio.wait_for(reading, 10) is Code.UNAUTHENTICATED
+
+    run(scenario())
+
+
+# -- permissions ----------------------------------------------------------------------------
+
+_DOCUMENT = b'{"type": "object"}'
+
+
+def _calls(topic, namespace):
+    """Calls of every kind on a topic, and the permission that each needs."""
+    producer = danube.ProducerRequest(topic_name=topic, producer_name="p", dispatch_strategy=1)
+    message = danube.StreamMessage(msg_id=danube.MsgID(topic_name=topic, producer_id=1))
+    consumer = danube.ConsumerRequest(topic_name=topic, consumer_name="c", subscription="s")
+    ack = danube.MsgID(topic_name=topic)
+    lookup = danube.TopicLookupRequest(topic=topic)
+    name = danube_admin.TopicRequest(name=topic)
+    subscription = {"topic": topic, "subscription": "s"}
+    admin = "danube_admin.TopicAdmin"
+    space = danube_admin.NamespaceRequest(name=namespace)
+    return [
+        ("lookup", "danube.Discovery", "TopicLookup", lookup),
+        ("lookup", "danube.Discovery", "TopicPartitions", lookup),
+        ("produce", "danube.ProducerService", "CreateProducer", producer),
+        ("produce", "danube.ProducerService", "SendMessage", message),
+        ("consume", "danube.ConsumerService", "Subscribe", consumer),
+        (
+            "consume",
+            "danube.ConsumerService",
+            "Ack",
+            danube.AckRequest(msg_id=ack, subscription_name="s"),
+        ),
+        (
+            "consume",
+            "danube.ConsumerService",
+            "Nack",
+            danube.NackRequest(msg_id=ack, subscription_name="s"),
+        ),
+        (
+            "consume",
+            "danube.StorageService",
+            "ListSegmentDescriptors",
+            danube.ListSegmentDescriptorsRequest(topic=topic),
+        ),
+        ("lookup", admin, "DescribeTopic", danube_admin.DescribeTopicRequest(name=topic)),
+        ("lookup", admin, "ListSubscriptions", name),
+        ("lookup", "ister.Admin", "DescribeTopic", ister_api.TopicName(topic=topic)),
+        (
+            "manage_topic",
+            admin,
+            "Unsubscribe",
+            danube_admin.SubscriptionRequest(topic=topic, subscription="none"),
+        ),
+        (
+            "manage_topic",
+            admin,
+            "SetSubscriptionFailurePolicy",
+            danube_admin.SetSubscriptionFailurePolicyRequest(**subscription),
+        ),
+        (
+            "manage_topic",
+            admin,
+            "SetSubscriptionDispatchConfig",
+            danube_admin.SetSubscriptionDispatchConfigRequest(**subscription),
+        ),
+        ("manage_topic", "ister.Admin", "Seek", ister_api.SeekRequest(**subscription)),
+        (
+            "manage_topic",
+            "ister.Admin",
+            "SetTopicPolicies",
+            ister_api.SetPoliciesRequest(name=topic, policies="{}"),
+        ),
+        (
+            "manage_topic",
+            "ister.Admin",
+            "CreateTopic",
+            ister_api.CreateTopicRequest(topic=topic),
+        ),
+        ("manage_topic", admin, "CreateTopic", danube_admin.NewTopicRequest(name=topic)),
+        (
+            "manage_topic",
+            admin,
+            "CreatePartitionedTopic",
+            danube_admin.PartitionedTopicRequest(base_name=topic, partitions=0),
+        ),
+        ("manage_topic", admin, "UnloadTopic", name),
+        ("manage_topic", admin, "DeleteTopic", name),
+        (
+            "manage_schema",
+            "danube_schema.SchemaRegistry",
+            "ConfigureTopicSchema",
+            danube_schema.ConfigureTopicSchemaRequest(
+                topic_name=topic, schema_subject="none", validation_policy="none"
+            ),
+        ),
+        ("manage_namespace", "danube_admin.NamespaceAdmin", "GetNamespacePolicies", space),
+        ("manage_namespace", "danube_admin.NamespaceAdmin", "CreateNamespace", space),
+        ("manage_namespace", "danube_admin.NamespaceAdmin", "DeleteNamespace", space),
+        ("manage_broker", "danube_admin.BrokerAdmin", "ListBrokers", danube_admin.Empty()),
+        (
+            "manage_broker",
+            "danube_admin.BrokerAdmin",
+            "UnloadBroker",
+            danube_admin.UnloadBrokerRequest(),
+        ),
+        (
+            "manage_schema in the cluster",
+            "danube_schema.SchemaRegistry",
+            "RegisterSchema",
+            danube_schema.RegisterSchemaRequest(
+                subject="matrix", schema_type="json_schema", schema_definition=_DOCUMENT
+            ),
+        ),
+        ("manage_cluster", "danube_admin.SecurityAdmin", "ListRoles", danube_admin.Empty()),
+        ("manage_cluster", "danube_admin.SecurityAdmin", "ListAllBindings", danube_admin.Empty()),
+    ]
+
+
+_IN_CLUSTER = ("manage_broker", "manage_cluster", "manage_schema in the cluster")
+_ROLES = {
+    "nobody": ((), "topic"),
+    "producer": (("producer",), "topic"),
+    "consumer": (("consumer",), "topic"),
+    "owner": (("admin",), "topic"),
+    "tenant": (("admin",), "namespace"),
+    "admin": (("admin",), "cluster"),
+}
+
+
+def _may(person, permission):
+    """The oracle."""
+    roles, scope = _ROLES[person]
+    if scope == "cluster":
+        return True
+    if permission in _IN_CLUSTER:
+        return False
+    if permission == "manage_namespace":
+        return scope == "namespace"
+    if roles == ("admin",):
+        return True
+    return (
+        permission
+        in {
+            "nobody": (),
+            "producer": ("lookup", "produce"),
+            "consumer": ("lookup", "consume"),
+        }[person]
+    )
+
+
+@pytest.mark.parametrize("person", _ROLES)
+def test_matrix_of_permissions(broker, person):
+    """Every call, as everybody: on a topic of their own, one of others, and one that is not there.
+
+    Whatever else a call answers, PERMISSION_DENIED comes if and only if the table says so. For
+    those without rights the answer is the same whether or not the topic exists.
+    """
+    spaces = f"own-{person}-{next(_numbers)}", f"others-{person}-{next(_numbers)}"
+    own, others = (f"/{space}/orders" for space in spaces)
+    missing = f"/{spaces[1]}/missing"
+
+    async def scenario():
+        for space, topic in zip(spaces, (own, others), strict=True):
+            await broker.admin(
+                "CreateNamespace",
+                danube_admin.NamespaceRequest(name=space),
+                service="danube_admin.NamespaceAdmin",
+            )
+            await broker.create_topic(topic)
+        roles, scope = _ROLES[person]
+        name = f"{person}-{next(_numbers)}"
+        if roles:
+            resource = {"topic": own, "namespace": spaces[0], "cluster": ""}[scope]
+            await broker.allow(name, *roles, scope=scope, resource=resource)
+        headers = bearer(sign(name))
+        wrong = []
+        async with broker.channel() as channel:
+            texts = {}
+            for topic, space in ((others, spaces[1]), (missing, spaces[1]), (own, spaces[0])):
+                for permission, service, method, request in _calls(topic, space):
+                    call = getattr(wire.stub(channel, service), method)
+                    try:
+                        await call(request, metadata=headers, timeout=30)
+                        code, text = Code.OK, ""
+                    except grpc.aio.AioRpcError as error:
+                        code, text = error.code(), error.details()
+                    is_denied = code is Code.PERMISSION_DENIED
+                    may = _may(person, permission) and (topic == own or scope == "cluster")
+                    may = may and person != "nobody"
+                    if is_denied == may or code is Code.UNAUTHENTICATED:
+                        wrong.append((topic, method, code, text))
+                    if is_denied and topic != own:
+                        texts.setdefault((service, method), set()).add(text.replace(topic, "…"))
+        assert not wrong
+        assert all(len(said) == 1 for said in texts.values()), "it tells what exists"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("person", _ROLES)
+def test_matrix_of_permissions_on_flight_and_http(broker, person):
+    async def scenario():
+        number = next(_numbers)
+        own, others = f"/flight-{number}/orders", f"/flight-others-{number}/orders"
+        name = f"{person}-{number}"
+        async with broker.danube(sign("root")) as session:
+            for topic in (own, others):
+                await broker.admin(
+                    "CreateNamespace",
+                    danube_admin.NamespaceRequest(name=topic.split("/")[1]),
+                    service="danube_admin.NamespaceAdmin",
+                )
+                producer = await session.producer(topic)
+                await producer.send(b"hello")
+        roles, scope = _ROLES[person]
+        if roles:
+            resource = {"topic": own, "namespace": own.split("/")[1], "cluster": ""}[scope]
+            await broker.allow(name, *roles, scope=scope, resource=resource)
+        headers = bearer(sign(name))
+        for topic in (own, others, f"/flight-others-{number}/missing"):
+
+            def may(permission, topic=topic):
+                return _may(person, permission) and (topic == own or scope == "cluster")
+
+            outcomes = await asyncio.to_thread(_flight_outcomes, broker, topic, headers)
+            for permission, error in outcomes.items():
+                assert not isinstance(error, UnauthenticatedError)
+                is_denied = isinstance(error, PermissionDeniedError)
+                assert is_denied != may(permission), (topic, permission, error)
+        seen = await asyncio.to_thread(_flight_topics, broker, headers)
+        assert (own in seen) == (person != "nobody")
+        assert (others in seen) == (scope == "cluster")
+        async with broker.http() as http, http.get("/metrics", headers=dict(headers)) as response:
+            assert response.status == (200 if scope == "cluster" else 403)
+
+    run(scenario())
+
+
+def _flight_outcomes(broker, topic, headers):
+    options = flight_options(headers)
+    ticket = RangeTicket(topic=topic, start=0, end=0, incarnation="")
+    rows = pa.record_batch({"payload": pa.array([b"x"], pa.binary())})
+    opening = PutOpen(topic=topic, producer=None)
+    status = WatermarksRequest(topics=(topic,)).to_json()
+
+    def put(connection):
+        descriptor = flight.FlightDescriptor.for_command(opening.to_json())
+        writer, reader = connection.do_put(descriptor, rows.schema, options)
+        with contextlib.closing(writer):
+            writer.done_writing()
+            while reader.read() is not None:
+                pass
+
+    with broker.flight() as connection:
+        return {
+            "consume": flight_outcome(
+                lambda: connection.do_get(flight.Ticket(ticket.to_json()), options).read_all()
+            ),
+            "produce": flight_outcome(lambda: put(connection)),
+            "lookup": flight_outcome(
+                lambda: list(
+                    connection.do_action(flight.Action(Action.WATERMARKS, status), options)
+                )
+            ),
+        }
+
+
+def _flight_topics(broker, headers):
+    with broker.flight() as connection:
+        action = flight.Action(Action.TOPICS, b"")
+        (answer,) = connection.do_action(action, flight_options(headers))
+        return set(TopicNames.from_json(answer.body.to_pybytes()).topics)
+
+
+def test_reading_a_schema_needs_no_right_to_manage_it(broker, topic):
+    """Danube wanted ManageSchema even for that; a consumer with a schema could not work."""
+
+    async def scenario():
+        subject = f"subject-{next(_numbers)}"
+        registry = "danube_schema.SchemaRegistry"
+        await broker.admin(
+            "RegisterSchema",
+            danube_schema.RegisterSchemaRequest(
+                subject=subject, schema_type="json_schema", schema_definition=_DOCUMENT
+            ),
+            service=registry,
+        )
+        await broker.allow("reader", "consumer", resource=topic)
+        asked = danube_schema.GetLatestSchemaRequest(subject=subject)
+        async with broker.channel() as channel:
+            latest = wire.stub(channel, registry).GetLatestSchema
+            assert await code_of(latest(asked, metadata=bearer(sign("reader")))) is Code.OK
+            code = await code_of(latest(asked, metadata=bearer(sign("stranger"))))
+            assert code is Code.PERMISSION_DENIED
+
+    run(scenario())
+
+
+def test_dead_letters_go_only_where_their_sender_may(broker, topic):
+    """Whoever manages one topic must not write into another by way of its dead letters."""
+
+    async def scenario():
+        await broker.create_topic(topic)
+        await broker.allow("owner", "admin", resource=topic)
+        headers = bearer(sign("owner"))
+        async with broker.channel() as channel:
+            subscribe = wire.stub(channel, "danube.ConsumerService").Subscribe
+            consumer = danube.ConsumerRequest(topic_name=topic, consumer_name="c", subscription="s")
+            await subscribe(consumer, metadata=headers)
+            set_policy = wire.stub(channel, "danube_admin.TopicAdmin").SetSubscriptionFailurePolicy
+
+            def to(dead_letters):
+                policy = danube_admin.SubscriptionFailurePolicy(
+                    max_redelivery_count=1,
+                    ack_timeout_ms=1000,
+                    base_redelivery_delay_ms=10,
+                    max_redelivery_delay_ms=10,
+                    dead_letter_topic=dead_letters,
+                    poison_policy=0,
+                )
+                request = danube_admin.SetSubscriptionFailurePolicyRequest(
+                    topic=topic, subscription="s", failure_policy=policy
+                )
+                return code_of(set_policy(request, metadata=headers))
+
+            assert await to("/secret/plans") is Code.PERMISSION_DENIED
+            await broker.allow("owner", "producer", resource=f"{topic}-dead")
+            assert await to(f"{topic}-dead") is Code.OK
+
+    run(scenario())
+
+
+def test_revoked_right_ends_what_uses_it(broker, topic):
+    """A consumer's stream, a Flight read to come, and a producer's next message: within seconds."""
+
+    async def scenario():
+        await broker.create_topic(topic)
+        consuming = await broker.allow("alice", "consumer", resource=topic)
+        producing = await broker.allow("alice", "producer", resource=topic)
+        headers = bearer(sign("alice"))
+        async with broker.channel() as channel, broker.danube(sign("alice")) as session:
+            producer = await session.producer(topic)
+            consumers = wire.stub(channel, "danube.ConsumerService")
+            found = await consumers.Subscribe(
+                danube.ConsumerRequest(topic_name=topic, consumer_name="c", subscription="s"),
+                metadata=headers,
+            )
+            stream = consumers.ReceiveMessages(
+                danube.ReceiveRequest(consumer_id=found.consumer_id), metadata=headers
+            )
+            await producer.send(b"before")
+            message = await asyncio.wait_for(stream.read(), 30)
+            assert message.payload == b"before"
+            await consuming()
+            assert await asyncio.wait_for(code_of(stream.read()), 10) is Code.PERMISSION_DENIED
+            await producer.send(b"the other right is still there")
+            await producing()
+            assert await code_of(producer.send(b"after")) is Code.PERMISSION_DENIED
+            asked = danube.AckRequest(msg_id=message.msg_id, subscription_name="s")
+            assert await code_of(consumers.Ack(asked, metadata=headers)) is Code.PERMISSION_DENIED
+
+    run(scenario())
+
+
+# -- certificates ---------------------------------------------------------------------------
+
+
+def test_matrix_of_certificates_on_all_ports(mutual, topic):
+    day = timedelta(days=1)
+    clients = {
+        "good": CLIENTS.issue("loader"),
+        "none": None,
+        "of another authority": Authority("clients").issue("loader"),
+        "of the servers' authority": SERVERS.issue("loader"),
+        "expired": CLIENTS.issue("loader", start=-2 * day, end=-day),
+        "not yet": CLIENTS.issue("loader", start=day, end=2 * day),
+    }
+
+    async def scenario():
+        asked = danube.TopicLookupRequest(topic=topic)
+        for name, client in clients.items():
+            is_good = name == "good"
+            async with mutual.channel(client) as channel:
+                lookup = wire.stub(channel, "danube.Discovery").TopicLookup
+                code = await code_of(lookup(asked, metadata=bearer(sign("root")), timeout=20))
+                assert (code is Code.UNAVAILABLE) == (not is_good), name
+
+            def ask_flight(client=client):
+                with mutual.flight(client) as connection:
+                    action = flight.Action(Action.TOPICS, b"")
+                    options = flight_options(bearer(sign("root")))
+                    return list(connection.do_action(action, options))
+
+            error = await asyncio.to_thread(flight_outcome, ask_flight)
+            assert isinstance(error, flight.FlightUnavailableError) == (not is_good), name
+            async with mutual.http(client) as http:
+                try:
+                    async with http.get("/live") as response:
+                        assert response.status == 200
+                        assert is_good, name
+                except (aiohttp.ClientError, OSError):
+                    assert not is_good, name
+        async with grpc.aio.insecure_channel(mutual.address) as channel:
+            lookup = wire.stub(channel, "danube.Discovery").TopicLookup
+            code = await code_of(lookup(asked, metadata=bearer(sign("root")), timeout=20))
+            assert code is Code.UNAVAILABLE, "plain text on a TLS port"
+
+    run(scenario())
+
+
+def test_certificate_says_who_it_is_to_danubes_client(mutual, topic):
+    """With mTLS alone the certificate is the caller; a token goes before it."""
+    loader = CLIENTS.issue("ignored", names=("spiffe://example/loader",))
+    other = CLIENTS.issue("spiffe://example/loader-2")
+
+    async def scenario():
+        request = danube_admin.CreateBindingRequest(
+            binding=danube_admin.BindingDefinition(
+                id=f"mtls-{next(_numbers)}",
+                principal_type="service_account",
+                principal_name="spiffe://example/loader",
+                role_names=["producer"],
+                scope="topic",
+                resource_name=topic,
+            )
+        )
+        await mutual.admin("CreateBinding", request, client=loader)
+        async with mutual.danube(client=loader) as session:
+            producer = await session.producer(topic)
+            await producer.send(b"hello")
+        async with mutual.danube(client=other) as session:
+            assert await code_of(session.producer(topic)) is Code.PERMISSION_DENIED
+        async with mutual.danube(sign("nobody"), client=loader) as session:
+            assert await code_of(session.producer(topic)) is Code.PERMISSION_DENIED
+        async with mutual.danube("nonsense", client=loader) as session:
+            assert await code_of(session.producer(topic)) is Code.UNAUTHENTICATED
+
+        def ask_flight():
+            with mutual.flight(loader) as connection:
+                action = flight.Action(Action.TOPICS, b"")
+                (answer,) = connection.do_action(action, flight_options(()))
+                return TopicNames.from_json(answer.body.to_pybytes()).topics
+
+        assert await asyncio.to_thread(ask_flight) == (topic,)
+        async with mutual.http(loader) as http, http.get("/metrics") as response:
+            assert response.status == 403
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("ports", [("grpc", "http"), ("flight",)], ids="-".join)
+def test_certificates_are_replaced_while_it_runs(tmp_path, topic, ports):
+    """New connections see the new certificate without a restart, and standing ones go on.
+
+    Flight has to start its server anew for it, so its port may be closed for a moment.
+    """
+    new_authority = Authority("new servers")
+
+    async def seen(address):
+        """The certificate that a port shows, in PEM; None while it is closed."""
+        host, _, port = address.rpartition(":")
+        try:
+            return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
+        except OSError:
+            return None
+
+    async def scenario(broker):
+        process = broker.process
+        known = {"grpc": process.address, "flight": process.flight, "http": process.http}
+        addresses = [known[name] for name in ports]
+        before = [await seen(address) for address in addresses]
+        assert len(set(before)) == 1
+        async with broker.danube(sign("root")) as session:
+            producer = await session.producer(topic)
+            new = new_authority.issue("broker", names=LOCAL_NAMES)
+            new.write(broker.directory, "broker")
+
+            async def is_new():
+                await producer.send(b"the connection that stands goes on")
+                now = [await seen(address) for address in addresses]
+                return all(shown == new.certificate.decode() for shown in now)
+
+            await eventually(is_new, within=30, every=0.5)
+
+    with SecureBroker(tmp_path / "b") as broker:
+        run(scenario(broker))
+
+
+# -- what else may come ---------------------------------------------------------------------
+
+
+def test_listening_beyond_this_machine_needs_protection(tmp_path):
+    """`ister serve --host 0.0.0.0` ends with a word why; the flag is explicit."""
+    command = [sys.executable, "-m", "ister.cli.main", "serve", "--data-dir", str(tmp_path / "d")]
+    ports = ["--port=0", "--flight-port=0", "--http-port=0"]
+    ended = subprocess.run(
+        [*command, *ports, "--host=0.0.0.0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "allow_insecure" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "d").exists(), "nothing was opened or made before"
+
+
+def test_floods_and_malformed_requests_harm_nobody(broker, topic):
+    """Bad tokens, bytes that are no message, messages and headers that are too large.
+
+    Each gets a clear status; an honest producer goes on meanwhile; memory stays where it was.
+    """
+
+    async def scenario():
+        await broker.allow("honest", "producer", resource=topic)
+        async with (
+            broker.danube(sign("honest")) as session,
+            broker.channel() as channel,
+        ):
+            producer = await session.producer(topic)
+            await producer.send(b"first")
+            before = broker.process.rss_bytes()
+            good = bearer(sign("honest"))
+            raw = channel.unary_unary("/danube.ProducerService/SendMessage")
+            stream = channel.unary_stream("/danube.ConsumerService/ReceiveMessages")
+            codes = {
+                "malformed": await code_of(raw(b"\xff" * 64, metadata=good, timeout=30)),
+                "too large": await code_of(raw(bytes(20 << 20), metadata=good, timeout=30)),
+                "headers": await code_of(
+                    raw(b"", metadata=(*good, ("x-more", "x" * 60_000)), timeout=30)
+                ),
+                "no such call": await code_of(
+                    channel.unary_unary("/danube.ProducerService/None")(b"", metadata=good)
+                ),
+                "malformed stream": await code_of(
+                    stream(b"\xff\xff", metadata=good, timeout=30).read()
+                ),
+            }
+            assert codes == {
+                "malformed": Code.INVALID_ARGUMENT,
+                "too large": Code.RESOURCE_EXHAUSTED,
+                "headers": Code.RESOURCE_EXHAUSTED,
+                "no such call": Code.UNIMPLEMENTED,
+                "malformed stream": Code.INVALID_ARGUMENT,
+            }
+            async with broker.http() as http:
+                long = {"Authorization": f"Bearer {broker.api_key}{'x' * 9000}"}
+                async with http.get("/metrics", headers=long) as response:
+                    assert response.status == 400
+            tallies = []
+
+            async def flood(n):
+                for m in range(100):
+                    bad = bearer(f"{n}.{m}.{'x' * 1000}")
+                    tallies.append(await code_of(raw(b"", metadata=bad, timeout=60)))
+
+            flooding = asyncio.gather(*(flood(n) for n in range(30)))
+            sent = 0
+            while not flooding.done():
+                await asyncio.wait_for(producer.send(b"honest"), 30)
+                sent += 1
+            await flooding
+            assert set(tallies) == {Code.UNAUTHENTICATED}
+            assert sent >= 5
+            assert broker.process.rss_bytes() - before < 200 << 20
+            size = (broker.directory / "audit.jsonl").stat().st_size
+            assert size < 4 << 20
+
+    run(scenario())
+
+
+def test_refusals_and_changes_are_in_the_audit_log(broker, topic):
+    async def scenario():
+        await broker.create_topic(topic)
+        async with broker.danube(sign("mallory")) as session:
+            assert await code_of(session.producer(topic)) is Code.PERMISSION_DENIED
+        async with broker.danube("nonsense") as session:
+            assert await code_of(session.producer(topic)) is Code.UNAUTHENTICATED
+        lines = [line for line in broker.audited() if line.get("resource") == topic]
+        made = [line for line in lines if line["outcome"] == "allowed"]
+        assert made[0]["action"] == "danube_admin.TopicAdmin/CreateTopic"
+        assert made[0]["principal"] == "user:root"
+        denied = [line for line in lines if line.get("principal") == "user:mallory"]
+        assert {line["outcome"] for line in denied} == {"denied"}
+        assert all(line["peer"].startswith(("ipv4:", "ipv6:")) for line in denied)
+        assert any(line["outcome"] == "unauthenticated" for line in broker.audited())
+
+    run(scenario())
+
+
+def test_nothing_secret_is_in_what_the_broker_says(broker, mutual):
+    """The last test of this file: a grep over logs, audit lines and metrics after all of them."""
+
+    async def scenario():
+        async with broker.http() as http:
+            said = []
+            for path in ("/metrics", "/health"):
+                async with http.get(path, headers=dict(bearer(sign("root")))) as response:
+                    said.append(await response.text())
+            return said
+
+    texts = run(scenario())
+    for one in (broker, mutual):
+        texts.append(one.process.log)
+        texts.append((one.directory / "audit.jsonl").read_text())
+    whole = "\n".join(texts)
+    assert len(whole) > 1000
+    for secret in (SECRET, broker.api_key, mutual.api_key, broker.issued.key.decode()[40:90]):
+        assert secret not in whole
+    assert "Bearer ey" not in whole
+    assert "eyJhbGciOi" not in whole, "the beginning of every token"
