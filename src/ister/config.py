@@ -28,7 +28,7 @@
       limits:
         max_streams_per_connection: 4096
         max_connections: 2048
-        max_requests_in_flight: 4096
+        max_requests_in_flight: 1024
         max_topics: 100000
     dispatch:
       max_unacked_messages: 1000
@@ -515,7 +515,7 @@ class BrokerLimitsConfig:
     """Calls under way on one connection; more of them wait in the client."""
     max_connections: int = _setting(2048, low=1)
     """Consumers with an open stream; more of them are refused."""
-    max_requests_in_flight: int = _setting(4096, low=1)
+    max_requests_in_flight: int = _setting(1024, low=1)
     """Calls under way in all; more of them are refused."""
     max_topics: int = _setting(100_000, low=1)
     """Topics that clients make by using them; more of them are refused."""

@@ -62,7 +62,7 @@ _KEYS = {
     "broker.policies.max_message_size": (0, 1, 1),
     "broker.limits.max_streams_per_connection": (4_096, 1, 1),
     "broker.limits.max_connections": (2_048, 1, 1),
-    "broker.limits.max_requests_in_flight": (4_096, 1, 1),
+    "broker.limits.max_requests_in_flight": (1024, 1, 1),
     "broker.limits.max_topics": (100_000, 1, 1),
     "dispatch.max_unacked_messages": (1_000, 1, 1),
     "dispatch.progress_flush_interval_seconds": (5, 1, 1),

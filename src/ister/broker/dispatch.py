@@ -193,7 +193,8 @@ class Dispatch:
         outbox: Outbox[Sent] = Outbox(consumer)
         self._outboxes[consumer] = outbox
         self.delivery.set_room(consumer, outbox.room)
-        if self._reading is None:
+        if self._reading is None or self._reading.done():
+            # The one before may have ended by an error while other consumers were here.
             self._reading = self._loop.create_task(self._read())
         self._pump()
         return outbox
@@ -658,7 +659,8 @@ class Dispatch:
         await asyncio.gather(*working, return_exceptions=True)
         if self._retriever is not None:
             self._retriever.close()
-        if flush:
+        self._plan.note(self.delivery.cursor, self._loop.time(), version=self.delivery.version)
+        if flush and self._plan.is_dirty:
             try:
                 await self.flush()
             except IsterError as error:

@@ -4,11 +4,18 @@
 - `/ready` is 200 once every topic is recovered, and 503 before that and while it ends;
 - `/health` is the same with reasons, as JSON;
 - `/metrics` has all metrics in Prometheus' text form.
+
+Those who ask are few and quick. So connections are few as well: the oldest goes when there are too
+many, and each goes after a while, whatever it is doing. One that sends a byte now and then harms
+nobody.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+import ssl
+from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from aiohttp import web
@@ -18,9 +25,12 @@ from ister.broker.security.http_guard import http_guard
 from ister.broker.security.rights import Permission
 from ister.metrics import METRICS, Metrics
 
-__all__ = ["Health", "format_metrics", "make_application"]
+__all__ = ["Connections", "Health", "format_metrics", "make_application"]
 
 _NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
+CONNECTIONS_MAX: Final = 256
+CONNECTION_SECONDS: Final = 60.0
+_LOOK_SECONDS: Final = 5.0
 _QUANTILES: Final = {"p50": "0.5", "p99": "0.99", "p999": "0.999"}
 
 
@@ -64,6 +74,72 @@ def make_application(health: Health, metrics: Metrics, guard: Guard) -> web.Appl
         ]
     )
     return application
+
+
+class Connections:
+    """The port itself, with few connections that do not last; see the module header."""
+
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        *,
+        count_max: int = CONNECTIONS_MAX,
+        seconds: float = CONNECTION_SECONDS,
+    ) -> None:
+        """Serves what `runner` has been set up with.
+
+        Args:
+            runner: Set up already; its clean-up comes after `close`.
+            count_max: One more than this ends the oldest.
+            seconds: How long a connection lasts.
+        """
+        server = runner.server
+        assert server is not None  # noqa: S101 - for mypy: it has been set up
+        self._server = server
+        self._count_max = count_max
+        self._seconds = seconds
+        self._since: dict[Any, float] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._listening: asyncio.Server | None = None
+
+    async def listen(self, host: str, port: int, context: ssl.SSLContext | None = None) -> int:
+        """Listens; returns the port.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self._accept, host, port, ssl=context)
+        self._looking = loop.create_task(self._look())
+        found: int = self._listening.sockets[0].getsockname()[1]
+        return found
+
+    def _accept(self) -> Any:  # noqa: ANN401 - a protocol of aiohttp's
+        connections = self._server.connections
+        for oldest in connections[: max(0, len(connections) - self._count_max + 1)]:
+            oldest.force_close()
+        accepted = self._server()
+        self._since[accepted] = asyncio.get_running_loop().time()
+        return accepted
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(_LOOK_SECONDS, self._seconds))
+            now, since = loop.time(), self._since
+            self._since = {one: since.get(one, now) for one in self._server.connections}
+            for one, begun in self._since.items():
+                if begun + self._seconds < now:
+                    one.force_close()
+
+    async def close(self) -> None:
+        """Accepts nobody any more; those connected are the runner's."""
+        if self._listening is not None:
+            self._listening.close()
+        if self._looking is not None:
+            self._looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._looking
 
 
 def _status(is_ready: bool) -> int:

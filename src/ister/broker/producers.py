@@ -55,6 +55,7 @@ class Producers:
         self._topic = topic
         self._index = {} if index is None else index
         self._by_id: dict[int, Producer] = {}
+        self._exclusive: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -80,28 +81,38 @@ class Producers:
             PermissionDeniedError: A producer has the topic for itself.
         """
         number = producer_id(self._topic, name)
-        others = [p for p in self.live(now) if p.id != number]
-        if policies.max_producers_per_topic and len(others) >= policies.max_producers_per_topic:
+        limit = policies.max_producers_per_topic or _PRODUCERS_MAX
+        is_shared = not is_exclusive and not self._exclusive
+        # Counted only where it matters: a topic may have very many.
+        if not is_shared or len(self._by_id) >= limit:
+            self._check(number, now, limit, is_exclusive=is_exclusive)
+        producer = self._by_id[number] = Producer(number, name, is_exclusive, now)
+        (self._exclusive.add if is_exclusive else self._exclusive.discard)(number)
+        self._index[number] = self._topic
+        return producer
+
+    def _check(self, number: int, now: float, limit: int, *, is_exclusive: bool) -> None:
+        """Refuses a producer for which there is no place; forgets those that are silent."""
+        live = self.live(now)
+        self.clear()
+        self._by_id = {p.id: p for p in live}
+        self._exclusive = {p.id for p in live if p.is_exclusive}
+        self._index.update(dict.fromkeys(self._by_id, self._topic))
+        others = self._by_id.keys() - {number}
+        if len(others) >= limit:
             raise CapacityError(
                 f"the topic has {len(others)} producers",
                 topic=self._topic,
                 hint="max_producers_per_topic is the limit",
             )
-        if others and (is_exclusive or any(p.is_exclusive for p in others)):
+        if others and (is_exclusive or self._exclusive - {number}):
             raise PermissionDeniedError(
                 "a producer has the topic for itself, or would have to", topic=self._topic
             )
-        if len(self._by_id) >= _PRODUCERS_MAX:
-            live = self.live(now)
-            self.clear()
-            self._by_id = {p.id: p for p in live}
-            self._index.update(dict.fromkeys(self._by_id, self._topic))
-        producer = self._by_id[number] = Producer(number, name, is_exclusive, now)
-        self._index[number] = self._topic
-        return producer
 
     def clear(self) -> None:
         """Forgets all of them."""
         for number in self._by_id:
             self._index.pop(number, None)
         self._by_id.clear()
+        self._exclusive.clear()

@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -143,7 +143,11 @@ def unary_handler(
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-            await _abort(context, error, where)
+            status, text = _explained(error, where)
+        # gRPC keeps what `abort` raises until the collector comes by, and with it everything that
+        # its frames hold. So not within `except`, and without the request.
+        data = b""
+        return await context.abort(status, text)
 
     return handle
 
@@ -162,6 +166,7 @@ def streaming_handler(
             yield _parsed(parse, data)
 
     async def handle(data: Any, context: Any) -> None:  # noqa: ANN401 - gRPC has no types
+        refusal: tuple[grpc.StatusCode, str] | None = None
         answers: AsyncIterator[Any] | None = None
         try:
             request = parsed(data) if is_stream else _parsed(parse, data)
@@ -171,12 +176,15 @@ def streaming_handler(
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-            await _abort(context, error, where)
+            refusal = _explained(error, where)
         finally:
             close = getattr(answers, "aclose", None)
             if close is not None:
                 # What the method holds is let go of now, not when the collector comes by.
                 await close()
+        if refusal is not None:
+            data = request = answers = answer = None  # as above
+            await context.abort(*refusal)
 
     return handle
 
@@ -188,15 +196,13 @@ def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:  # noqa: ANN401 
         raise InvalidRequestError("the request is not a message of this call") from error
 
 
-async def _abort(context: Any, error: Exception, where: str) -> NoReturn:  # noqa: ANN401
+def _explained(error: Exception, where: str) -> tuple[grpc.StatusCode, str]:
+    """What the client is told about an error."""
     if isinstance(error, IsterError) and error.code != "INTERNAL":
-        status, text = status_of(error), str(error)
-    else:
-        number = secrets.token_hex(4)
-        _log.error("a call failed", exc_info=error, extra={"call": where, "number": number})
-        status, text = grpc.StatusCode.INTERNAL, f"the broker failed [{number}]"
-    await context.abort(status, _cut(text.replace("\n", " ")))
-    raise AssertionError("abort raises")
+        return status_of(error), _cut(str(error).replace("\n", " "))
+    number = secrets.token_hex(4)
+    _log.error("a call failed", exc_info=error, extra={"call": where, "number": number})
+    return grpc.StatusCode.INTERNAL, f"the broker failed [{number}]"
 
 
 def _cut(text: str) -> str:

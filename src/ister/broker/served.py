@@ -35,7 +35,7 @@ from ister.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metrics import Metrics
 from ister.model import Start, StreamMessage, TopicName, TopicState
 from ister.subscription.policy import SubscriptionKind
@@ -66,6 +66,8 @@ _FILTERS_MAX: Final = 64
 _FILTER_CHARACTERS_MAX: Final = 256
 # Consumers that a subscription remembers; beyond that the longest unseen go.
 _CONSUMERS_REMEMBERED_MAX: Final = 1000
+# The same by the size of their names and filters: they are one value in the metadata store.
+_CONSUMERS_BYTES_MAX: Final = 256 * KIB
 # How long a publish waits for room in the topic's buffer before the client is told to come again.
 _FULL_SECONDS: Final = 2.0
 _FULL_RETRY_SECONDS: Final = 0.02
@@ -133,7 +135,7 @@ class ServedTopic:
         self.subscriptions: dict[str, AnySubscription] = {}
         self._around = around
         # Consumers that have subscribed and have no stream yet, each with when its place is free.
-        self._reserved: dict[tuple[str, int], float] = {}
+        self._reserved: dict[str, dict[int, float]] = {}
         self._subscribing = asyncio.Lock()
         self._next_offset = 0
         self.is_closed = False
@@ -349,7 +351,10 @@ class ServedTopic:
         Raises:
             NotFoundError: There is none any more.
         """
-        self._reserved.pop((consumer.subscription, consumer.id), None)
+        reserved = self._reserved.get(consumer.subscription, {})
+        reserved.pop(consumer.id, None)
+        if not reserved:
+            self._reserved.pop(consumer.subscription, None)
         return self.subscription(consumer.subscription)
 
     async def _create(self, name: str, kind: SubscriptionKind, start: Start) -> StoredSubscription:
@@ -405,10 +410,7 @@ class ServedTopic:
     def _reserve(self, found: AnySubscription, number: int) -> None:
         """Keeps a place for a consumer, or refuses it where there is none."""
         now = asyncio.get_running_loop().time()
-        self._reserved = {key: until for key, until in self._reserved.items() if until > now}
-        places = {(name, one) for name, s in self.subscriptions.items() for one in s.attached}
-        places = (places | set(self._reserved)) - {(found.name, number)}
-        others = sum(1 for name, _ in places if name == found.name)
+        others = len(self._places(found, now) - {number})
         if found.kind is SubscriptionKind.EXCLUSIVE and others:
             raise PermissionDeniedError(
                 f"subscription {found.name!r} is exclusive, and has a consumer", topic=self.name
@@ -421,13 +423,28 @@ class ServedTopic:
                 hint="max_consumers_per_subscription is the limit",
             )
         limit = self.policies.max_consumers_per_topic
-        if limit and len(places) >= limit:
+        if limit and self._count_places(found, number, now) >= limit:
             raise CapacityError(
                 f"the topic has {limit} consumers",
                 topic=self.name,
                 hint="max_consumers_per_topic is the limit",
             )
-        self._reserved[found.name, number] = now + _RESERVED_SECONDS
+        self._reserved.setdefault(found.name, {})[number] = now + _RESERVED_SECONDS
+
+    def _places(self, subscription: AnySubscription, now: float) -> set[int]:
+        """Consumers that are connected, or have subscribed a moment ago."""
+        reserved = self._reserved.pop(subscription.name, {})
+        reserved = {number: until for number, until in reserved.items() if until > now}
+        if reserved:
+            self._reserved[subscription.name] = reserved
+        return {*subscription.attached, *reserved}
+
+    def _count_places(self, found: AnySubscription, number: int, now: float) -> int:
+        """The same of all subscriptions, without the one that asks."""
+        return sum(
+            len(self._places(one, now) - ({number} if one is found else set()))
+            for one in self.subscriptions.values()
+        )
 
     async def _remember(self, found: AnySubscription, entry: Consumer) -> None:
         """Writes a consumer's id down, before it is given out."""
@@ -439,7 +456,7 @@ class ServedTopic:
         consumers = dict(stored.consumers)
         consumers[entry.name] = StoredConsumer(id=entry.id, filters=entry.filters, seen_ms=now_ms)
         attached = set(found.attached)
-        while len(consumers) > _CONSUMERS_REMEMBERED_MAX:
+        while len(consumers) > _CONSUMERS_REMEMBERED_MAX or _size(consumers) > _CONSUMERS_BYTES_MAX:
             gone = [n for n, one in consumers.items() if one.id not in attached and n != entry.name]
             if not gone:
                 break
@@ -483,6 +500,13 @@ class ServedTopic:
             *(one.close(reason, flush=flush) for one in self.subscriptions.values())
         )
         self.producers.clear()
+
+
+def _size(consumers: dict[str, StoredConsumer]) -> int:
+    return sum(
+        len(name.encode()) + sum(len(one.encode()) + 8 for one in known.filters) + 64
+        for name, known in consumers.items()
+    )
 
 
 def _check_consumer(name: str, filters: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from ister import failpoints
 from ister.broker.cluster import Address, Cluster
 from ister.broker.flight.server import FlightServer
 from ister.broker.flight_edge import BrokerSource
-from ister.broker.http import make_application
+from ister.broker.http import Connections, make_application
 from ister.broker.rpc import Gate, Places
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.flight_guard import FlightAccess
@@ -49,7 +50,14 @@ from ister.broker.services.security_admin import SecurityAdmin
 from ister.broker.topics import Topics
 from ister.broker.wire import add_service
 from ister.clock import Clock, SystemClock
-from ister.config import BufferFull, Config, MetadataBackend, MetadataConfig, StorageMode
+from ister.config import (
+    BrokerLimitsConfig,
+    BufferFull,
+    Config,
+    MetadataBackend,
+    MetadataConfig,
+    StorageMode,
+)
 from ister.errors import UnavailableError
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metadata.base import MetadataStore
@@ -70,6 +78,21 @@ async def _end_workers(workers: ThreadPoolExecutor) -> None:
     """Waits for the last ones; whoever uses the loop after this gets threads of its own."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     await asyncio.to_thread(workers.shutdown)
+
+
+async def _close_log(opening: asyncio.Future[Log]) -> None:
+    """Closes the log, also one that is still being opened for a start that was given up."""
+    try:
+        log = await opening
+    except Exception:  # noqa: BLE001 - whoever started the broker has been told
+        return
+    await asyncio.to_thread(log.close)
+
+
+def _connections_max(limits: BrokerLimitsConfig) -> int:
+    """Connections of gRPC: of consumers and as many others, if the process may have the files."""
+    wanted, (files, _) = 2 * limits.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if files == resource.RLIM_INFINITY else max(16, min(wanted, files // 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +160,9 @@ class Broker:
         self._endings.push_async_callback(_end_workers, workers)
         asyncio.get_running_loop().set_default_executor(workers)
         self._tls = ServerTls.open(config.broker.tls, clock=clock)
-        self._log = await asyncio.to_thread(Log, config, clock=clock)
-        self._endings.push_async_callback(asyncio.to_thread, self._log.close)
+        opening = asyncio.ensure_future(asyncio.to_thread(Log, config, clock=clock))
+        self._endings.push_async_callback(_close_log, opening)
+        self._log = await asyncio.shield(opening)
         metadata = await asyncio.to_thread(self._metadata)
         self.guard = Guard.open(config, metadata, clock=clock)
         self._endings.push_async_callback(asyncio.to_thread, self.guard.close)
@@ -150,6 +174,7 @@ class Broker:
         http = await self._start_http()
         server = self._make_grpc()
         port = self._bind_grpc(server)
+        self._endings.push_async_callback(self._unbind, server)
         self.cluster = Cluster(self._address(port), self._log.tiers)
         self.topics = Topics(self._log, metadata, self.cluster, config=config, clock=clock)
         self._register_gauges()
@@ -196,6 +221,8 @@ class Broker:
                 # CANCELLED, where those over our own limit get a status that says why.
                 ("grpc.server.max_pending_requests", calls_max),
                 ("grpc.server.max_pending_requests_hard_limit", 2 * calls_max),
+                # A connection takes a file descriptor, and topics need theirs.
+                ("grpc.max_allowed_incoming_connections", _connections_max(limits)),
                 # Whoever connects says something within this time.
                 ("grpc.server_handshake_timeout_ms", 10_000),
                 # A client that is gone without a word is found out within half a minute.
@@ -219,6 +246,12 @@ class Broker:
                 f"cannot listen on {address}", hint="is another broker running there?"
             ) from error
         return bound
+
+    async def _unbind(self, server: grpc.aio.Server) -> None:
+        """Gives the port back after a start that failed: gRPC does that for servers that ran."""
+        if not self._is_ready:
+            await server.start()
+            await server.stop(None)
 
     def _address(self, port: int) -> Address:
         config = self.config.broker
@@ -286,13 +319,14 @@ class Broker:
             )
 
         self._flight = RenewedFlight(start, port=config.ports.flight, tls=self._tls)
-        server = await asyncio.to_thread(self._flight.start)
 
         async def end() -> None:
             source.end()
             await asyncio.to_thread(self._flight.close)
 
+        # First: a start that is given up meanwhile still gets to its end.
         self._endings.push_async_callback(end)
+        server = await asyncio.to_thread(self._flight.start)
         return server.port
 
     async def _start_http(self) -> int:
@@ -303,16 +337,15 @@ class Broker:
         await runner.setup()
         self._endings.push_async_callback(runner.cleanup)
         context = self._tls.http_context() if self._tls is not None else None
-        site = web.TCPSite(runner, config.host, config.ports.http, ssl_context=context)
+        connections = Connections(runner)
+        self._endings.push_async_callback(connections.close)
         try:
-            await site.start()
+            return await connections.listen(config.host, config.ports.http, context)
         except OSError as error:
             raise UnavailableError(
                 f"cannot listen on {config.host}:{config.ports.http}: {error.strerror}",
                 hint="is another broker running there?",
             ) from error
-        port: int = runner.addresses[0][1]
-        return port
 
     # -- while it runs ----------------------------------------------------------------------
 

@@ -102,7 +102,8 @@ class Topics:
         self._served: dict[str, ServedTopic] = {}
         # Each lives as long as somebody opens its topic: names that are none leave nothing behind.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._moved: dict[str, float] = {}
+        # Until when another broker should have a topic, and the epoch in which this one had it.
+        self._moved: dict[str, tuple[float, int]] = {}
         self._known: set[str] = set()
         self._known_at = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -268,21 +269,27 @@ class Topics:
         owner = await self._in_thread(lambda: self.cluster.owner(parsed))
         if owner is not None:
             return owner
-        if self.is_moved(name):
+        if self.is_moved(name) and not await self._in_thread(lambda: self._was_elsewhere(parsed)):
             brokers = await self._in_thread(self.cluster.brokers)
             others = [one for one in brokers if one.node != self.cluster.own.node]
             if others:
                 return others[hash(name) % len(others)]
-            self._moved.pop(name, None)
+        self._moved.pop(name, None)
         await self.get(name)
         return self.cluster.own
 
+    def _was_elsewhere(self, name: TopicName) -> bool:
+        """Whether another broker has had a topic since it was unloaded here."""
+        tiers = self.log.tiers
+        found = tiers.catalog(name).record() if tiers is not None else None
+        return found is not None and found[0].epoch > self._moved.get(str(name), (0.0, 0))[1]
+
     def is_moved(self, name: str) -> bool:
         """Whether a topic was unloaded here so lately that another broker should have it."""
-        until = self._moved.get(name)
-        if until is None:
+        moved = self._moved.get(name)
+        if moved is None:
             return False
-        if asyncio.get_running_loop().time() >= until:
+        if asyncio.get_running_loop().time() >= moved[0]:
             del self._moved[name]
             return False
         return True
@@ -445,7 +452,9 @@ class Topics:
                 await self._in_thread(lambda: self.log.seal(name))
                 self.sequenced.forget(name)
             if len(await self._in_thread(self.cluster.brokers)) > 1:
-                self._moved[name] = asyncio.get_running_loop().time() + _MOVED_SECONDS
+                epoch = topic.owned.epoch if topic.owned is not None else 0
+                until = asyncio.get_running_loop().time() + _MOVED_SECONDS
+                self._moved[name] = (until, epoch)
 
     async def delete(self, name: str) -> None:
         """Deletes a topic for good, or all partitions of one.

@@ -10,8 +10,10 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from ister import failpoints, logs
@@ -59,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
         raise missing_extra("the broker", "broker", error) from error
     logs.configure(level=options.log_level.upper(), as_text=not options.json)
     config = load_settings(options)
+    _raise_file_limit()
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
 
@@ -91,6 +94,14 @@ def run(options: argparse.Namespace) -> int:
 
     asyncio.run(serve())
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Takes all the file handles that this process may have: each connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A process that is not allowed to goes on with what it has.
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _greet(config: Config, listening: dict[str, str]) -> None:

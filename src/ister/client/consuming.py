@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 from collections import deque
@@ -23,15 +24,17 @@ from ister.client.network import Network
 from ister.errors import (
     ClosedError,
     InvalidRequestError,
+    InvariantError,
     IsterError,
     NotFoundError,
-    UnavailableError,
     WaitTimeoutError,
 )
 from ister.limits import MIB
 from ister.subscription.policy import SubscriptionKind
 
 __all__ = ["ConsumerCore", "ConsumerOptions"]
+
+_log = logging.getLogger("ister.client.consuming")
 
 Post = Callable[[Callable[[], object]], object]
 
@@ -96,6 +99,7 @@ class ConsumerCore:
         self._tasks: set[asyncio.Task[None]] = set()
         self._confirmed = asyncio.Event()
         self._failure: IsterError | None = None
+        self._is_open = False
         self._is_closed = False
 
     # -- life -------------------------------------------------------------------------------
@@ -121,6 +125,7 @@ class ConsumerCore:
         except BaseException:
             await self._abort()
             raise
+        self._is_open = True
         if names != [self.topic]:
             self._spawn(self._find_partitions())
 
@@ -152,14 +157,13 @@ class ConsumerCore:
         except IsterError as failure:
             error = failure
         except Exception as failure:  # noqa: BLE001 - told to whoever waits for a message
-            error = UnavailableError(f"the client has failed: {failure}", topic=intake.topic)
-        if not intake.opened.done():
-            if error is not None:
-                intake.opened.set_exception(error)
-            else:
-                intake.opened.cancel()
-        elif error is not None and self._failure is None:
-            self._failure = error
+            _log.exception("consuming has failed", extra={"topic": intake.topic})
+            error = InvariantError(f"the client has failed: {failure!r}", topic=intake.topic)
+        if error is not None and not self._is_open and not intake.opened.done():
+            intake.opened.set_exception(error)
+        else:
+            intake.opened.cancel()
+            self._failure = self._failure or error
         self._wake()
         self._confirmed.set()
 

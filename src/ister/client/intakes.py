@@ -11,11 +11,13 @@ A stream that fails is followed by another, to whichever broker has the topic th
 
 - what was acknowledged and not confirmed is acknowledged again, before anything else;
 - what is in the inbox still is dropped, as it comes again;
-- what the program holds comes again too, and is not handed out a second time: the program
-  acknowledges the one it has. Unless it is another attempt, as after a nack or an ack timeout.
+- what it has acknowledged so, and what the program holds, comes again too, and is not handed out a
+  second time: the program acknowledges the one it has. Unless what it holds comes as another
+  attempt, as after a nack or an ack timeout.
 
-So one consumer sees a message twice only if it failed; others may see one that this one had when
-its stream broke.
+So one consumer sees a message twice only if it failed, or if a broker was killed before it wrote
+down an acknowledgement that it had confirmed; others may see one that this one had when its stream
+broke.
 
 A consumer that does not take its messages stops the reading from the network once some bytes are
 in the inbox, and the broker holds back what is not acknowledged.
@@ -51,6 +53,8 @@ _OPEN_SECONDS: Final = 15.0
 _VERDICT_SECONDS: Final = 2.0
 # What the program holds comes again within so long after a stream was opened.
 _RESUME_SECONDS: Final = 30.0
+_HELD_MAX: Final = 1 << 17
+_ANY_ATTEMPT: Final = 1 << 32
 # A stream that has lasted for so long has worked.
 _STEADY_SECONDS: Final = 5.0
 
@@ -122,7 +126,11 @@ class Intake:
         if message.life != self.life:
             return False
         self.waiting_bytes -= len(message.payload)
-        self.held[message.offset] = message.attempt
+        held = self.held
+        held[message.offset] = message.attempt
+        if len(held) > _HELD_MAX:
+            # The program never says what becomes of its messages; the oldest has long come again.
+            del held[next(iter(held))]
         return True
 
     def has_room_again(self) -> bool:
@@ -207,8 +215,9 @@ class Intake:
             self._resumed = dict(self.held)
             self._is_stalled = False
             self._nacks.clear()
-            # Said again by the next stream, before anything else.
+            # Said again by the next stream, before anything else; the messages may still come.
             self._acks = [*sorted(self._unconfirmed), *self._acks]
+            self._resumed.update(dict.fromkeys(self._acks, _ANY_ATTEMPT))
             self._unconfirmed.clear()
 
     async def _receive(self) -> None:

@@ -42,6 +42,7 @@ from ister.errors import (
     CorruptDataError,
     FencedError,
     InvalidRequestError,
+    InvariantError,
     IsterError,
     UnauthenticatedError,
     UnavailableError,
@@ -56,7 +57,8 @@ __all__ = ["Lane", "Settler"]
 
 _log = logging.getLogger("ister.client.lanes")
 
-# A broker that does not answer for so long is not waited for: the rows are sent again.
+# A broker that does not answer for so long is asked whether it is there. If not, the rows are sent
+# again.
 _ANSWER_SECONDS: Final = 30.0
 # Why writing has failed, the answers often tell; they are waited for so long.
 _VERDICT_SECONDS: Final = 2.0
@@ -221,7 +223,7 @@ class Lane:
                     self._give_up(final)
             except Exception as error:  # noqa: BLE001 - told to whoever waits for an offset
                 _log.exception("publishing has failed", extra={"topic": self.topic})
-                self._fail(UnavailableError(f"the client has failed: {error}", topic=self.topic))
+                self._fail(InvariantError(f"the client has failed: {error!r}", topic=self.topic))
 
     async def _has_work(self) -> bool:
         """Waits until there is something to send; False at the end."""
@@ -370,14 +372,16 @@ class Lane:
         writing = asyncio.create_task(self._write_all(stream, schema, columns))
         reading = asyncio.create_task(self._read_all(stream))
         try:
-            await self._watch(writing, reading)
+            await self._watch(stream, writing, reading)
         finally:
             stream.cancel()
             for task in (writing, reading):
                 task.cancel()
             await asyncio.gather(writing, reading, return_exceptions=True)
 
-    async def _watch(self, writing: asyncio.Task[None], reading: asyncio.Task[None]) -> None:
+    async def _watch(
+        self, stream: PutStream, writing: asyncio.Task[None], reading: asyncio.Task[None]
+    ) -> None:
         """Waits for the end of a stream.
 
         Raises:
@@ -386,17 +390,16 @@ class Lane:
         while not reading.done():
             answers = self._answers
             waiting = {reading} if writing.done() else {reading, writing}
-            await asyncio.wait(
+            done, _ = await asyncio.wait(
                 waiting, timeout=_ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             if writing.done() and writing.exception() is not None:
                 # Why, the answers tell.
                 await asyncio.wait({reading}, timeout=_VERDICT_SECONDS)
                 break
-            if not reading.done() and self._unanswered and answers == self._answers:
-                raise UnavailableError(
-                    f"no answer for {_ANSWER_SECONDS:.0f} seconds", topic=self.topic
-                )
+            if not done and self._unanswered and answers == self._answers:
+                # Slow, as a topic with a rate may be; or gone, and then this raises.
+                await stream.check_broker()
         if reading.done():
             reading.result()
         if writing.done():

@@ -45,7 +45,7 @@ _OPTIONS: Final = [
     # A broker that was restarted is found again soon: unless told, gRPC waits up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 300),
     # Clients of one process share no connection, so that none uses up another's streams.
     ("grpc.use_local_subchannel_pool", 1),
 ]

@@ -117,6 +117,7 @@ class PutStream:
             schema: The columns of all batches.
         """
         self._network = network
+        self._route = route
         self._address = address
         self._topic = opened.topic
         self._schema = schema
@@ -167,6 +168,15 @@ class PutStream:
             IsterError: The stream has failed.
         """
         await self._answered(self._call.done_writing())
+
+    async def check_broker(self) -> None:
+        """Asks whether the broker is there, by its other port.
+
+        Raises:
+            IsterError: It is not.
+        """
+        request = self._network.wire.ister_api.InfoRequest()
+        await self._network.call_at(self._route, "ister.Admin", "Info", request, topic=self._topic)
 
     async def _answered(self, waiting: Any) -> Any:  # noqa: ANN401
         return await self._network.answered(waiting, self._address, self._topic)

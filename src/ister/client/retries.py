@@ -12,7 +12,7 @@ from ister.errors import IsterError
 __all__ = ["Retries"]
 
 _FIRST_SECONDS: Final = 0.05
-_MOST_SECONDS: Final = 5.0
+_MOST_SECONDS: Final = 2.0
 
 
 class Retries:

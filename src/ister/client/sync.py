@@ -675,6 +675,8 @@ class Client:
         Raises:
             As `Producer.close` and `Consumer.close`; everything is closed all the same.
         """
+        if self._thread.is_current:
+            raise self._thread.would_hang()
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             still_open = list(self._open)
