@@ -59,7 +59,7 @@ __all__ = [
 
 PATIENCE_SECONDS = 30.0
 """How long to wait for what has to happen: two noisy cores, and clients that back off."""
-SILENCE_SECONDS = 0.7
+SILENCE_SECONDS = 0.4
 """How long to look at what must not happen."""
 
 EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = (
@@ -76,8 +76,19 @@ T = TypeVar("T")
 
 
 def run(scenario: Coroutine[Any, Any, T], *, within: float = 120.0) -> T:
-    """Runs a scenario on a loop of its own; one that hangs fails."""
-    return asyncio.run(asyncio.wait_for(scenario, within))
+    """Runs a scenario on a loop of its own; one that hangs fails, and shows where."""
+
+    async def guarded() -> T:
+        task = asyncio.ensure_future(scenario)
+        if not (await asyncio.wait({task}, timeout=within))[0]:
+            for other in asyncio.all_tasks():
+                other.print_stack()
+            task.cancel()
+            await asyncio.wait({task}, timeout=PATIENCE_SECONDS)
+            raise AssertionError(f"not done after {within} s: see the stacks above")
+        return task.result()
+
+    return asyncio.run(guarded())
 
 
 def topic_for(request: Any) -> str:
@@ -238,7 +249,7 @@ class Danube:
         self.raw_consumers = wire.stub(self.channel, "danube.ConsumerService")
         self.health = wire.stub(self.channel, "danube.HealthCheck")
         self._producers: list[Producer] = []
-        self._inboxes: list[Inbox] = []
+        self._consumers: list[Consumer] = []
 
     # -- the real client --------------------------------------------------------------------
 
@@ -280,17 +291,32 @@ class Danube:
         The client returns before its stream is open. Tests that count consumers have to wait until
         the broker has it, and they all do unless they say otherwise.
         """
-        builder = self.client.new_consumer().with_topic(topic).with_consumer_name(name)
-        builder.with_subscription(subscription).with_subscription_type(kind)
-        builder.with_key_filters(list(filters))
-        consumer = builder.build()
-        await consumer.subscribe()
+        consumer = await self.subscribe(
+            topic, name, subscription=subscription, kind=kind, filters=filters
+        )
         inbox = Inbox(consumer, await consumer.receive())
-        self._inboxes.append(inbox)
         if attached:
             for partition in inbox.ids:
                 await self.wait_attached(partition, name, subscription)
         return inbox
+
+    async def subscribe(
+        self,
+        topic: str,
+        name: str = "consumer",
+        *,
+        subscription: str = "sub",
+        kind: SubType = EXCLUSIVE,
+        filters: Sequence[str] = (),
+    ) -> Consumer:
+        """A consumer that has subscribed and does not receive yet."""
+        builder = self.client.new_consumer().with_topic(topic).with_consumer_name(name)
+        builder.with_subscription(subscription).with_subscription_type(kind)
+        builder.with_key_filters(list(filters))
+        consumer = builder.build()
+        self._consumers.append(consumer)
+        await consumer.subscribe()
+        return consumer
 
     async def send(self, topic: str, payloads: Iterable[str], *, name: str = "producer") -> None:
         """Publishes texts, one after the other."""
@@ -404,16 +430,24 @@ class Danube:
         """Ends everything that was made here. May be called twice."""
         for producer in self._producers:
             await producer.close()
-        for inbox in self._inboxes:
-            inbox.consumer._shutdown.set()
-        await asyncio.gather(*(inbox.close() for inbox in self._inboxes))
+        tasks = []
+        for consumer in self._consumers:
+            # Before their tasks are cancelled: gRPC may tell a task another error instead, and
+            # then it would go on. Not by the client's own call, which takes its time.
+            consumer._shutdown.set()
+            for part in consumer._consumers.values():
+                part.stop()
+            for task in consumer._tasks:
+                task.cancel()
+                tasks.append(task)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.channel.close()
         # The client has no call for it: its channels live as long as the process.
         connections = self.client.connection_manager._connections
         await asyncio.gather(*(held.channel.close() for held in connections.values()))
         connections.clear()
         self._producers.clear()
-        self._inboxes.clear()
+        self._consumers.clear()
 
 
 class _OwnConnections(ConnectionManager):
@@ -436,6 +470,9 @@ async def connect(broker: Any, *, own_connection: bool = False) -> AsyncIterator
     """
     session = Danube(broker.address, own_connection=own_connection)
     try:
+        # Connections to an address are shared, and so is their pause after a failure: one that was
+        # made while the broker was down fails for a while after it is back.
+        await asyncio.wait_for(session.channel.channel_ready(), PATIENCE_SECONDS)
         yield session
     finally:
         await session.close()

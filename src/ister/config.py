@@ -26,10 +26,11 @@
         max_subscription_dispatch_rate: 0
         max_message_size: 0       # storage.max_message_size holds in any case
       limits:
-        max_streams_per_connection: 4096
+        max_streams_per_connection: 1024
         max_connections: 2048
         max_requests_in_flight: 1024
         max_topics: 100000
+        max_grpc_message_bytes: 4194304
     dispatch:
       max_unacked_messages: 1000
       progress_flush_interval_seconds: 5
@@ -511,7 +512,7 @@ class BrokerPoliciesConfig:
 class BrokerLimitsConfig:
     """`broker.limits`: what one broker takes on."""
 
-    max_streams_per_connection: int = _setting(4096, low=1, high=100_000)
+    max_streams_per_connection: int = _setting(1024, low=1, high=100_000)
     """Calls under way on one connection; more of them wait in the client."""
     max_connections: int = _setting(2048, low=1)
     """Consumers with an open stream; more of them are refused."""
@@ -519,6 +520,8 @@ class BrokerLimitsConfig:
     """Calls under way in all; more of them are refused."""
     max_topics: int = _setting(100_000, low=1)
     """Topics that clients make by using them; more of them are refused."""
+    max_grpc_message_bytes: int = _setting(4 * MIB, low=64 * KIB, high=MESSAGE_SIZE_BYTES_MAX)
+    """A message sent by gRPC; Danube's clients cannot receive larger ones than 4 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from ister import failpoints
-from ister.broker.outbox import Outbox
+from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.broker.policies import Rate
+from ister.broker.tasks import to_the_end
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -36,6 +37,7 @@ from ister.errors import (
     FencedError,
     InvalidRequestError,
     IsterError,
+    MessageTooLargeError,
     OffsetOutOfRangeError,
     UnavailableError,
 )
@@ -51,7 +53,7 @@ from ister.topic.aio import AsyncReader
 from ister.topic.message import Message
 from ister.topic.topic import Topic
 
-__all__ = ["Dispatch", "Sent"]
+__all__ = ["Dispatch", "Sent", "key_of"]
 
 _log = logging.getLogger("ister.broker.dispatch")
 
@@ -59,6 +61,7 @@ _FETCH_MESSAGES: Final = 512
 _FETCH_BYTES: Final = 4 * MIB
 # Bytes of messages that were read and not sent yet, per subscription.
 _HELD_BYTES_MAX: Final = 16 * MIB
+_KEY_CHARACTERS_MAX: Final = 256
 _RETRY_SECONDS: Final = 1.0
 _DAMAGE_RETRY_SECONDS: Final = 5.0
 _DEAD_LETTER_RETRY_MS: Final = 2000
@@ -101,9 +104,11 @@ class Dispatch:
             kind=stored.kind,
             policy=stored.policy,
             window=stored.window or window,
-            cursor=self._within_log(stored.cursor),
+            # Beyond the end only while a damaged topic takes no messages: see `Topics`.
+            cursor=min(stored.cursor, topic.wal.next),
             saved=stored.saved,
             end=topic.wal.next,
+            waits_for_writes=True,
         )
         self._outboxes: dict[int, Outbox[Sent]] = {}
         self._held: dict[int, Message] = {}
@@ -117,6 +122,7 @@ class Dispatch:
         self._flushing = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._flushes: set[asyncio.Task[None]] = set()
         self._retriever: AsyncReader | None = None
         self._is_closed = False
         plan.written(stored.cursor, self._loop.time(), version=self.delivery.version)
@@ -124,19 +130,6 @@ class Dispatch:
             # It may come back: until then nobody passes over what it would take.
             self.delivery.remember(consumer.id, filters=consumer.filters)
             self._forget_later(consumer.id)
-        if stored.cursor > self.delivery.cursor:
-            # The store takes a cursor back only when told to.
-            self._spawn(self._put_back())
-
-    def _within_log(self, cursor: int) -> int:
-        """A cursor that is not beyond the log: what it would pass over has never been delivered."""
-        end = self.topic.wal.next
-        if cursor > end:
-            _log.error(
-                "a cursor was beyond the end of its topic, and is put back to it",
-                extra={"topic": self.topic.name, "subscription": self.stored.name, "end": end},
-            )
-        return min(cursor, end)
 
     @property
     def name(self) -> str:
@@ -170,6 +163,12 @@ class Dispatch:
 
     # -- consumers --------------------------------------------------------------------------
 
+    def expect(self, consumer: int, filters: Sequence[str]) -> None:
+        """Keeps messages for a consumer that has subscribed, until its stream is there."""
+        if not self._is_closed and consumer not in self._outboxes:
+            self.delivery.remember(consumer, filters=tuple(filters))
+            self._forget_later(consumer)
+
     def attach(self, consumer: int, filters: Sequence[str]) -> Outbox[Sent]:
         """Begins to deliver to a consumer; a stream that it had before ends.
 
@@ -188,7 +187,7 @@ class Dispatch:
             )
         before = self._outboxes.pop(consumer, None)
         if before is not None:
-            before.end()
+            before.end(after_seconds=TAKEN_OVER_SECONDS)
         self.delivery.attach(consumer, filters=tuple(filters), now=now)
         outbox: Outbox[Sent] = Outbox(consumer)
         self._outboxes[consumer] = outbox
@@ -227,6 +226,9 @@ class Dispatch:
         if not self._is_closed and consumer not in self._outboxes:
             self.delivery.forget(consumer, now=self._loop.time())
             self._pump()
+            for offset in [one for one in self._held if not self.delivery.holds(one)]:
+                self._discard(offset)
+            self._pump()
 
     def written(self, outbox: Outbox[Sent], count: int) -> None:
         """Notes that a stream has written so many messages, so there is room for more."""
@@ -235,8 +237,17 @@ class Dispatch:
             self.delivery.set_room(outbox.consumer, outbox.room)
             self._pump()
 
-    async def message(self, offset: int) -> Message | None:
-        """A message that is to be sent; None if no tier has it any more."""
+    async def next_message(self, outbox: Outbox[Sent], offset: int) -> Message | None:
+        """A message that leaves for a consumer now; None if it must not, or cannot."""
+        delivery, consumer = self.delivery, outbox.consumer
+        if self._outboxes.get(consumer) is not outbox or not delivery.is_due(consumer, offset):
+            return None
+        message = await self._message(offset)
+        if message is None or self._outboxes.get(consumer) is not outbox:
+            return None
+        return message if delivery.begin_write(consumer, offset, now=self._loop.time()) else None
+
+    async def _message(self, offset: int) -> Message | None:
         held = self._held.pop(offset, None)
         if held is not None:
             self._held_bytes -= held.size_bytes
@@ -252,7 +263,7 @@ class Dispatch:
             return message.record
         except CorruptDataError as error:
             _log.error("a message is none", extra={"error": str(error), "offset": message.offset})
-            self.nack(message.offset, delay_ms=None, reason="it cannot be decoded")
+            self.fail(message.offset, "it cannot be decoded")
             return None
 
     async def _retrieve(self, offset: int) -> Message | None:
@@ -266,23 +277,22 @@ class Dispatch:
                     # Whoever comes meanwhile makes a reader of its own.
                     self._retriever = None
                     reader.core.seek(offset)
+                # This one or none: it must not wait for messages to come.
+                reader.core.limit(offset + 1)
                 found = await reader.next_batch(1)
                 if self._retriever is None and not self._is_closed:
                     self._retriever = reader
                 else:
                     reader.close()
-                return found[0] if found else None
+                is_it = bool(found) and found[0].offset == offset
+                if not is_it:
+                    # Damage that `cloud_reader.on_damage: skip` leaves out.
+                    self._give_up(offset)
+                return found[0] if is_it else None
             except OffsetOutOfRangeError:
                 if reader is not None:
                     reader.close()
-                _log.warning(
-                    "a message that was to be sent again is no longer kept",
-                    extra={"topic": self.topic.name, "offset": offset},
-                )
-                # It is done, whatever state it is in: nobody can deliver it any more.
-                self.delivery.ack(offset, end=offset + 1, now=self._loop.time())
-                self._metrics.count("subscription.messages_passed_over_total")
-                self._pump()
+                self._give_up(offset)
                 return None
             except (CorruptDataError, UnavailableError) as error:
                 if reader is not None:
@@ -296,6 +306,16 @@ class Dispatch:
                     reader.close()
                 raise
 
+    def _give_up(self, offset: int) -> None:
+        """Nobody can deliver a message any more: it is done, whatever state it is in."""
+        _log.warning(
+            "a message that was to be sent again is no longer kept",
+            extra={"topic": self.topic.name, "offset": offset},
+        )
+        self.delivery.ack(offset, end=offset + 1, now=self._loop.time())
+        self._metrics.count("subscription.messages_passed_over_total")
+        self._pump()
+
     # -- outcomes ---------------------------------------------------------------------------
 
     def ack(self, offset: int) -> None:
@@ -303,7 +323,9 @@ class Dispatch:
 
         Raises:
             InvalidRequestError: There is no such message.
+            UnavailableError: The cursor was written for the last time.
         """
+        self._check_open()
         if self.delivery.ack(offset, end=self.end, now=self._loop.time()) is AckResult.REFUSED:
             raise InvalidRequestError(
                 "nobody was given this message yet", topic=self.topic.name, offset=offset
@@ -311,19 +333,38 @@ class Dispatch:
         self._discard(offset)
         self._pump()
 
-    def ack_many(self, offsets: Sequence[int]) -> None:
-        """The same for many at once."""
+    def ack_many(self, offsets: Sequence[int]) -> list[int]:
+        """The same for many at once; returns those that count, or have counted before.
+
+        Raises:
+            UnavailableError: The cursor was written for the last time.
+        """
+        self._check_open()
         now, end = self._loop.time(), self.end
+        taken = []
         for offset in offsets:
-            self.delivery.ack(offset, end=end, now=now)
-            self._discard(offset)
+            if self.delivery.ack(offset, end=end, now=now) is not AckResult.REFUSED:
+                taken.append(offset)
+                self._discard(offset)
         self._pump()
+        return taken
 
     def nack(self, offset: int, *, delay_ms: int | None, reason: str | None) -> None:
         """Has a message come again later."""
+        self._check_open()
         if self.delivery.nack(offset, delay_ms=delay_ms, reason=reason, now=self._loop.time()):
             self._metrics.count("subscription.nacks_total")
         self._pump()
+
+    def fail(self, offset: int, reason: str) -> None:
+        """Counts a message as failed that its consumer could not take."""
+        if not self._is_closed and self.delivery.holds(offset):
+            self.nack(offset, delay_ms=None, reason=reason)
+
+    def _check_open(self) -> None:
+        """What is told to a subscription after its last cursor would be forgotten."""
+        if self._is_closed:
+            raise UnavailableError("the topic is being closed", topic=self.topic.name)
 
     # -- settings ---------------------------------------------------------------------------
 
@@ -355,7 +396,11 @@ class Dispatch:
 
     async def seek(self, offset: int) -> None:
         """Goes on from another offset, for all consumers, and writes that down first."""
+        await to_the_end(self._seek(offset))
+
+    async def _seek(self, offset: int) -> None:
         async with self._flushing:
+            self._check_open()
             await asyncio.to_thread(
                 self._store.save_cursor,
                 self._parsed,
@@ -370,6 +415,9 @@ class Dispatch:
             self._generation += 1
             self._release_held()
             self.delivery.seek(offset, now=now)
+            for consumer, outbox in self._outboxes.items():
+                outbox.clear()
+                self.delivery.set_room(consumer, outbox.room)
             if self._reading is not None:
                 # It may be waiting at the end of the topic for what is appended next.
                 self._reading.cancel()
@@ -446,11 +494,28 @@ class Dispatch:
             },
         )
         self._metrics.count("subscription.messages_passed_over_total", max(0, resume - start))
+        self._release_held()
         self.delivery.seek(resume, now=self._loop.time())
         self._pump()
 
     def _offer(self, messages: Sequence[Message]) -> None:
         delivery = self.delivery
+        for number, message in enumerate(messages):
+            if message.offset != messages[0].offset + number:
+                # `cloud_reader.on_damage: skip` leaves messages out, also in the middle.
+                self._offer(messages[:number])
+                self._offer(messages[number:])
+                return
+        if messages[0].offset > delivery.next_offset:
+            self._metrics.count(
+                "subscription.messages_passed_over_total",
+                messages[0].offset - delivery.next_offset,
+            )
+            _log.error(
+                "damaged messages are left out",
+                extra={"start": delivery.next_offset, "end": messages[0].offset},
+            )
+            delivery.pass_over(messages[0].offset)
         if self.kind is SubscriptionKind.KEY_SHARED:
             offered = [(message.offset, _key_of(message)) for message in messages]
         else:
@@ -483,7 +548,8 @@ class Dispatch:
                         if instruction.attempt > 1:
                             self._metrics.count("subscription.redeliveries_total")
                 elif isinstance(instruction, DeadLetter):
-                    self._spawn(self._dead_letter(instruction))
+                    target = delivery.policy.dead_letter_topic or ""
+                    self._spawn(self._dead_letter(instruction, target))
                 elif isinstance(instruction, Drop):
                     _log.warning(
                         "a message was dropped after its last attempt",
@@ -520,39 +586,26 @@ class Dispatch:
         self._timer = None
         self._pump()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], into: set[asyncio.Task[None]] | None = None
+    ) -> None:
+        tasks = self._tasks if into is None else into
+        task = self._loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
-    async def _dead_letter(self, instruction: DeadLetter) -> None:
-        offset, policy = instruction.offset, self.delivery.policy
+    async def _dead_letter(self, instruction: DeadLetter, target: str) -> None:
+        offset = instruction.offset
         try:
-            message = await self.message(offset)
-            if message is not None and policy.dead_letter_topic is not None:
-                record = message.record
-                attributes = {
-                    **record.attributes,
-                    "x-original-topic": self.topic.name,
-                    "x-original-subscription": self.name,
-                    "x-original-topic-offset": str(offset),
-                    "x-original-producer-id": str(record.msg_id.producer_id),
-                    "x-original-broker-addr": record.msg_id.broker_addr,
-                    "x-poison-policy": "dead_letter",
-                    "x-delivery-attempt": str(instruction.attempt),
-                    "x-failure-reason": instruction.reason or "",
-                }
-                letter = replace(
-                    record,
-                    msg_id=MessageId(
-                        producer_id=0,
-                        topic_name=policy.dead_letter_topic,
-                        broker_addr=record.msg_id.broker_addr,
-                        topic_offset=0,
-                    ),
-                    attributes=attributes,
-                )
-                await self._publish_dead_letter(policy.dead_letter_topic, letter)
+            message = await self._message(offset)
+            if message is not None:
+                letter = self._letter(message, instruction, target)
+                try:
+                    await self._publish_dead_letter(target, letter)
+                except MessageTooLargeError:
+                    # Its own attributes leave no room for ours, or its body is all that there is.
+                    letter = self._letter(message, instruction, target, is_bare=True)
+                    await self._publish_dead_letter(target, letter)
                 failpoints.reach("broker.after_dead_letter")
                 self._metrics.count("subscription.dead_letters_total")
         except IsterError as error:
@@ -565,6 +618,31 @@ class Dispatch:
             self.delivery.resolve(offset, now=self._loop.time())
         self._pump()
 
+    def _letter(
+        self, message: Message, instruction: DeadLetter, target: str, *, is_bare: bool = False
+    ) -> StreamMessage:
+        """A message as it goes to the dead-letter topic."""
+        try:
+            record = message.record
+        except CorruptDataError:
+            # Whatever it is, somebody may want to look at it.
+            record = StreamMessage(payload=message.body)
+        attributes = {} if is_bare else dict(record.attributes)
+        if is_bare and record.attributes:
+            attributes["x-attributes-dropped"] = str(len(record.attributes))
+        attributes |= {
+            "x-original-topic": self.topic.name,
+            "x-original-subscription": self.name,
+            "x-original-topic-offset": str(message.offset),
+            "x-original-producer-id": str(record.msg_id.producer_id),
+            "x-original-broker-addr": record.msg_id.broker_addr,
+            "x-poison-policy": "dead_letter",
+            "x-delivery-attempt": str(instruction.attempt),
+            "x-failure-reason": instruction.reason or "",
+        }
+        identity = MessageId(topic_name=target, broker_addr=record.msg_id.broker_addr)
+        return replace(record, msg_id=identity, attributes=attributes)
+
     # -- progress ---------------------------------------------------------------------------
 
     def _note_progress(self, now: float) -> None:
@@ -574,7 +652,7 @@ class Dispatch:
         plan.note(self.delivery.cursor, now, version=self.delivery.version)
         if plan.is_due(now):
             if not self._flushing.locked():
-                self._spawn(self._flush())
+                self._spawn(self._flush(), into=self._flushes)
         elif self._flush_timer is None:
             deadline = plan.deadline()
             if deadline is not None:
@@ -583,20 +661,7 @@ class Dispatch:
     def _on_flush_timer(self) -> None:
         self._flush_timer = None
         if not self._is_closed:
-            self._spawn(self._flush())
-
-    async def _put_back(self) -> None:
-        while not self._is_closed:
-            try:
-                await self.flush(force=True)
-            except FencedError:
-                self._on_fenced()
-                return
-            except IsterError as error:
-                _log.warning("a cursor was not put back yet", extra={"error": str(error)})
-                await asyncio.sleep(_RETRY_SECONDS)
-            else:
-                return
+            self._spawn(self._flush(), into=self._flushes)
 
     async def _flush(self) -> None:
         """Writes the cursor down; tries again by itself if that fails."""
@@ -609,8 +674,8 @@ class Dispatch:
         # What was acknowledged meanwhile, or has to be tried again.
         self._note_progress(self._loop.time())
 
-    async def flush(self, *, force: bool = False) -> None:
-        """Writes the cursor down; back as well, if forced.
+    async def flush(self) -> None:
+        """Writes the cursor down.
 
         Raises:
             FencedError: Another broker has the topic.
@@ -629,7 +694,6 @@ class Dispatch:
                     saved=saved,
                     incarnation=self.stored.incarnation,
                     owned=self._owned,
-                    force=force,
                 )
             except IsterError:
                 self._plan.failed(self._loop.time(), _RETRY_SECONDS)
@@ -644,6 +708,12 @@ class Dispatch:
         for outbox in list(self._outboxes.values()):
             outbox.end(reason)
 
+    @property
+    def is_dirty(self) -> bool:
+        """Whether there is progress that is not written down."""
+        self._plan.note(self.delivery.cursor, self._loop.time(), version=self.delivery.version)
+        return self._plan.is_dirty
+
     async def close(self, reason: IsterError | None, *, flush: bool = True) -> None:
         """Ends all streams and writes the cursor down, if that can be done."""
         if self._is_closed:
@@ -656,11 +726,11 @@ class Dispatch:
         working = [task for task in (self._reading, *self._tasks) if task is not None]
         for task in working:
             task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
+        # A cursor that is being written is waited for: its thread would go on, and come last.
+        await asyncio.gather(*working, *self._flushes, return_exceptions=True)
         if self._retriever is not None:
             self._retriever.close()
-        self._plan.note(self.delivery.cursor, self._loop.time(), version=self.delivery.version)
-        if flush and self._plan.is_dirty:
+        if flush and self.is_dirty:
             try:
                 await self.flush()
             except IsterError as error:
@@ -673,4 +743,12 @@ def _key_of(message: Message) -> str:
         record = message.record
     except CorruptDataError:
         return ""  # whoever gets it finds out
-    return record.routing_key or record.producer_name
+    return key_of(record)
+
+
+def key_of(record: StreamMessage) -> str:
+    """The key that decides who gets a message: its beginning, if somebody made it long.
+
+    Filters look at every character of it, on the loop: 64 of them at a MiB took 18 seconds.
+    """
+    return (record.routing_key or record.producer_name)[:_KEY_CHARACTERS_MAX]

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from ister.broker.outbox import Outbox
+from ister.broker.dispatch import key_of
+from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.errors import ClosedError, ConflictError, IsterError
 from ister.limits import MIB
 from ister.metrics import Metrics
@@ -115,6 +116,7 @@ class Fanout:
             return self._outboxes[consumer]
         before = self._outboxes.get(consumer)
         if before is not None:
+            before.end(after_seconds=TAKEN_OVER_SECONDS)
             self.detach(before)
         return self._add(consumer, filters)
 
@@ -153,7 +155,7 @@ class Fanout:
                     return candidate
             return None
         if self.kind is SubscriptionKind.KEY_SHARED:
-            key = message.routing_key or message.producer_name
+            key = key_of(message)
             consumer = self._ring.find(key, lambda one: self._filters[one].matches(key))
         else:
             consumer = self.active

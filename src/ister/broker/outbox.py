@@ -15,7 +15,11 @@ from typing import Final, Generic, TypeVar
 
 from ister.errors import IsterError
 
-__all__ = ["OUTBOX_MESSAGES", "Outbox"]
+__all__ = ["OUTBOX_MESSAGES", "TAKEN_OVER_SECONDS", "Outbox"]
+
+TAKEN_OVER_SECONDS: Final = 1.0
+"""How long a stream still stands that another one of the same consumer has taken over. Two clients
+of one name would take over from each other as fast as they can."""
 
 OUTBOX_MESSAGES: Final = 128
 """Messages that are handed over and not written yet, per consumer."""
@@ -32,6 +36,7 @@ class Outbox(Generic[Item]):
         self._taken = 0
         self._waiting: asyncio.Future[None] | None = None
         self._end: IsterError | None = None
+        self._pause = 0.0
         self.is_ended = False
 
     @property
@@ -44,11 +49,17 @@ class Outbox(Generic[Item]):
         self._items.append(item)
         self._wake()
 
-    def end(self, reason: IsterError | None = None) -> None:
-        """Has the stream end: with an error, or in order. What was not written is left out."""
+    def end(self, reason: IsterError | None = None, *, after_seconds: float = 0.0) -> None:
+        """Has the stream end: with an error, or in order. What was not written is left out.
+
+        Args:
+            reason: What to end with.
+            after_seconds: A pause before the end, for clients that would come again at once.
+        """
         if not self.is_ended:
             self.is_ended = True
             self._end = reason
+            self._pause = after_seconds
             self._items.clear()
             self._wake()
 
@@ -60,6 +71,7 @@ class Outbox(Generic[Item]):
         """
         while not self._items:
             if self.is_ended:
+                await asyncio.sleep(self._pause)
                 if self._end is not None:
                     raise self._end
                 return []
@@ -69,6 +81,10 @@ class Outbox(Generic[Item]):
         count = min(len(items), count_max)
         self._taken += count
         return [items.popleft() for _ in range(count)]
+
+    def clear(self) -> None:
+        """Leaves out what the stream has not taken yet."""
+        self._items.clear()
 
     def written(self, count: int) -> None:
         """Makes room: the stream has written so many of what it took."""

@@ -97,3 +97,10 @@ class Rate:
                 self._counted = rate
             self._free_at = start + count / rate
             return max(0.0, start - now - _BURST_SECONDS)
+
+    def refund(self, count: int) -> None:
+        """Gives room back that was taken and is not going to be used."""
+        rate = self.per_second
+        if rate:
+            with self._lock:
+                self._free_at -= count / rate

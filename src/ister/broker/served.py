@@ -24,6 +24,7 @@ from ister.broker.dispatch import Dispatch, PublishDeadLetter
 from ister.broker.fanout import Fanout
 from ister.broker.policies import Policies, Rate
 from ister.broker.producers import Producers
+from ister.broker.tasks import to_the_end
 from ister.clock import Clock
 from ister.config import DispatchConfig
 from ister.errors import (
@@ -34,6 +35,7 @@ from ister.errors import (
     MessageTooLargeError,
     NotFoundError,
     PermissionDeniedError,
+    UnavailableError,
 )
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metrics import Metrics
@@ -71,6 +73,8 @@ _CONSUMERS_BYTES_MAX: Final = 256 * KIB
 # How long a publish waits for room in the topic's buffer before the client is told to come again.
 _FULL_SECONDS: Final = 2.0
 _FULL_RETRY_SECONDS: Final = 0.02
+# And for its turn under the topic's rate.
+_RATE_SECONDS_MAX: Final = 5.0
 
 
 class Surroundings:
@@ -137,6 +141,7 @@ class ServedTopic:
         # Consumers that have subscribed and have no stream yet, each with when its place is free.
         self._reserved: dict[str, dict[int, float]] = {}
         self._subscribing = asyncio.Lock()
+        self._numbering = asyncio.Lock()
         self._next_offset = 0
         self.is_closed = False
         for subscription in stored.values():
@@ -202,8 +207,7 @@ class ServedTopic:
         size, size_max = len(message.payload), self.policies.max_message_size
         if size_max and size > size_max:
             raise self._too_large(size, size_max)
-        if delay := self.publish_rate.reserve(1, asyncio.get_running_loop().time()):
-            await asyncio.sleep(delay)
+        await self._keep_rate()
         metrics = self._around.metrics
         metrics.count("broker.messages_in_total")
         metrics.count("broker.bytes_in_total", size)
@@ -214,6 +218,24 @@ class ServedTopic:
         await self.topic.aio.wait(offset)
         failpoints.reach("broker.before_answer")
         return offset
+
+    async def _keep_rate(self) -> None:
+        """Waits for the topic's rate; whoever would wait for long has to come again."""
+        rate = self.publish_rate
+        delay = rate.reserve(1, asyncio.get_running_loop().time())
+        if delay > _RATE_SECONDS_MAX:
+            rate.refund(1)
+            raise CapacityError(
+                f"the topic takes {rate.per_second} messages a second, and more are waiting",
+                topic=self.name,
+                hint="come again later: max_publish_rate is the limit",
+            )
+        if delay:
+            try:
+                await asyncio.sleep(delay)
+            except asyncio.CancelledError:
+                rate.refund(1)
+                raise
 
     def check_batch(self, batch: pa.RecordBatch) -> None:
         """Refuses rows with a payload that the topic's policies do not allow.
@@ -243,16 +265,30 @@ class ServedTopic:
             try:
                 if sequence is None:
                     return self.topic.append_record(message)
-                if not self.sequenced.is_ready:
-                    # Looks back through the log.
-                    await asyncio.to_thread(self.sequenced.prepare)
-                return self.sequenced.append_record(
-                    message, producer=message.producer_name, epoch=epoch, sequence=sequence
-                )
+                return await self._append_numbered(message, sequence, epoch)
             except CapacityError:
                 if asyncio.get_running_loop().time() > give_up_at:
                     raise
                 await asyncio.sleep(_FULL_RETRY_SECONDS)
+
+    async def _append_numbered(self, message: StreamMessage, sequence: int, epoch: int) -> int:
+        sequenced = self.sequenced
+        assert sequenced is not None  # noqa: S101 - for mypy
+        # In turn: a message that overtakes the one before it would be refused.
+        async with self._numbering:
+            offset = sequenced.try_append_record(
+                message, producer=message.producer_name, epoch=epoch, sequence=sequence
+            )
+            if offset is None:
+                # It takes a look through the log, or somebody has the table just now.
+                offset = await asyncio.to_thread(
+                    sequenced.append_record,
+                    message,
+                    producer=message.producer_name,
+                    epoch=epoch,
+                    sequence=sequence,
+                )
+            return offset
 
     def _push(self, message: StreamMessage) -> int:
         size, size_max = len(message.payload), self._around.message_size_max
@@ -341,8 +377,12 @@ class ServedTopic:
             await self._remember(found, entry)
             failpoints.reach("broker.after_subscribe")
             self._around.consumers.add(entry)
+            if self.is_closed:
+                raise UnavailableError("the topic is being closed", topic=self.name)
             if isinstance(found, Fanout):
                 found.expect(number, filters, _RESERVED_SECONDS)
+            else:
+                found.expect(number, filters)
             return entry
 
     def arrive(self, consumer: Consumer) -> AnySubscription:
@@ -477,7 +517,11 @@ class ServedTopic:
         Raises:
             NotFoundError: There is none.
             ConflictError: It has consumers.
+            As `SubscriptionStore.delete`, and then it stays.
         """
+        await to_the_end(self._unsubscribe(name))
+
+    async def _unsubscribe(self, name: str) -> None:
         async with self._subscribing:
             found = self.subscription(name)
             if found.attached:
@@ -486,12 +530,24 @@ class ServedTopic:
                     topic=self.name,
                     hint="they have to go first",
                 )
-            await found.close(None, flush=False)
             await asyncio.to_thread(self._around.store.delete, self.parsed, name, owned=self.owned)
             del self.subscriptions[name]
+            self._reserved.pop(name, None)
             self._around.consumers.forget_subscription(self.name, name)
+            await found.close(NotFoundError(f"subscription {name!r} is gone"), flush=False)
 
     # -- the end ----------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Writes every cursor down.
+
+        Raises:
+            FencedError: Another broker has the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        for one in list(self.subscriptions.values()):
+            if isinstance(one, Dispatch) and one.is_dirty:
+                await one.flush()
 
     async def close(self, reason: IsterError | None, *, flush: bool = True) -> None:
         """Ends every stream and writes every cursor down; the log stays open."""

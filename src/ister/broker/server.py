@@ -72,6 +72,8 @@ _HEARTBEAT_SECONDS: Final = 5.0
 _WORKER_THREADS: Final = 48
 # Calls that are on their way when the broker ends arrive within this time.
 _LAST_SECONDS: Final = 0.3
+# How long answers may take to their clients once everything is answered.
+_CUT_SECONDS: Final = 1.0
 
 
 async def _end_workers(workers: ThreadPoolExecutor) -> None:
@@ -132,6 +134,8 @@ class Broker:
         self._flight: RenewedFlight[FlightServer]
         self._is_ready = False
         self._is_ending = False
+        self._leaves_connections = False
+        self._left: grpc.aio.Server | None = None
         self._gate = Gate()
         # What has to be done at the end, in the order in which it was begun.
         self._endings = AsyncExitStack()
@@ -217,10 +221,10 @@ class Broker:
                 ("grpc.max_send_message_length", size_max),
                 ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
                 ("grpc.max_metadata_size", 16 * KIB),
-                # Calls that wait to be looked at. Beyond that gRPC ends calls of anybody with
-                # CANCELLED, where those over our own limit get a status that says why.
-                ("grpc.server.max_pending_requests", calls_max),
-                ("grpc.server.max_pending_requests_hard_limit", 2 * calls_max),
+                # Calls that wait to be looked at, some 10 KiB each. Beyond that gRPC ends calls of
+                # anybody with CANCELLED; those over our own limit get a status that says why.
+                ("grpc.server.max_pending_requests", 4 * calls_max),
+                ("grpc.server.max_pending_requests_hard_limit", 8 * calls_max),
                 # A connection takes a file descriptor, and topics need theirs.
                 ("grpc.max_allowed_incoming_connections", _connections_max(limits)),
                 # Whoever connects says something within this time.
@@ -228,6 +232,8 @@ class Broker:
                 # A client that is gone without a word is found out within half a minute.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                # gRPC's own pings wait for a minute, and keepalive's wait behind them.
+                ("grpc.http2.ping_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.so_reuseport", 0),
             ],
@@ -286,12 +292,16 @@ class Broker:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         topics, guard = self.topics, self.guard
-        places = Places(self.config.broker.limits.max_connections)
+        limits = self.config.broker.limits
+        places = Places(limits.max_connections)
+        sent_max = limits.max_grpc_message_bytes
         services: dict[str, Any] = {
-            "danube.ProducerService": ProducerService(topics, self.schemas, guard),
+            "danube.ProducerService": ProducerService(
+                topics, self.schemas, guard, size_max=sent_max
+            ),
             "danube.ConsumerService": ConsumerService(topics, guard, places),
             "danube.Discovery": DiscoveryService(topics, guard),
-            "danube.HealthCheck": HealthService(topics),
+            "danube.HealthCheck": HealthService(topics, guard),
             "danube.StorageService": StorageService(topics, guard),
             "danube_schema.SchemaRegistry": SchemaService(self.schemas, topics, guard),
             "danube_admin.BrokerAdmin": BrokerAdminService(topics, guard),
@@ -403,12 +413,19 @@ class Broker:
 
     # -- the end ----------------------------------------------------------------------------
 
-    async def stop(self) -> None:
+    async def stop(self, *, leave_connections: bool = False) -> None:
         """Ends in order: every call under way is answered, every cursor written. May be repeated.
 
         Takes at most about `broker.drain_seconds`.
+
+        Args:
+            leave_connections: Keep gRPC's connections, because the process is about to end: what
+                arrives is told to come again to the very last. A gRPC server that is stopped
+                cancels what has arrived and was not begun, and Danube's client shows that to its
+                user.
         """
         self._is_ending = True
+        self._leaves_connections = leave_connections
         await self._endings.aclose()
 
     async def _drain(self, server: grpc.aio.Server) -> None:
@@ -419,4 +436,9 @@ class Broker:
         await self.topics.close()
         # Whatever has reached this process by now still gets its answer.
         await asyncio.sleep(_LAST_SECONDS)
-        await server.stop(max(0.0, end_at - loop.time()))
+        if self._leaves_connections:
+            self._left = server
+            return
+        # Nothing is under way any more but answers to those who do not read. Waiting for longer
+        # would be waiting for connections that have not even said what they want.
+        await server.stop(max(0.0, min(_CUT_SECONDS, end_at - loop.time())))

@@ -26,6 +26,7 @@ from ister.broker.consumers import Consumers
 from ister.broker.policies import Policies
 from ister.broker.records import BrokerRecords, ServedRecord
 from ister.broker.served import ServedTopic, Surroundings
+from ister.broker.tasks import finish, to_the_end
 from ister.clock import Clock
 from ister.config import Config
 from ister.errors import (
@@ -41,7 +42,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.base import MetadataStore
-from ister.model import AckLevel, Codec, StreamMessage, TopicName
+from ister.model import AckLevel, Codec, StreamMessage, TopicName, TopicState
 from ister.subscription.store import StoredSubscription, SubscriptionStore
 from ister.topic.log import Log
 from ister.topic.sequences import SequencedTopics
@@ -58,6 +59,7 @@ _OPEN_AT_ONCE: Final = 8
 # Listing all names takes as long as there are topics; other brokers' new ones show after this time.
 _KNOWN_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
+_NAME_CHANGES_MAX: Final = 10_000
 # After an unload, other brokers come first for so long.
 _MOVED_SECONDS: Final = 30.0
 
@@ -106,6 +108,8 @@ class Topics:
         self._moved: dict[str, tuple[float, int]] = {}
         self._known: set[str] = set()
         self._known_at = float("-inf")
+        self._name_changes = 0
+        self._changed_names: list[tuple[int, str, bool]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
@@ -160,13 +164,17 @@ class Topics:
             UnavailableError: There is no such namespace.
         """
         try:
-            return await self.get(name)
+            return _as_wanted(await self.get(name), ack, codec)
         except NotFoundError:
             if is_implied and not self.config.broker.auto_create_topics:
                 raise
         parsed = TopicName.parse(name)
-        await self._check_new(parsed, is_implied=is_implied)
-        return await self._open(parsed, ServedRecord(is_reliable=is_reliable), ack, codec)
+        partition = _PARTITION.fullmatch(name)
+        # A topic and its partitions exclude each other, so they are made one after the other.
+        async with self._lock_of(f"new {partition['base'] if partition is not None else name}"):
+            await self._check_new(parsed, is_implied=is_implied)
+            made = await self._open(parsed, ServedRecord(is_reliable=is_reliable), ack, codec)
+        return _as_wanted(made, ack, codec)
 
     async def _check_new(self, name: TopicName, *, is_implied: bool) -> None:
         if name.namespace not in await self.namespaces():
@@ -193,6 +201,15 @@ class Topics:
         ack: AckLevel | None = None,
         codec: Codec | None = None,
     ) -> ServedTopic:
+        return await to_the_end(self._open_locked(name, new, ack, codec))
+
+    async def _open_locked(
+        self,
+        name: TopicName,
+        new: ServedRecord | None,
+        ack: AckLevel | None,
+        codec: Codec | None,
+    ) -> ServedTopic:
         text = str(name)
         async with self._lock_of(text):
             found = self._served.get(text)
@@ -207,8 +224,10 @@ class Topics:
             topic, policies, stored = await self._in_thread(
                 lambda: self._open_blocking(name, new, ack, codec)
             )
+            if self.is_draining:
+                raise UnavailableError("the broker is ending", topic=text)
             self._served[text] = served = ServedTopic(name, topic, policies, stored, self._around)
-            self._known.add(text)
+            self._note_name(text, exists=True)
             return served
 
     def _lock_of(self, name: str) -> asyncio.Lock:
@@ -235,7 +254,12 @@ class Topics:
         if not record.is_reliable:
             return None, policies, self.store.load(name, "")
         try:
-            topic = self.log.topic(text, create=new is not None, ack=ack, codec=codec)
+            try:
+                topic = self.log.topic(text)
+            except NotFoundError:
+                if new is None:
+                    raise
+                topic = self.log.topic(text, create=True, ack=ack, codec=codec)
         except (UnavailableError, FencedError):
             raise
         except ConflictError as error:
@@ -243,7 +267,12 @@ class Topics:
                 raise
             # Another broker has it, or its files are elsewhere: the client looks it up again.
             raise UnavailableError(str(error), topic=text) from error
-        incarnation = topic.tier.owned.record.incarnation if topic.tier is not None else ""
+        owned = topic.tier.owned if topic.tier is not None else None
+        if topic.state is not TopicState.QUARANTINED:
+            # Offsets behind the end are given out again. What is written down about them must go
+            # before they are: else new messages would count as acknowledged.
+            self.store.clip(name, topic.wal.next, owned=owned)
+        incarnation = owned.record.incarnation if owned is not None else ""
         return topic, policies, self.store.load(name, incarnation)
 
     def _policies_of(self, name: TopicName, record: ServedRecord) -> Policies:
@@ -304,9 +333,21 @@ class Topics:
         """The same, as they were a moment ago; what was made or deleted here is among it."""
         now = asyncio.get_running_loop().time()
         if now - self._known_at >= age_max:
-            self._known = await self.names()
-            self._known_at = now
+            changed_before = self._name_changes
+            listed = await self.names()
+            # What was made or deleted here while they were listed may be on the list or not.
+            for number, name, exists in self._changed_names:
+                if number > changed_before:
+                    (listed.add if exists else listed.discard)(name)
+            listed.update(self._served)
+            self._known, self._known_at = listed, now
         return self._known
+
+    def _note_name(self, name: str, *, exists: bool) -> None:
+        (self._known.add if exists else self._known.discard)(name)
+        self._name_changes += 1
+        self._changed_names.append((self._name_changes, name, exists))
+        del self._changed_names[:-_NAME_CHANGES_MAX]
 
     def _names(self) -> set[str]:
         return {*self.log.topics(), *self.records.non_reliable()}
@@ -317,11 +358,27 @@ class Topics:
         Raises:
             TopicNameError: Not a name.
         """
-        TopicName.parse(name)
+        parsed = TopicName.parse(name)
         if self.find_open(name) is not None:
             return [name]
         known = await self._known_names(age_max=_LOOK_SECONDS)
-        return [name] if name in known else _partitions_of(name, known)
+        found = [name] if name in known else _partitions_of(name, known)
+        if not found and await self._in_thread(lambda: self._is_new(parsed)):
+            # Another broker has just made it. Danube's client gives up where there is nothing.
+            known = await self._known_names(age_max=0.0)
+            found = [name] if name in known else _partitions_of(name, known)
+        return found
+
+    def _is_new(self, name: TopicName) -> bool:
+        """Whether there is a topic that was not listed yet, or its first partition."""
+        tiers = self.log.tiers
+        if tiers is None:
+            return False
+        for one in (name, TopicName(namespace=name.namespace, topic=f"{name.topic}-part-0")):
+            record = tiers.catalog(one).record()
+            if (record is not None and record[0].is_open) or self.records.topic(one) is not None:
+                return True
+        return False
 
     async def namespaces(self) -> list[str]:
         """The names of all namespaces."""
@@ -442,12 +499,18 @@ class Topics:
             NotFoundError: It is not open here.
             UnavailableError: A store does not answer; the topic is still this broker's.
         """
-        topic = self._served.get(name)
-        if topic is None:
-            await self.get(name)
-            topic = self._served[name]
+        await to_the_end(self._unload(name))
+
+    async def _unload(self, name: str) -> None:
+        await self.get(name)
         async with self._lock_of(name):
+            topic = self._served.get(name)
+            if topic is None:
+                raise NotFoundError(f"the topic {name} is not open here", topic=name)
+            # First, and again when its streams have ended: nobody else can write them.
+            await topic.flush()
             await self._drop(topic, UnavailableError("the topic is moved", topic=name))
+            await topic.flush()
             if topic.is_reliable:
                 await self._in_thread(lambda: self.log.seal(name))
                 self.sequenced.forget(name)
@@ -463,6 +526,10 @@ class Topics:
             NotFoundError: There is none.
             As `Log.delete`.
         """
+        await to_the_end(self._delete_all(name))
+
+    async def _delete_all(self, name: str) -> None:
+        self._known_at = float("-inf")  # all partitions have to be found
         partitions = await self.partitions(name)
         if not partitions:
             raise NotFoundError(f"there is no topic {name}", topic=name)
@@ -470,20 +537,24 @@ class Topics:
             await self._delete(one)
 
     async def _delete(self, name: str) -> None:
-        topic = await self.get(name)
+        await self.get(name)
         async with self._lock_of(name):
+            topic = self._served.get(name)
+            if topic is None:
+                raise NotFoundError(f"there is no topic {name}", topic=name)
             await self._drop(
                 topic, NotFoundError(f"the topic {name} was deleted", topic=name), flush=False
             )
 
             def remove() -> None:
+                # The log last: as long as it is there, a deletion that failed can be repeated.
+                self.store.delete_all(topic.parsed)
                 if topic.is_reliable:
                     self.log.delete(name)
-                self.store.delete_all(topic.parsed)
                 self.records.delete_topic(topic.parsed)
 
             await self._in_thread(remove)
-            self._known.discard(name)
+            self._note_name(name, exists=False)
             self.sequenced.forget(name)
             self.consumers.forget_subscription(name)
 
@@ -506,6 +577,10 @@ class Topics:
 
     async def _publish_dead_letter(self, name: str, message: StreamMessage) -> None:
         topic = await self.get_or_create(name, is_reliable=True, is_implied=False)
+        if not topic.is_reliable:
+            raise ConflictError(
+                "the dead-letter topic is not reliable: it keeps nothing", topic=name
+            )
         await topic.publish(message)
 
     # -- life -------------------------------------------------------------------------------
@@ -530,9 +605,22 @@ class Topics:
     async def close(self) -> None:
         """Ends every stream and writes every cursor down; nothing is opened any more."""
         self.is_draining = True
+        await finish()
         reason = UnavailableError("the broker is ending")
         await asyncio.gather(*(self._drop(topic, reason) for topic in self.served))
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _as_wanted(topic: ServedTopic, ack: AckLevel | None, codec: Codec | None) -> ServedTopic:
+    """Refuses a topic that was there already, with another ack level or codec."""
+    core = topic.topic
+    if core is not None:
+        for what, wanted, has in (("ack level", ack, core.ack), ("codec", codec, core.codec)):
+            if wanted is not None and wanted != has:
+                raise AlreadyExistsError(
+                    f"the topic has the {what} {has}, not {wanted}", topic=topic.name
+                )
+    return topic
 
 
 def _partitions_of(name: str, known: set[str]) -> list[str]:

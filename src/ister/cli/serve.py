@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import resource
 import signal
@@ -90,10 +91,19 @@ def run(options: argparse.Namespace) -> int:
         else:
             _greet(config, listening)
         await waiting
-        await broker.stop()
+        await broker.stop(leave_connections=True)
+        _exit()
 
     asyncio.run(serve())
     return 0
+
+
+def _exit() -> None:
+    """Ends the process, and with it connections on which calls may still be arriving."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _raise_file_limit() -> None:

@@ -159,6 +159,9 @@ class Delivery:
             it, it is left aside: messages come twice then, and none is lost.
         end: The log's end, if known: what `saved` says about offsets from there on is left aside,
             because they will be other messages'.
+        waits_for_writes: Whether `begin_write` says when a message leaves for its consumer. Until
+            then it cannot fail: one that waits too long for that is to be sent anew, to whoever
+            can take it. Otherwise a message leaves when it is taken.
     """
 
     def __init__(
@@ -170,8 +173,10 @@ class Delivery:
         cursor: int,
         saved: Mapping[str, Any] | None = None,
         end: int | None = None,
+        waits_for_writes: bool = False,
     ) -> None:
         _check_window(window)
+        self._waits_for_writes = waits_for_writes
         self.kind = SubscriptionKind(kind)
         self._policy = policy
         self._window = window
@@ -336,6 +341,40 @@ class Delivery:
         finally:
             self.next_offset = expected
 
+    def is_due(self, consumer: int, offset: int) -> bool:
+        """Whether a message that was to be sent to a consumer still is, and has not left."""
+        entry = self._entries.get(offset)
+        return (
+            entry is not None
+            and entry.state is State.SENT
+            and not entry.is_written
+            and entry.consumer is not None
+            and entry.consumer.id == consumer
+        )
+
+    def begin_write(self, consumer: int, offset: int, *, now: float) -> bool:
+        """A message leaves for its consumer: the time for its answer begins.
+
+        Returns:
+            False if it must not leave: it was acknowledged, taken back, or has left already.
+        """
+        if not self.is_due(consumer, offset):
+            return False
+        self._note_time(now)
+        entry = self._entries[offset]
+        entry.is_written = True
+        entry.sent_at = self._now
+        self._sent.append((self._now, entry))
+        return True
+
+    def pass_over(self, end: int) -> None:
+        """Goes on at `end` with reading: what lies before it cannot be read, and counts as done."""
+        for offset in range(self.next_offset, end):
+            self._floor.ack(offset)
+            self._remembered.pop(offset, None)
+        self.next_offset = max(self.next_offset, end)
+        self.version += 1
+
     def holds(self, offset: int) -> bool:
         """Whether a message that was offered is still to be acknowledged."""
         return offset in self._entries
@@ -483,7 +522,12 @@ class Delivery:
         timeout = self._policy.ack_timeout_ms / 1000
         while (oldest := self._oldest_sent()) is not None and oldest + timeout <= now:
             entry = self._sent.popleft()[1]
-            self._fail(entry, f"no answer in {self._policy.ack_timeout_ms} ms", None)
+            if self._waits_for_writes and not entry.is_written:
+                # Nobody has seen it yet.
+                self._release(entry)
+                self._enqueue(entry)
+            else:
+                self._fail(entry, f"no answer in {self._policy.ack_timeout_ms} ms", None)
         while (due := self._next_timer()) is not None and due <= now:
             entry = self._entries[heappop(self._timers)[1]]
             if entry.state is State.WAITING:

@@ -57,7 +57,17 @@ _SENT: Final = State.SENT
 class Entry:
     """A message that was read and is not acknowledged."""
 
-    __slots__ = ("consumer", "due", "failures", "key", "offset", "reason", "sent_at", "state")
+    __slots__ = (
+        "consumer",
+        "due",
+        "failures",
+        "is_written",
+        "key",
+        "offset",
+        "reason",
+        "sent_at",
+        "state",
+    )
 
     def __init__(self, offset: int, key: str) -> None:
         self.offset = offset
@@ -68,6 +78,8 @@ class Entry:
         self.failures = 0
         self.reason: str | None = None
         self.sent_at = 0.0
+        self.is_written = False
+        """Whether it has left for its consumer, and not only been handed to its stream."""
         self.due = 0.0
 
     def __repr__(self) -> str:
@@ -177,6 +189,7 @@ class Line:
                 entry.state = _SENT
                 entry.consumer = consumer
                 entry.sent_at = now
+                entry.is_written = False
                 flight[offset] = entry
                 consumer.room -= 1
                 room -= 1
@@ -371,6 +384,7 @@ class Lanes:
                 entry.state = _SENT
                 entry.consumer = consumer
                 entry.sent_at = now
+                entry.is_written = False
                 consumer.flight[entry.offset] = entry
                 consumer.room -= 1
                 sends.append(Send(consumer.id, entry.offset, entry.failures + 1))

@@ -56,7 +56,7 @@ from ister.metadata.base import (
 )
 from ister.model import TopicName
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
-from ister.tier.cursors import DELIVERY
+from ister.tier.cursors import DELIVERY, clip_progress
 from ister.tier.names import TopicKeys
 from ister.tier.ownership import OwnedTopic
 
@@ -306,6 +306,15 @@ class SubscriptionStore:
             if self._transact(owned, compares, [Put(key, value)]):
                 return wanted
         raise ConflictError("the cursor keeps changing", path=key)
+
+    def clip(self, topic: TopicName, end: int, *, owned: OwnedTopic | None) -> list[str]:
+        """Puts back what speaks of offsets from a topic's end on; as `clip_progress`.
+
+        Raises:
+            ConflictError: Others keep changing it.
+            UnavailableError: The metadata store does not answer.
+        """
+        return clip_progress(self._metadata, self._keys(topic).subscriptions, end, owned=owned)
 
     def delete(self, topic: TopicName, name: str, *, owned: OwnedTopic | None) -> bool:
         """Removes a subscription with its cursor; whether there was one.

@@ -69,6 +69,12 @@ class Message:
         return decode_payload(buffer, self._codec, start=self._start, end=self._end)
 
     @property
+    def body(self) -> bytes:
+        """The encoded message, whatever it is; its payload alone once it was decoded."""
+        buffer = self._buffer
+        return self.payload if buffer is None else bytes(buffer[self._start : self._end])
+
+    @property
     def size_bytes(self) -> int:
         """The size of its encoded body."""
         return self._end - self._start

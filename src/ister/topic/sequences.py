@@ -334,20 +334,46 @@ class SequencedTopic:
             As `Topic.append_record` and `prepare`, and then nothing was accepted.
         """
         check_producer(producer, epoch)
-        identity = sequenced_producer_id(producer, epoch)
         with self._lock:
             verdict = self._judge(producer, epoch, sequence, 1)
-            if verdict.known:
-                return verdict.start
-            offset = self.topic.append_record(
-                replace(
-                    message,
-                    request_id=sequence,
-                    producer_name=producer,
-                    msg_id=replace(message.msg_id, producer_id=identity),
-                )
+            return self._append(message, verdict, producer, epoch, sequence)
+
+    def try_append_record(
+        self, message: StreamMessage, *, producer: str, epoch: int = 0, sequence: int
+    ) -> int | None:
+        """The same for those who must not wait; None if `append_record` would have to.
+
+        Raises:
+            As `append_record`.
+        """
+        check_producer(producer, epoch)
+        if self._sequences is None or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            try:
+                verdict = self._table().judge(producer, epoch, sequence, 1)
+            except _TooOldError:
+                return None
+            return self._append(message, verdict, producer, epoch, sequence)
+        finally:
+            self._lock.release()
+
+    def _append(
+        self, message: StreamMessage, verdict: Verdict, producer: str, epoch: int, sequence: int
+    ) -> int:
+        """Appends what is not in; the lock is held."""
+        if verdict.known:
+            return verdict.start
+        identity = sequenced_producer_id(producer, epoch)
+        offset = self.topic.append_record(
+            replace(
+                message,
+                request_id=sequence,
+                producer_name=producer,
+                msg_id=replace(message.msg_id, producer_id=identity),
             )
-            self._table().note(producer, epoch, sequence, offset)
+        )
+        self._table().note(producer, epoch, sequence, offset)
         return offset
 
     def append_arrow(

@@ -317,6 +317,9 @@ class TopicAdminService(_Service):
         if policy.dead_letter_topic is not None:
             # The broker publishes there in the name of whoever says so.
             self._check(Permission.PRODUCE, topic=policy.dead_letter_topic)
+            found = self._topics.find_open(policy.dead_letter_topic)
+            if found is not None and not found.is_reliable:
+                raise InvalidRequestError("the dead-letter topic is not reliable: it keeps nothing")
         await subscription.set_policy(policy)
         return danube_admin.SubscriptionResponse(success=True)
 

@@ -24,10 +24,12 @@ from ister.broker.topics import Topics
 from ister.broker.wire import danube
 from ister.errors import (
     ConflictError,
+    FencedError,
     InvalidRequestError,
     IsterError,
     NotFoundError,
 )
+from ister.limits import KIB, MIB
 from ister.model import StreamMessage
 from ister.subscription.policy import SubscriptionKind
 
@@ -44,6 +46,7 @@ KINDS: Final = (
 # How long the refusal of a stream takes.
 _REFUSAL_SECONDS: Final = 1.0
 _WRITTEN_EVERY: Final = 32
+_LARGE_BYTES: Final = 4 * MIB - 64 * KIB
 
 
 class ConsumerService:
@@ -67,6 +70,8 @@ class ConsumerService:
                 request.consumer_name,
                 tuple(request.key_filters),
             )
+        except FencedError:
+            raise
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         return danube.ConsumerResponse(
@@ -81,6 +86,7 @@ class ConsumerService:
             consumer = self._known(request.consumer_id)
             self._guard.check(current_principal(), Permission.CONSUME, topic=consumer.topic)
             topic = await self._topics.get(consumer.topic)
+            self._places.check()
             stream = _stream(topic.arrive(consumer), consumer)
         except IsterError as error:
             # The client comes again at once, whatever it is told.
@@ -156,15 +162,22 @@ async def _encoded(
 async def _reliable(
     subscription: Dispatch, outbox: Outbox[Sent]
 ) -> AsyncGenerator[tuple[StreamMessage, int], None]:
+    large: list[int] = []
     try:
         while items := await outbox.take(_WRITTEN_EVERY):
             for offset, _ in items:
-                message = await subscription.message(offset)
+                message = await subscription.next_message(outbox, offset)
                 record = None if message is None else subscription.readable(message)
                 if record is not None:
+                    if len(record.payload) > _LARGE_BYTES:
+                        large.append(offset)
                     yield record, offset
             subscription.written(outbox, len(items))
     finally:
+        for offset in large:
+            # Most clients take no message of over 4 MiB: their stream breaks, and they come again
+            # for the same one. That has to end at some time.
+            subscription.fail(offset, "the consumer's stream ended with this large message")
         subscription.detach(outbox)
 
 

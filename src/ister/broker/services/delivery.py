@@ -20,7 +20,7 @@ from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics import Topics
 from ister.broker.wire import ister_api
-from ister.errors import ConflictError, InvalidRequestError
+from ister.errors import ConflictError, FencedError, InvalidRequestError
 from ister.limits import MIB
 from ister.model import Start, StreamMessage
 from ister.subscription.policy import SubscriptionKind
@@ -76,6 +76,8 @@ class DeliveryService:
         subscription, consumer = await self._open(opening)
         try:
             outbox = subscription.attach(consumer.id, consumer.filters)
+        except FencedError:
+            raise
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         answers: asyncio.Queue[Any] = asyncio.Queue(_CONFIRMATIONS_MAX)
@@ -112,7 +114,7 @@ class DeliveryService:
                                 raise answer
                             yield answer
                         return
-                    async for batch in _batches(subscription, items):
+                    async for batch in _batches(subscription, outbox, items):
                         yield batch
                     subscription.written(outbox, len(items))
         finally:
@@ -135,6 +137,10 @@ class DeliveryService:
                 hint=f"one of: {', '.join(SubscriptionKind)}",
             ) from error
         topic = await self._topics.get(request.topic)
+        if not topic.is_reliable:
+            raise InvalidRequestError(
+                "the topic is not reliable: it keeps nothing", topic=request.topic
+            )
         try:
             consumer = await topic.subscribe(
                 request.subscription,
@@ -143,6 +149,8 @@ class DeliveryService:
                 tuple(request.key_filters),
                 _parse_start(request.start),
             )
+        except FencedError:
+            raise
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         topic.arrive(consumer)
@@ -165,8 +173,8 @@ async def _take_acks(
                     raise InvalidRequestError(  # noqa: TRY301 - told by the stream
                         f"at most {_ACKS_MAX} acknowledgements at once"
                     )
-                subscription.ack_many(offsets)
-                await answers.put(ister_api.ConsumeResponse(acked=request.acks))
+                taken = subscription.ack_many(offsets)
+                await answers.put(ister_api.ConsumeResponse(acked=ister_api.Acks(offsets=taken)))
             elif step == "nack":
                 nack = request.nack
                 subscription.nack(
@@ -184,11 +192,13 @@ async def _take_acks(
         outbox.end()
 
 
-async def _batches(subscription: Dispatch, items: list[Sent]) -> AsyncIterator[Any]:
+async def _batches(
+    subscription: Dispatch, outbox: Outbox[Sent], items: list[Sent]
+) -> AsyncIterator[Any]:
     batch: list[Any] = []
     size = 0
     for offset, attempt in items:
-        message = await subscription.message(offset)
+        message = await subscription.next_message(outbox, offset)
         record = None if message is None else subscription.readable(message)
         if message is None or record is None:
             continue

@@ -48,8 +48,9 @@ class DiscoveryService:
 class HealthService:
     """Says whether a producer or a consumer still is one here."""
 
-    def __init__(self, topics: Topics) -> None:
+    def __init__(self, topics: Topics, guard: Guard) -> None:
         self._topics = topics
+        self._guard = guard
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """CLOSE has Danube's client look its topic up, and subscribe, anew."""
@@ -63,14 +64,19 @@ class HealthService:
         status = danube.HealthCheckResponse.ClientStatus
         return danube.HealthCheckResponse(status=status.Value("OK" if is_known else "CLOSE"))
 
+    def _may_know(self, topic: str) -> bool:
+        return self._guard.allows(current_principal(), Permission.LOOKUP, topic=topic)
+
     def _has_producer(self, id: int) -> bool:
         topic = self._topics.find_open(self._topics.producers.get(id, ""))
+        if topic is None or not self._may_know(topic.name):
+            return False
         now = asyncio.get_running_loop().time()
-        return topic is not None and topic.producers.find(id, now) is not None
+        return topic.producers.find(id, now) is not None
 
     def _has_consumer(self, id: int) -> bool:
         consumer = self._topics.consumers.find(id)
-        if consumer is None:
+        if consumer is None or not self._may_know(consumer.topic):
             return False
         topic = self._topics.find_open(consumer.topic)
         if topic is None:

@@ -21,7 +21,8 @@ from ister.broker.security.rights import Permission
 from ister.broker.served import ServedTopic
 from ister.broker.topics import Topics
 from ister.broker.wire import danube
-from ister.errors import ConflictError, InvalidRequestError, NotFoundError
+from ister.errors import ConflictError, InvalidRequestError, MessageTooLargeError, NotFoundError
+from ister.limits import KIB
 from ister.model import MessageId, StreamMessage
 
 __all__ = ["ProducerService"]
@@ -35,8 +36,11 @@ _NUMBER_MAX: Final = (1 << 63) - 1
 class ProducerService:
     """Serves producers."""
 
-    def __init__(self, topics: Topics, schemas: SchemaRegistry, guard: Guard) -> None:
+    def __init__(
+        self, topics: Topics, schemas: SchemaRegistry, guard: Guard, *, size_max: int
+    ) -> None:
         self._topics = topics
+        self._size_max = size_max
         self._schemas = schemas
         self._guard = guard
 
@@ -89,6 +93,13 @@ class ProducerService:
         schema_id = request.schema_id if request.HasField("schema_id") else None
         schema_version = request.schema_version if request.HasField("schema_version") else None
         payload = request.payload
+        if len(payload) > self._size_max // 2 and request.ByteSize() > self._size_max - KIB:
+            raise MessageTooLargeError(
+                f"a message of {len(payload)} bytes",
+                topic=name,
+                hint="most gRPC clients could not receive it: broker.limits.max_grpc_message_bytes "
+                f"is {self._size_max}. Arrow Flight takes larger ones",
+            )
         await self._check_schema(topic.name, schema_id, schema_version, payload)
         attributes = dict(request.attributes)
         message = StreamMessage(
@@ -120,7 +131,12 @@ class ProducerService:
         if len(name) > _NAME_CHARACTERS_MAX:
             _check_name(name)  # also of a producer that is known: logs keep what they see of them
         now = asyncio.get_running_loop().time()
-        if topic.producers.find(id, now) is not None:
+        known = topic.producers.find(id, now)
+        if known is not None:
+            if known.name != name:
+                raise InvalidRequestError(
+                    "the message has the id of another producer", topic=topic.name
+                )
             return
         if id != producer_id(topic.name, name):
             raise Refused(

@@ -1,0 +1,1547 @@
+"""What clients must not do, done to a real broker, with others looking on.
+
+Every storm has two witnesses. A bystander (`integration.bystander`), a client in a process of its
+own, is served all the time: no call of it fails, and none takes longer than a few seconds. And the
+broker's memory, read from the kernel while the storm lasts, stays below a bound.
+
+The bounds. A broker of these tests has some 150 MiB when nobody does anything. `QUIET_MIB` more is
+for storms that leave nothing behind but garbage, which Python and the allocator give back late.
+Storms of large messages have their own bound, which says what may be in memory at once.
+
+What clients are told is looked at too: a refusal has a status that is not INTERNAL, and a text.
+
+When all of it is over the broker ends within its ten seconds, with 0, and the next one has every
+message that was acknowledged.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter, defaultdict
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+from google.protobuf.descriptor import FieldDescriptor
+from pyarrow import flight
+
+from danube_rig import SHARED, connect, eventually, run
+from integration.bystander import Bystander
+from ister.broker import wire
+from ister.broker.wire import danube, danube_admin, danube_schema, ister_api
+from ister.client.contract import Action, PutOpen, RangeTicket
+from servers.broker import BrokerProcess
+
+HEAVY = os.environ.get("ISTER_HEAVY") == "1"
+MORE = 5 if HEAVY else 1
+MIB = 1024 * 1024
+U64 = 2**64 - 1
+I64 = 2**63 - 1
+
+PATIENCE_SECONDS = 8.0
+"""How long a round of the bystander may take, four calls and a connection, on a busy machine."""
+QUIET_MIB = 160
+"""What a storm without large messages may add to the broker's memory."""
+
+MESSAGE_MAX = 10 * MIB
+CONNECTIONS_MAX = 400
+TOPICS_MAX = 40
+
+SETTINGS = {
+    "broker": {
+        "limits": {
+            "max_connections": CONNECTIONS_MAX,
+            "max_topics": TOPICS_MAX,
+            # More than a message may have, so that the smaller bound is met first.
+            "max_grpc_message_bytes": MESSAGE_MAX + MIB,
+        }
+    },
+    "storage": {"max_message_size": MESSAGE_MAX},
+}
+
+OURS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+"""Statuses that say that the broker has a fault."""
+
+
+# -- the broker and its witnesses -------------------------------------------------------------
+
+
+class Abused(BrokerProcess):
+    """A broker, its bystander, and what was acknowledged to anybody."""
+
+    bystander: Bystander
+
+    def __init__(self, directory):
+        super().__init__(directory, settings=SETTINGS)
+        self.acknowledged = defaultdict(list)
+
+    @property
+    def rss_mib(self):
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * 4096 / MIB
+
+    @property
+    def files(self):
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def place(self, port="grpc"):
+        address = {"grpc": self.address, "flight": self.flight, "http": self.http}[port]
+        host, _, number = address.rpartition(":")
+        return host, int(number)
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    with Abused(tmp_path_factory.mktemp("abused")) as abused:
+        abused.bystander = Bystander(abused)
+        try:
+            abused.bystander.wait(0.0, count=3)
+            yield abused
+        finally:
+            abused.bystander.close()
+
+
+@contextmanager
+def storm(broker, *, mib=QUIET_MIB):
+    """A storm, judged when it is over: the bystander was served, memory stayed below the bound."""
+    began, before = time.monotonic(), broker.rss_mib
+    highest, is_over = before, threading.Event()
+
+    def watch():
+        nonlocal highest
+        while not is_over.wait(0.02):
+            highest = max(highest, broker.rss_mib)
+
+    watching = threading.Thread(target=watch, name="rss-watch")
+    watching.start()
+    try:
+        yield
+        ended = time.monotonic()
+        # One round at least that saw all of it, and one after it.
+        broker.bystander.wait(ended)
+    finally:
+        is_over.set()
+        watching.join()
+    rounds = broker.bystander.rounds(began, time.monotonic())
+    assert [one.error for one in rounds if one.error] == []
+    slowest = max(one.took for one in rounds)
+    assert slowest < PATIENCE_SECONDS, f"a round of the bystander took {slowest:.1f} s"
+    assert highest - before < mib, f"{before:.0f} MiB grew to {highest:.0f}, more than {mib}"
+
+
+async def outcome(call):
+    """A call's status, and what was said."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, error.details()
+    return "OK", ""
+
+
+async def outcomes(calls):
+    """How often each status came; a refusal without a word fails, and so does a fault of ours."""
+    counts = Counter()
+    for status, text in await asyncio.gather(*(outcome(call) for call in calls)):
+        assert status == "OK" or text, f"{status} without a word why"
+        assert status not in ("INTERNAL", "UNKNOWN"), text
+        counts[status] += 1
+    return counts
+
+
+def own_channel(broker, **options):
+    """A connection that is shared with nobody."""
+    return grpc.aio.insecure_channel(
+        broker.address, options=[("grpc.use_local_subchannel_pool", 1), *options.items()]
+    )
+
+
+async def register(session, topic, name="attacker", *, reliable=True):
+    """A producer's id."""
+    answer = await session.raw_producers.CreateProducer(
+        danube.ProducerRequest(
+            request_id=1, producer_name=name, topic_name=topic, dispatch_strategy=int(reliable)
+        )
+    )
+    return answer.producer_id
+
+
+def message(topic, producer, payload=b"x", *, name="attacker", **fields):
+    return danube.StreamMessage(
+        request_id=1,
+        msg_id=danube.MsgID(topic_name=topic, producer_id=producer),
+        payload=payload,
+        producer_name=name,
+        **fields,
+    )
+
+
+def subscribe_request(topic, subscription="sub", name="attacker", kind=0, filters=()):
+    return danube.ConsumerRequest(
+        request_id=1,
+        topic_name=topic,
+        subscription=subscription,
+        consumer_name=name,
+        subscription_type=kind,
+        key_filters=filters,
+    )
+
+
+# -- HTTP/2 by hand ---------------------------------------------------------------------------
+
+HEADERS, RST_STREAM, SETTINGS_FRAME, CONTINUATION = 1, 3, 4, 9
+END_HEADERS = 4
+
+
+def frame(kind, flags, stream, body=b""):
+    return struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS_FRAME, 0, 0)
+
+
+def literal(name, value):
+    """A header as HPACK has it, without any compression."""
+
+    def text(value):
+        assert len(value) < 127, "longer ones have another form"
+        return bytes([len(value)]) + value.encode()
+
+    return b"\0" + text(name) + text(value)
+
+
+def headers(path):
+    return b"".join(
+        literal(name, value)
+        for name, value in (
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", "x"),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+        )
+    )
+
+
+@contextmanager
+def connections(broker, count, first=b"", port="grpc"):
+    """So many connections, each of which says one thing and no more."""
+    opened = []
+    try:
+        for _ in range(count):
+            one = socket.create_connection(broker.place(port), timeout=10)
+            opened.append(one)
+            if first:
+                one.sendall(first)
+        yield opened
+    finally:
+        for one in opened:
+            one.close()
+
+
+def is_closed(one):
+    """Whether the other side has ended a connection, whatever it said before."""
+    one.setblocking(False)
+    try:
+        while one.recv(65536):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def watch_rounds(broker, count=5):
+    """Has the bystander look at it for a while."""
+    broker.bystander.wait(time.monotonic(), count=count)
+
+
+# -- floods of connections --------------------------------------------------------------------
+
+
+def test_connections_that_say_nothing(broker):
+    """500 to gRPC, 100 to Flight, 200 to HTTP; those of gRPC are ended after ten seconds.
+
+    So is a stream on a good connection that nobody ever opens.
+    """
+
+    async def wait():
+        channel = own_channel(broker)
+        stream = wire.stub(channel, "ister.Delivery").Consume()
+        status, text = await outcome(stream.read())
+        assert (status, text) == ("INVALID_ARGUMENT", "a stream is opened within 10 s")
+        await channel.close()
+
+    with (
+        storm(broker),
+        connections(broker, 500) as silent,
+        connections(broker, 100, port="flight"),
+        connections(broker, 200, port="http"),
+    ):
+        run(wait())
+        deadline = time.monotonic() + 40
+        while not all(map(is_closed, silent)):
+            assert time.monotonic() < deadline, "silent connections stay open"
+            time.sleep(0.5)
+    run(eventually(lambda: broker.files < 100))
+
+
+def test_more_connections_than_there_may_be_take_no_more_files(broker):
+    """Twice `max_connections` is what gRPC takes; the rest is ended at once, and costs nothing."""
+    with storm(broker), connections(broker, 2 * CONNECTIONS_MAX + 300, PREFACE):
+        watch_rounds(broker)
+        assert broker.files < 2 * CONNECTIONS_MAX + 150
+    run(eventually(lambda: broker.files < 100))
+
+
+def test_connections_that_open_http2_and_stall(broker):
+    """300 of them: with a preface, with calls that never get a body, with part of a body."""
+    begun = PREFACE + b"".join(
+        frame(HEADERS, END_HEADERS, 1 + 2 * number, headers("/ister.Admin/Info"))
+        for number in range(5)
+    )
+    # The message is announced with 9 MiB, and 60 KiB of it come.
+    part = struct.pack(">BI", 0, 9 * MIB) + bytes(15 * 1024)
+    partial = (
+        PREFACE
+        + frame(HEADERS, END_HEADERS, 1, headers("/danube.ProducerService/SendMessage"))
+        + frame(0, 0, 1, part)
+    )
+    with (
+        storm(broker),
+        connections(broker, 100, PREFACE),
+        connections(broker, 100, begun),
+        connections(broker, 100, partial),
+    ):
+        watch_rounds(broker, count=10)
+
+
+def test_calls_that_are_reset_at_once(broker):
+    """Thousands of calls, each taken back in the same breath: the "rapid reset" of HTTP/2."""
+    asked = headers("/ister.Admin/Info")
+    with storm(broker), connections(broker, 2, PREFACE) as attackers:
+        stream = 1
+        for _ in range(100 * MORE):
+            burst = b"".join(
+                frame(HEADERS, END_HEADERS, stream + 2 * number, asked)
+                + frame(RST_STREAM, 0, stream + 2 * number, struct.pack(">I", 8))
+                for number in range(100)
+            )
+            stream += 200
+            for one in attackers:
+                with suppress(OSError):  # it may have been shown the door
+                    one.settimeout(5)
+                    one.sendall(burst)
+                is_closed(one)
+        watch_rounds(broker)
+
+
+def test_headers_without_end(broker):
+    """CONTINUATION after CONTINUATION: the connection ends long before memory does."""
+    more = frame(CONTINUATION, 0, 1, literal("x-padding", "y" * 100) * 140)
+    with storm(broker), connections(broker, 20, PREFACE) as attackers:
+        sent = 0
+        for one in attackers:
+            one.settimeout(5)
+            with suppress(OSError):
+                one.sendall(frame(HEADERS, 0, 1, headers("/ister.Admin/Info")))
+                for _ in range(200):
+                    one.sendall(more)
+                    sent += len(more)
+        watch_rounds(broker)
+        assert all(map(is_closed, attackers)) or sent < 400 * MIB
+
+
+# -- floods of calls --------------------------------------------------------------------------
+
+
+def test_thousands_of_calls_at_once(broker):
+    """Whatever is too much is refused with a word, not cancelled."""
+
+    async def flood():
+        channels = [own_channel(broker) for _ in range(4)]
+        stubs = [wire.stub(channel, "ister.Admin") for channel in channels]
+        for stub in stubs:  # from here on they know how many calls a connection may have
+            await stub.Info(ister_api.InfoRequest())
+        counts = await outcomes(
+            stubs[number % 4].Info(ister_api.InfoRequest()) for number in range(6000 * MORE)
+        )
+        # UNAVAILABLE is HTTP/2's refusal of a stream, of which nothing was done: to be tried again.
+        assert set(counts) <= {"OK", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+        assert counts["OK"] >= 1000
+        for channel in channels:
+            await channel.close()
+
+    with storm(broker):
+        run(flood())
+
+
+def test_thousands_of_names_that_are_no_topics(broker):
+    """Look-ups, subscriptions and sends for names that nobody ever made leave nothing behind."""
+
+    async def flood():
+        async with connect(broker, own_connection=True) as session:
+            for batch in range(3 * MORE):
+                names = [f"/default/nobody-{'n' * 80}-{batch}-{one}" for one in range(300)]
+                counts = await outcomes(
+                    call
+                    for name in names
+                    for call in (
+                        session.discovery.TopicLookup(danube.TopicLookupRequest(topic=name)),
+                        session.raw_consumers.Subscribe(subscribe_request(name)),
+                        session.raw_producers.SendMessage(message(name, 1)),
+                    )
+                )
+                assert counts == {"NOT_FOUND": 900}
+
+    with storm(broker, mib=80):
+        run(flood())
+
+
+def test_ever_new_topics_up_to_the_limit(broker):
+    async def flood():
+        async with connect(broker, own_connection=True) as session:
+            made = []
+            try:
+                told = []
+                for number in range(2 * TOPICS_MAX):
+                    name = f"/default/ever-{number}"
+                    status, text = await outcome(register(session, name))
+                    if status == "OK":
+                        made.append(name)
+                    else:
+                        told.append((status, text))
+                assert len(made) < TOPICS_MAX
+                assert len(told) > TOPICS_MAX
+                assert {status for status, _ in told} == {"RESOURCE_EXHAUSTED"}
+                assert all("max_topics" in text for _, text in told)
+            finally:
+                for name in made:
+                    await session.topics.DeleteTopic(danube_admin.TopicRequest(name=name))
+
+    with storm(broker):
+        run(flood())
+
+
+def test_ever_new_subscriptions_and_consumers(broker):
+    """A topic's policies bound what clients may make of it; without, memory still does not grow."""
+    topic = "/default/many-subscriptions"
+
+    async def flood():
+        async with connect(broker, own_connection=True) as session:
+            await session.create_topic(topic)
+            subscribe = session.raw_consumers.Subscribe
+            counts = await outcomes(
+                subscribe(subscribe_request(topic, f"free-{number}")) for number in range(100)
+            )
+            assert counts == {"OK": 100}
+            await session.set_policies(
+                topic, max_subscriptions_per_topic=120, max_consumers_per_subscription=50
+            )
+            counts = await outcomes(
+                subscribe(subscribe_request(topic, f"more-{number}")) for number in range(200)
+            )
+            assert counts == {"OK": 20, "PERMISSION_DENIED": 180}
+            counts = await outcomes(
+                subscribe(subscribe_request(topic, "free-0", f"consumer {number}", kind=0))
+                for number in range(200)
+            )
+            assert set(counts) <= {"OK", "PERMISSION_DENIED"}
+            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
+
+    with storm(broker):
+        run(flood())
+
+
+def test_ever_new_consumers_with_long_filters(broker):
+    """64 filters of 250 characters each: a subscription's record has a bound, and says so."""
+    topic = "/default/long-filters"
+
+    async def flood():
+        async with connect(broker, own_connection=True) as session:
+            await session.create_topic(topic)
+            told = set()
+            for number in range(100):
+                filters = [f"{one:02}{'*a' * 120}{number:05}" for one in range(64)]
+                request = subscribe_request(topic, "keys", f"consumer {number}", 3, filters)
+                told.add((await outcome(session.raw_consumers.Subscribe(request)))[0])
+            assert told <= {"OK", "RESOURCE_EXHAUSTED"}
+            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
+
+    with storm(broker, mib=250):
+        run(flood())
+
+
+def test_more_streams_than_there_may_be(broker):
+    """Streams that were never opened count as well; places are free again when they end."""
+
+    async def flood():
+        channel = own_channel(broker)
+        delivery = wire.stub(channel, "ister.Delivery")
+        consumers = wire.stub(channel, "danube.ConsumerService")
+        streams = [delivery.Consume() for _ in range(CONNECTIONS_MAX + 20)]
+        told = Counter()
+
+        async def listen(stream):
+            try:
+                await stream.read()
+            except grpc.aio.AioRpcError as error:
+                told[error.code().name, error.details()] += 1
+
+        listening = [asyncio.create_task(listen(stream)) for stream in streams]
+        await eventually(lambda: told.total() >= 20)
+        [(status, text)] = told
+        assert status == "RESOURCE_EXHAUSTED"
+        assert "max_connections" in text
+        # The same places as those of Danube's consumers, who are told a bit later.
+        answer = consumers.ReceiveMessages(danube.ReceiveRequest(request_id=1, consumer_id=1))
+        status, text = await outcome(answer.read())
+        assert (status, "max_connections" in text) == ("RESOURCE_EXHAUSTED", True)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*listening, return_exceptions=True)
+
+        async def is_free():
+            answer = consumers.ReceiveMessages(danube.ReceiveRequest(request_id=1, consumer_id=1))
+            return (await outcome(answer.read()))[0] == "UNAVAILABLE"  # there is no such consumer
+
+        await eventually(is_free)
+        await channel.close()
+
+    with storm(broker):
+        run(flood())
+
+
+def test_streams_that_are_opened_and_cancelled(broker):
+    """A thousand times: no consumer stays, and nothing of them either."""
+    topic = "/default/cancelled"
+
+    async def flood():
+        async with connect(broker, own_connection=True) as session:
+            await session.send(topic, ["a message to be sent each time"])
+            await session.raw_consumers.Subscribe(subscribe_request(topic, kind=1))
+            await session.seek(topic, earliest=True)
+            answer = await session.raw_consumers.Subscribe(subscribe_request(topic, kind=1))
+            request = danube.ReceiveRequest(request_id=1, consumer_id=answer.consumer_id)
+
+            async def cycle(number):
+                stream = session.raw_consumers.ReceiveMessages(request)
+                if number % 3 == 1:
+                    await asyncio.sleep(0.001)
+                elif number % 3 == 2:
+                    with suppress(grpc.aio.AioRpcError):
+                        await asyncio.wait_for(stream.read(), 2)
+                stream.cancel()
+
+            for batch in range(10 * MORE):
+                await asyncio.gather(*(cycle(number) for number in range(100)))
+                if batch == 0:
+                    before = broker.rss_mib
+
+            async def is_empty():
+                return not (await session.describe(topic)).consumers
+
+            await eventually(is_empty)
+            assert broker.rss_mib - before < 40, "memory grows with every stream"
+
+    with storm(broker):
+        run(flood())
+
+
+# -- requests that are too large, or none at all ----------------------------------------------
+
+
+def test_metadata_that_is_too_large(broker):
+    async def ask():
+        channel = own_channel(broker)
+        admin = wire.stub(channel, "ister.Admin")
+        for metadata in (
+            [("x-large", "y" * 20_000)],
+            [("x-large", "y" * 200_000)],
+            [(f"x-{number}", "y") for number in range(3000)],
+            [("x-binary-bin", bytes(50_000))],
+        ):
+            calls = [admin.Info(ister_api.InfoRequest(), metadata=metadata) for _ in range(10)]
+            found = await asyncio.gather(*map(outcome, calls))
+            assert {status for status, _ in found} == {"RESOURCE_EXHAUSTED"}
+        assert await outcome(admin.Info(ister_api.InfoRequest())) == ("OK", "")
+        await channel.close()
+
+    with storm(broker):
+        run(ask())
+
+
+SIZES = {
+    "a byte too many": ({"payload": b"x" * (MESSAGE_MAX + 1)}, "INVALID_ARGUMENT", "at most"),
+    "far too many": ({"payload": b"x" * (13 * MIB)}, "RESOURCE_EXHAUSTED", "larger than max"),
+    "an attribute of 2 MiB": ({"attributes": {"a": "x" * (2 * MIB)}}, "INVALID_ARGUMENT", "at mos"),
+    "an attribute's name of 2 MiB": (
+        {"attributes": {"x" * (2 * MIB): "a"}},
+        "INVALID_ARGUMENT",
+        "at most",
+    ),
+    "40,000 attributes": (
+        {"attributes": {f"attribute {n}": "a value of some length" for n in range(40_000)}},
+        "INVALID_ARGUMENT",
+        "at most",
+    ),
+    "a key of 2 MiB": ({"routing_key": "k" * (2 * MIB)}, "INVALID_ARGUMENT", "at most"),
+    "a name of 1 MiB": ({"name": "p" * MIB}, "INVALID_ARGUMENT", "256 characters"),
+    "a name of 300": ({"name": "p" * 300}, "INVALID_ARGUMENT", "256 characters"),
+}
+
+
+@pytest.mark.parametrize("what", SIZES)
+@pytest.mark.parametrize("reliable", [True, False], ids=["log", "no log"])
+def test_messages_that_are_too_large(broker, what, reliable):
+    """Many of them, one after the other: what was refused is not kept, not even for a while.
+
+    At most two requests are in memory at once here, each up to three times (as bytes, as a
+    message, as ours).
+    """
+    fields, status, words = SIZES[what]
+    topic = f"/default/too-large-{reliable}"
+
+    async def send():
+        async with connect(broker, own_connection=True) as session:
+            producer = await register(session, topic, reliable=reliable)
+            request = message(topic, producer, **fields)
+            for _ in range(6 * MORE):
+                told, text = await outcome(session.raw_producers.SendMessage(request))
+                assert told == status, text
+                assert words in text
+
+    with storm(broker, mib=QUIET_MIB):
+        run(send())
+
+
+def test_messages_that_are_just_not_too_large(broker):
+    """The largest payload, ten thousand attributes, numbers at their ends: taken, and given out."""
+    topic = "/default/large"
+    sent = [
+        {"payload": b"x" * MESSAGE_MAX},
+        {"attributes": {f"attribute {number}": str(number) for number in range(10_000)}},
+        {"publish_time": U64, "schema_id": U64, "schema_version": 2**32 - 1},
+        {"payload": b"", "routing_key": "\0\n\U0001f600", "attributes": {"": "", "\0": "\n"}},
+    ]
+
+    async def scenario():
+        async with connect(broker, own_connection=True) as session:
+            producer = await register(session, topic)
+            for fields in sent:
+                request = message(topic, producer, **fields)
+                assert await outcome(session.raw_producers.SendMessage(request)) == ("OK", "")
+                broker.acknowledged[topic].append(request.payload)
+            found = await session.admin.DescribeTopic(ister_api.TopicName(topic=topic))
+        assert await consumed(broker, topic, len(sent)) == broker.acknowledged[topic]
+        return found.incarnation
+
+    # The largest is there as it came, as it was read, and as gRPC and Flight send it, each of
+    # which may make a copy.
+    with storm(broker, mib=350):
+        incarnation = run(scenario())
+        reader = flight.connect(f"grpc://{broker.flight}")
+        asked = RangeTicket(topic=topic, incarnation=incarnation, start=0, end=len(sent))
+        with reader:
+            table = reader.do_get(flight.Ticket(asked.to_json())).read_all()
+        assert table.column("payload").to_pylist() == broker.acknowledged[topic]
+
+
+async def consumed(broker, topic, count, subscription="reader"):
+    """The first messages of a topic, by Ister's own stream."""
+    options = {"grpc.max_receive_message_length": 64 * MIB}
+    channel = own_channel(broker, **options)
+    stream = wire.stub(channel, "ister.Delivery").Consume()
+    await stream.write(
+        ister_api.ConsumeRequest(
+            open=ister_api.OpenConsumer(
+                topic=topic, subscription=subscription, consumer="reader", start="earliest"
+            )
+        )
+    )
+    payloads = []
+    async with asyncio.timeout(30):
+        while len(payloads) < count:
+            answer = await stream.read()
+            assert answer is not grpc.aio.EOF
+            found = answer.deliveries.messages
+            payloads += [one.payload for one in found]
+            if found:
+                acks = ister_api.Acks(offsets=[one.offset for one in found])
+                await stream.write(ister_api.ConsumeRequest(acks=acks))
+    stream.cancel()
+    await channel.close()
+    return payloads
+
+
+NAMES = [
+    "../../x",
+    "/../x",
+    "/default/..",
+    "/default/../x",
+    "/default/a\0b",
+    "/default/a\nFORGED line",
+    "/default/" + "a" * 300,
+    "/default/cur",
+    "/default/a.b",
+    "/default/a b",
+    "/default/\u00fcml\u00e4ut",
+    "/default/\uff41",
+    "/default/a\u200bb",
+    "/default/\U0001f600" * 500,
+    "",
+    "/",
+    "//x",
+    "/default/",
+    "/default/x/y",
+    "default/x",
+]
+
+
+def test_names_that_are_none(broker):
+    """Refused by every call that takes one, with a word; no file is made for them."""
+
+    def topics():
+        return {path.name for path in (broker.data / "wal" / "default").iterdir()}
+
+    before = topics()
+
+    async def ask():
+        async with connect(broker, own_connection=True) as session:
+            for name in NAMES:
+                producer = danube.ProducerRequest(
+                    request_id=1, producer_name="p", topic_name=name, dispatch_strategy=1
+                )
+                lookup = danube.TopicLookupRequest(request_id=1, topic=name)
+                acked = danube.MsgID(topic_name=name)
+                calls = {
+                    "CreateProducer": session.raw_producers.CreateProducer(producer),
+                    "SendMessage": session.raw_producers.SendMessage(message(name, 1)),
+                    "Subscribe": session.raw_consumers.Subscribe(subscribe_request(name)),
+                    "Ack": session.raw_consumers.Ack(danube.AckRequest(msg_id=acked)),
+                    "Nack": session.raw_consumers.Nack(danube.NackRequest(msg_id=acked)),
+                    "TopicLookup": session.discovery.TopicLookup(lookup),
+                    "TopicPartitions": session.discovery.TopicPartitions(lookup),
+                    "CreateTopic": session.topics.CreateTopic(
+                        danube_admin.NewTopicRequest(name=name, dispatch_strategy=1)
+                    ),
+                    "DeleteTopic": session.topics.DeleteTopic(danube_admin.TopicRequest(name=name)),
+                    "DescribeTopic": session.admin.DescribeTopic(ister_api.TopicName(topic=name)),
+                }
+                for call, awaited in calls.items():
+                    status, text = await outcome(awaited)
+                    assert status == "INVALID_ARGUMENT", f"{call} {name[:40]!r}: {status} {text}"
+                    assert text
+            topic = "/default/names"
+            await session.create_topic(topic)
+            for name in ("", "../x", "a/b", "a\nFORGED", "a\0", "n" * 300, "\u00fc"):
+                calls = [session.raw_consumers.Subscribe(subscribe_request(topic, name))]
+                if name not in ("../x", "a/b", "\u00fc"):  # a consumer's name is only printable
+                    request = subscribe_request(topic, "s", name)
+                    calls.append(session.raw_consumers.Subscribe(request))
+                for status, text in await asyncio.gather(*map(outcome, calls)):
+                    assert (status, bool(text)) == ("INVALID_ARGUMENT", True), repr(name)
+
+    with storm(broker):
+        run(ask())
+    assert topics() - before <= {"names"}
+    everything = [path.name for path in broker.directory.parent.rglob("*")]
+    assert not any("FORGED" in name or name == "x" for name in everything)
+
+
+def test_names_that_differ_in_case_alone(broker):
+    """The second one is refused: a disk that does not tell them apart would mix their messages."""
+
+    async def ask():
+        async with connect(broker, own_connection=True) as session:
+            await session.create_topic("/default/twin")
+            status, text = await outcome(register(session, "/default/TWIN"))
+            assert status in ("ALREADY_EXISTS", "INVALID_ARGUMENT"), text
+
+    with storm(broker):
+        run(ask())
+
+
+# -- bytes that are no messages ---------------------------------------------------------------
+
+SERVICES = (
+    "danube.ProducerService",
+    "danube.ConsumerService",
+    "danube.Discovery",
+    "danube.HealthCheck",
+    "danube.StorageService",
+    "danube_schema.SchemaRegistry",
+    "danube_admin.BrokerAdmin",
+    "danube_admin.ClusterAdmin",
+    "danube_admin.NamespaceAdmin",
+    "danube_admin.TopicAdmin",
+    "danube_admin.SecurityAdmin",
+    "ister.Delivery",
+    "ister.Admin",
+)
+
+
+def tag(number, kind):
+    return bytes([number << 3 | kind])
+
+
+def varint(value):
+    out = b""
+    while value >= 128:
+        out += bytes([value % 128 | 128])
+        value //= 128
+    return out + bytes([value])
+
+
+def malformed(rng, method):
+    """Requests that are none, or that are not what they seem."""
+    yield rng.randbytes(rng.randrange(1, 400))
+    yield rng.randbytes(rng.randrange(1, 12))
+    # Each field with each wire type that it does not have, and cut off.
+    for field in method.input_type.fields:
+        if field.number > 15:
+            continue
+        for kind, body in (
+            (0, varint(U64)),
+            (1, b"\xff" * 8),
+            (2, varint(5) + b"\xff\xfe\0ab"),
+            (5, b"\xff" * 4),
+            (2, varint(2**31 - 1)),
+            (2, varint(U64)),
+            (3, b""),
+            (6, b""),
+        ):
+            yield tag(field.number, kind) + body
+        if field.type == FieldDescriptor.TYPE_STRING:
+            yield tag(field.number, 2) + varint(3) + b"\xed\xa0\x80"  # half of a pair: no UTF-8
+            text = b"\0\n\r\x1b[31m"
+            yield tag(field.number, 2) + varint(len(text)) + text
+    # As deep as a stack of a few MiB, in the field that nests and in one that does not exist.
+    deep = b""
+    for _ in range(3000):
+        deep = tag(2, 2) + varint(len(deep)) + deep
+    yield deep
+    yield tag(9, 3) * 20_000
+    yield b"\x80" * 11
+
+
+def test_bytes_that_are_no_messages_to_every_call(broker):
+    seed = int(os.environ.get("ISTER_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"seed {seed}; again: ISTER_SEED={seed} pytest {__file__} -k no_messages_to_every_call")
+    rng = random.Random(seed)
+
+    async def ask():
+        channel = own_channel(broker)
+        counts = Counter()
+
+        async def call(name, method, data):
+            path = f"/{name}/{method.name}"
+            if method.client_streaming:
+                stream = channel.stream_stream(path)()
+                await stream.write(data)
+                await stream.done_writing()
+                status, text = await outcome(stream.read())
+                stream.cancel()
+            elif method.server_streaming:
+                stream = channel.unary_stream(path)(data)
+                status, text = await outcome(stream.read())
+                stream.cancel()
+            else:
+                status, text = await outcome(channel.unary_unary(path)(data))
+            assert status not in ("INTERNAL", "UNKNOWN"), f"{path} {data[:80]!r}: {text}"
+            assert status == "OK" or text, f"{path} {data[:80]!r}: {status} without a word"
+            counts[status] += 1
+
+        for name in SERVICES:
+            for method in wire._service(name).methods:
+                requests = list(malformed(rng, method))
+                await asyncio.gather(*(call(name, method, data) for data in requests))
+        assert counts["INVALID_ARGUMENT"] > 1000, counts
+        for path in ("/danube.ProducerService/Nothing", "/nothing/Nothing", "/", "/x\n/y"):
+            status, _ = await outcome(channel.unary_unary(path)(b"x"))
+            assert status in ("UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE"), (path, status)
+        await channel.close()
+
+    with storm(broker):
+        run(ask())
+    assert "a call failed" not in broker.log
+
+
+# -- requests that make no sense --------------------------------------------------------------
+
+
+def test_acknowledgements_of_what_nobody_has(broker):
+    topic = "/default/nonsense-acks"
+
+    async def ask():
+        async with connect(broker, own_connection=True) as session:
+            await session.send(topic, ["one", "two"])
+            broker.acknowledged[topic] += [b"one", b"two"]
+            inbox = await session.consumer(topic, kind=SHARED)
+            consumers = session.raw_consumers
+
+            def ack(offset, topic=topic, subscription="sub"):
+                msg_id = danube.MsgID(topic_name=topic, topic_offset=offset)
+                return consumers.Ack(
+                    danube.AckRequest(msg_id=msg_id, subscription_name=subscription)
+                )
+
+            def nack(offset, **fields):
+                msg_id = danube.MsgID(topic_name=topic, topic_offset=offset)
+                return consumers.Nack(
+                    danube.NackRequest(msg_id=msg_id, subscription_name="sub", **fields)
+                )
+
+            for offset in (2, 3, 10**12, I64, U64):
+                assert (await outcome(ack(offset)))[0] == "INVALID_ARGUMENT"
+                # What is not in flight cannot fail; that is no error.
+                assert (await outcome(nack(offset, delay_ms=U64, reason="r" * MIB)))[0] == "OK"
+            assert (await outcome(ack(0, subscription="nobody")))[0] == "NOT_FOUND"
+            assert (await outcome(ack(0, topic="/default/nobody")))[0] == "NOT_FOUND"
+            for call in (
+                consumers.Ack(danube.AckRequest(subscription_name="sub")),
+                consumers.Nack(danube.NackRequest(subscription_name="sub")),
+                session.raw_producers.SendMessage(danube.StreamMessage(payload=b"x")),
+            ):
+                status, text = await outcome(call)
+                assert (status, "msg_id" in text) == ("INVALID_ARGUMENT", True)
+            # A nack that asks for ages comes within the policy's maximum; nothing of this moved
+            # the cursor beyond what was delivered.
+            await session.set_failure_policy(topic, delay_ms=10, max_delay_ms=200, retries=1000)
+            await session.seek(topic, earliest=True)
+            first, second = await inbox.take(2, ack=False)
+            assert (await outcome(nack(0, delay_ms=U64, reason="\0\n" * MIB)))[0] == "OK"
+            again = await inbox.one(within=10)
+            assert again.payload == first.payload == b"one"
+            await inbox.ack(again, second)
+            await session.wait_for_cursor(topic, 2)
+
+    with storm(broker):
+        run(ask())
+
+
+def test_settings_that_make_no_sense(broker):
+    topic = "/default/nonsense-settings"
+
+    async def ask():
+        async with connect(broker, own_connection=True) as session:
+            await session.send(topic, ["one"])
+            broker.acknowledged[topic].append(b"one")
+            await session.consumer(topic)
+            admin, topics = session.admin, session.topics
+
+            def seek(**to):
+                return admin.Seek(ister_api.SeekRequest(topic=topic, subscription="sub", **to))
+
+            for to in (
+                {"offset": U64},
+                {"offset": 2},
+                {"publish_time_ms": I64},
+                {"publish_time_ms": -I64},
+                {"publish_time_ms": -1},
+                {"earliest": False},
+                {},
+            ):
+                status, text = await outcome(seek(**to))
+                assert (status in ("INVALID_ARGUMENT", "OUT_OF_RANGE"), bool(text)) == (True, True)
+            for policies in (
+                '{"max_publish_rate": -1}',
+                '{"max_publish_rate": 1e99}',
+                '{"max_publish_rate": true}',
+                '{"max_publish_rate": ' + "9" * 5000 + "}",
+                '{"max_message_size": 99999999999}',
+                '{"nothing": 1}',
+                '{"\U0001f600": 1}',
+                '{"' + "\U0001f600" * 5000 + '": 1}',
+                "[" * 100_000,
+                '{"max_publish_rate":' * 50_000,
+                "[]",
+                "\0",
+                "NaN",
+            ):
+                for call, name in (
+                    (admin.SetTopicPolicies, topic),
+                    (admin.SetNamespacePolicies, "default"),
+                ):
+                    status, text = await outcome(
+                        call(ister_api.SetPoliciesRequest(name=name, policies=policies))
+                    )
+                    assert (status, bool(text)) == ("INVALID_ARGUMENT", True), policies[:40]
+            for fields in (
+                {"max_redelivery_count": 2**32 - 1},
+                {"ack_timeout_ms": 0},
+                {"ack_timeout_ms": U64},
+                {"base_redelivery_delay_ms": U64, "max_redelivery_delay_ms": U64},
+                {"base_redelivery_delay_ms": 2, "max_redelivery_delay_ms": 1},
+                {"poison_policy": 0},
+                {"poison_policy": 0, "dead_letter_topic": "../../x"},
+                {"poison_policy": 0, "dead_letter_topic": topic},
+                {"poison_policy": 77},
+                {"backoff_strategy": -1},
+            ):
+                policy = {"ack_timeout_ms": 1000, "poison_policy": 1, **fields}
+                request = danube_admin.SetSubscriptionFailurePolicyRequest(
+                    topic=topic,
+                    subscription="sub",
+                    failure_policy=danube_admin.SubscriptionFailurePolicy(**policy),
+                )
+                status, text = await outcome(topics.SetSubscriptionFailurePolicy(request))
+                assert (status, bool(text)) == ("INVALID_ARGUMENT", True), fields
+            for window in (0, 2**32 - 1):
+                request = danube_admin.SetSubscriptionDispatchConfigRequest(
+                    topic=topic,
+                    subscription="sub",
+                    dispatch_config=danube_admin.SubscriptionDispatchConfig(
+                        max_unacked_messages=window
+                    ),
+                )
+                status, text = await outcome(topics.SetSubscriptionDispatchConfig(request))
+                assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
+            for partitions in (2**32 - 1, 1025):
+                request = danube_admin.PartitionedTopicRequest(
+                    base_name="/default/parts", partitions=partitions, dispatch_strategy=1
+                )
+                status, text = await outcome(topics.CreatePartitionedTopic(request))
+                assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
+            for number in (-1, 4, 2**31 - 1):
+                request = subscribe_request(topic, "other", kind=number)
+                status, text = await outcome(session.raw_consumers.Subscribe(request))
+                assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
+
+    with storm(broker):
+        run(ask())
+
+
+def schema_bombs():
+    """Definitions that a careless reader takes for ever over, or dies of."""
+    laughs = {"a0": {"type": "string"}}
+    for level in range(1, 30):
+        laughs[f"a{level}"] = {"allOf": [{"$ref": f"#/$defs/a{level - 1}"}] * 10}
+    yield "json_schema", json.dumps({"$defs": laughs, "$ref": "#/$defs/a29"})
+    yield "json_schema", json.dumps({"$ref": "#"})
+    yield "json_schema", '{"properties":{"a":' * 20_000 + "{}" + "}}" * 20_000
+    yield "json_schema", json.dumps({"pattern": "(a+)+" * 50 + "$"})
+    yield "json_schema", json.dumps({"pattern": "((((a{1,100}){1,100}){1,100}){1,100})"})
+    yield "json_schema", json.dumps({"enum": list(range(200_000))})
+    yield "json_schema", json.dumps({"$ref": "http://169.254.169.254/latest/meta-data"})
+    yield "json_schema", json.dumps({"$ref": "file:///etc/passwd"})
+    yield "json_schema", "{" * 100_000
+    yield "json_schema", '{"multipleOf": 1e-400, "maximum": ' + "9" * 5000 + "}"
+    yield "avro", '{"type":"array","items":' * 20_000 + '"int"' + "}" * 20_000
+    union = [{"type": "record", "name": f"r{n}", "fields": []} for n in range(10_000)]
+    yield "avro", json.dumps(union)
+    yield (
+        "avro",
+        json.dumps({"type": "record", "name": "r", "fields": [{"name": "f", "type": "r"}]}),
+    )
+    yield "avro", json.dumps({"type": "fixed", "name": "f", "size": 2**62})
+    yield "protobuf", "message A {" * 20_000 + "}" * 20_000
+    yield "protobuf", 'syntax = "proto3"; import "/etc/passwd"; message A { string a = 1; }'
+    yield "protobuf", "message A { " + "int32 f = 1; " * 20_000 + "}"
+    yield "protobuf", "/*" * 100_000
+    yield "string", "x" * (9 * MIB)
+    yield "nothing", "x"
+
+
+def test_schemas_that_are_bombs(broker):
+    topic = "/default/bombs"
+
+    async def ask():
+        async with connect(broker, own_connection=True) as session:
+            registry = wire.stub(session.channel, "danube_schema.SchemaRegistry")
+            await session.create_topic(topic)
+            producer = await register(session, topic)
+            for number, (kind, text) in enumerate(schema_bombs()):
+                request = danube_schema.RegisterSchemaRequest(
+                    subject=f"bomb-{number}", schema_type=kind, schema_definition=text.encode()
+                )
+                began = time.monotonic()
+                status, told = await outcome(registry.RegisterSchema(request))
+                assert status in ("OK", "INVALID_ARGUMENT"), f"{kind} {text[:60]}: {told}"
+                if status == "OK":
+                    # Taken: then its messages are judged quickly, too.
+                    await registry.ConfigureTopicSchema(
+                        danube_schema.ConfigureTopicSchemaRequest(
+                            topic_name=topic,
+                            schema_subject=f"bomb-{number}",
+                            validation_policy="enforce",
+                            enable_payload_validation=True,
+                        )
+                    )
+                    latest = await registry.GetLatestSchema(
+                        danube_schema.GetLatestSchemaRequest(subject=f"bomb-{number}")
+                    )
+                    for payload in (b'"' + b"a" * 5000 + b'!"', b"[" * 100_000, b"\xff" * 100_000):
+                        sent = message(topic, producer, payload, schema_id=latest.schema_id)
+                        status, told = await outcome(session.raw_producers.SendMessage(sent))
+                        assert status not in ("INTERNAL", "UNKNOWN"), f"{kind} {text[:60]}: {told}"
+                took = time.monotonic() - began
+                assert took < PATIENCE_SECONDS, f"{kind} {text[:60]!r} took {took:.1f} s"
+            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
+
+    with storm(broker, mib=250):
+        run(ask())
+
+
+def test_key_filters_that_are_bombs(broker):
+    """64 filters of stars, and keys that almost match each of them."""
+    topic = "/default/filters"
+    filters = [f"{'*a' * 126}{chr(98 + number % 20)}" for number in range(64)]
+
+    async def ask():
+        async with connect(broker, own_connection=True) as session:
+            producer = await register(session, topic)
+            subscribe = session.raw_consumers.Subscribe
+            for wrong in (["*" * 300], ["a"] * 65, [""]):
+                status, text = await outcome(
+                    subscribe(subscribe_request(topic, "f", "c", 3, wrong))
+                )
+                assert (status, bool(text)) == ("INVALID_ARGUMENT", True)
+            picky = await subscribe(subscribe_request(topic, "keys", "picky", 3, filters))
+            every = await subscribe(subscribe_request(topic, "keys", "every", 3))
+            streams = [
+                session.raw_consumers.ReceiveMessages(danube.ReceiveRequest(consumer_id=one))
+                for one in (picky.consumer_id, every.consumer_id)
+            ]
+            await session.wait_attached(topic, "every", "keys")
+            for number in range(30):
+                # Keys are told apart by their beginning; each has one message in flight.
+                key = f"{number}-" + "a" * (1_000_000 if number == 0 else 1000)
+                sent = message(topic, producer, str(number).encode(), routing_key=key)
+                assert await outcome(session.raw_producers.SendMessage(sent)) == ("OK", "")
+                broker.acknowledged[topic].append(str(number).encode())
+            came = [(await asyncio.wait_for(streams[1].read(), 20)).payload for _ in range(30)]
+            assert sorted(came) == sorted(broker.acknowledged[topic])
+            for stream in streams:
+                stream.cancel()
+
+    with storm(broker):
+        run(ask())
+
+
+# -- consumers that do not read ---------------------------------------------------------------
+
+
+def publish_mib(broker, topic, count, *, reliable=True):
+    """Publishes so many MiB, a MiB at a time, and notes what was acknowledged."""
+
+    async def publish():
+        async with connect(broker, own_connection=True) as session:
+            producer = await register(session, topic, reliable=reliable)
+            for number in range(count):
+                payload = struct.pack(">I", number) * (MIB // 4)
+                request = message(topic, producer, payload)
+                assert await outcome(session.raw_producers.SendMessage(request)) == ("OK", "")
+
+    run(publish())
+
+
+def test_a_consumer_that_never_reads(broker):
+    """100 MiB for a subscription that one of two consumers does not take, and for another one.
+
+    A subscription holds at most 16 MiB that were read and not sent, gRPC as much as its windows
+    have (some MiB a stream), and the log's own buffers are as large as they always are.
+    """
+    topic, count = "/default/slow", 100 * MORE
+
+    async def scenario():
+        async with connect(broker, own_connection=True) as session:
+            await session.create_topic(topic)
+            subscribe = session.raw_consumers.Subscribe
+            stalled = await subscribe(subscribe_request(topic, "shared", "stalled", 1))
+            lazy = session.raw_consumers.ReceiveMessages(
+                danube.ReceiveRequest(consumer_id=stalled.consumer_id)
+            )
+            alone = await subscribe(subscribe_request(topic, "alone", "stalled", 0))
+            lazy_alone = session.raw_consumers.ReceiveMessages(
+                danube.ReceiveRequest(consumer_id=alone.consumer_id)
+            )
+            await session.wait_attached(topic, "stalled", "shared")
+            await session.wait_attached(topic, "stalled", "alone")
+            await session.set_window(topic, 10, subscription="shared")
+            await session.set_failure_policy(
+                topic,
+                subscription="shared",
+                ack_timeout_ms=500,
+                retries=100_000,
+                delay_ms=1,
+                max_delay_ms=1,
+            )
+            async with connect(broker, own_connection=True) as others:
+                good = await others.consumer(topic, "good", subscription="shared", kind=SHARED)
+                other = await others.consumer(topic, "other", subscription="other")
+                await asyncio.to_thread(publish_mib, broker, topic, count)
+                came = [struct.unpack(">I", one.payload[:4])[0] for one in await other.take(count)]
+                assert came == list(range(count))
+                found = set()
+                async with asyncio.timeout(60):
+                    while len(found) < count:
+                        one = await good.one(ack=True, within=30)
+                        found.add(struct.unpack(">I", one.payload[:4])[0])
+            lazy.cancel()
+            lazy_alone.cancel()
+            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
+
+    with storm(broker, mib=250):
+        run(scenario())
+
+
+def test_a_consumer_of_a_topic_without_a_log_that_never_reads(broker):
+    """It misses messages; 8 MiB wait for it, and what gRPC has taken already."""
+    topic = "/default/slow-pushed"
+
+    async def scenario():
+        async with connect(broker, own_connection=True) as session:
+            await register(session, topic, reliable=False)
+            known = await session.raw_consumers.Subscribe(subscribe_request(topic))
+            stream = session.raw_consumers.ReceiveMessages(
+                danube.ReceiveRequest(consumer_id=known.consumer_id)
+            )
+            await session.wait_attached(topic, "attacker")
+            await asyncio.to_thread(publish_mib, broker, topic, 200 * MORE, reliable=False)
+            stream.cancel()
+
+    with storm(broker, mib=120):
+        run(scenario())
+
+
+_STOPPED_CLIENT = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from danube_rig import SHARED, connect
+class Broker: address = sys.argv[2]
+async def main():
+    async with connect(Broker) as danube:
+        await danube.consumer(sys.argv[3], "stopped", kind=SHARED)
+        print("attached", flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def test_a_client_that_is_stopped(broker):
+    """Half open: its process is there and does nothing. Others get its messages in time."""
+    topic = "/default/stopped"
+    tests = str(Path(__file__).resolve().parent.parent)
+
+    async def scenario(client):
+        async with connect(broker, own_connection=True) as session:
+            await session.set_failure_policy(topic, ack_timeout_ms=500, retries=100_000, delay_ms=1)
+            good = await session.consumer(topic, "good", kind=SHARED)
+            client.send_signal(signal.SIGSTOP)
+            producer = await session.producer(topic)
+            expected = {f"message {number}".encode() for number in range(300)}
+            for payload in sorted(expected):
+                await producer.send(payload)
+            broker.acknowledged[topic] += sorted(expected)
+            found = set()
+            async with asyncio.timeout(60):
+                while found != expected:
+                    found.add((await good.one(ack=True)).payload)
+            if HEAVY:
+
+                async def is_gone():
+                    return list((await session.describe(topic)).consumers) == ["good"]
+
+                await eventually(is_gone, within=60)  # keepalive finds out
+
+    async def prepare():
+        async with connect(broker, own_connection=True) as session:
+            await session.create_topic(topic)
+
+    run(prepare())
+    client = subprocess.Popen(
+        [sys.executable, "-c", _STOPPED_CLIENT, tests, broker.address, topic],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert client.stdout.readline() == b"attached\n"
+        with storm(broker):
+            run(scenario(client))
+    finally:
+        client.kill()
+        client.wait()
+        client.stdout.close()
+
+
+# -- Ister's own stream -----------------------------------------------------------------------
+
+
+def test_streams_that_break_the_rules(broker):
+    topic = "/default/rules"
+
+    def opening(**fields):
+        wanted = {"topic": topic, "subscription": "s", "consumer": "c", **fields}
+        return ister_api.ConsumeRequest(open=ister_api.OpenConsumer(**wanted))
+
+    def acks(*offsets):
+        return ister_api.ConsumeRequest(acks=ister_api.Acks(offsets=offsets))
+
+    nack = ister_api.ConsumeRequest(nack=ister_api.Nack(offset=U64, delay_ms=U64))
+    broken = {
+        "acknowledgements first": [acks(1)],
+        "a nack first": [nack],
+        "nothing": [ister_api.ConsumeRequest()],
+        "opened twice": [opening(), opening()],
+        "10,001 acknowledgements": [opening(), acks(*range(10_001))],
+        "an empty step": [opening(), ister_api.ConsumeRequest()],
+        "no kind": [opening(kind="none of them")],
+        "no start": [opening(start="-5")],
+        "a start beyond": [opening(subscription="new", start="9" * 30)],
+        "no name": [opening(subscription="../x")],
+        "no topic": [opening(topic="/default/nobody-at-all")],
+    }
+
+    async def ask():
+        async with connect(broker, own_connection=True) as session:
+            await session.create_topic(topic)
+            consume = wire.stub(session.channel, "ister.Delivery").Consume
+            for what, requests in broken.items():
+                stream = consume()
+                status, text = "OK", ""
+                try:
+                    for request in requests:
+                        await stream.write(request)
+                    async with asyncio.timeout(15):
+                        while await stream.read() is not grpc.aio.EOF:
+                            pass
+                except grpc.aio.AioRpcError as error:
+                    status, text = error.code().name, error.details()
+                except asyncio.InvalidStateError:  # ended while we wrote
+                    status, text = (await stream.code()).name, await stream.details()
+                assert status in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "NOT_FOUND"), (what, status)
+                assert text
+
+            async def is_free():
+                return not (await session.describe(topic, "s")).consumers
+
+            await eventually(is_free)
+
+    with storm(broker):
+        run(ask())
+
+
+def test_endless_acknowledgements_of_a_client_that_does_not_read(broker):
+    """Confirmations do not pile up: after some, the broker stops reading from it."""
+    topic = "/default/endless"
+
+    async def flood():
+        async with connect(broker, own_connection=True) as session:
+            await session.create_topic(topic)
+            stream = wire.stub(session.channel, "ister.Delivery").Consume()
+            opened = ister_api.OpenConsumer(topic=topic, subscription="s", consumer="c")
+            await stream.write(ister_api.ConsumeRequest(open=opened))
+            nonsense = ister_api.ConsumeRequest(
+                acks=ister_api.Acks(offsets=range(2**62, 2**62 + 9000))
+            )
+            sent, is_stuck = 0, False
+            try:
+                async with asyncio.timeout(3):
+                    while sent < 2000 * MORE:
+                        await stream.write(nonsense)
+                        sent += 1
+            except TimeoutError:
+                is_stuck = True
+            assert is_stuck, "all of it was taken"
+            assert (await session.describe(topic, "s")).cursor == 0
+            stream.cancel()
+
+    with storm(broker, mib=80):
+        run(flood())
+
+
+# -- Flight and HTTP --------------------------------------------------------------------------
+
+
+def test_flight_requests_that_are_none(broker):
+    topic = "/default/flight-abuse"
+    rng = random.Random(7)
+
+    def refused(call):
+        with pytest.raises((pa.ArrowException, flight.FlightError, OSError)) as caught:
+            call()
+        text = str(caught.value)
+        assert text
+        assert "INTERNAL" not in text, text
+        assert "the server failed" not in text, text
+
+    async def prepare():
+        async with connect(broker, own_connection=True) as session:
+            await session.create_topic(topic)
+
+    run(prepare())
+    nonsense = [
+        b"",
+        b"{",
+        b"null",
+        b"[]" * 1000,
+        b"[" * 200_000,
+        b'{"topic": 5}',
+        b'{"topic": "../../x", "start": 0, "end": 1}',
+        json.dumps({"topic": topic, "start": U64, "end": U64}).encode(),
+        json.dumps({"topic": topic, "start": -1, "end": 10**30}).encode(),
+        json.dumps({"topic": topic, "start": 0, "end": 1, "columns": ["x"] * 1000}).encode(),
+        rng.randbytes(1000),
+        b'{"a":"' + b"x" * MIB + b'"}',
+    ]
+    with storm(broker), flight.connect(f"grpc://{broker.flight}") as client:
+        for data in nonsense:
+            refused(lambda data=data: client.do_get(flight.Ticket(data)).read_all())
+            for action in Action:
+                if action not in (Action.TOPICS, Action.STORAGE):  # they take no argument
+                    refused(lambda a=action, d=data: list(client.do_action(flight.Action(a, d))))
+            refused(lambda data=data: put(client, data, pa.table({"payload": [b"x"]})))
+        refused(lambda: list(client.do_action(flight.Action("no-such-action\n", b""))))
+        opened = PutOpen(topic=topic, producer=None).to_json()
+        for table in (
+            pa.table({"nothing": [1]}),
+            pa.table({"payload": [1, 2]}),
+            pa.table({"payload": pa.array([None], pa.binary())}),
+            pa.table({"payload": pa.array([b"x" * (MESSAGE_MAX + 2 * MIB)])}),
+            pa.table({"payload": [b"x"] * 70_000}),
+        ):
+            refused(lambda table=table: put(client, opened, table))
+        assert list(client.do_action(flight.Action(Action.TOPICS, b"")))
+    # What speaks no gRPC at all.
+    with storm(broker), connections(broker, 50, rng.randbytes(4000), port="flight"):
+        watch_rounds(broker)
+
+
+def put(client, command, table):
+    """Publishes a table, whatever it is, and waits for what the server says."""
+    descriptor = flight.FlightDescriptor.for_command(command)
+    writer, reader = client.do_put(descriptor, table.schema)
+    try:
+        writer.write_table(table)
+        writer.done_writing()
+        while reader.read() is not None:
+            pass
+    finally:
+        writer.close()
+
+
+def test_http_requests_that_are_none(broker):
+    def answer(request):
+        with socket.create_connection(broker.place("http"), timeout=10) as one:
+            with suppress(OSError):
+                one.sendall(request)
+            found = b""
+            with suppress(OSError):
+                while chunk := one.recv(65536):
+                    found += chunk
+            return found
+
+    def status(request):
+        return answer(request).split(b"\r\n")[0]
+
+    close = b"Host: x\r\nConnection: close\r\n"
+    with storm(broker, mib=80):
+        for path in (b"/", b"/nothing", b"/metrics/../../etc/passwd", b"/" + b"x" * 4000):
+            assert b" 404 " in status(b"GET " + path + b" HTTP/1.1\r\n" + close + b"\r\n")
+        for method in (b"POST", b"PUT", b"DELETE", b"PATCH"):
+            assert b" 405 " in status(method + b" /health HTTP/1.1\r\n" + close + b"\r\n")
+        for request in (
+            b"GET /ready HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+            b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n",
+            b"GARBAGE\r\n\r\n",
+            random.Random(7).randbytes(5000) + b"\r\n\r\n",
+            b"GET /ready HTTP/9.9\r\n\r\n",
+            b"GET /ready HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            b"GET /ready HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+            b"GET /ready HTTP/1.1\r\nX\nFORGED: 1\r\n\r\n",
+        ):
+            assert b" 400 " in status(request), request[:60]
+        endless = b"".join(b"X-%d: y\r\n" % number for number in range(200_000))
+        found = answer(b"GET /ready HTTP/1.1\r\n" + endless + close + b"\r\n")
+        assert found[9:12] in (b"", b"400", b"431", b"200")
+        body = b"POST /health HTTP/1.1\r\nContent-Length: 999999999\r\n" + close + b"\r\n"
+        with socket.create_connection(broker.place("http"), timeout=10) as one:
+            one.sendall(body)
+            assert b" 405 " in one.recv(20)
+            with suppress(OSError):
+                for _ in range(32):
+                    one.sendall(bytes(MIB))
+
+
+def test_http_connections_that_take_their_time(broker):
+    """Slow loris: 600 of them, a byte now and then. The oldest go; whoever asks is answered."""
+    with storm(broker, mib=80), connections(broker, 600, b"GET /re", port="http") as slow:
+        for _ in range(3):
+            for one in slow:
+                with suppress(OSError):
+                    one.send(b"x")
+            with urllib.request.urlopen(f"http://{broker.http}/health", timeout=10) as answer:
+                assert json.load(answer)["ready"]
+            time.sleep(0.3)
+        assert sum(map(is_closed, slow)) >= 300, "there is no bound"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://{broker.http}/re", timeout=10)
+
+
+# -- when it is over --------------------------------------------------------------------------
+
+
+def test_every_line_of_the_log_is_one_of_its_own(broker):
+    """What clients said is inside of JSON, never a line; and nothing of it was a fault of ours."""
+    names = ["\nFORGED", '"\nFORGED {"level":"ERROR"}', "\r\nFORGED", "\x1b[31mFORGED"]
+
+    async def ask():
+        async with connect(broker, own_connection=True) as session:
+            for name in names:
+                await outcome(register(session, f"/default/{name}"))
+                await outcome(register(session, "/default/names", name))
+                producer = await register(session, "/default/names", f"p{name}")
+                sent = message("/default/names", producer, name=f"p{name}", routing_key=name)
+                assert await outcome(session.raw_producers.SendMessage(sent)) == ("OK", "")
+                await outcome(session.raw_consumers.Subscribe(subscribe_request(name, name, name)))
+
+    with storm(broker):
+        run(ask())
+    lines = broker.log.splitlines()
+    for line in lines:
+        assert "FORGED" not in line or line.startswith("{"), line
+        # gRPC's own library writes lines of its own, which begin with the level and the date.
+        assert line.startswith("{") or (line[:1] in "IWEF" and ".cc:" in line), line
+        if line.startswith("{"):
+            assert isinstance(json.loads(line), dict)
+    assert [line for line in lines if "a call failed" in line] == []
+    assert len(broker.log) < 2 * MIB, "anybody can fill the log"
+
+
+def test_the_broker_ends_in_time_and_has_everything(broker):
+    """The last test: SIGTERM under a storm, exit code 0, and a fresh start with every message."""
+    broker.bystander.close()
+    sent = broker.bystander.sent
+    with (
+        connections(broker, 100),
+        connections(broker, 100, PREFACE),
+        connections(broker, 50, port="flight"),
+        connections(broker, 50, b"GET /re", port="http"),
+    ):
+        broker.stop()
+    broker.start()
+
+    async def look():
+        assert sent > 0
+        rounds = await consumed(broker, "/default/bystander", sent, subscription="afterwards")
+        assert len(set(rounds)) == len(rounds) == sent
+        for topic, payloads in broker.acknowledged.items():
+            found = await consumed(broker, topic, len(payloads), subscription="afterwards")
+            assert Counter(payloads) - Counter(found) == Counter(), topic
+
+    run(look())

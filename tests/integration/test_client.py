@@ -1,0 +1,845 @@
+"""`ister.client` against real brokers: what it promises, also when they are killed and moved."""
+
+import asyncio
+import functools
+import json
+import threading
+import time
+from collections import Counter, defaultdict
+from datetime import UTC, datetime, timedelta
+from itertools import count
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("grpc")
+
+import grpc
+
+from certificates import LOCAL_NAMES, Authority
+from example_runs import run_example
+from ister.broker.security.minting import make_api_key
+from ister.broker.wire import danube_admin, stub
+from ister.client import AsyncClient, Client, TlsOptions
+from ister.client.contract import RangeTicket
+from ister.client.flight import FlightClient
+from ister.client.putting import PutStream
+from ister.client.routing import partition_of
+from ister.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    ClosedError,
+    ConflictError,
+    InvalidRequestError,
+    IsterError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from ister.subscription.policy import FailurePolicy, PoisonPolicy
+from security_rig import auth_settings
+from servers.broker import BrokerProcess
+
+PATIENCE = 60.0
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    """One that no test stops."""
+    with BrokerProcess(tmp_path_factory.mktemp("broker")) as process:
+        yield process
+
+
+@pytest.fixture
+def client(broker):
+    with Client(broker.address, timeout=PATIENCE) as made:
+        yield made
+
+
+@pytest.fixture
+def topic():
+    return f"/default/client-{next(_numbers)}"
+
+
+def payloads_in(broker, topic):
+    """The topic's log, as Flight reads it."""
+    with FlightClient(broker.flight) as flight:
+        status = flight.watermarks([topic])[topic]
+        ticket = RangeTicket(
+            topic=topic,
+            incarnation=status.incarnation,
+            start=status.earliest,
+            end=status.synced,
+            columns=("offset", "payload"),
+        )
+        return [one for batch in flight.read(ticket) for one in batch["payload"].to_pylist()]
+
+
+def open_topics(broker):
+    """The topics that one broker has."""
+    with grpc.insecure_channel(broker.address) as channel:
+        request = danube_admin.BrokerRequest()
+        found = stub(channel, "danube_admin.TopicAdmin").ListBrokerTopics(request)
+        return [one.name for one in found.topics]
+
+
+def eventually(condition, within=PATIENCE):
+    end = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(0.02)
+
+
+def numbered(number, name="m"):
+    return [f"{name}-{one}".encode() for one in range(number)]
+
+
+# -- publishing and consuming ---------------------------------------------------------------
+
+
+def test_a_message_arrives_with_all_its_fields(client, topic):
+    before = datetime.now(UTC) - timedelta(minutes=1)
+    with client.producer(topic, name="till", create=True) as producer:
+        sent = producer.send(b"payload", attributes={"a": "1", "ü": "ß"}, routing_key="key")
+        assert sent.result() == 0
+        assert sent.done()
+        assert sent.exception() is None
+        assert sent.topic == topic
+        assert producer.publish(b"") == 1
+    with client.consumer(topic, "s", start="earliest") as consumer:
+        first, second = consumer.messages(limit=2)
+        assert (first.topic, first.offset, first.payload) == (topic, 0, b"payload")
+        assert first.attributes == {"a": "1", "ü": "ß"}
+        assert (first.routing_key, first.producer_name, first.attempt) == ("key", "till", 1)
+        assert (first.schema_id, first.schema_version) == (None, None)
+        assert before < first.publish_time < datetime.now(UTC) + timedelta(minutes=1)
+        assert (second.payload, second.attributes, second.routing_key) == (b"", {}, None)
+        assert "payload" not in repr(first)
+
+
+def test_many_messages_in_order_acknowledged_and_gone(client, topic):
+    with client.producer(topic, create=True) as producer:
+        sent = [producer.send(payload) for payload in numbered(20_000)]
+        assert [one.result(PATIENCE) for one in sent] == list(range(20_000))
+    with client.consumer(topic, "s", start="earliest") as consumer:
+        found = []
+        for message in consumer.messages(limit=20_000, timeout=PATIENCE):
+            found.append(message.payload)
+            consumer.ack(message)
+    assert found == numbered(20_000)
+    described = client.describe_subscription(topic, "s")
+    assert (described.cursor, described.lag, described.consumers) == (20_000, 0, ())
+    with client.consumer(topic, "s") as consumer, pytest.raises(WaitTimeoutError):
+        consumer.receive(0.3)
+
+
+def test_many_threads_publish_through_one_producer(broker, client, topic):
+    with client.producer(topic, create=True, max_batch_messages=50) as producer:
+        found = {}
+
+        def publish(name):
+            sent = [(payload, producer.send(payload)) for payload in numbered(500, name)]
+            found.update((payload, one.result(PATIENCE)) for payload, one in sent)
+
+        threads = [threading.Thread(target=publish, args=(f"t{number}",)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    log = payloads_in(broker, topic)
+    assert {payload: log.index(payload) for payload in found} == found
+    for number in range(4):
+        mine = [one for one in log if one.startswith(b"t%d-" % number)]
+        assert mine == numbered(500, f"t{number}")
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_messages_go_in_batches(client, topic, monkeypatch, most):
+    sizes = []
+    write = PutStream.write
+
+    async def counting(self, batch, sequence):
+        sizes.append(batch.num_rows)
+        await write(self, batch, sequence)
+
+    monkeypatch.setattr(PutStream, "write", counting)
+    with client.producer(topic, create=True, max_batch_messages=most) as producer:
+        for payload in numbered(1000):
+            producer.send(payload)
+    assert sum(sizes) == 1000
+    assert max(sizes) <= most
+    assert len(sizes) <= 1000 / most + 100
+
+
+def test_a_done_callback_is_called(client, topic):
+    with client.producer(topic, create=True) as producer:
+        called = threading.Event()
+        seen = []
+
+        def callback(sent):
+            seen.append(sent.result())
+            with pytest.raises(InvalidRequestError):
+                producer.flush()
+            called.set()
+
+        sent = producer.send(b"x")
+        sent.add_done_callback(callback)
+        assert called.wait(PATIENCE)
+        sent.add_done_callback(lambda one: seen.append(one.result()))
+        assert seen == [0, 0]
+
+
+def test_what_is_no_message_is_refused_at_once(client, topic):
+    with client.producer(topic, create=True) as producer:
+        for wrong in ({"payload": "text"}, {"payload": b"", "attributes": {"a": 1}}):
+            with pytest.raises(InvalidRequestError):
+                producer.send(wrong.pop("payload"), **wrong)
+        assert producer.publish(b"x") == 0
+
+
+def test_a_message_that_is_refused_fails_alone(broker, client, topic):
+    client.create_topic(topic)
+    client.set_topic_policies(topic, {"max_message_size": 1000})
+    with client.producer(topic) as producer:
+        sent = [producer.send(b"x" * (5000 if number in (3, 200) else 10)) for number in range(300)]
+        assert isinstance(sent[3].exception(PATIENCE), InvalidRequestError)
+        with pytest.raises(InvalidRequestError):
+            sent[200].result(PATIENCE)
+        offsets = [one.result(PATIENCE) for at, one in enumerate(sent) if at not in (3, 200)]
+        assert offsets == list(range(298))
+        assert producer.publish(b"after") == 298
+
+
+def test_a_large_message(client, topic):
+    with client.producer(topic, create=True) as producer:
+        assert producer.publish(b"x" * 5_000_000) == 0
+        with pytest.raises((MessageTooLargeError, InvalidRequestError)):
+            producer.publish(b"x" * 60_000_000)
+        assert producer.publish(b"y") == 1
+    with client.consumer(topic, "s", start="earliest") as consumer:
+        assert len(consumer.receive(PATIENCE).payload) == 5_000_000
+
+
+def test_nack_has_a_message_come_again(client, topic):
+    with client.producer(topic, create=True) as producer:
+        producer.publish(b"poison")
+        producer.publish(b"fine")
+    with client.consumer(topic, "s", kind="shared", start="earliest") as consumer:
+        policy = FailurePolicy(
+            max_redelivery_count=1, base_redelivery_delay_ms=1, poison=PoisonPolicy.DROP
+        )
+        client.set_failure_policy(topic, "s", policy)
+        assert client.failure_policy(topic, "s") == policy
+        attempts = Counter()
+        for message in consumer.messages(limit=3, timeout=PATIENCE):
+            attempts[message.payload] += 1
+            if message.payload == b"fine":
+                consumer.ack(message)
+            else:
+                assert message.attempt == attempts[b"poison"]
+                consumer.nack(message, delay=0.01, reason="bad")
+        assert attempts == {b"poison": 2, b"fine": 1}
+        eventually(lambda: client.describe_subscription(topic, "s").cursor == 2)
+
+
+def test_a_shared_subscription_is_shared(client, topic):
+    with (
+        client.consumer(topic, "s", kind="shared", create=True) as one,
+        client.consumer(topic, "s", kind="shared") as other,
+        client.producer(topic) as producer,
+    ):
+        for payload in numbered(400):
+            producer.send(payload)
+        found = []
+        while len(found) < 400:
+            for consumer in (one, other):
+                for message in consumer.messages(timeout=0.2):
+                    found.append((consumer.name, message.payload))
+                    consumer.ack(message)
+    assert sorted(payload for _, payload in found) == sorted(numbered(400))
+    assert len({name for name, _ in found}) == 2
+
+
+def test_a_consumer_that_does_not_take_holds_little(client, topic):
+    with client.producer(topic, create=True) as producer:
+        for _ in range(200):
+            producer.send(b"x" * 100_000)
+    with client.consumer(topic, "s", start="earliest", buffer_bytes=1_000_000) as consumer:
+        core = consumer._core
+        eventually(lambda: core._inbox)
+        time.sleep(0.5)
+        assert sum(len(one.payload) for one in core._inbox) < 4_000_000
+        for message in consumer.messages(limit=200, timeout=PATIENCE):
+            consumer.ack(message)
+        consumer.flush(PATIENCE)
+    assert client.describe_subscription(topic, "s").cursor == 200
+
+
+def test_an_exclusive_subscription_that_is_taken(client, topic):
+    with client.consumer(topic, "s", create=True), pytest.raises(PermissionDeniedError):
+        client.consumer(topic, "s")
+    with pytest.raises(ConflictError):
+        client.consumer(topic, "s", kind="shared")
+    with client.consumer(topic, "s"):
+        pass
+
+
+# -- partitions -----------------------------------------------------------------------------
+
+
+def test_partitions_are_published_to_by_turns_or_by_key(broker, client, topic):
+    parts = [f"{topic}-part-{number}" for number in range(3)]
+    client.create_topic(topic, partitions=3)
+    keys = [f"key-{number}" for number in range(40)]
+    with client.producer(topic) as producer:
+        for payload in numbered(30):
+            producer.send(payload)
+        sent = {key: producer.send(key.encode(), routing_key=key) for key in keys}
+        producer.flush(PATIENCE)
+    assert {key: one.topic for key, one in sent.items()} == {
+        key: parts[partition_of(key, 3)] for key in keys
+    }
+    for part in parts:
+        assert sum(one.startswith(b"m-") for one in payloads_in(broker, part)) == 10
+    with client.consumer(topic, "s", start="earliest") as consumer:
+        found = defaultdict(list)
+        for message in consumer.messages(limit=70, timeout=PATIENCE):
+            found[message.topic].append(message.payload)
+            consumer.ack(message)
+    assert set(found) == set(parts)
+    for part in parts:
+        assert found[part] == payloads_in(broker, part)
+    assert client.subscriptions(topic) == ["s"]
+    client.seek(topic, "s", to="earliest")
+    with pytest.raises(InvalidRequestError):
+        client.seek(topic, "s", to=5)
+    client.seek(parts[1], "s", to=5)
+    assert client.describe_subscription(parts[1], "s").cursor == 5
+
+
+# -- administration -------------------------------------------------------------------------
+
+
+def test_administration(client, topic):
+    with pytest.raises(NotFoundError):
+        client.describe_topic(topic)
+    with pytest.raises(NotFoundError):
+        client.producer(topic)
+    with pytest.raises(NotFoundError):
+        client.consumer(topic, "s")
+    made = client.create_topic(topic, ack="written")
+    assert (made.topic, made.ack, made.next, made.partitions) == (topic, "written", 0, ())
+    assert client.create_topic(topic).incarnation == made.incarnation
+    with pytest.raises(AlreadyExistsError):
+        client.create_topic(topic, partitions=2)
+    assert topic in client.topics()
+    assert client.partitions(topic) == [topic]
+    with client.consumer(topic, "s", start="earliest"):
+        with client.producer(topic) as producer:
+            producer.publish(b"a")
+            later = datetime.now(UTC) + timedelta(hours=1)
+        [subscription] = client.describe_topic(topic).subscriptions
+        assert (subscription.subscription, subscription.lag) == ("s", 1)
+        client.seek(topic, "s", to="latest")
+        assert client.describe_subscription(topic, "s").cursor == 1
+        client.seek(topic, "s", to=0)
+        client.seek(topic, "s", to=later)
+        assert client.describe_subscription(topic, "s").cursor == 1
+        with pytest.raises(ConflictError):
+            client.unsubscribe(topic, "s")
+        client.set_max_unacked_messages(topic, "s", 5)
+        assert client.describe_subscription(topic, "s").max_unacked_messages == 5
+    with pytest.raises(InvalidRequestError):
+        client.seek(topic, "s", to="middle")
+    client.unload_topic(topic)
+    client.unsubscribe(topic, "s")
+    assert client.subscriptions(topic) == []
+    client.delete_topic(topic)
+    with pytest.raises(NotFoundError):
+        client.delete_topic(topic)
+    client.create_namespace("clients")
+    with pytest.raises(AlreadyExistsError):
+        client.create_namespace("clients")
+    assert "clients" in client.namespaces()
+    assert client.topics("clients") == []
+    client.delete_namespace("clients")
+    with pytest.raises(NotFoundError):
+        client.topics("clients")
+
+
+# -- names and epochs -----------------------------------------------------------------------
+
+
+def test_a_program_that_is_started_again_takes_the_name_over(broker, client, topic):
+    with client.producer(topic, name="shop", create=True) as old:
+        old.publish(b"1")
+        with Client(broker.address) as restarted:
+            # Within the same second, most likely: no message is taken for one of those before.
+            for number in range(2, 6):
+                with restarted.producer(topic, name="shop") as new:
+                    assert new.publish(b"%d" % number) == number - 1
+        with pytest.raises(ConflictError, match="replaced"):
+            old.publish(b"zombie")
+    assert payloads_in(broker, topic) == [b"1", b"2", b"3", b"4", b"5"]
+
+
+# -- brokers that end -----------------------------------------------------------------------
+
+
+class Load:
+    """Publishes numbered messages until it is told to stop, and remembers what was acknowledged."""
+
+    def __init__(self, client, topic, name):
+        self.name = name
+        self.acked = {}
+        self.sent = 0
+        self._client = client
+        self._topic = topic
+        self._ends = threading.Event()
+        self._error = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            with self._client.producer(
+                self._topic, name=self.name, max_batch_messages=50, max_pending_bytes=500_000
+            ) as producer:
+                while not self._ends.wait(0.0005):
+                    number = self.sent
+                    self.sent += 1
+                    sent = producer.send(f"{self.name}-{number}".encode())
+                    sent.add_done_callback(functools.partial(self._done, number))
+        except IsterError as error:
+            self._error = error
+
+    def _done(self, number, sent):
+        self.acked[number] = sent.result()
+
+    def stop(self):
+        self._ends.set()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        assert self._error is None
+        assert len(self.acked) == self.sent
+
+
+class Taker:
+    """Consumes and acknowledges until it is told to stop."""
+
+    def __init__(self, consumer):
+        self.seen = []
+        self._consumer = consumer
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._ends.is_set():
+            for message in self._consumer.messages(timeout=0.2):
+                self.seen.append((message.offset, message.payload))
+                self._consumer.ack(message)
+
+    def stop(self):
+        self._ends.set()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+def check_log(broker, topic, loads):
+    """Each message is there once, in its producer's order, at the offset that it was told."""
+    log = payloads_in(broker, topic)
+    assert len(log) == len(set(log)), "no message twice"
+    assert len(log) == sum(load.sent for load in loads)
+    for load in loads:
+        mine = [one for one in log if one.startswith(f"{load.name}-".encode())]
+        assert mine == numbered(load.sent, load.name)
+        for number, offset in load.acked.items():
+            assert log[offset] == f"{load.name}-{number}".encode()
+    return log
+
+
+def test_a_broker_is_killed_under_load(tmp_path, topic):
+    with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
+        client.create_topic(topic)
+        consumer = client.consumer(topic, "s", start="earliest")
+        loads = [Load(client, topic, name) for name in ("p", "q")]
+        taker = Taker(consumer)
+        for _ in range(3):
+            before = sum(len(load.acked) for load in loads)
+            eventually(lambda b=before: sum(len(load.acked) for load in loads) > b + 300)
+            time.sleep(0.05)
+            broker.crash()
+        before = sum(len(load.acked) for load in loads)
+        eventually(lambda: sum(len(load.acked) for load in loads) > before + 300)
+        for load in loads:
+            load.stop()
+        log = check_log(broker, topic, loads)
+        eventually(lambda: len({offset for offset, _ in taker.seen}) == len(log))
+        taker.stop()
+        consumer.flush(PATIENCE)
+        assert client.describe_subscription(topic, "s").cursor == len(log)
+        consumer.close()
+        for offset, payload in taker.seen:
+            assert log[offset] == payload
+        # What comes twice was acknowledged after the cursor was last written, before a kill.
+        assert len(taker.seen) - len(log) <= 3 * 2000
+
+
+def test_a_broker_is_restarted_under_load_and_nothing_comes_twice(tmp_path, topic):
+    with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
+        client.create_topic(topic)
+        consumer = client.consumer(topic, "s", start="earliest")
+        loads = [Load(client, topic, name) for name in ("p", "q")]
+        taker = Taker(consumer)
+        for _ in range(2):
+            before = sum(len(load.acked) for load in loads)
+            eventually(lambda b=before: sum(len(load.acked) for load in loads) > b + 300)
+            broker.restart()
+        before = sum(len(load.acked) for load in loads)
+        eventually(lambda: sum(len(load.acked) for load in loads) > before + 300)
+        for load in loads:
+            load.stop()
+        log = check_log(broker, topic, loads)
+        eventually(lambda: len(taker.seen) >= len(log))
+        taker.stop()
+        consumer.close(PATIENCE)
+        assert taker.seen == list(enumerate(log))
+
+
+def test_what_the_program_holds_is_not_handed_out_again(tmp_path, topic):
+    with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
+        with client.producer(topic, create=True) as producer:
+            for payload in numbered(20):
+                producer.send(payload)
+        with client.consumer(topic, "s", start="earliest") as consumer:
+            held = list(consumer.messages(limit=10, timeout=PATIENCE))
+            broker.crash()
+            more = list(consumer.messages(limit=10, timeout=PATIENCE))
+            assert [one.payload for one in held + more] == numbered(20)
+            for message in held + more:
+                consumer.ack(message)
+            consumer.flush(PATIENCE)
+            assert client.describe_subscription(topic, "s").cursor == 20
+            with pytest.raises(WaitTimeoutError):
+                consumer.receive(0.5)
+
+
+def test_acknowledgements_are_said_again_until_they_are_confirmed(tmp_path, topic):
+    with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
+        with client.producer(topic, create=True) as producer:
+            for payload in numbered(20):
+                producer.send(payload)
+        with client.consumer(topic, "s", start="earliest") as consumer:
+            held = list(consumer.messages(limit=20, timeout=PATIENCE))
+            broker.kill()
+            for message in held:
+                consumer.ack(message)
+            with pytest.raises(WaitTimeoutError):
+                consumer.flush(0.3)
+            broker.start()
+            consumer.flush(PATIENCE)
+            assert client.describe_subscription(topic, "s").cursor == 20
+
+
+def test_messages_fail_when_the_time_is_over_and_later_ones_go_on(tmp_path, topic):
+    with BrokerProcess(tmp_path) as broker, Client(broker.address, timeout=3) as client:
+        with client.producer(topic, create=True) as producer:
+            assert producer.publish(b"first") == 0
+            broker.kill()
+            sent = [producer.send(payload) for payload in numbered(10)]
+            for one in sent:
+                with pytest.raises(UnavailableError):
+                    one.result(PATIENCE)
+            with pytest.raises(UnavailableError):
+                client.describe_topic(topic)
+            with pytest.raises(UnavailableError):
+                client.consumer(topic, "s")
+            broker.start()
+            assert producer.publish(b"last") == 1
+        assert payloads_in(broker, topic) == [b"first", b"last"]
+
+
+def test_a_consumer_fails_when_the_time_is_over(tmp_path, topic):
+    with BrokerProcess(tmp_path) as broker, Client(broker.address, timeout=1) as client:
+        consumer = client.consumer(topic, "s", create=True)
+        broker.kill()
+        with pytest.raises(UnavailableError):
+            consumer.receive(PATIENCE)
+        with pytest.raises(UnavailableError):
+            for _ in consumer:
+                pass
+        consumer.close()
+
+
+def test_a_broker_that_hangs(tmp_path, topic):
+    with BrokerProcess(tmp_path) as broker:
+        client = Client(broker.address)
+        producer = client.producer(topic, create=True, max_pending_bytes=100_000)
+        assert producer.publish(b"first") == 0
+        broker.pause()
+        waiting = []
+        with pytest.raises(CapacityError, match="not acknowledged"):
+            waiting.extend(producer.send(payload, timeout=0.2) for payload in numbered(10_000))
+        assert 100 < len(waiting) < 1000
+        with pytest.raises(WaitTimeoutError):
+            waiting[0].result(0.1)
+        with pytest.raises(WaitTimeoutError):
+            producer.flush(0.1)
+        broker.resume()
+        producer.flush(PATIENCE)
+        assert [one.result(0) for one in waiting] == list(range(1, len(waiting) + 1))
+        broker.pause()
+        lost = producer.send(b"lost")
+        begin = time.monotonic()
+        with pytest.raises(WaitTimeoutError):
+            client.close(timeout=0.5)
+        assert time.monotonic() - begin < 20
+        with pytest.raises(ClosedError):
+            lost.result(0)
+        assert not [one for one in threading.enumerate() if one.name.startswith("ister-client")]
+        broker.resume()
+
+
+def test_a_topic_that_is_moved_to_another_broker(tmp_path, topic):
+    shared = {
+        "storage": {
+            "metadata": {"backend": "sqlite", "path": str(tmp_path / "metadata.db")},
+            "cloud": {"backend": "fs", "root": str(tmp_path / "objects")},
+            "uploader": {"engine": "embedded"},
+        }
+    }
+    with (
+        BrokerProcess(tmp_path / "a", settings=shared) as one,
+        BrokerProcess(tmp_path / "b", settings=shared) as other,
+        Client(f"{one.address},{other.address}") as client,
+    ):
+        client.create_topic(topic)
+        consumer = client.consumer(topic, "s", start="earliest")
+        load, taker = Load(client, topic, "p"), Taker(consumer)
+        eventually(lambda: len(load.acked) > 200)
+        assert topic in open_topics(one)
+        client.unload_topic(topic)
+        before = len(load.acked)
+        eventually(lambda: len(load.acked) > before + 200)
+        load.stop()
+        eventually(lambda: len(taker.seen) >= load.sent)
+        taker.stop()
+        consumer.close(PATIENCE)
+        assert [payload for _, payload in taker.seen] == numbered(load.sent, "p")
+        assert [load.acked[number] for number in range(load.sent)] == list(range(load.sent))
+        assert topic in open_topics(other)
+        assert topic not in open_topics(one)
+
+
+def test_any_of_several_brokers_will_do(broker, topic):
+    with (
+        Client(f"127.0.0.1:1,{broker.address}") as client,
+        client.producer(topic, create=True) as producer,
+    ):
+        assert producer.publish(b"x") == 0
+
+
+def test_nobody_is_there():
+    with Client("127.0.0.1:1", timeout=0.5) as client:
+        with pytest.raises(UnavailableError):
+            client.producer("/default/t")
+        with pytest.raises(UnavailableError):
+            client.topics()
+
+
+# -- the end --------------------------------------------------------------------------------
+
+
+def test_closing(broker, topic):
+    client = Client(broker.address)
+    producer = client.producer(topic, create=True, linger_ms=3_600_000)
+    consumer = client.consumer(topic, "s", start="earliest")
+    sent = [producer.send(payload) for payload in numbered(100)]
+    ended = threading.Thread(target=lambda: [None for _ in consumer])
+    ended.start()
+    eventually(lambda: client.describe_subscription(topic, "s").in_flight)
+    client.close()
+    client.close()
+    ended.join(PATIENCE)
+    assert not ended.is_alive(), "iteration ends with the consumer"
+    assert [one.result(0) for one in sent] == list(range(100)), "close flushes"
+    with pytest.raises(ClosedError):
+        producer.send(b"x")
+    with pytest.raises(ClosedError):
+        consumer.receive()
+    with pytest.raises(ClosedError):
+        client.topics()
+    producer.close()
+    consumer.close()
+
+
+def test_an_error_in_a_block_closes_all_the_same(broker, topic):
+    def fail():
+        with (
+            Client(broker.address) as client,
+            client.producer(topic, create=True) as producer,
+            client.consumer(topic, "s", start="earliest") as consumer,
+        ):
+            producer.send(b"x")
+            consumer.ack(consumer.receive(PATIENCE))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert payloads_in(broker, topic) == [b"x"]
+
+
+def test_another_consumers_message_is_not_acknowledged(client, topic):
+    with client.producer(topic, create=True) as producer:
+        producer.publish(b"x")
+    with (
+        client.consumer(topic, "s", start="earliest") as one,
+        client.consumer(topic, "t", start="earliest") as other,
+    ):
+        message = one.receive(PATIENCE)
+        with pytest.raises(InvalidRequestError):
+            other.ack(message)
+        with pytest.raises(InvalidRequestError):
+            one.nack(message, delay=-1)
+
+
+# -- asyncio --------------------------------------------------------------------------------
+
+
+def test_asyncio(broker, topic):
+    async def scenario():
+        async with AsyncClient(broker.address, timeout=PATIENCE) as client:
+            async with client.producer(topic, create=True) as producer:
+                sent = [await producer.send(payload) for payload in numbered(2000)]
+                assert [await one for one in sent] == list(range(2000))
+                assert await sent[0] == 0
+                assert await producer.publish(b"last", routing_key="k") == 2000
+            consumer = await client.consumer(topic, "s", start="earliest")
+            async for message in consumer.messages(limit=2001, timeout=PATIENCE):
+                consumer.ack(message)
+            await consumer.flush(PATIENCE)
+            assert (await client.describe_subscription(topic, "s")).cursor == 2001
+            waiting = asyncio.create_task(consumer.receive())
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            with pytest.raises(WaitTimeoutError):
+                await consumer.receive(0.05)
+            await client.seek(topic, "s", to=1999)
+            found = [message.payload async for message in consumer.messages(limit=2)]
+            assert found == [b"m-1999", b"last"]
+            await consumer.close()
+            assert [message async for message in consumer] == []
+        with pytest.raises(ClosedError):
+            await client.topics()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+
+
+def test_asyncio_waits_for_room_and_can_be_cancelled(tmp_path, topic):
+    async def scenario(broker):
+        async with AsyncClient(broker.address) as client:
+            producer = await client.producer(topic, create=True, max_pending_bytes=50_000)
+            await producer.publish(b"first")
+            broker.pause()
+
+            async def send_many():
+                for _ in range(10_000):
+                    await producer.send(b"x", timeout=0.1)
+
+            try:
+                with pytest.raises(CapacityError):
+                    await send_many()
+                waiting = asyncio.create_task(producer.send(b"never"))
+                await asyncio.sleep(0.05)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                with pytest.raises(WaitTimeoutError):
+                    await producer.flush(0.05)
+            finally:
+                broker.resume()
+            await producer.close(PATIENCE)
+
+    with BrokerProcess(tmp_path) as broker:
+        asyncio.run(asyncio.wait_for(scenario(broker), 2 * PATIENCE))
+        assert b"never" not in payloads_in(broker, topic)
+
+
+def test_two_loops_and_a_blocking_client_in_one_process(broker, client, topic):
+    async def scenario(name):
+        async with AsyncClient(broker.address) as own, own.producer(topic, name=name) as producer:
+            for payload in numbered(50, name):
+                await producer.publish(payload)
+
+    client.create_topic(topic)
+    threads = [threading.Thread(target=asyncio.run, args=(scenario(name),)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    with client.producer(topic, name="c") as producer:
+        for payload in numbered(50, "c"):
+            producer.publish(payload)
+    for thread in threads:
+        thread.join()
+    assert sorted(payloads_in(broker, topic)) == sorted(
+        payload for name in "abc" for payload in numbered(50, name)
+    )
+
+
+def test_the_example(tmp_path):
+    printed = run_example("client.py", tmp_path / "data", home=tmp_path / "home")
+    assert printed.splitlines() == [
+        "3000 orders in the topic, ack level synced",
+        "eu-1: 1000 orders",
+        "eu-2: 1000 orders",
+        "us-1: 1000 orders",
+        f"sum: {sum(number % 39 + 0.25 for number in range(3000)):.2f}",
+    ]
+
+
+# -- security -------------------------------------------------------------------------------
+
+
+def test_tokens_and_certificates(tmp_path, topic):
+    authority = Authority("servers")
+    cert_file, key_file = authority.issue("broker", names=LOCAL_NAMES).write(tmp_path, "broker")
+    ca_file = authority.write(tmp_path, "servers")
+    key, line = make_api_key("loader")
+    auth = auth_settings(tmp_path, super_admins=["loader"])
+    (tmp_path / "api-keys").write_text(f"{line}\n")
+    tls = {"cert_file": cert_file, "key_file": key_file}
+    with BrokerProcess(
+        tmp_path / "broker", settings={"broker": {"tls": tls, "auth": auth}}
+    ) as broker:
+        trusted = TlsOptions(ca=ca_file)
+        asked = []
+
+        def fresh():
+            asked.append(1)
+            return key
+
+        for token in (key, fresh):
+            with Client(broker.address, token=token, tls=trusted) as client:
+                with client.producer(topic, create=True) as producer:
+                    producer.publish(b"x")
+                with client.consumer(topic, f"s-{len(asked)}", start="earliest") as consumer:
+                    assert consumer.receive(PATIENCE).payload == b"x"
+        assert len(asked) > 2
+        with (
+            Client(broker.address, token="ist_wrong", tls=trusted, timeout=5) as client,
+            pytest.raises(UnauthenticatedError) as caught,
+        ):
+            client.producer(topic)
+        assert "ist_wrong" not in str(caught.value)
+        with (
+            Client(broker.address, token=key, tls=True, timeout=1) as client,
+            pytest.raises(UnavailableError),
+        ):
+            client.topics()
+        assert key not in json.dumps(repr(Client)) + broker.log

@@ -1,0 +1,374 @@
+"""Two brokers with disks of their own that share a metadata store and a bucket.
+
+A topic is at one of them at a time. The real client finds it wherever it is, and goes with it when
+it moves: offsets go on, cursors and attempts too. Files that a killed broker left behind are waited
+for: nobody else answers for what is in them.
+"""
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+
+pytest.importorskip("danube")
+
+import grpc
+
+from danube_rig import connect, eventually, numbered, offsets, refused, run, texts, topic_for
+from ister.broker.wire import danube, danube_admin, ister_api
+from servers.broker import BrokerProcess
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+REDIRECT, CONNECT = 0, 1
+
+
+def start_pair(stack, directory, *, lease_ttl_seconds):
+    """Two brokers, running, with shared stores."""
+    settings = {
+        "storage": {
+            "cloud": {"root": str(directory / "objects")},
+            "metadata": {
+                "path": str(directory / "metadata.db"),
+                "lease_ttl_seconds": lease_ttl_seconds,
+            },
+        },
+        "dispatch": {"progress_flush_interval_seconds": 1},
+    }
+    return [
+        stack.enter_context(BrokerProcess(directory / name, settings=settings))
+        for name in ("a", "b")
+    ]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    with ExitStack() as stack:
+        yield start_pair(stack, tmp_path_factory.mktemp("pair"), lease_ttl_seconds=30)
+
+
+@pytest.fixture
+def topic(request):
+    return topic_for(request)
+
+
+async def lookup(session, topic):
+    """Kind of answer and address."""
+    found = await session.discovery.TopicLookup(
+        danube.TopicLookupRequest(request_id=3, topic=topic)
+    )
+    assert found.request_id == 3
+    assert found.connect_url == found.broker_url
+    return found.response_type, found.broker_url
+
+
+async def send_until_taken(producer, payload):
+    """As a program does that goes on when its client has given up."""
+    while True:
+        try:
+            await producer.send(payload.encode())
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is UNAVAILABLE, error
+            await asyncio.sleep(0.1)
+        else:
+            return
+
+
+async def next_offset(session, topic):
+    return (await session.admin.DescribeTopic(ister_api.TopicName(topic=topic))).next
+
+
+# -- where a topic is -------------------------------------------------------------------------
+
+
+def test_each_knows_of_the_other(pair):
+    async def scenario():
+        a, b = pair
+        async with connect(a) as at_a, connect(b) as at_b:
+            for session in (at_a, at_b):
+                listed = await session.brokers.ListBrokers(danube_admin.Empty())
+                assert {one.broker_addr for one in listed.brokers} == {a.url, b.url}
+
+    run(scenario())
+
+
+def test_a_look_up_sends_clients_to_the_owner_by_the_whole_name(pair, topic):
+    async def scenario():
+        a, b = pair
+        async with connect(a) as at_a, connect(b) as at_b:
+            await at_a.create_topic(topic)
+            await at_b.create_topic(f"{topic}2")
+            for session, name, answer in (
+                (at_a, topic, (CONNECT, a.url)),
+                (at_b, topic, (REDIRECT, a.url)),
+                (at_b, f"{topic}2", (CONNECT, b.url)),
+                (at_a, f"{topic}2", (REDIRECT, b.url)),
+            ):
+                assert await lookup(session, name) == answer
+            # A name that is the beginning of both is none.
+            for session in (at_a, at_b):
+                assert await refused(lookup(session, topic[:-1])) is grpc.StatusCode.NOT_FOUND
+                assert await session.partitions(topic) == [topic]
+
+    run(scenario())
+
+
+def test_a_topic_that_the_other_one_has_just_made_is_found_at_once(pair, topic):
+    """Danube's client takes no answer for none, and does not ask again."""
+
+    async def scenario():
+        async with connect(pair[0]) as at_a, connect(pair[1]) as at_b:
+            for kind in ("plain", "loose", "parts"):
+                name = f"{topic}-{kind}"
+                # It has just looked, and there was none.
+                assert await at_b.partitions(name) == []
+                made = [name]
+                if kind == "parts":
+                    made = [f"{name}-part-{number}" for number in range(3)]
+                    await at_a.producer(name, partitions=3)
+                else:
+                    await at_a.create_topic(name, reliable=kind == "plain")
+                assert await at_b.partitions(name) == made
+
+    run(scenario())
+
+
+def test_a_topic_is_not_served_by_the_other_one(pair, topic):
+    """Whoever comes to the wrong one is told to look it up again, whatever they want."""
+
+    async def scenario():
+        a, b = pair
+        async with connect(a) as at_a, connect(b) as at_b:
+            await at_a.send(topic, numbered(3))
+            for call in (
+                at_b.raw_producers.CreateProducer(
+                    danube.ProducerRequest(topic_name=topic, producer_name="p", dispatch_strategy=1)
+                ),
+                at_b.raw_consumers.Subscribe(
+                    danube.ConsumerRequest(topic_name=topic, consumer_name="c", subscription="s")
+                ),
+                at_b.raw_producers.SendMessage(
+                    danube.StreamMessage(
+                        msg_id=danube.MsgID(producer_id=1, topic_name=topic), producer_name="p"
+                    )
+                ),
+                at_b.raw_consumers.Ack(
+                    danube.AckRequest(msg_id=danube.MsgID(topic_name=topic), subscription_name="s")
+                ),
+            ):
+                assert await refused(call) is UNAVAILABLE
+            assert await next_offset(at_a, topic) == 3
+            # The real client, which looks first, works through either.
+            await at_b.send(topic, numbered(2, 3))
+            inbox = await at_b.consumer(topic, attached=False)
+            await eventually(lambda: at_a.describe(topic))
+            await at_a.seek(topic, earliest=True)
+            assert texts(await inbox.take(5)) == numbered(5)
+
+    run(scenario())
+
+
+# -- moves ------------------------------------------------------------------------------------
+
+
+def test_a_moved_topic_continues_its_offsets(pair, topic):
+    """10 sent, 5 acknowledged, unloaded, 8 more: 5 to 17 come from the other one, each once."""
+
+    async def scenario():
+        a, b = pair
+        async with connect(a) as at_a, connect(b) as at_b:
+            producer = await at_a.producer(topic)
+            inbox = await at_a.consumer(topic)
+            for payload in numbered(10):
+                await producer.send(payload.encode())
+            first = await inbox.take(10, ack=False)
+            assert offsets(first) == list(range(10))
+            await inbox.ack(*first[:5])
+            await at_a.unload(topic)
+            # The producer was made at the one and heals to the other, by itself.
+            for payload in numbered(8, 10):
+                await asyncio.wait_for(producer.send(payload.encode()), 30)
+            assert await lookup(at_a, topic) == (REDIRECT, b.url)
+            assert await lookup(at_b, topic) == (CONNECT, b.url)
+            rest = await inbox.take(13)
+            assert offsets(rest) == list(range(5, 18))
+            assert texts(rest) == numbered(13, 5)
+            await inbox.expect_silence()
+            await at_b.wait_for_cursor(topic, 18)
+            assert await next_offset(at_b, topic) == 18
+
+    run(scenario())
+
+
+def test_a_moved_topic_delivers_the_unacknowledged_message_first(pair, topic):
+    async def scenario():
+        a, b = pair
+        async with connect(b) as at_b, connect(a) as at_a:
+            producer = await at_b.producer(topic)
+            inbox = await at_b.consumer(topic)
+            await at_b.set_window(topic, 4)
+            for payload in numbered(10):
+                await producer.send(payload.encode())
+            await inbox.take(3)
+            assert offsets([await inbox.one()]) == [3]
+            # 4, 5, 6 are in the window, and with the client already.
+            assert offsets(await inbox.take(3, ack=False)) == [4, 5, 6]
+            await at_b.unload(topic)
+            for payload in numbered(5, 10):
+                await asyncio.wait_for(producer.send(payload.encode()), 30)
+            rest = await inbox.take(12)
+            assert offsets(rest) == [3, *range(4, 15)]
+            assert texts(rest) == numbered(12, 3)
+            await inbox.expect_silence()
+            # The window has moved along.
+            assert (await at_a.describe(topic)).max_unacked_messages == 4
+            assert await lookup(at_b, topic) == (REDIRECT, a.url)
+
+    run(scenario())
+
+
+def test_offsets_never_repeat_however_often_a_topic_moves(pair, topic):
+    async def scenario():
+        async with connect(pair[0]) as at_a, connect(pair[1]) as at_b:
+            sessions = [at_a, at_b]
+            for turn in range(4):
+                here, there = sessions[turn % 2], sessions[(turn + 1) % 2]
+                await here.send(topic, numbered(5, 5 * turn), name=f"producer-{turn}")
+                assert await next_offset(here, topic) == 5 * (turn + 1)
+                await here.unload(topic)
+                assert (await lookup(here, topic))[0] == REDIRECT
+                assert (await lookup(there, topic))[0] == CONNECT
+            inbox = await at_a.consumer(topic)
+            await at_a.seek(topic, earliest=True)
+            messages = await inbox.take(20)
+            assert offsets(messages) == list(range(20))
+            assert texts(messages) == numbered(20)
+
+    run(scenario())
+
+
+def test_attempts_and_acks_out_of_order_move_along(pair, topic):
+    async def scenario():
+        async with connect(pair[0]) as at_a, connect(pair[1]) as at_b:
+            inbox_topic, dead = topic, f"{topic}-dead"
+            await at_a.create_topic(inbox_topic)
+            inbox = await at_a.consumer(inbox_topic)
+            await at_a.set_failure_policy(
+                inbox_topic, poison="DeadLetter", retries=2, delay_ms=0, dead_letter_topic=dead
+            )
+            await at_a.send(inbox_topic, numbered(5))
+            messages = await inbox.take(5, ack=False)
+            await inbox.ack(messages[0], messages[2], messages[4])
+            for _ in range(2):
+                await inbox.nack(messages[1], reason="bad")
+                assert offsets([await inbox.one()]) == [1]
+            await at_a.unload(inbox_topic)
+            assert (await lookup(at_b, inbox_topic))[0] == CONNECT
+            # Neither 2 nor 4, which were acknowledged above the cursor.
+            again = await inbox.take(2, ack=False)
+            assert offsets(again) == [1, 3]
+            # The third failure is one too many.
+            await inbox.nack(again[0], reason="still bad")
+            await inbox.ack(again[1])
+            await at_b.wait_for_cursor(inbox_topic, 5)
+            letters = await at_b.consumer(dead, "reader")
+            await at_b.seek(dead, earliest=True)
+            [letter] = await letters.take(1)
+            assert letter.payload == b"message 1"
+            assert letter.attributes["x-delivery-attempt"] == "3"
+            assert letter.attributes["x-failure-reason"] == "still bad"
+
+    run(scenario())
+
+
+# -- going for good, and coming back ----------------------------------------------------------
+
+
+def test_a_broker_that_hands_everything_over_can_go(pair, topic):
+    async def scenario(a, b):
+        names = [f"{topic}-{number}" for number in range(3)]
+        async with connect(a) as at_a:
+            for name in names:
+                await at_a.send(name, numbered(5))
+            answer = await at_a.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
+            assert answer.total >= 3
+            assert (answer.succeeded, answer.failed) == (answer.total, 0)
+            again = await at_a.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
+            assert again.total == 0
+        a.stop()
+        async with connect(b) as at_b:
+            for name in names:
+                await at_b.send(name, numbered(1, 5))
+                inbox = await at_b.consumer(name)
+                await at_b.seek(name, earliest=True)
+                assert texts(await inbox.take(6)) == numbered(6)
+            listed = await at_b.brokers.ListBrokers(danube_admin.Empty())
+            assert [one.broker_addr for one in listed.brokers] == [b.url]
+
+    a, b = pair
+    try:
+        run(scenario(a, b))
+    finally:
+        if not a.is_running:
+            a.start()
+
+
+def test_the_files_of_a_killed_broker_are_waited_for(tmp_path):
+    """What it had acknowledged is on its disk alone: nobody else may answer for the topic."""
+
+    async def scenario(a, b):
+        name, other = "/default/t", "/default/t2"
+        async with connect(b) as at_b:
+            async with connect(a) as at_a:
+                await at_a.create_topic(name)
+            producer = await at_b.producer(name)
+            inbox = await at_b.consumer(name, attached=False)
+            for payload in numbered(10):
+                await producer.send(payload.encode())
+            messages = await inbox.take(10, ack=False)
+            await inbox.ack(*messages[:4])
+            await asyncio.sleep(1.5)  # the cursor is written
+            a.kill()
+
+            async def is_elsewhere():
+                try:
+                    await lookup(at_b, name)
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is UNAVAILABLE, error
+                    return True
+                return False  # the lease has not ended: it still points to the killed one
+
+            await eventually(is_elsewhere)
+            create = danube.ProducerRequest(
+                topic_name=name, producer_name="p2", dispatch_strategy=1
+            )
+            assert await refused(at_b.raw_producers.CreateProducer(create)) is UNAVAILABLE
+            assert (
+                await refused(
+                    at_b.raw_consumers.Subscribe(
+                        danube.ConsumerRequest(
+                            topic_name=name, consumer_name="c", subscription="s2"
+                        )
+                    )
+                )
+                is UNAVAILABLE
+            )
+            # It is not gone, only out of reach; others are served.
+            assert await at_b.partitions(name) == [name]
+            await at_b.send(other, numbered(1))
+            # A client of the other one that keeps trying gets through once it is back.
+            sending = asyncio.create_task(send_until_taken(producer, "message 10"))
+            await asyncio.sleep(0.5)
+            assert not sending.done()
+            await asyncio.to_thread(a.start)
+            await asyncio.wait_for(sending, 60)
+            assert await lookup(at_b, name) == (REDIRECT, a.url)
+            async with connect(a) as at_a:
+                assert await next_offset(at_a, name) == 11
+                reader = await at_a.consumer(name, "reader", subscription="all")
+                await at_a.seek(name, "all", earliest=True)
+                assert texts(await reader.take(11)) == numbered(11)
+                # Its own consumer goes on where it was.
+                assert offsets(await inbox.take(7)) == list(range(4, 11))
+
+    with ExitStack() as stack:
+        run(scenario(*start_pair(stack, tmp_path, lease_ttl_seconds=4)))

@@ -1,0 +1,245 @@
+"""`ister serve`: settings from arguments, what it says, how it ends."""
+
+import argparse
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+
+from ister.cli import serve
+from ister.cli.main import main
+from ister.errors import ConfigError
+
+ANY_PORTS = ["--port=0", "--flight-port=0", "--http-port=0"]
+PATIENCE_SECONDS = 60.0
+
+
+def parsed(*arguments):
+    """Settings as the command takes them from its arguments."""
+    parser = argparse.ArgumentParser()
+    serve.register(parser.add_subparsers())
+    return serve.load_settings(parser.parse_args(["serve", *arguments]))
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_environment(monkeypatch, tmp_path):
+    for name in list(os.environ):
+        if name.startswith("ISTER_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_without_arguments_it_is_for_this_machine_and_data_is_here():
+    config = parsed()
+    assert config.broker.host == "127.0.0.1"
+    ports = config.broker.ports
+    assert (ports.grpc, ports.flight, ports.http) == (6650, 6651, 9040)
+    assert config.storage.wal.dir.endswith("ister-data/wal")
+    assert not config.broker.allow_insecure
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_arguments_are_settings(tmp_path):
+    config = parsed(
+        f"--data-dir={tmp_path}/d",
+        "--host=0.0.0.0",
+        "--port=1",
+        "--flight-port=2",
+        "--http-port=3",
+        "--allow-insecure",
+    )
+    assert config.storage.wal.dir == f"{tmp_path}/d/wal"
+    assert config.broker.host == "0.0.0.0"
+    ports = config.broker.ports
+    assert (ports.grpc, ports.flight, ports.http) == (1, 2, 3)
+    assert config.broker.allow_insecure
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_arguments_come_before_the_file_and_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "ister.yml"
+    file.write_text(
+        f"storage: {{wal: {{dir: {tmp_path}/f/wal}}}}\nbroker: {{ports: {{grpc: 7, flight: 8}}}}\n"
+    )
+    assert parsed(f"--config={file}").broker.ports.grpc == 7
+    monkeypatch.setenv("ISTER_CONFIG", str(file))
+    config = parsed("--port=9")
+    assert (config.broker.ports.grpc, config.broker.ports.flight) == (9, 8)
+    assert config.storage.wal.dir == f"{tmp_path}/f/wal"
+    # A directory that is named is the one that is meant.
+    assert parsed(f"--data-dir={tmp_path}/d").storage.wal.dir == f"{tmp_path}/d/wal"
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_a_port_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="grpc"):
+        parsed("--port=65536")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--port=x"], ["--config=a", "--data-dir=b"], ["extra"], ["--nonsense"]]
+)
+def test_wrong_usage_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", *arguments])
+    assert stop.value.code == 2
+    assert "usage: ister" in capsys.readouterr().err
+
+
+# -- refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["grpc", "aiohttp", "google.protobuf"])
+def test_a_missing_library_is_answered_with_what_to_install(library, tmp_path):
+    program = (
+        f"import sys; sys.modules[{library!r}] = None\n"
+        "from ister.cli.main import main\n"
+        f"sys.exit(main(['serve', '--data-dir={tmp_path}/d']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert "ister[broker]" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_beyond_this_machine_without_auth_is_refused(capsys, tmp_path):
+    data = tmp_path / "d"
+    assert main(["serve", f"--data-dir={data}", "--host=0.0.0.0", *ANY_PORTS]) == 1
+    error = capsys.readouterr().err
+    assert "allow_insecure" in error
+    assert not data.exists()
+
+
+def test_a_port_that_is_taken_is_told_in_one_line(tmp_path):
+    with closing(socket.socket()) as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "ister.cli.main", "serve", f"--data-dir={tmp_path}/d"),
+                *(f"--port={port}", "--flight-port=0", "--http-port=0", "--log-level=ERROR"),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_SECONDS,
+        )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ister: ")
+
+
+# -- a process --------------------------------------------------------------------------------
+
+
+@contextmanager
+def process(directory, *arguments, **environment):
+    """`ister serve` in a directory, ended whatever happens."""
+    directory.mkdir(exist_ok=True)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ISTER_")}
+    with (
+        (directory / "stderr").open("ab") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "ister.cli.main", "serve", *ANY_PORTS, *arguments],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**clean, **environment},
+        ) as child,
+    ):
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def read_until(child, wanted):
+    """What a process says on standard output up to a text."""
+    said, deadline = b"", time.monotonic() + PATIENCE_SECONDS
+    while wanted not in said:
+        wait = deadline - time.monotonic()
+        assert select.select([child.stdout], [], [], max(wait, 0))[0], said
+        chunk = os.read(child.stdout.fileno(), 65536)
+        assert chunk, f"it ended: {said!r}"
+        said += chunk
+    return said.decode()
+
+
+def end(child, number=signal.SIGTERM):
+    """Its exit code, and how long it took."""
+    start = time.monotonic()
+    child.send_signal(number)
+    return child.wait(PATIENCE_SECONDS), time.monotonic() - start
+
+
+def test_without_arguments_it_serves_on_a_directory_here_and_ends_with_0(tmp_path):
+    with process(tmp_path) as child:
+        said = read_until(child, b"Ctrl-C ends it.\n")
+        assert said.startswith("Ister is ready.\n")
+        assert f"  data    {tmp_path}/ister-data\n" in said
+        [line] = [line for line in said.splitlines() if line.strip().startswith("gRPC")]
+        host, port = line.split()[1].split(":")
+        with closing(socket.create_connection((host, int(port)), 10)):
+            pass
+        code, took = end(child)
+    assert code == 0, (tmp_path / "stderr").read_text()
+    assert took < 10
+    assert (tmp_path / "ister-data" / "wal").is_dir()
+
+
+def test_one_line_of_json_says_where_it_listens(tmp_path):
+    with process(tmp_path, "--json", "--data-dir=d") as child:
+        said = read_until(child, b"\n")
+        event = json.loads(said)
+        assert event.pop("event") == "ready"
+        assert event.pop("pid") == child.pid
+        assert set(event) == {"grpc", "flight", "http"}
+        for address in event.values():
+            host, port = address.split(":")
+            assert host == "127.0.0.1"
+            with closing(socket.create_connection((host, int(port)), 10)):
+                pass
+        code, took = end(child, signal.SIGINT)
+        rest = child.stdout.read()
+    assert (code, rest) == (0, b"")
+    assert took < 10
+    for line in (tmp_path / "stderr").read_text().splitlines():
+        json.loads(line)
+
+
+def test_a_start_that_is_told_to_end_ends(tmp_path):
+    """It stands still just before it is ready, and goes on when it has been told."""
+    with process(tmp_path, "--json", ISTER_FAILPOINTS="broker.before_ready=pause@1") as child:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            with open(f"/proc/{child.pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "T":
+                    break
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        child.send_signal(signal.SIGTERM)
+        code, took = end(child, signal.SIGCONT)
+        assert code == 0, (tmp_path / "stderr").read_text()
+        assert took < 10
+    # The directory is free.
+    with process(tmp_path, "--json") as child:
+        assert json.loads(read_until(child, b"\n"))["event"] == "ready"
+        assert end(child)[0] == 0
