@@ -20,6 +20,7 @@ from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.services.consumer import KINDS
+from ister.broker.tasks import to_the_end
 from ister.broker.topics import Topics
 from ister.broker.wire import danube_admin
 from ister.errors import (
@@ -258,11 +259,14 @@ class TopicAdminService(_Service):
     async def DeleteTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """Deletes a topic for good, or all partitions of one."""
         self._check(Permission.MANAGE_TOPIC, topic=request.name)
-        names = await self._topics.partitions(request.name)
-        await self._topics.delete(request.name)
-        for name in names:
-            await asyncio.to_thread(self._schemas.forget_topic, name)
+        await to_the_end(self._delete(request.name))
         return danube_admin.TopicResponse(success=True)
+
+    async def _delete(self, name: str) -> None:
+        names = await self._topics.partitions(name)
+        await self._topics.delete(name)
+        for one in names:
+            await asyncio.to_thread(self._schemas.forget_topic, one)
 
     async def UnloadTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """Hands a topic over, so that any broker may have it."""
