@@ -306,7 +306,7 @@ def test_what_a_lost_key_shared_consumer_had_is_not_taken_for_done(broker, topic
                 await producer.send_with_key(f"a{number}".encode(), None, f"a-{number}")
             assert len(await a.take(3, ack=False)) == 3
             await a.close()
-            await asyncio.sleep(4)
+            await asyncio.sleep(3.5)
             await producer.send_with_key(b"b0", None, "b-0")
             assert texts(await b.take(1)) == ["b0"]
             assert (await session.describe(topic)).cursor == 0
@@ -385,7 +385,7 @@ def test_an_ack_after_the_ack_timeout_counts(broker, topic, kind):
         async with connect(broker) as session:
             producer = await session.producer(topic)
             inbox = await session.consumer(topic, kind=kind)
-            await session.set_failure_policy(topic, ack_timeout_ms=300, delay_ms=2500)
+            await session.set_failure_policy(topic, ack_timeout_ms=300, delay_ms=1200)
             await producer.send(b"slow")
             message = await inbox.one()
 
@@ -395,7 +395,7 @@ def test_an_ack_after_the_ack_timeout_counts(broker, topic, kind):
             await eventually(waits_for_its_retry)
             await inbox.ack(message)
             await session.wait_for_cursor(topic, 1)
-            await inbox.expect_silence(3.0)
+            await inbox.expect_silence(1.6)
 
     run(scenario())
 
@@ -407,13 +407,13 @@ def test_an_ack_after_a_nack_counts(broker, topic):
         async with connect(broker) as session:
             producer = await session.producer(topic)
             inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, delay_ms=1500)
+            await session.set_failure_policy(topic, delay_ms=800)
             await producer.send(b"after all")
             message = await inbox.one()
             await inbox.nack(message)
             await inbox.ack(message)
             await session.wait_for_cursor(topic, 1)
-            await inbox.expect_silence(2.0)
+            await inbox.expect_silence(1.2)
 
     run(scenario())
 

@@ -84,9 +84,9 @@ def test_a_nack_asks_for_a_delay(broker, topic):
             await producer.send(b"one")
             message = await inbox.one()
             began = now()
-            await inbox.nack(message, delay_ms=1500, reason="not yet")
+            await inbox.nack(message, delay_ms=900, reason="not yet")
             assert identity(await inbox.one(ack=True)) == identity(message)
-            assert now() - began >= 1.4
+            assert now() - began >= 0.85
 
     run(scenario())
 
@@ -109,7 +109,7 @@ def test_delays_double_when_the_policy_says_so(broker, topic):
         async with connect(broker) as session:
             producer = await session.producer(topic)
             inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, delay_ms=200, exponential=True)
+            await session.set_failure_policy(topic, delay_ms=100, exponential=True)
             await producer.send(b"one")
             waits = []
             for _ in range(4):
@@ -118,8 +118,8 @@ def test_delays_double_when_the_policy_says_so(broker, topic):
                 await inbox.nack(message)
                 await eventually(lambda: not inbox.queue.empty())
                 waits.append(now() - began)
-            # 200, 400, 800, 1600 ms; a busy machine makes them longer, never shorter.
-            for wait, least in zip(waits, [0.2, 0.4, 0.8, 1.6], strict=True):
+            # 100, 200, 400, 800 ms; a busy machine makes them longer, never shorter.
+            for wait, least in zip(waits, [0.1, 0.2, 0.4, 0.8], strict=True):
                 assert wait >= least * 0.9, waits
 
     run(scenario())
@@ -169,13 +169,13 @@ def test_a_message_that_nobody_acknowledges_in_time_comes_again(broker, topic, k
         async with connect(broker) as session:
             producer = await session.producer(topic)
             inbox = await session.consumer(topic, kind=kind)
-            await session.set_failure_policy(topic, ack_timeout_ms=500, delay_ms=50)
+            await session.set_failure_policy(topic, ack_timeout_ms=300, delay_ms=50)
             await producer.send(b"one")
             first = await inbox.one()
             second = await inbox.one()
             assert identity(second) == identity(first)
             await inbox.ack(second)
-            await inbox.expect_silence(1.2)
+            await inbox.expect_silence(0.8)
             await session.wait_for_cursor(topic, 1)
 
     run(scenario())

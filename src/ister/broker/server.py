@@ -431,11 +431,14 @@ class Broker:
     async def _drain(self, server: grpc.aio.Server) -> None:
         loop = asyncio.get_running_loop()
         end_at = loop.time() + self.config.broker.drain_seconds - _LAST_SECONDS
+        # At the same time: each of them may have clients that do not read their answers.
+        flight = asyncio.ensure_future(asyncio.to_thread(self._flight.close))
         # Calls under way are answered; later ones are told to come again.
         await self._gate.close(end_at - loop.time())
         await self.topics.close()
         # Whatever has reached this process by now still gets its answer.
         await asyncio.sleep(_LAST_SECONDS)
+        await flight
         if self._leaves_connections:
             self._left = server
             return

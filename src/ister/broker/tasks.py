@@ -34,11 +34,11 @@ async def to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
         raise
 
 
-async def finish() -> None:
-    """Waits for all such work of this loop."""
+async def finish(timeout: float) -> None:
+    """Waits for all such work of this loop, but not longer than that."""
     loop = asyncio.get_running_loop()
-    running = [task for task in _running if task.get_loop() is loop]
-    await asyncio.gather(*running, return_exceptions=True)
+    if running := [task for task in _running if task.get_loop() is loop]:
+        await asyncio.wait(running, timeout=timeout)
 
 
 def _note(task: asyncio.Task[Any]) -> None:

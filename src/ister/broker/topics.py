@@ -60,6 +60,8 @@ _OPEN_AT_ONCE: Final = 8
 _KNOWN_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
 _NAME_CHANGES_MAX: Final = 10_000
+# How long an end waits for deletions and the like; a store may not answer.
+_FINISH_SECONDS: Final = 3.0
 # After an unload, other brokers come first for so long.
 _MOVED_SECONDS: Final = 30.0
 
@@ -605,7 +607,7 @@ class Topics:
     async def close(self) -> None:
         """Ends every stream and writes every cursor down; nothing is opened any more."""
         self.is_draining = True
-        await finish()
+        await finish(_FINISH_SECONDS)
         reason = UnavailableError("the broker is ending")
         await asyncio.gather(*(self._drop(topic, reason) for topic in self.served))
         await asyncio.gather(*self._tasks, return_exceptions=True)
