@@ -113,6 +113,7 @@ class Dispatch:
         self._outboxes: dict[int, Outbox[Sent]] = {}
         self._held: dict[int, Message] = {}
         self._held_bytes = 0
+        self._is_full = False
         self._wanted = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         self._generation = 0
@@ -446,7 +447,7 @@ class Dispatch:
                     elif reader.core.next_offset != start:
                         reader.core.seek(start)
                     count = max(1, min(delivery.wanted(), self._fetch_max))
-                    messages = await reader.next_batch(count, _FETCH_BYTES)
+                    messages = await reader.next_batch(count, self._fetch_bytes)
                     if delay := self.rate.reserve(len(messages), self._loop.time()):
                         await asyncio.sleep(delay)
                 except OffsetOutOfRangeError as error:
@@ -474,6 +475,13 @@ class Dispatch:
         finally:
             if reader is not None:
                 reader.close()
+
+    @property
+    def _fetch_bytes(self) -> int:
+        """Bytes to read at once: what is held stays within its bound, but for one message."""
+        if self.kind is SubscriptionKind.KEY_SHARED:
+            return _FETCH_BYTES
+        return min(_FETCH_BYTES, max(1, _HELD_BYTES_MAX - self._held_bytes))
 
     @property
     def _fetch_max(self) -> int:
@@ -516,14 +524,17 @@ class Dispatch:
                 extra={"start": delivery.next_offset, "end": messages[0].offset},
             )
             delivery.pass_over(messages[0].offset)
-        if self.kind is SubscriptionKind.KEY_SHARED:
+        is_keyed = self.kind is SubscriptionKind.KEY_SHARED
+        if is_keyed:
             offered = [(message.offset, _key_of(message)) for message in messages]
         else:
             offered = [(message.offset, "") for message in messages]
         delivery.offer(offered, now=self._loop.time())
         for message in messages:
-            # Those acknowledged before, or for nobody, are not going to be sent.
-            if self._held_bytes < _HELD_BYTES_MAX and delivery.holds(message.offset):
+            # Those acknowledged before, or for nobody, are not going to be sent. Where messages go
+            # out in order reading pauses in time; keys that wait are read again when it is time.
+            has_room = not is_keyed or self._held_bytes < _HELD_BYTES_MAX
+            if has_room and delivery.holds(message.offset):
                 self._held[message.offset] = message
                 self._held_bytes += message.size_bytes
 
@@ -558,8 +569,13 @@ class Dispatch:
                     self._metrics.count("subscription.dropped_total")
                     self._discard(instruction.offset)
                     delivery.resolve(instruction.offset, now=now)
+        if self._held_bytes >= _HELD_BYTES_MAX:
+            self._is_full = True
+        elif self._held_bytes < _HELD_BYTES_MAX // 2:
+            # Not before: it would read a few messages at a time.
+            self._is_full = False
         if delivery.wanted() > 0 and (
-            self._held_bytes < _HELD_BYTES_MAX or self.kind is SubscriptionKind.KEY_SHARED
+            not self._is_full or self.kind is SubscriptionKind.KEY_SHARED
         ):
             self._wanted.set()
         else:

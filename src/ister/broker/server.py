@@ -132,6 +132,7 @@ class Broker:
         self.cluster: Cluster
         self.topics: Topics
         self._flight: RenewedFlight[FlightServer]
+        self._source: BrokerSource
         self._is_ready = False
         self._is_ending = False
         self._leaves_connections = False
@@ -318,6 +319,7 @@ class Broker:
     async def _start_flight(self) -> int:
         config = self.config.broker
         source = BrokerSource(self.topics, self.schemas, asyncio.get_running_loop())
+        self._source = source
 
         def start(port: int) -> FlightServer:
             return FlightServer(
@@ -432,6 +434,7 @@ class Broker:
         loop = asyncio.get_running_loop()
         end_at = loop.time() + self.config.broker.drain_seconds - _LAST_SECONDS
         # At the same time: each of them may have clients that do not read their answers.
+        self._source.end()
         flight = asyncio.ensure_future(asyncio.to_thread(self._flight.close))
         # Calls under way are answered; later ones are told to come again.
         await self._gate.close(end_at - loop.time())

@@ -86,6 +86,8 @@ REASON_CHARACTERS_MAX: Final = 256
 _SAVED_FAILURES_MAX: Final = 1_000
 _SAVED_REASON_BYTES_MAX: Final = 128 * 1024
 # Traces of messages that are done, beyond as many as there are messages, before they are removed.
+# Each message is noted when it is taken and when it leaves, and perhaps once more.
+_SENT_FACTOR: Final = 4
 _TRACES_MIN: Final = 256
 
 
@@ -602,7 +604,7 @@ class Delivery:
         instructions += sends
         if self._traces > len(self._entries) + _TRACES_MIN:
             self._sweep()
-        elif len(self._sent) > 2 * len(self._entries) + _TRACES_MIN:
+        elif len(self._sent) > _SENT_FACTOR * len(self._entries) + _TRACES_MIN:
             self._sweep_sent()
         return instructions
 

@@ -135,7 +135,7 @@ class Background:
             self._orphans_at = now + _ORPHAN_CHECK_SECONDS
         for topic in self._topics():
             tier = topic.tier
-            if tier is None:
+            if tier is None or (tier.is_idle and not has_retention and not has_orphans):
                 continue
             tier.apply_pressure()
             if self._uploads and not tier.is_submitted and tier.is_due(now):

@@ -205,6 +205,15 @@ class TopicTier:
 
     # -- uploads ----------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is in the bucket and nobody is kept back: nothing can be due.
+
+        Asked a few times a second for each topic, of which there may be thousands.
+        """
+        wal = self._wal
+        return wal.next == (wal.tiered or 0) and not self._is_held
+
     def is_due(self, now: float) -> bool:
         """Whether a cycle should begin: by time, by size, or because somebody waits."""
         if self.owned.is_fenced or self._stopping.is_set() or now < self._retry_at:
