@@ -75,7 +75,7 @@ LEVELS: Final = ("synced", "tiered", "written")
 _CHANGES: Final = frozenset({"put", "delete", "delete_prefix", "transact"})
 _LATE_SECONDS_MAX: Final = 30.0
 # Batches are no part of these worlds; `tests/unit/topic/test_batches.py` crashes them.
-POINTS = sorted(name for name in failpoints.FAILPOINTS if not name.startswith("batch."))
+POINTS = sorted(name for name in failpoints.FAILPOINTS if name.startswith(("tier.", "wal.")))
 _AROUND_A_COMMIT: Final = (
     "tier.after_claim",
     "tier.before_complete",

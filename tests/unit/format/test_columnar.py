@@ -1,5 +1,6 @@
 """Frames to Arrow and back: values, verdicts and errors, compiled and in Python alike."""
 
+import gc
 import logging
 import os
 import struct
@@ -253,6 +254,7 @@ def test_batch_holds_little_more_than_its_rows(is_compiled):
     data = framed([a_message(payload=bytes(100)) for _ in range(20_000)])
     one = decoder(is_compiled, [name for name in COLUMNS if name != "topic"])
     batches = []
+    gc.collect()  # what other tests have left to the collector must not go meanwhile
     for _ in range(3):
         before = pa.total_allocated_bytes()
         batches.append(one.decode(data, expected_offset=0).batch)
