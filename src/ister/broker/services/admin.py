@@ -8,7 +8,6 @@ open.
 from __future__ import annotations
 
 import asyncio
-import statistics
 from contextlib import suppress
 from typing import Any, Final
 
@@ -60,24 +59,18 @@ class BrokerAdminService(_Service):
         """All brokers that are up."""
         self._check(Permission.MANAGE_BROKER)
         brokers = await asyncio.to_thread(self._topics.cluster.brokers)
-        own = self._topics.cluster.own
         return danube_admin.BrokerListResponse(
             brokers=[
                 danube_admin.BrokerInfo(
                     broker_id=one.node,
                     broker_addr=one.broker_url,
-                    broker_role="leader" if one.node == own.node else "follower",
+                    broker_role="broker",
                     admin_addr=one.broker_url,
                     broker_status="active",
                 )
                 for one in brokers
             ]
         )
-
-    async def GetLeaderBroker(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """This broker: there is no leader, each of them can be asked anything."""
-        self._check(Permission.MANAGE_BROKER)
-        return danube_admin.BrokerResponse(leader=self._topics.cluster.own.node)
 
     async def ListNamespaces(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """All namespaces that the caller may see topics of."""
@@ -131,22 +124,15 @@ class BrokerAdminService(_Service):
         is_own = request.broker_id in ("", self._topics.cluster.own.node)
         return danube_admin.ActivateBrokerResponse(success=is_own)
 
-    async def GetClusterBalance(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """How many topics this broker has; others are asked themselves."""
-        self._check(Permission.MANAGE_BROKER)
-        loads = [float(len(self._topics.served))]
-        mean = statistics.fmean(loads)
-        return danube_admin.ClusterBalanceResponse(
-            mean_load=mean,
-            max_load=max(loads),
-            min_load=min(loads),
-            broker_count=len(loads),
-            assignment_strategy="first-use",
+    async def _refuse(self, request: Any, context: Any) -> Any:  # noqa: ANN401
+        raise UnsupportedOperationError(
+            "brokers have no leader that would know, and topics are moved by unloading them",
+            hint="each broker lists its own topics: ListBrokerTopics",
         )
 
-    async def TriggerRebalance(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """Not done: topics stay where they are until they are unloaded."""
-        raise UnsupportedOperationError("topics are moved by unloading them")
+    GetLeaderBroker = _refuse
+    GetClusterBalance = _refuse
+    TriggerRebalance = _refuse
 
 
 class ClusterAdminService:
