@@ -593,11 +593,14 @@ class TopicTier:
             if self._stopping.is_set():
                 return 0
             self.owned.check()
+            known = self.owned.tiered
             planned = plan_expiry(
-                # Without their indexes: a topic may have very many objects.
+                # Without their indexes: a topic may have very many objects. And without what was
+                # committed although the answer was lost: the newest one that is known stays.
                 (
                     replace(described, offset_index=(), publish_time_index=())
                     for described, _ in self.owned.catalog.descriptors()
+                    if described.end <= known
                 ),
                 now_ms=self._clock.now_ns() // 1_000_000,
                 time_minutes=retention.time_minutes,

@@ -149,6 +149,24 @@ def test_files_whose_objects_have_expired_are_not_owed(site):
     assert payloads(topic.read(topic.earliest)) == [b"x" * 3000] * (120 - topic.earliest)
 
 
+def test_object_whose_commit_got_no_answer_is_not_counted_by_expiry(site):
+    settings = {"cloud": {"retention": {"time_minutes": 5}}}
+    log = site.open(rotate_max_bytes=65536, storage=settings)
+    topic = log.topic(TEXT, create=True)
+    for _ in range(2):
+        fill(topic, [b"x" * 3000] * 30)
+        topic.upload()
+    known = topic.tier.owned.last
+    fill(topic, [b"x" * 3000] * 30)
+    topic.upload()
+    # The third one is in the catalog, and its owner has not learnt of it.
+    topic.tier.owned.last = known
+    site.clock.advance(3600)
+    log.tiers.membership.renew()
+    assert topic.tier.expire() == 1
+    assert site.ranges() == [(30, 60), (60, 90)]
+
+
 def test_time_query_beside_expiry_begins_with_what_is_left(site):
     settings = {"cloud": {"retention": {"time_minutes": 5}}}
     log = site.open(rotate_max_bytes=65536, retention={"time_minutes": 1}, storage=settings)
