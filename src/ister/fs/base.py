@@ -12,7 +12,8 @@ Nothing is durable before a sync. Specifically, after a power cut:
 - bytes written since the last successful `sync` of a file may be there, may be missing, may be
   torn at any sector, may read as zeros, in any combination and whatever their order;
 - an entry made, renamed or removed since the last `sync_directory` of its directory may be in
-  either state;
+  either state, each for itself and whatever their order. A rename is one change: what it names is
+  found under the old name or under the new one;
 - after a `sync` that raised, the bytes it covered may read back correctly and still be lost: they
   are never to be trusted, and the same sync is never to be repeated.
 

@@ -10,7 +10,9 @@ The model, as `ister.fs.base` describes it:
 - data written since a file's last sync is a list of pending changes; a crash applies any subset
   of them in any order, tears each at sector boundaries, and may grow the file with zeros instead
   of its data;
-- entries of a directory since its last sync are pending too; a crash keeps any subset;
+- names made, removed or changed in a directory since its last sync are pending too; a crash keeps
+  any subset. A rename is one such change: whatever it names is found under the old name or under
+  the new one, never under both, and never nowhere;
 - a sync that fails marks the pending changes as clean without having stored them: they read back
   from the cache, and neither a later sync nor luck brings them to the disk.
 
@@ -60,9 +62,25 @@ class _Inode:
 
 
 @dataclass
+class _Naming:
+    """What was given a name, first or another one; without `node`, the end of that name."""
+
+    name: str
+    node: _Inode | _Directory | None
+
+
+@dataclass
 class _Directory:
     entries: dict[str, _Inode | _Directory] = field(default_factory=dict)
+    """What a process sees."""
     durable: dict[str, _Inode | _Directory] = field(default_factory=dict)
+    """What has been synced."""
+    pending: list[_Naming] = field(default_factory=list)
+    """What may or may not survive."""
+
+    def change(self, naming: _Naming) -> None:
+        self.pending.append(naming)
+        _apply_naming(self.entries, naming)
 
 
 @dataclass
@@ -126,7 +144,7 @@ class MemoryFileSystem:
                 raise DiskError("create failed: is a directory", errno=errno.EISDIR, path=path)
             if inode is None:
                 inode = _Inode()
-                directory.entries[name] = inode
+                directory.change(_Naming(name, inode))
             elif inode.cache:
                 inode.cache.clear()
                 inode.pending.append(_Change(0, None))
@@ -150,7 +168,7 @@ class MemoryFileSystem:
                 if found is None:
                     self._enter("make_directory", f"{walked}/{part}")
                     found = _Directory()
-                    directory.entries[part] = found
+                    directory.change(_Naming(part, found))
                 if not isinstance(found, _Directory):
                     raise DiskError("make directory failed", errno=errno.ENOTDIR, path=path)
                 self.sync_directory(walked or "/")
@@ -167,7 +185,12 @@ class MemoryFileSystem:
             taken = target.entries.get(new_name)
             if isinstance(taken, _Directory) and taken.entries:
                 raise DiskError("rename failed: not empty", errno=errno.ENOTEMPTY, path=new)
-            target.entries[new_name] = source.entries.pop(old_name)
+            node = source.entries[old_name]
+            if target is not source:
+                # Two changes, of which a crash may keep one: nobody asks for more than a new name
+                # in the same directory.
+                source.change(_Naming(old_name, None))
+            target.change(_Naming(new_name, node))
 
     def modified_ms(self, path: str) -> int | None:
         with self._lock:
@@ -188,7 +211,7 @@ class MemoryFileSystem:
                 raise DiskError("remove failed: not a directory", errno=errno.ENOTDIR, path=path)
             if found.entries:
                 raise DiskError("remove failed: not empty", errno=errno.ENOTEMPTY, path=path)
-            del directory.entries[name]
+            directory.change(_Naming(name, None))
 
     def remove(self, path: str) -> None:
         with self._lock:
@@ -196,14 +219,16 @@ class MemoryFileSystem:
             directory, name = self._parent(path)
             if isinstance(directory.entries.get(name), _Directory):
                 raise DiskError("remove failed: is a directory", errno=errno.EISDIR, path=path)
-            if directory.entries.pop(name, None) is None:
+            if name not in directory.entries:
                 raise NotFoundError("remove failed: no such file", path=path)
+            directory.change(_Naming(name, None))
 
     def sync_directory(self, path: str) -> None:
         with self._lock:
             self._enter("sync_directory", path)
             directory = self._directory(path)
             directory.durable = dict(directory.entries)
+            directory.pending.clear()
 
     def lock(self, path: str) -> FileLock:
         with self._lock:
@@ -211,7 +236,8 @@ class MemoryFileSystem:
             if path in self._held_locks:
                 raise DirectoryLockedError("the directory is in use by this process", path=path)
             directory, name = self._parent(path)
-            directory.entries.setdefault(name, _Inode())
+            if name not in directory.entries:
+                directory.change(_Naming(name, _Inode()))
             self._held_locks.add(path)
             return _MemoryLock(self, path)
 
@@ -234,15 +260,12 @@ class MemoryFileSystem:
 
     def _crash_directory(self, directory: _Directory, rng: random.Random) -> None:
         entries = dict(directory.durable)
-        for name in sorted(set(directory.entries) | set(directory.durable)):
-            now, before = directory.entries.get(name), directory.durable.get(name)
-            if now is not before and rng.random() < 0.5:
-                if now is None:
-                    del entries[name]
-                else:
-                    entries[name] = now
+        for naming in directory.pending:
+            if rng.random() < 0.5:
+                _apply_naming(entries, naming)
         directory.entries = entries
         directory.durable = dict(entries)
+        directory.pending.clear()
         for node in entries.values():
             if isinstance(node, _Directory):
                 self._crash_directory(node, rng)
@@ -398,6 +421,16 @@ class _MemoryLock:
 
 def _parts(path: str) -> list[str]:
     return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def _apply_naming(entries: dict[str, _Inode | _Directory], naming: _Naming) -> None:
+    if naming.node is None:
+        entries.pop(naming.name, None)
+        return
+    # There are no hard links: with a new name the old one ends.
+    for name in [name for name, node in entries.items() if node is naming.node]:
+        del entries[name]
+    entries[naming.name] = naming.node
 
 
 def _apply(disk: bytearray, change: _Change) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -139,6 +140,64 @@ def test_unsynced_rename_leaves_the_old_or_the_new_and_never_a_mix():
         fs.rename("/d/tmp", "/d/a")
 
     assert _outcomes(prepare) == {b"old", b"new"}
+
+
+def _names_left(prepare):
+    """Which names are in `/d` after a crash, over many seeds."""
+    found = set()
+    for seed in SEEDS:
+        fs = MemoryFileSystem()
+        fs.make_directories("/d")
+        prepare(fs)
+        fs.crash(random.Random(seed))
+        found.add(tuple(fs.list_directory("/d")))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_unsynced_rename_loses_nothing_and_doubles_nothing(kind):
+    """Goal: a rename is atomic: a crash leaves the old name or the new one, and always one."""
+
+    def renamed(fs, names):
+        if kind == "file":
+            _file(fs, "/d/a", b"x")
+        else:
+            fs.make_directories("/d/a")
+        for old, new in pairwise("a" + names):
+            fs.rename(f"/d/{old}", f"/d/{new}")
+
+    assert _names_left(lambda fs: renamed(fs, "b")) == {("a",), ("b",)}
+    assert _names_left(lambda fs: renamed(fs, "bc")) == {("a",), ("b",), ("c",)}
+    assert _names_left(lambda fs: renamed(fs, "ba")) == {("a",), ("b",)}
+
+
+def test_unsynced_renames_survive_without_each_other():
+    """Goal: nothing is said about their order: two of them need a sync between them."""
+
+    def one_makes_room_for_the_other(fs):
+        _file(fs, "/d/a", b"first")
+        _file(fs, "/d/b", b"second")
+        fs.rename("/d/a", "/d/c")
+        fs.rename("/d/b", "/d/a")
+
+    assert _names_left(one_makes_room_for_the_other) == {("a", "b"), ("a", "c"), ("b", "c"), ("a",)}
+
+
+def test_name_of_a_file_that_is_renamed_before_any_sync_may_be_missing():
+    def prepare(fs):
+        fs.create("/d/a").close()
+        fs.rename("/d/a", "/d/b")
+
+    assert _names_left(prepare) == {(), ("a",), ("b",)}
+
+
+def test_name_that_was_removed_and_given_again_may_be_missing():
+    def prepare(fs):
+        _file(fs, "/d/a", b"old")
+        fs.remove("/d/a")
+        _file(fs, "/d/a", b"new", durable=False)
+
+    assert _outcomes(prepare) == {None, b"old", b"new"}
 
 
 def test_rename_of_an_unsynced_file_may_leave_it_empty():
