@@ -170,6 +170,8 @@ class Observer:
     described: dict[int, ObjectDescriptor] = field(default_factory=dict)
     rotten: set[str] = field(default_factory=set)
     """Objects that were lost or damaged on purpose and not yet uploaded again."""
+    ever_tiered: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    """By incarnation: what has been in the bucket, whatever became of it since."""
     _verified: dict[str, bytes] = field(default_factory=dict)
     _revision: int = -1
 
@@ -320,6 +322,7 @@ class Observer:
         if payload not in promises.sent.get(offset, ()):
             raise BrokenPromiseError(f"{offset} in the bucket was never sent: {payload[:20]!r}")
         promises.tiered[offset] = payload
+        self.ever_tiered.setdefault(self.record.incarnation, {})[offset] = payload
 
     def _look_at_objects(self) -> None:
         if not self.is_open:
@@ -894,8 +897,10 @@ class TierWorld:
             self._check_given_up(process, topic, before)
 
     def _check_given_up(self, process: Process, topic: Topic, before: int) -> None:
+        # It has expired, or was deleted with its topic: the bucket had it all the same.
+        tiered = self.seen.ever_tiered.get(topic.tier.owned.record.incarnation, {})
         for offset in range(before, topic.wal.trimmed):
-            if self.seen.promises.tiered.get(offset) != process.current.get(offset):
+            if offset in process.current and tiered.get(offset) != process.current[offset]:
                 raise BrokenPromiseError(f"{offset} was removed by an owner that was fenced")
 
     def expire(self, process: Process) -> None:
