@@ -75,7 +75,9 @@ class TopicRecord:
     created_at: int
     """Seconds since the Unix epoch."""
     expired_before: int = 0
-    """Messages below this offset were taken out of the bucket by retention: nobody owes them."""
+    """Messages below this offset that no object holds were taken out of the bucket by retention:
+    nobody owes them. Objects below it are there only while an expiry is under way, or after one
+    that was interrupted, and are part of the topic until their descriptors are gone."""
     claim: str = ""
     """Another one for every claim: tells two owners apart whose epochs are the same, as they may be
     after an older copy of the metadata was restored."""

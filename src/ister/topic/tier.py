@@ -460,13 +460,16 @@ class TopicTier:
             IsterError: An object is bad and could not be uploaded again.
         """
         content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
-        # What has expired in the bucket is not owed any more.
-        at = max(start, self.owned.record.expired_before)
-        for described, revision in self.owned.catalog.descriptors(at, end):
-            if described.start > at:
+        # What has expired in the bucket is not owed any more. But an expiry that was interrupted is
+        # on record before its objects are out of the catalog, and those are still read.
+        floor = self.owned.record.expired_before
+        at = start
+        for described, revision in self.owned.catalog.descriptors(start, end):
+            if described.start > max(at, floor):
                 break
             self._assure_object(described, revision, content=content)
             at = described.end
+        at = max(at, floor)
         if at < end:
             raise DataGapError(
                 "no object holds the offset", start=at, end=end, topic=self.owned.topic

@@ -10,6 +10,7 @@ import ister.topic.log as topic_log
 from ister.clock import SystemClock
 from ister.errors import ConflictError, DataGapError, FencedError, UnavailableError
 from ister.format.records import Progress, encode_topic
+from ister.fs.memory import SimulatedCrash
 from ister.model import TopicState
 from ister.tier.cursors import load_progress, save_progress
 from ister.topic.background import Background
@@ -147,6 +148,55 @@ def test_files_whose_objects_have_expired_are_not_owed(site):
     assert topic.tier.owned.record.expired_before == 90
     assert topic.tier.trim() > 0
     assert payloads(topic.read(topic.earliest)) == [b"x" * 3000] * (120 - topic.earliest)
+
+
+@pytest.mark.parametrize("how", ["trim", "seal"])
+@pytest.mark.parametrize("harm", ["lost", "damaged"])
+def test_object_whose_expiry_was_interrupted_is_owed_while_it_is_read(site, harm, how):
+    """Goal: nothing local goes for which the catalog names an object that cannot be read.
+
+    Method: the process ends when the expiry is on record and the descriptors are still there.
+    """
+    settings = {
+        "rotate_max_bytes": 65536,
+        "retention": {"time_minutes": 1},
+        "storage": {"cloud": {"retention": {"time_minutes": 5}}},
+    }
+    log = site.open(**settings)
+    topic = log.topic(TEXT, create=True)
+    for _ in range(4):
+        fill(topic, [b"x" * 3000] * 30)
+        topic.upload()
+    site.clock.advance(3600)
+    log.tiers.membership.renew()
+    changes = []
+
+    def stop_before_the_second_change(kind, key):
+        if kind == "transact":
+            changes.append(key)
+            if len(changes) == 2:
+                raise SimulatedCrash
+
+    site.metadata.before = stop_before_the_second_change
+    with pytest.raises(SimulatedCrash):
+        topic.tier.expire()
+    site.metadata.before = lambda kind, key: None
+    site.kill(log)
+    if harm == "lost":
+        site.objects.drop(site.key(0))
+    else:
+        site.objects.corrupt(site.key(0), 100)
+    log = site.open(**settings)
+    topic = log.topic(TEXT)
+    assert topic.tier.owned.record.expired_before == 90
+    assert topic.earliest == 0
+    if how == "trim":
+        assert topic.tier.trim() > 0
+        assert topic.wal.trimmed > 0
+    else:
+        log.seal(TEXT)
+        topic = log.topic(TEXT)
+    assert payloads(topic.read(0)) == [b"x" * 3000] * 120
 
 
 def test_object_whose_commit_got_no_answer_is_not_counted_by_expiry(site):
