@@ -134,16 +134,23 @@ __all__ = [
     "CloudConfig",
     "CloudReaderConfig",
     "CloudRetentionConfig",
+    "CompactConfig",
     "Config",
     "DispatchConfig",
     "Engine",
+    "ExportConfig",
     "Finalize",
     "JwtConfig",
+    "Keep",
     "MetadataBackend",
     "MetadataConfig",
+    "ObjectFormat",
     "OnDamage",
+    "PipelineConfig",
+    "ScrubConfig",
     "StorageConfig",
     "StorageMode",
+    "TableFormat",
     "TlsConfig",
     "UploaderConfig",
     "Verify",
@@ -560,12 +567,105 @@ class DispatchConfig:
     """A cursor that moved so far is written at once."""
 
 
+class ObjectFormat(StrEnum):
+    """What merged objects are."""
+
+    DNB1 = "dnb1"
+    """Frames, as uploads make them: Danube's own tools read them."""
+    PARQUET = "parquet"
+    """Tables that DuckDB, pandas, Polars and Spark read in place."""
+
+
+class Keep(StrEnum):
+    """Which messages a merged object keeps."""
+
+    ALL = "all"
+    LATEST_PER_KEY = "latest-per-key"
+    """Of each routing key the newest message; those without a key all stay."""
+
+
+class TableFormat(StrEnum):
+    """What topics are exported to."""
+
+    PARQUET = "parquet"
+    ICEBERG = "iceberg"
+    DELTA = "delta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompactConfig:
+    """`pipeline.compact`: when and how small objects are merged."""
+
+    every_minutes: int | None = field(
+        default=60, metadata={"low": 1, "high": None, "is_number": True}
+    )
+    """How often; null never."""
+    topics: tuple[str, ...] = ("*",)
+    """Names and patterns."""
+    format: ObjectFormat = _setting(ObjectFormat.DNB1)
+    """What they become."""
+    keep: Keep = _setting(Keep.ALL)
+    """Which messages stay; `latest-per-key` needs `format: parquet`."""
+    target_mb: int = _setting(128, low=1, high=2048)
+    """About how large merged objects become; objects of half that size are left alone."""
+    min_objects: int = _setting(4, low=2, high=100)
+    """Fewer neighbours than this are not worth it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig:
+    """`pipeline.export`: topics as tables. Nothing is exported unless `to` is set."""
+
+    every_minutes: int = _setting(15, low=1)
+    """How often."""
+    topics: tuple[str, ...] = ("*",)
+    """Names and patterns."""
+    format: TableFormat = _setting(TableFormat.PARQUET)
+    to: str | None = _setting(None)
+    """A directory or URL (Parquet, Delta), a table's name (Iceberg); `{namespace}` and `{topic}`
+    stand for those of each topic."""
+    schema: str | None = _setting(None)
+    """A file with a JSON Schema: its properties become columns. Without one, the envelope's."""
+    catalog: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Iceberg: properties of its catalog (`type`, `uri`, `warehouse`, …)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScrubConfig:
+    """`pipeline.scrub`: when everything is checked."""
+
+    every_minutes: int | None = field(
+        default=1440, metadata={"low": 1, "high": None, "is_number": True}
+    )
+    """How often; null never."""
+    topics: tuple[str, ...] = ("*",)
+    """Names and patterns."""
+    repair: bool = _setting(False)
+    """Whether what can be healed is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """`pipeline`: what `ister pipeline run` does, and how often."""
+
+    master: str = _setting("local[*]")
+    """Where Spark runs."""
+    conf: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Settings of Spark."""
+    broker: str | None = _setting(None)
+    """A broker's Flight address, for messages that are not on the pipeline's machine."""
+    compact: CompactConfig = field(default_factory=CompactConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    scrub: ScrubConfig = field(default_factory=ScrubConfig)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The whole tree."""
 
     broker: BrokerConfig = field(default_factory=BrokerConfig)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
 
 

@@ -50,7 +50,24 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "tier.after_delete_object",
         "tier.after_seal",  # sealed, the local files are still there
         "tier.after_remove_local",
+        "tier.before_swap",  # a merged object exists, nobody refers to it
+        "tier.after_swap",  # it is part of the topic; those that it replaces are still there
         "tier.after_replace",  # repair: a descriptor names its new object
+        "compact.after_part",  # a part of a merged object has been handed over
+        "compact.after_object",  # a merged object exists, nobody refers to it
+        "pipeline.after_lease",  # a job has its lease, and has looked at nothing yet
+        "pipeline.after_plan",  # it knows what to do, and has done nothing
+        "pipeline.before_task",  # in a task
+        "pipeline.after_task",  # in a task: its output exists, the driver has not been told
+        "pipeline.before_commit",  # the driver knows of all output, none of it counts
+        "pipeline.after_commit",  # it counts, nobody has been told
+        "pipeline.before_report",
+        "export.after_dead_letters",  # bad rows are in their table, good ones not yet
+        "export.before_table_commit",  # files exist, the table does not know them
+        "export.after_table_commit",
+        "export.after_publish",  # a directory: a file of a commit has its final name
+        "scrub.before_repair",
+        "scrub.after_repair",
         "batch.after_manifest",  # the bucket says what a batch consists of, the topic knows nothing
         "batch.after_begin",  # the topic knows the batch, no row of it is appended
         "batch.after_rows",  # some of its rows are appended

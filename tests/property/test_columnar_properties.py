@@ -3,6 +3,7 @@
 A failure prints the smallest input and `@reproduce_failure`; put that above the test to replay it.
 """
 
+import io
 import itertools
 import zlib
 
@@ -15,12 +16,15 @@ pa = pytest.importorskip("pyarrow")
 from builders import VARINT_BOUNDARIES, a_message, frames  # noqa: E402
 from ister.errors import CorruptDataError, InvalidRequestError  # noqa: E402
 from ister.format import columnar  # noqa: E402
+from ister.format.archive import ArchiveReader, ArchiveWriter  # noqa: E402
 from ister.format.columnar import (  # noqa: E402
     COLUMNS,
+    EVERY_FIELD,
     HIDDEN,
     ColumnarDecoder,
     FrameFeed,
     encode_frames,
+    restore_frames,
 )
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header, scan_frames  # noqa: E402
 from ister.format.message import decode_message, encode_message  # noqa: E402
@@ -453,3 +457,28 @@ def test_rows_that_are_no_messages_get_the_same_error(codec, rows, columns):
         data = b"".join(segment.data for segment in results[0])
         assert scan_frames(data, expected_offset=0).next_offset == len(rows)
         assert len(data) > FRAME_HEADER_SIZE * len(rows)
+
+
+@BOTH_CODECS
+@EXAMPLES
+@given(data=st.data(), first=FIRST_OFFSETS, group_bytes=st.sampled_from((1, 1000, 10**6)))
+def test_frames_to_parquet_to_frames_changes_no_byte(codec, data, first, group_bytes):
+    """Whatever a message has in it, an archive has it too."""
+    messages = data.draw(st.lists(MESSAGES[codec], min_size=1, max_size=8))
+    original = frames(first, [encode_message(message, codec) for message in messages])
+    batches = [
+        decoder.decode(original, expected_offset=first).batch
+        for decoder in decoders(codec, EVERY_FIELD)
+    ]
+    assert all(batch.equals(batches[0]) for batch in batches)
+    for is_compiled in (False, None):
+        found = restore_frames(batches[0], topic=TOPIC, codec=codec, is_compiled=is_compiled)
+        assert found.data == original
+    file = io.BytesIO()
+    writer = ArchiveWriter(file, topic=TOPIC, codec=codec, row_group_bytes=group_bytes)
+    writer.write(batches[0])
+    writer.finish(start=first, end=first + len(messages))
+    stored = file.getvalue()
+    reader = ArchiveReader(lambda at, size: stored[at : at + size], len(stored), path="o")
+    groups = range(len(reader.row_groups))
+    assert b"".join(reader.restore(number).data for number in groups) == original

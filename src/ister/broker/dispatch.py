@@ -447,7 +447,9 @@ class Dispatch:
                     elif reader.core.next_offset != start:
                         reader.core.seek(start)
                     count = max(1, min(delivery.wanted(), self._fetch_max))
+                    damaged = reader.core.damage_left_out
                     messages = await reader.next_batch(count, self._fetch_bytes)
+                    damaged = reader.core.damage_left_out - damaged
                     if delay := self.rate.reserve(len(messages), self._loop.time()):
                         await asyncio.sleep(delay)
                 except OffsetOutOfRangeError as error:
@@ -462,7 +464,7 @@ class Dispatch:
                     await asyncio.sleep(_DAMAGE_RETRY_SECONDS)
                     continue
                 if generation == self._generation and messages:
-                    self._offer(messages)
+                    self._offer(messages, damaged)
                     self._pump()
         except ClosedError:
             # The topic's writer has stopped, or it is being closed: consumers have to come again.
@@ -506,23 +508,26 @@ class Dispatch:
         self.delivery.seek(resume, now=self._loop.time())
         self._pump()
 
-    def _offer(self, messages: Sequence[Message]) -> None:
+    def _offer(self, messages: Sequence[Message], damaged: int) -> None:
+        """Takes messages in; `damaged` ones are left out by `cloud_reader.on_damage: skip`."""
         delivery = self.delivery
         for number, message in enumerate(messages):
             if message.offset != messages[0].offset + number:
-                # `cloud_reader.on_damage: skip` leaves messages out, also in the middle.
-                self._offer(messages[:number])
-                self._offer(messages[number:])
+                # Messages may be left out in the middle, too.
+                self._offer(messages[:number], damaged)
+                self._offer(messages[number:], damaged)
                 return
         if messages[0].offset > delivery.next_offset:
-            self._metrics.count(
-                "subscription.messages_passed_over_total",
-                messages[0].offset - delivery.next_offset,
-            )
-            _log.error(
-                "damaged messages are left out",
-                extra={"start": delivery.next_offset, "end": messages[0].offset},
-            )
+            if damaged:
+                self._metrics.count(
+                    "subscription.messages_passed_over_total",
+                    messages[0].offset - delivery.next_offset,
+                )
+                _log.error(
+                    "damaged messages are left out",
+                    extra={"start": delivery.next_offset, "end": messages[0].offset},
+                )
+            # Else they were left out of their object on purpose: compaction keeps what counts.
             delivery.pass_over(messages[0].offset)
         is_keyed = self.kind is SubscriptionKind.KEY_SHARED
         if is_keyed:

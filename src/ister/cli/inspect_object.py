@@ -1,4 +1,4 @@
-"""`ister inspect object URL-or-PATH`: the frames of one object, in words or as JSON.
+"""`ister inspect object URL-or-PATH`: the frames or rows of one object, in words or as JSON.
 
 Owns: arguments, output, exit code, and finding the object: a local file, a URL, or a name in the
 log's bucket. Does not own: looking at its bytes (`survey`).
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ister.cli.place import add_place_arguments, has_place, load_place, open_bucket
 from ister.cli.report import answer, error_as_json, print_json
-from ister.cli.survey import FileSurvey, survey_object
+from ister.cli.survey import FileSurvey, Listing, survey_object
 from ister.cli.survey_view import (
     add_listing_arguments,
     format_published,
@@ -36,7 +36,9 @@ from ister.errors import (
     NotFoundError,
     UnsupportedOperationError,
 )
+from ister.extras import missing_extra
 from ister.format.crc import Buffer
+from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.base import ObjectStore
@@ -51,6 +53,7 @@ __all__ = ["register"]
 _BACKENDS: Final = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "azblob": "azblob"}
 """By the scheme of a URL."""
 _LOCAL_SCHEMES: Final = ("fs", "file")
+_PARQUET_MAGIC: Final = b"PAR1"
 
 
 def register(kinds: Subparsers) -> None:
@@ -80,7 +83,7 @@ def _inspect(options: argparse.Namespace) -> int:
     with _opened(options) as file:
         name = file.path.rpartition("/")[2]
         expected = parse_object_id(name)
-        found = survey_object(
+        found = _survey(
             file,
             name=name,
             topic=_topic_of(file.path),
@@ -94,6 +97,22 @@ def _inspect(options: argparse.Namespace) -> int:
     if found.is_damaged:
         print(f"ister: the object is damaged (path={found.path})", file=sys.stderr)
     return 1 if found.is_damaged else 0
+
+
+def _survey(
+    file: File, *, name: str, topic: str, expected: ObjectName | None, listing: Listing
+) -> FileSurvey:
+    """Looks at an object in the format that its name says, or else its first bytes."""
+    is_parquet = (
+        expected.format == FORMAT_PARQUET if expected else file.read_at(0, 4) == _PARQUET_MAGIC
+    )
+    if not is_parquet:
+        return survey_object(file, name=name, topic=topic, expected=expected, listing=listing)
+    try:
+        from ister.cli.survey_archive import survey_archive  # noqa: PLC0415 - needs pyarrow
+    except ImportError as error:
+        raise missing_extra("an object in Parquet", "arrow", error) from error
+    return survey_archive(file, name=name, topic=topic, expected=expected, listing=listing)
 
 
 # -- finding it -----------------------------------------------------------------------------
@@ -237,6 +256,8 @@ def _as_json(
         "topic": found.topic or None,
         "start_offset": found.first_offset,
         "next_offset": found.next_offset,
+        "format": getattr(found, "format", FORMAT_FRAMES),
+        "kept": getattr(found, "kept", ""),
         "frames": found.frames,
         "bytes": found.bytes,
         "codec": found.codec,
@@ -259,8 +280,9 @@ def _as_json(
 
 def _print_object(found: FileSurvey) -> None:
     print(found.path)
-    titles = ("codec", "start", "next", "frames", "bytes", "published", "state")
+    titles = ("format", "codec", "start", "next", "frames", "bytes", "published", "state")
     row = (
+        getattr(found, "format", FORMAT_FRAMES),
         found.codec,
         found.first_offset,
         found.next_offset,
@@ -270,5 +292,7 @@ def _print_object(found: FileSurvey) -> None:
         format_state(found),
     )
     print(format_table(titles, [row]))
+    if kept := getattr(found, "kept", ""):
+        print(f"messages were left out on purpose: {kept}")
     print_bad_ranges(found)
     print_frames(found)

@@ -18,7 +18,7 @@ from ister.cli.report import answer, error_as_json, print_errors, print_json
 from ister.cli.table import format_table
 from ister.cli.topic_survey import TopicFacts, survey_topic
 from ister.errors import IsterError
-from ister.format.descriptor import ObjectDescriptor, encode_descriptor
+from ister.format.descriptor import ObjectDescriptor, count_messages, encode_descriptor
 
 if TYPE_CHECKING:
     # argparse has no public name for it.
@@ -144,8 +144,18 @@ def _print_topic(facts: TopicFacts) -> None:
         shown = facts.objects[-_OBJECTS_SHOWN:]
         print(
             format_table(
-                ("object", "first offset", "next offset", "bytes"),
-                [(item.object_id, item.start, item.end, item.size_bytes) for item in shown],
+                ("object", "first offset", "next offset", "messages", "bytes", "kept"),
+                [
+                    (
+                        item.object_id,
+                        item.start,
+                        item.end,
+                        count_messages(item),
+                        item.size_bytes,
+                        item.kept or "all",
+                    )
+                    for item in shown
+                ],
             )
         )
         if len(shown) < len(facts.objects):

@@ -43,7 +43,7 @@ from ister.errors import (
     IsterError,
     NotFoundError,
 )
-from ister.format.descriptor import ObjectDescriptor
+from ister.format.descriptor import ObjectDescriptor, count_messages
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
 from ister.metadata.memory import MemoryMetadata
@@ -165,7 +165,7 @@ class _Row:
     def count(self, objects: Sequence[ObjectDescriptor]) -> None:
         """Takes the objects that make up the topic, in their order."""
         self.objects = len(objects)
-        self.messages = sum(described.end - described.start for described in objects)
+        self.messages = sum(map(count_messages, objects))
         self.bytes = sum(described.size_bytes for described in objects)
         if objects:
             self.start_offset, self.next_offset = objects[0].start, objects[-1].end

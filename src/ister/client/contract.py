@@ -1,12 +1,14 @@
 """What a client and the owner of a topic say to each other by Arrow Flight, as values and as bytes.
 
     do_get     RangeTicket                  record batches, exactly the offsets asked for, in order
+               FramesTicket                 the same messages as frames, whole ones, a chunk a row
     do_put     PutOpen, then batches        a PutAck per batch, in order: it is as safe as the
                with a PutBatch each         topic's level says; or, at the end, an error
     do_action  watermarks WatermarksRequest a TopicStatus per topic, in the order asked for
                topics                       TopicNames
                find_time FindTime           FoundTime
                append_staged AppendStaged   what has become of the batch
+               plan_upload PlanUpload       UploadPlanned
                storage                      the settings of the stores, without secrets
     an error   FlightError                  its text is an error of `ister.errors` in JSON
 
@@ -50,16 +52,20 @@ if TYPE_CHECKING:
     from ister.topic.batches import AppendedBatch, StagedBatch
 
 __all__ = [
+    "FRAMES_COLUMN",
     "Action",
     "AppendStaged",
     "FindTime",
     "FoundTime",
+    "FramesTicket",
+    "PlanUpload",
     "PutAck",
     "PutBatch",
     "PutOpen",
     "RangeTicket",
     "TopicNames",
     "TopicStatus",
+    "UploadPlanned",
     "WatermarksRequest",
     "carries_error",
     "decode_appended",
@@ -68,7 +74,11 @@ __all__ = [
     "encode_appended",
     "encode_error",
     "encode_settings",
+    "parse_ticket",
 ]
+
+FRAMES_COLUMN: Final = "frames"
+"""The only column of an answer to a `FramesTicket`; binary, each row some whole frames."""
 
 _VERSION: Final = 1
 _NUMBER_MAX: Final = (1 << 63) - 1
@@ -78,6 +88,9 @@ _MESSAGE_BYTES_MAX: Final = 64 * MIB
 # more than 8 KiB in all.
 _ERROR_BYTES_MAX: Final = 2000
 _MARK: Final = '{"code":'
+_FRAMES: Final = "frames"
+# A plan is asked for again from where it ends.
+_PLANNED_MAX: Final = 10_000
 _CUT: Final = "..."
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -90,6 +103,7 @@ class Action(StrEnum):
     TOPICS = "topics"
     FIND_TIME = "find_time"
     APPEND_STAGED = "append_staged"
+    PLAN_UPLOAD = "plan_upload"
     STORAGE = "storage"
 
 
@@ -346,6 +360,135 @@ class AppendStaged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FramesTicket:
+    """Asks for the messages of a range as they are stored, for an object to be made of them.
+
+    All of them have to be in the owner's local files and synced. The schema of the answer says, as
+    metadata, which `codec` the bodies have.
+    """
+
+    topic: str
+    start: int
+    end: int
+    incarnation: str
+    """Which topic of that name is meant."""
+
+    def __post_init__(self) -> None:
+        _check_range(self.topic, self.start, self.end)
+
+    def to_json(self) -> bytes:
+        """The message."""
+        return _dump(
+            kind=_FRAMES,
+            topic=self.topic,
+            start=self.start,
+            end=self.end,
+            incarnation=self.incarnation,
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Reads the message; raises as `RangeTicket.from_json`."""
+        message = _Message.parse(data, "ticket")
+        if message.text("kind") != _FRAMES:
+            raise InvalidRequestError("not a ticket for frames")
+        return cls(
+            topic=message.text("topic"),
+            start=message.number("start"),
+            end=message.number("end"),
+            incarnation=message.text("incarnation"),
+        )
+
+
+def parse_ticket(data: bytes) -> RangeTicket | FramesTicket:
+    """Reads a ticket of either kind; raises as `RangeTicket.from_json`."""
+    if _Message.parse(data, "ticket").has("kind"):
+        return FramesTicket.from_json(data)
+    return RangeTicket.from_json(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanUpload:
+    """Asks which objects an upload of a topic would make now."""
+
+    topic: str
+    incarnation: str
+    """Which topic of that name is meant."""
+    start: int | None
+    """Where the newest object ends; None if there is none."""
+    bytes_max: int
+    """The size of an object."""
+    span_ms_max: int
+    """The time between its first message and its last one."""
+    objects_max: int
+    """How many are wanted at most."""
+
+    def __post_init__(self) -> None:
+        TopicName.parse(self.topic)
+        if not 0 < self.objects_max <= _PLANNED_MAX or self.bytes_max < 1:
+            raise InvalidRequestError(
+                f"a plan for {self.objects_max} objects of {self.bytes_max} bytes",
+                topic=self.topic,
+                hint=f"1 to {_PLANNED_MAX} objects",
+            )
+
+    def to_json(self) -> bytes:
+        """The message."""
+        return _dump(**{item.name: getattr(self, item.name) for item in fields(self)})
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Reads the message; raises as `RangeTicket.from_json`."""
+        message = _Message.parse(data, "request")
+        return cls(
+            topic=message.text("topic"),
+            incarnation=message.text("incarnation"),
+            start=None if message.is_null("start") else message.number("start"),
+            bytes_max=message.number("bytes_max"),
+            span_ms_max=message.number("span_ms_max"),
+            objects_max=message.number("objects_max"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadPlanned:
+    """The objects that an upload would make, one after the other from `start` on."""
+
+    start: int
+    synced: int
+    """Nothing at or after this offset is uploaded."""
+    codec: Codec
+    objects: tuple[tuple[int, int], ...]
+    """Of each: the offset after its last one, and about how many bytes it has."""
+    error: str | None = None
+    """Damage right behind the last of them, as `encode_error` has it."""
+
+    def to_json(self) -> bytes:
+        """The message."""
+        return _dump(
+            start=self.start,
+            synced=self.synced,
+            codec=self.codec,
+            objects=[{"end": end, "size": size} for end, size in self.objects],
+            error=self.error,
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Reads the message; raises as `RangeTicket.from_json`."""
+        message = _Message.parse(data, "plan")
+        return cls(
+            start=message.number("start"),
+            synced=message.number("synced"),
+            codec=message.choice("codec", Codec),
+            objects=tuple(
+                (item.number("end"), item.number("size")) for item in message.messages("objects")
+            ),
+            error=None if message.is_null("error") else message.text("error"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PutOpen:
     """Opens a stream of rows for a topic: the command of its descriptor.
 
@@ -491,6 +634,9 @@ class _Message:
                 f"a {what} of version {version}", hint=f"this Ister speaks version {_VERSION}"
             )
         return message
+
+    def has(self, name: str) -> bool:
+        return name in self._content
 
     def is_null(self, name: str) -> bool:
         if name not in self._content:

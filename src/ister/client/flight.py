@@ -11,8 +11,8 @@ messages (`ister.client.contract`), and retries: a call that failed with an Unav
 repeated by whoever made it, and a read goes on from the first offset that has not come out.
 
 Nothing that comes out of `read` is taken on trust: the columns are those asked for, every batch is
-validated, and offsets follow each other from the first to the last. pyarrow is an extra, and is
-loaded when a client is made.
+validated, and offsets follow each other from the first to the last. Of `frames`, every frame is
+checked by its crc. pyarrow is an extra, and is loaded when a client is made.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from ister.client.contract import (
+    FRAMES_COLUMN,
     Action,
     AppendStaged,
     FindTime,
     FoundTime,
+    FramesTicket,
+    PlanUpload,
     PutAck,
     PutOpen,
     RangeTicket,
     TopicNames,
     TopicStatus,
+    UploadPlanned,
     WatermarksRequest,
     carries_error,
     decode_appended,
@@ -51,6 +55,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.extras import missing_extra
+from ister.format.frame import FrameBatch, scan_frames
 from ister.model import AckLevel, Codec
 
 if TYPE_CHECKING:
@@ -199,6 +204,26 @@ class FlightClient:
         )
         return self._decoded(decode_appended, answer)
 
+    def plan_upload(self, asked: PlanUpload) -> UploadPlanned:
+        """Which objects an upload of a topic would make now.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            ConflictError: The topic is not the one of that incarnation.
+            DataGapError: The owner's files begin after `start`.
+            UnavailableError: The server does not answer.
+        """
+        answer = self._ask(Action.PLAN_UPLOAD, asked.to_json(), topic=asked.topic)
+        planned = self._decoded(UploadPlanned.from_json, answer)
+        at = planned.start
+        for end, _ in planned.objects:
+            if not at < end <= planned.synced:
+                raise self._strange(f"an object from {at} up to {end}", topic=asked.topic)
+            at = end
+        if asked.start not in (None, planned.start) or len(planned.objects) > asked.objects_max:
+            raise self._strange("another plan", topic=asked.topic)
+        return planned
+
     def storage(self) -> dict[str, Any]:
         """The settings of the server's stores, for `ister.load_config`; without credentials.
 
@@ -273,17 +298,81 @@ class FlightClient:
         finally:
             stream.close()
         if next_offset < ticket.end:
-            raise UnavailableError(
-                f"the answer ended before offset {ticket.end}",
-                topic=ticket.topic,
-                offset=next_offset,
-                hint="ask again from this offset on",
-            )
+            raise self._ended_early(ticket, next_offset)
 
-    def _open(self, ticket: RangeTicket, schema: pa.Schema) -> Any:  # noqa: ANN401 - untyped
+    def _ended_early(self, ticket: RangeTicket | FramesTicket, offset: int) -> UnavailableError:
+        return UnavailableError(
+            f"the answer ended before offset {ticket.end}",
+            topic=ticket.topic,
+            offset=offset,
+            hint="ask again from this offset on",
+        )
+
+    def frames(self, ticket: FramesTicket) -> Iterator[FrameBatch]:
+        """The messages of a range as they are stored, in order, while they arrive; each checked.
+
+        Close the iterator to stop before the end.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            ConflictError: The topic is not the one of that incarnation.
+            OffsetOutOfRangeError: Not all of the range is in the owner's files and synced.
+            UnavailableError: The server does not answer, or has ended before the end of the range.
+            CorruptDataError: A frame is damaged, or the answer is not what was asked for.
+        """
+        self._check_open()
+        return self._frames(ticket)
+
+    def _frames(self, ticket: FramesTicket) -> Iterator[FrameBatch]:
+        next_offset = ticket.start
+        stream = _Stream(lambda: self._open(ticket, None))
+        try:
+            while True:
+                with self._translated(ticket.topic):
+                    batch = stream.take(self._timeout)
+                if batch is None:
+                    break
+                for frames in self._decode_frames(batch, ticket, next_offset):
+                    next_offset = frames.next_offset
+                    yield frames
+        finally:
+            stream.close()
+        if next_offset < ticket.end:
+            raise self._ended_early(ticket, next_offset)
+
+    def _decode_frames(
+        self, batch: pa.RecordBatch, ticket: FramesTicket, start: int
+    ) -> Iterator[FrameBatch]:
+        codec = self._codec_of(batch.schema, ticket)
+        try:
+            batch.validate(full=True)
+        except self._errors as error:
+            raise self._strange(f"a broken batch: {error}", topic=ticket.topic) from error
+        for row in batch.column(0):
+            data = row.as_py() or b""
+            scan = scan_frames(data, expected_offset=start, end_offset=ticket.end)
+            if not scan.starts or scan.end != len(data):
+                raise self._strange("damaged frames", topic=ticket.topic, offset=start)
+            frames = FrameBatch(data, scan.starts, scan.end, start, codec)
+            start = frames.next_offset
+            yield frames
+
+    def _codec_of(self, schema: pa.Schema, ticket: FramesTicket) -> Codec:
+        name = (schema.metadata or {}).get(b"codec", b"").decode(errors="replace")
+        try:
+            return Codec(name)
+        except ValueError as error:
+            raise self._strange(f"the codec {name!r}", topic=ticket.topic) from error
+
+    def _open(self, ticket: RangeTicket | FramesTicket, schema: pa.Schema | None) -> Any:  # noqa: ANN401 - untyped
         """Asks for a range. Without a deadline: that would be one for whoever takes the batches."""
         reader = self._client.do_get(self._flight.Ticket(ticket.to_json()), self._options())
-        if not reader.schema.equals(schema):
+        is_expected = (
+            reader.schema.equals(schema)
+            if schema is not None
+            else reader.schema.names == [FRAMES_COLUMN] and str(reader.schema.types[0]) == "binary"
+        )
+        if not is_expected:
             reader.cancel()
             raise self._strange("other columns", topic=ticket.topic)
         return reader

@@ -2,6 +2,7 @@
 
     frames of one topic ── ColumnarDecoder, FrameFeed ──► record batches
     record batches ────── encode_frames ────────────────► frames, in segments
+    rows with every field ─ restore_frames ─────────────► the frames that they were decoded from
 
 The same verdicts as `ister.format.frame` and `ister.format.message` give, for every byte: a frame
 is checked by crc and continuity, and its body is walked to its end, whatever columns are wanted.
@@ -57,14 +58,17 @@ from ister.model import Codec, MessageId, StreamMessage
 
 __all__ = [
     "COLUMNS",
+    "EVERY_FIELD",
     "HIDDEN",
     "ColumnarDecoder",
     "DecodedFrames",
     "EncodedFrames",
     "FrameFeed",
+    "RestoredFrames",
     "arrow_schema",
     "encode_frames",
     "load",
+    "restore_frames",
 ]
 
 _log = logging.getLogger("ister.format.columnar")
@@ -85,6 +89,21 @@ COLUMNS: Final = (
 HIDDEN: Final = ("request_id", "producer_id")
 """What Danube's wire needs and a table does not: there for those who ask by name."""
 
+EVERY_FIELD: Final = (
+    *COLUMNS,
+    *HIDDEN,
+    "message_topic",
+    "message_offset",
+    "broker_addr",
+    "subscription_name",
+    "publish_time_ms",
+)
+"""All that a body has: rows with these columns can be made into the same frames again.
+
+Most of the last five is null. `message_topic` and `message_offset` are what a message says about
+itself where that is not the topic and the offset under which it lies, `broker_addr` is there where
+it is not empty, and `publish_time_ms` where the time is one that no calendar has."""
+
 _TYPES: Final[dict[str, pa.DataType]] = {
     "topic": pa.string(),
     "offset": pa.int64(),
@@ -97,6 +116,11 @@ _TYPES: Final[dict[str, pa.DataType]] = {
     "schema_version": pa.int32(),
     "request_id": pa.uint64(),
     "producer_id": pa.uint64(),
+    "message_topic": pa.string(),
+    "message_offset": pa.uint64(),
+    "broker_addr": pa.string(),
+    "subscription_name": pa.string(),
+    "publish_time_ms": pa.uint64(),
 }
 
 # Arrow's `offset` column is signed, and the offset after the last one has to fit too.
@@ -122,7 +146,7 @@ def arrow_schema(columns: Sequence[str] | None = None) -> pa.Schema:
     It is the one that Spark makes of the same columns, so that batches go over without a cast.
 
     Args:
-        columns: Names out of `COLUMNS` and `HIDDEN`, in any order; None for `COLUMNS`.
+        columns: Names out of `EVERY_FIELD`, in any order; None for `COLUMNS`.
 
     Raises:
         InvalidRequestError: A name is unknown, or stands there twice.
@@ -335,6 +359,14 @@ _FIELDS: Final[dict[str, Callable[[StreamMessage], object]]] = {
     "schema_version": lambda message: _signed(message.schema_version, 32),
     "request_id": lambda message: message.request_id,
     "producer_id": lambda message: message.msg_id.producer_id,
+    "broker_addr": lambda message: message.msg_id.broker_addr or None,
+    "subscription_name": lambda message: message.subscription_name,
+    "publish_time_ms": lambda message: (
+        message.publish_time if message.publish_time > _TIME_MS_MAX else None
+    ),
+    # Of these two, what is as it should be becomes null when the column is made.
+    "message_topic": lambda message: message.msg_id.topic_name,
+    "message_offset": lambda message: message.msg_id.topic_offset,
 }
 
 
@@ -347,6 +379,7 @@ class _Plan:
         self.schema = schema
         self.filling = dict(_FILLING)
         """How much of each kind of room a byte of frames has taken so far."""
+        self.topic_bytes = pa.py_buffer(topic.encode())
         self._layout = layout
         self._topics = pa.array([], pa.string())
 
@@ -434,7 +467,13 @@ class _PureRows:
             return self._plan.topic_column(self._count)
         if field.name == "offset":
             return pa.array(range(self._first_offset, self._first_offset + self._count), field.type)
-        return pa.array(self._values[field.name], field.type)
+        values = self._values[field.name]
+        if field.name == "message_topic":
+            values = [None if value == self._plan.topic else value for value in values]
+        elif field.name == "message_offset":
+            numbered = enumerate(values, self._first_offset)
+            values = [None if value == offset else value for offset, value in numbered]
+        return pa.array(values, field.type)
 
 
 # Columns by their names in the compiled loops, with the bits of a value.
@@ -445,13 +484,29 @@ _FIXED: Final = {
     "schema_version": ("SCHEMA_VERSIONS", 32),
     "request_id": ("REQUEST_IDS", 64),
     "producer_id": ("PRODUCER_IDS", 64),
+    "message_offset": ("MESSAGE_OFFSETS", 64),
+    "publish_time_ms": ("EXACT_TIMES", 64),
 }
 _VARIABLE: Final = {
     "producer_name": "NAMES",
     "payload": "PAYLOADS",
     "routing_key": "ROUTING_KEYS",
+    "message_topic": "MESSAGE_TOPICS",
+    "broker_addr": "BROKERS",
+    "subscription_name": "SUBSCRIPTIONS",
 }
-_NULLABLE: Final = frozenset({"routing_key", "schema_id", "schema_version"})
+_NULLABLE: Final = frozenset(
+    {
+        "routing_key",
+        "schema_id",
+        "schema_version",
+        "message_topic",
+        "message_offset",
+        "broker_addr",
+        "subscription_name",
+        "publish_time_ms",
+    }
+)
 _ENTRY: Final = pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.string())])
 
 # What a batch needs room for, and how much of it for each byte of frames, until batches have shown
@@ -464,6 +519,9 @@ _FILLING: Final = {
     "KEYS": 1 / 16,
     "VALUES": 1 / 16,
     "ROUTING_KEYS": 1 / 32,
+    "MESSAGE_TOPICS": 0,
+    "BROKERS": 1 / 64,
+    "SUBSCRIPTIONS": 1 / 64,
 }
 
 
@@ -548,6 +606,8 @@ class _CompiledRows:
         fields[at.PERMITTED] = -1
         fields[at.BODY_BYTES_MAX] = FRAME_BODY_BYTES_MAX
         fields[at.IS_VARINT] = plan.codec is Codec.BINCODE2
+        fields[at.TOPIC] = plan.topic_bytes.address
+        fields[at.TOPIC_BYTES] = plan.topic_bytes.size
         for room in layout.rooms.values():
             likely = int(size_bytes * plan.filling[room.name] * 1.03) + 64
             fields[room.capacity] = min(likely, size_bytes // room.bytes_min + 1)
@@ -1128,12 +1188,7 @@ def _point_at_columns(fields: Any, table: _Table) -> None:  # noqa: ANN401 - an 
     at = _kernel
 
     def point(block: int, array: pa.Array, width: int) -> list[Any]:
-        buffers: list[Any] = array.buffers()
-        fields[block + at.OFFSETS] = buffers[1].address + width * array.offset
-        if buffers[0] is not None and array.null_count:
-            fields[block + at.VALIDITY] = buffers[0].address
-            fields[block + at.VALIDITY_START] = array.offset
-        return buffers
+        return _point(fields, block, array, width)
 
     def point_at_variable(block: int, array: pa.Array | None) -> None:
         # Arrow gives an empty array no buffers, and it has no value that would be looked at.
@@ -1161,6 +1216,17 @@ def _point_at_columns(fields: Any, table: _Table) -> None:  # noqa: ANN401 - an 
         point(at.SCHEMA_IDS, table.schema_id, 8)
     if table.schema_version is not None:
         point(at.SCHEMA_VERSIONS, table.schema_version, 4)
+
+
+def _point(fields: Any, block: int, array: pa.Array, width: int) -> list[Any]:  # noqa: ANN401
+    """Tells the compiled loop where one column lies; returns its buffers."""
+    at = _kernel
+    buffers: list[Any] = array.buffers()
+    fields[block + at.OFFSETS] = buffers[1].address + width * array.offset
+    if buffers[0] is not None and array.null_count:
+        fields[block + at.VALIDITY] = buffers[0].address
+        fields[block + at.VALIDITY_START] = array.offset
+    return buffers
 
 
 def _encode_pure(table: _Table, writing: _Writing) -> list[EncodedFrames]:
@@ -1283,3 +1349,173 @@ def _attributes(entries: list[tuple[str | None, str | None]], row: int) -> dict[
             )
         attributes[key] = value
     return attributes
+
+
+# -- every field, back to frames ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredFrames:
+    """Frames of rows, in their order; offsets may be missing between them."""
+
+    data: bytes
+    starts: list[int]
+    """Where each frame begins."""
+    offsets: list[int]
+    """The offset of each frame."""
+
+
+_MICROSECONDS: Final = _Times(pa.array([], pa.int64()), 1, 1000)
+_NEVER_NULL: Final = (
+    "topic",
+    "offset",
+    "publish_time",
+    "producer_name",
+    "payload",
+    "attributes",
+    "request_id",
+    "producer_id",
+)
+
+
+def restore_frames(
+    batch: pa.RecordBatch, *, topic: str, codec: Codec, is_compiled: bool | None = None
+) -> RestoredFrames:
+    """The frames that rows were decoded from, byte for byte.
+
+    Args:
+        batch: The columns `EVERY_FIELD`, in this order, with offsets that ascend.
+        topic: The topic's name.
+        codec: How bodies are encoded.
+        is_compiled: Whether machine code does it: None for where it is available, True to
+            require it.
+
+    Raises:
+        CorruptDataError: A value is none that a decoder gives.
+        ConfigError: The compiled loops are required and not available.
+    """
+    is_fast = _wants_compiled(is_compiled)
+    if not batch.schema.equals(arrow_schema(EVERY_FIELD)):
+        raise CorruptDataError("the columns are not those of messages", topic=topic)
+    for name in _NEVER_NULL:
+        if batch.column(name).null_count:
+            raise CorruptDataError(f"a message without {name}", topic=topic)
+    if not batch.num_rows:
+        return RestoredFrames(b"", [], [])
+    try:
+        if is_fast:
+            return _restore_compiled(batch, topic, codec)
+        return _restore_pure(batch, topic, codec)
+    except (InvalidRequestError, MessageTooLargeError) as error:
+        raise CorruptDataError(f"not a message: {error.message}", topic=topic) from error
+
+
+def _restore_compiled(batch: pa.RecordBatch, topic: str, codec: Codec) -> RestoredFrames:
+    at = _kernel
+    visible = batch.select([name for name in COLUMNS if name not in {"topic", "offset"}])
+    table = _as_table(visible)
+    texts = {
+        block: _as_text(batch.column(name), f"column {name!r}")
+        for name, block in (
+            ("message_topic", at.MESSAGE_TOPICS),
+            ("broker_addr", at.BROKERS),
+            ("subscription_name", at.SUBSCRIPTIONS),
+        )
+        if batch.column(name).null_count < batch.num_rows
+    }
+    numbers = {
+        block: batch.column(name)
+        for name, block in (
+            ("offset", at.NUMBERS),
+            ("request_id", at.REQUEST_IDS),
+            ("producer_id", at.PRODUCER_IDS),
+            ("message_offset", at.MESSAGE_OFFSETS),
+            ("publish_time_ms", at.EXACT_TIMES),
+        )
+        if batch.column(name).null_count < batch.num_rows
+    }
+    fields = at.new_fields()
+    own = pa.py_buffer(topic.encode())
+    fields[at.TOPIC], fields[at.TOPIC_BYTES] = own.address, own.size
+    fields[at.ROWS_MAX] = table.count
+    fields[at.IS_VARINT] = codec is Codec.BINCODE2
+    fields[at.BODY_BYTES_MAX] = fields[at.PAYLOAD_BYTES_MAX] = FRAME_BODY_BYTES_MAX
+    fields[at.ENVELOPE_BYTES_MAX] = FRAME_BODY_BYTES_MAX
+    fields[at.SEGMENT_BYTES] = _COLUMN_BYTES_MAX
+    fields[at.PERMITTED] = -1
+    _point_at_columns(fields, table)
+    for block, column in texts.items():
+        _point(fields, block, column, 8)
+        data = column.buffers()[2]
+        if data is not None:
+            fields[block + at.DATA], fields[block + at.DATA_BYTES] = data.address, data.size
+    for block, column in numbers.items():
+        _point(fields, block, column, 8)
+    beside = sum(column.nbytes for column in texts.values())
+    buffer = pa.allocate_buffer(table.bytes_max + beside + table.count * own.size, resizable=True)
+    starts = pa.allocate_buffer(8 * table.count)
+    fields[at.STARTS] = starts.address
+    fields[at.BASE], fields[at.SIZE] = buffer.address, buffer.size
+    while (status := at.encode(fields)) != at.DONE:
+        row = int(fields[at.ROWS])
+        if status == at.NEEDS_ROOM:
+            buffer.resize(int(fields[at.ROOM]))
+            fields[at.BASE], fields[at.SIZE] = buffer.address, buffer.size
+        elif status == at.SEGMENT_IS_FULL:
+            raise InvalidRequestError(f"{table.count} rows are too many bytes of frames")
+        else:
+            # The row as Python sees it: raises what is wrong with it.
+            _restore_pure(batch.slice(row, 1), topic, codec)
+            check(status == at.CROWDED, f"row {row} is one to one encoder and none to the other")
+            fields[at.PERMITTED] = fields[at.OFFSET]
+    positions = pa.Array.from_buffers(pa.int64(), table.count, [None, starts])
+    size = int(fields[at.POSITION])
+    return RestoredFrames(
+        buffer.slice(0, size).to_pybytes(),
+        positions.to_numpy().tolist(),
+        batch.column("offset").to_numpy().tolist(),
+    )
+
+
+def _restore_pure(batch: pa.RecordBatch, topic: str, codec: Codec) -> RestoredFrames:
+    frames: list[bytes] = []
+    starts: list[int] = []
+    offsets: list[int] = []
+    size = 0
+    at = batch.schema.get_field_index("publish_time")
+    batch = batch.set_column(at, "publish_time", batch.column(at).view(pa.int64()))
+    for start in range(0, batch.num_rows, _PURE_ROWS):
+        for row, values in enumerate(batch.slice(start, _PURE_ROWS).to_pylist(), start):
+            message = _restored(values, topic, row)
+            frame = encode_frame(values["offset"], encode_message(message, codec))
+            frames.append(frame)
+            starts.append(size)
+            offsets.append(values["offset"])
+            size += len(frame)
+    return RestoredFrames(b"".join(frames), starts, offsets)
+
+
+def _restored(values: dict[str, Any], topic: str, row: int) -> StreamMessage:
+    """The message of a row with every field."""
+    time_ms = values["publish_time_ms"]
+    if time_ms is None:
+        time_ms = _milliseconds(_MICROSECONDS, values["publish_time"], row)
+    schema_id, schema_version = values["schema_id"], values["schema_version"]
+    own_topic, own_offset = values["message_topic"], values["message_offset"]
+    return StreamMessage(
+        request_id=values["request_id"],
+        msg_id=MessageId(
+            producer_id=values["producer_id"],
+            topic_name=topic if own_topic is None else own_topic,
+            broker_addr=values["broker_addr"] or "",
+            topic_offset=values["offset"] if own_offset is None else own_offset,
+        ),
+        payload=values["payload"],
+        publish_time=time_ms,
+        producer_name=values["producer_name"],
+        subscription_name=values["subscription_name"],
+        attributes=_attributes(values["attributes"], row),
+        schema_id=None if schema_id is None else schema_id % (1 << 64),
+        schema_version=None if schema_version is None else schema_version % (1 << 32),
+        routing_key=values["routing_key"],
+    )

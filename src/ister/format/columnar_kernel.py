@@ -29,6 +29,7 @@ __all__ = [
     "BASE",
     "BODY_BYTES_MAX",
     "BODY_IS_BAD",
+    "BROKERS",
     "COLUMN_FIELDS",
     "CROWDED",
     "CROWD_MIN",
@@ -38,9 +39,12 @@ __all__ = [
     "DONE",
     "END_OFFSET",
     "ENVELOPE_BYTES_MAX",
+    "EXACT_TIMES",
     "FIELDS",
     "IS_VARINT",
     "KEYS",
+    "MESSAGE_OFFSETS",
+    "MESSAGE_TOPICS",
     "MIDDLE",
     "MIDDLE_BYTES",
     "NAMES",
@@ -64,12 +68,16 @@ __all__ = [
     "SEGMENT_BYTES",
     "SEGMENT_IS_FULL",
     "SIZE",
+    "STARTS",
+    "SUBSCRIPTIONS",
     "TIMES",
     "TIME_DEFAULT",
     "TIME_DIVISOR",
     "TIME_LAST",
     "TIME_MULTIPLIER",
     "TIME_RAW_MAX",
+    "TOPIC",
+    "TOPIC_BYTES",
     "VALID",
     "VALIDITY",
     "VALIDITY_START",
@@ -124,6 +132,11 @@ TIME_RAW_MAX: Final = 20
 """The largest publish time, in its column's unit."""
 TIME_LAST: Final = 21
 """The largest publish time written, in milliseconds."""
+TOPIC: Final = 22
+"""The address of the topic's name. (Of both loops.)"""
+TOPIC_BYTES: Final = 23
+STARTS: Final = 24
+"""The address of where each frame begins; 0 if nobody wants to know."""
 
 # Columns, a block of fields each. A column whose OFFSETS is 0 is not wanted, or not there.
 COLUMN_FIELDS: Final = 6
@@ -140,7 +153,7 @@ VALID: Final = 5
 VALIDITY_START: Final = 5
 """Encoding: the bit of the first row."""
 
-_HEADER_FIELDS: Final = 22
+_HEADER_FIELDS: Final = 25
 TIMES: Final = _HEADER_FIELDS
 NAMES: Final = TIMES + COLUMN_FIELDS
 PAYLOADS: Final = NAMES + COLUMN_FIELDS
@@ -153,11 +166,20 @@ SCHEMA_VERSIONS: Final = SCHEMA_IDS + COLUMN_FIELDS
 REQUEST_IDS: Final = SCHEMA_VERSIONS + COLUMN_FIELDS
 PRODUCER_IDS: Final = REQUEST_IDS + COLUMN_FIELDS
 NUMBERS: Final = PRODUCER_IDS + COLUMN_FIELDS
-"""The column of offsets."""
+"""The column of offsets. Encoding: there if messages are restored as they once were."""
+MESSAGE_TOPICS: Final = NUMBERS + COLUMN_FIELDS
+"""Null where a message names the topic that it is in."""
+MESSAGE_OFFSETS: Final = MESSAGE_TOPICS + COLUMN_FIELDS
+"""Null where a message has the offset of its frame."""
+BROKERS: Final = MESSAGE_OFFSETS + COLUMN_FIELDS
+"""Null where it is empty."""
+SUBSCRIPTIONS: Final = BROKERS + COLUMN_FIELDS
+EXACT_TIMES: Final = SUBSCRIPTIONS + COLUMN_FIELDS
+"""Null where the publish time is one that a calendar has."""
 CROWD_MIN: Final = 65
 """With so many attributes comparing each with each takes longer than asking Python."""
 # Address and size of each key of one message.
-_SCRATCH: Final = NUMBERS + COLUMN_FIELDS
+_SCRATCH: Final = EXACT_TIMES + COLUMN_FIELDS
 FIELDS: Final = _SCRATCH + 2 * CROWD_MIN
 """How many there are."""
 
@@ -457,8 +479,37 @@ def decode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
         fields[SCHEMA_VERSIONS + VALIDITY],
     )
     versioned = fields[SCHEMA_VERSIONS + VALID]
+    own_topic, own_topic_bytes = fields[TOPIC], fields[TOPIC_BYTES]
+    topic_offsets, topic_data = fields[MESSAGE_TOPICS + OFFSETS], fields[MESSAGE_TOPICS + DATA]
+    topic_bytes = fields[MESSAGE_TOPICS + DATA_BYTES]
+    topic_max = fields[MESSAGE_TOPICS + DATA_BYTES_MAX]
+    topic_bits, topics = fields[MESSAGE_TOPICS + VALIDITY], fields[MESSAGE_TOPICS + VALID]
+    broker_offsets, broker_data = fields[BROKERS + OFFSETS], fields[BROKERS + DATA]
+    broker_bytes, broker_max = fields[BROKERS + DATA_BYTES], fields[BROKERS + DATA_BYTES_MAX]
+    broker_bits, brokers = fields[BROKERS + VALIDITY], fields[BROKERS + VALID]
+    member_offsets, member_data = fields[SUBSCRIPTIONS + OFFSETS], fields[SUBSCRIPTIONS + DATA]
+    member_bytes = fields[SUBSCRIPTIONS + DATA_BYTES]
+    member_max = fields[SUBSCRIPTIONS + DATA_BYTES_MAX]
+    member_bits, members = fields[SUBSCRIPTIONS + VALIDITY], fields[SUBSCRIPTIONS + VALID]
+    own_offsets, own_offset_bits = (
+        fields[MESSAGE_OFFSETS + OFFSETS],
+        fields[MESSAGE_OFFSETS + VALIDITY],
+    )
+    own_offset_count = fields[MESSAGE_OFFSETS + VALID]
+    exact_times, exact_time_bits = fields[EXACT_TIMES + OFFSETS], fields[EXACT_TIMES + VALIDITY]
+    exact_time_count = fields[EXACT_TIMES + VALID]
     if row == 0:
-        for column in (NAMES, PAYLOADS, ATTRIBUTES, KEYS, VALUES, ROUTING_KEYS):
+        for column in (
+            NAMES,
+            PAYLOADS,
+            ATTRIBUTES,
+            KEYS,
+            VALUES,
+            ROUTING_KEYS,
+            MESSAGE_TOPICS,
+            BROKERS,
+            SUBSCRIPTIONS,
+        ):
             if fields[column]:
                 _store32(fields[column], 0)
     status = DONE
@@ -486,13 +537,13 @@ def decode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
         producer_id, here = _integer(here, end, is_varint)
         if here == 0:
             break
-        _, here = _text(here, end, is_varint, limit)
-        if here == 0:
+        topic, topic_end = _text(here, end, is_varint, limit)
+        if topic_end == 0:
             break
-        _, here = _text(here, end, is_varint, limit)
-        if here == 0:
+        broker, broker_end = _text(topic_end, end, is_varint, limit)
+        if broker_end == 0:
             break
-        _, here = _integer(here, end, is_varint)
+        own_offset, here = _integer(broker_end, end, is_varint)
         if here == 0:
             break
         payload, payload_end = _blob(here, end, is_varint)
@@ -508,10 +559,12 @@ def decode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
         is_some = _load8(name_end)
         if is_some > 1:
             break
+        member = member_end = here
         if is_some:
-            _, here = _text(here, end, is_varint, limit)
-            if here == 0:
+            member, member_end = _text(here, end, is_varint, limit)
+            if member_end == 0:
                 break
+            here = member_end
         count, here = _integer(here, end, is_varint)
         # An attribute has two lengths, so that a count that cannot be is seen at once.
         if here == 0 or count < 0 or count > (end - here) // (2 if is_varint else 16):
@@ -607,6 +660,15 @@ def decode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
         if route_offsets and route_end - route > route_max - route_bytes:
             fields[ROOM] = ROUTING_KEYS
             break
+        if topic_offsets and topic_end - topic > topic_max - topic_bytes:
+            fields[ROOM] = MESSAGE_TOPICS
+            break
+        if broker_offsets and broker_end - broker > broker_max - broker_bytes:
+            fields[ROOM] = BROKERS
+            break
+        if member_offsets and member_end - member > member_max - member_bytes:
+            fields[ROOM] = SUBSCRIPTIONS
+            break
         status = DONE
         if numbers:
             _store64(numbers + 8 * row, offset)
@@ -649,6 +711,41 @@ def decode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
             _store64(request_ids + 8 * row, request_id)
         if producer_ids:
             _store64(producer_ids + 8 * row, producer_id)
+        if topic_offsets:
+            is_other = 0
+            size = topic_end - topic
+            if size != own_topic_bytes or _memcmp(topic, own_topic, size) != 0:
+                is_other = 1
+                _copy(topic_data + topic_bytes, topic, size, topic_data + topic_max, limit)
+                topic_bytes += size
+            _store32(topic_offsets + 4 * (row + 1), topic_bytes)
+            _mark(topic_bits, row, is_other)
+            topics += is_other
+        if broker_offsets:
+            size = broker_end - broker
+            _copy(broker_data + broker_bytes, broker, size, broker_data + broker_max, limit)
+            broker_bytes += size
+            _store32(broker_offsets + 4 * (row + 1), broker_bytes)
+            is_other = 1 if size > 0 else 0
+            _mark(broker_bits, row, is_other)
+            brokers += is_other
+        if member_offsets:
+            size = member_end - member
+            _copy(member_data + member_bytes, member, size, member_data + member_max, limit)
+            member_bytes += size
+            _store32(member_offsets + 4 * (row + 1), member_bytes)
+            _mark(member_bits, row, is_some)
+            members += is_some
+        if own_offsets:
+            is_other = 1 if own_offset != offset else 0
+            _store64(own_offsets + 8 * row, own_offset if is_other else 0)
+            _mark(own_offset_bits, row, is_other)
+            own_offset_count += is_other
+        if exact_times:
+            is_other = 0 if 0 <= time <= _TIME_MS_MAX else 1
+            _store64(exact_times + 8 * row, time if is_other else 0)
+            _mark(exact_time_bits, row, is_other)
+            exact_time_count += is_other
         row += 1
         offset += 1
         at = end
@@ -664,6 +761,14 @@ def decode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
     fields[ROUTING_KEYS + VALID] = routes
     fields[SCHEMA_IDS + VALID] = schemas
     fields[SCHEMA_VERSIONS + VALID] = versioned
+    fields[MESSAGE_TOPICS + DATA_BYTES] = topic_bytes
+    fields[MESSAGE_TOPICS + VALID] = topics
+    fields[BROKERS + DATA_BYTES] = broker_bytes
+    fields[BROKERS + VALID] = brokers
+    fields[SUBSCRIPTIONS + DATA_BYTES] = member_bytes
+    fields[SUBSCRIPTIONS + VALID] = members
+    fields[MESSAGE_OFFSETS + VALID] = own_offset_count
+    fields[EXACT_TIMES + VALID] = exact_time_count
     return status
 
 
@@ -746,7 +851,6 @@ def encode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
     limit = base + room
     middle, middle_bytes = fields[MIDDLE], fields[MIDDLE_BYTES]
     request_id = fields[REQUEST_ID]
-    length_min = 1 if is_varint else 8
     times, time_raw_max = fields[TIMES], fields[TIME_RAW_MAX]
     time_multiplier, time_divisor = fields[TIME_MULTIPLIER], fields[TIME_DIVISOR]
     time_last = fields[TIME_LAST]
@@ -757,6 +861,15 @@ def encode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
     key_limit = fields[KEYS + DATA] + fields[KEYS + DATA_BYTES]
     value_limit = fields[VALUES + DATA] + fields[VALUES + DATA_BYTES]
     route_limit = fields[ROUTING_KEYS + DATA] + fields[ROUTING_KEYS + DATA_BYTES]
+    numbers, starts = fields[NUMBERS], fields[STARTS]
+    own_topic, own_topic_bytes = fields[TOPIC], fields[TOPIC_BYTES]
+    topic_limit = fields[MESSAGE_TOPICS + DATA] + fields[MESSAGE_TOPICS + DATA_BYTES]
+    broker_limit = fields[BROKERS + DATA] + fields[BROKERS + DATA_BYTES]
+    member_limit = fields[SUBSCRIPTIONS + DATA] + fields[SUBSCRIPTIONS + DATA_BYTES]
+    topic = broker = member = 0
+    topic_bytes = broker_bytes = member_bytes = 0
+    producer_id = 0
+    has_member = 1
     status = DONE
     while row < rows_max:
         # What there is to write, and how many bytes that makes.
@@ -770,6 +883,41 @@ def encode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
             if time < 0 or time > time_raw_max:
                 break
             time = time * time_multiplier // time_divisor
+        own_offset = offset
+        if numbers:
+            # A message as it once was: all of it lies in columns.
+            offset = _load64(numbers + 8 * row)
+            own_offset = offset
+            if fields[MESSAGE_OFFSETS] and _is_valid(fields, MESSAGE_OFFSETS, row):
+                own_offset = _load64(fields[MESSAGE_OFFSETS] + 8 * row)
+            if fields[EXACT_TIMES] and _is_valid(fields, EXACT_TIMES, row):
+                time = _load64(fields[EXACT_TIMES] + 8 * row)
+            request_id = _load64(fields[REQUEST_IDS] + 8 * row)
+            producer_id = _load64(fields[PRODUCER_IDS] + 8 * row)
+            topic, topic_bytes = own_topic, own_topic_bytes
+            if fields[MESSAGE_TOPICS] and _is_valid(fields, MESSAGE_TOPICS, row):
+                topic, topic_bytes = _value(fields, MESSAGE_TOPICS, row)
+                if topic_bytes < 0:
+                    break
+            broker, broker_bytes = 0, 0
+            if fields[BROKERS] and _is_valid(fields, BROKERS, row):
+                broker, broker_bytes = _value(fields, BROKERS, row)
+                if broker_bytes < 0:
+                    break
+            member, member_bytes, has_member = 0, 0, 0
+            if fields[SUBSCRIPTIONS] and _is_valid(fields, SUBSCRIPTIONS, row):
+                member, member_bytes = _value(fields, SUBSCRIPTIONS, row)
+                has_member = 1
+                if member_bytes < 0:
+                    break
+            middle_bytes = (
+                _integer_bytes(producer_id, is_varint)
+                + _integer_bytes(topic_bytes, is_varint)
+                + topic_bytes
+                + _integer_bytes(broker_bytes, is_varint)
+                + broker_bytes
+            )
+        member_size = _integer_bytes(member_bytes, is_varint) + member_bytes if has_member else 0
         name, name_bytes = fields[NAMES + DATA], 0
         if fields[NAMES] and _is_valid(fields, NAMES, row):
             name, name_bytes = _value(fields, NAMES, row)
@@ -778,13 +926,13 @@ def encode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
         envelope = (
             _integer_bytes(request_id, is_varint)
             + middle_bytes
-            + _integer_bytes(offset, is_varint)
+            + _integer_bytes(own_offset, is_varint)
             + _integer_bytes(payload_bytes, is_varint)
             + _integer_bytes(time, is_varint)
             + _integer_bytes(name_bytes, is_varint)
             + name_bytes
             + 1
-            + length_min
+            + member_size
         )
         first = count = 0
         if attribute_offsets and _is_valid(fields, ATTRIBUTES, row):
@@ -847,14 +995,24 @@ def encode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
         at = base + used
         body = at + 16
         here = _put_integer(body, request_id, is_varint)
-        _memcpy(here, middle, middle_bytes)
-        here = _put_integer(here + middle_bytes, offset, is_varint)
+        if numbers:
+            here = _put_integer(here, producer_id, is_varint)
+            # The topic's own name lies elsewhere: nothing is known to follow it.
+            end = topic + topic_bytes if topic == own_topic else topic_limit
+            here = _put_blob(here, topic, topic_bytes, is_varint, limit, end)
+            here = _put_blob(here, broker, broker_bytes, is_varint, limit, broker_limit)
+        else:
+            _memcpy(here, middle, middle_bytes)
+            here += middle_bytes
+        here = _put_integer(here, own_offset, is_varint)
         here = _put_blob(here, payload, payload_bytes, is_varint, limit, payload_limit)
         here = _put_integer(here, time, is_varint)
         here = _put_blob(here, name, name_bytes, is_varint, limit, name_limit)
-        # The subscription is there, and empty.
-        _store8(here, 1)
-        here = _put_integer(here + 1, 0, is_varint)
+        # The subscription of a new message is there, and empty.
+        _store8(here, has_member)
+        here += 1
+        if has_member:
+            here = _put_blob(here, member, member_bytes, is_varint, limit, member_limit)
         here = _put_integer(here, count, is_varint)
         for entry in range(first, first + count):
             key, key_bytes = _value(fields, KEYS, entry)
@@ -877,6 +1035,8 @@ def encode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
         _store64(at, offset)
         _store32(at + 8, body_bytes)
         _store32(at + 12, np.int64(_crc32(np.uint32(0), body, body_bytes)))
+        if starts:
+            _store64(starts + 8 * row, used)
         used += 16 + body_bytes
         time_last = max(time_last, time)
         row += 1

@@ -11,6 +11,10 @@
 converted here and nowhere else. A descriptor that Danube itself wrote has its own fields alone and
 is read all the same; what it does not say is None.
 
+An object of the format `parquet` has an index entry for each row group (or for every second one,
+and so on), at the position of its first page. `kept` is there only if messages of the range were
+left out on purpose: `latest-per-key`. Then `messages` is less than the range has offsets.
+
 `publish_time_index[i]` is the highest publish time of all messages before `offset_index[i]`, so a
 search by time begins at the last entry below the wanted one. Both lists have at most
 `OBJECT_INDEX_ENTRIES_MAX` entries, which keeps a descriptor below `DESCRIPTOR_BYTES_MAX`.
@@ -27,10 +31,24 @@ from ister.errors import CorruptDataError, UnsupportedVersionError, check
 from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
 from ister.model import Codec
 
-__all__ = ["ObjectDescriptor", "decode_descriptor", "encode_descriptor", "format_checksum"]
+__all__ = [
+    "FORMAT_FRAMES",
+    "FORMAT_PARQUET",
+    "KEPT_LATEST",
+    "ObjectDescriptor",
+    "count_messages",
+    "decode_descriptor",
+    "encode_descriptor",
+    "format_checksum",
+]
 
 FORMAT_FRAMES: Final = "dnb1"
-_FORMATS: Final = (FORMAT_FRAMES,)
+"""Frames; see `ister.format.frame`."""
+FORMAT_PARQUET: Final = "parquet"
+"""A Parquet file; see `ister.format.archive`."""
+_FORMATS: Final = (FORMAT_FRAMES, FORMAT_PARQUET)
+KEPT_LATEST: Final = "latest-per-key"
+"""Of an object that has only the latest message of each key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +77,8 @@ class ObjectDescriptor:
     publish_time_index: tuple[int, ...] = ()
     checksum: str | None = None
     """Of the whole object, as `crc32:` and eight digits; None where another program wrote it."""
+    kept: str = ""
+    """Which messages are there: all of the range if empty; else some were left out on purpose."""
 
     def position_before(self, offset: int) -> tuple[int, int]:
         """The last indexed frame at or before `offset`: (its offset, its position)."""
@@ -71,6 +91,11 @@ class ObjectDescriptor:
             return self.start, 0
         at = bisect_left(self.publish_time_index, publish_time_ms)
         return self.offset_index[at - 1] if at else (self.start, 0)
+
+
+def count_messages(descriptor: ObjectDescriptor) -> int:
+    """How many messages an object has; of one that another program wrote, by its range."""
+    return descriptor.messages if descriptor.kept else descriptor.end - descriptor.start
 
 
 def format_checksum(crc: int) -> str:
@@ -107,6 +132,8 @@ def encode_descriptor(descriptor: ObjectDescriptor) -> bytes:
         "publish_time_index": descriptor.publish_time_index,
         "checksum": descriptor.checksum,
     }
+    if descriptor.kept:
+        fields["kept"] = descriptor.kept
     data = json.dumps(fields, separators=(",", ":")).encode()
     check(len(data) <= DESCRIPTOR_BYTES_MAX, f"a descriptor of {len(data)} bytes")
     return data
@@ -147,6 +174,7 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
             publish_time_max=_optional(fields.get("publish_time_max")),
             publish_time_index=tuple(map(_whole, fields.get("publish_time_index") or ())),
             checksum=fields.get("checksum"),
+            kept=_text(fields.get("kept", "")),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"not a descriptor: {error!r}", path=key) from error

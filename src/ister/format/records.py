@@ -5,6 +5,7 @@
     /storage/topics/<ns>/<topic>/objects/cur  {"start": "<20 digits>"}
     /storage/topics/<ns>/<topic>/upload/session   UploadSession
     /storage/topics/<ns>/<topic>/state        SealedState
+    /storage/topics/<ns>/<topic>/retired/<object>  RetiredObjects
     /subscriptions/<ns>/<topic>/<sub>/progress    Progress
 
 All are JSON. Fields that this code does not know are kept when a topic's record is written again,
@@ -28,6 +29,7 @@ __all__ = [
     "Lineage",
     "OwnerRecord",
     "Progress",
+    "RetiredObjects",
     "SealedState",
     "TopicRecord",
     "UploadSession",
@@ -35,6 +37,7 @@ __all__ = [
     "decode_current",
     "decode_owner",
     "decode_progress",
+    "decode_retired",
     "decode_sealed",
     "decode_session",
     "decode_topic",
@@ -42,6 +45,7 @@ __all__ = [
     "encode_current",
     "encode_owner",
     "encode_progress",
+    "encode_retired",
     "encode_sealed",
     "encode_session",
     "encode_topic",
@@ -126,6 +130,15 @@ class SealedState:
     node: str
     epoch: int
     sealed_at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetiredObjects:
+    """Objects that another one has taken the place of; readers may still be at them."""
+
+    objects: tuple[str, ...]
+    until: int
+    """Seconds since the Unix epoch: from then on nobody needs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +322,26 @@ def decode_sealed(data: bytes, *, key: str) -> SealedState | None:
         )
     except _MISFITS as error:
         raise _corrupt("sealed state", error, key) from error
+
+
+def encode_retired(retired: RetiredObjects) -> bytes:
+    """The record's JSON."""
+    return _dump({"objects": retired.objects, "until": retired.until})
+
+
+def decode_retired(data: bytes, *, key: str) -> RetiredObjects:
+    """Reads which objects were retired.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        return RetiredObjects(
+            objects=tuple(str(item) for item in fields["objects"]), until=int(fields["until"])
+        )
+    except _MISFITS as error:
+        raise _corrupt("record of retired objects", error, key) from error
 
 
 def encode_progress(progress: Progress) -> bytes:

@@ -370,10 +370,10 @@ class Delivery:
         return True
 
     def pass_over(self, end: int) -> None:
-        """Goes on at `end` with reading: what lies before it cannot be read, and counts as done."""
-        for offset in range(self.next_offset, end):
-            self._floor.ack(offset)
-            self._remembered.pop(offset, None)
+        """Goes on at `end` with reading: what lies before it is not there, and counts as done."""
+        self._floor.ack_range(self.next_offset, end)
+        for offset in [at for at in self._remembered if self.next_offset <= at < end]:
+            del self._remembered[offset]
         self.next_offset = max(self.next_offset, end)
         self.version += 1
 

@@ -10,7 +10,7 @@ left out is delivered again after a restart.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Self
 
@@ -94,6 +94,21 @@ class AckFloor:
         starts.insert(at, offset)
         ends.insert(at, offset + 1)
         return True
+
+    def ack_range(self, start: int, end: int) -> None:
+        """Acknowledges all offsets from `start` up to, not including, `end`."""
+        start = max(start, self.floor)
+        if start >= end:
+            return
+        starts, ends = self._starts, self._ends
+        # All that it touches becomes one range.
+        first, last = bisect_left(ends, start), bisect_right(starts, end)
+        if first < last:
+            start, end = min(start, starts[first]), max(end, ends[last - 1])
+        starts[first:last], ends[first:last] = [start], [end]
+        if start == self.floor:
+            self.floor = end
+            del starts[0], ends[0]
 
     def is_acked(self, offset: int) -> bool:
         """Whether an offset has been acknowledged."""

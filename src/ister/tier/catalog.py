@@ -87,6 +87,13 @@ class Catalog:
         """The first object that starts at or after `offset`."""
         return self._one(start=self.keys.descriptor(offset), descending=False)
 
+    def holding(self, offset: int) -> ObjectDescriptor | None:
+        """The object that holds `offset`; the first one behind it, if none does."""
+        before = self.find(offset)
+        if before is not None and before.end > offset:
+            return before
+        return self.following(offset)
+
     def first(self) -> ObjectDescriptor | None:
         """The oldest object."""
         return self._one(descending=False)
@@ -98,19 +105,28 @@ class Catalog:
     def descriptors(
         self, start: int = 0, end: int | None = None
     ) -> Iterator[tuple[ObjectDescriptor, int]]:
-        """Every object with offsets in a range, ascending, each with its key's revision."""
-        before = self.find(start)
-        key = self.keys.descriptor(
-            before.start if before is not None and before.end > start else start
-        )
+        """Every object with offsets in a range, ascending, each with its key's revision.
+
+        Objects that are merged under the walk may come twice, as they were and merged.
+        """
         stop = self.keys.objects_end if end is None else self.keys.descriptor(end)
+        key = self._first_key(start)
         while True:
             page = self._range(start=key, end=stop, limit=_PAGE)
             for found in page:
-                yield decode_descriptor(found.value, key=found.key), found.revision
+                described = decode_descriptor(found.value, key=found.key)
+                yield described, found.revision
             if len(page) < _PAGE:
                 return
-            key = page[-1].key + "\0"
+            # Not "after the last key": what follows may have been merged with what was here.
+            key = self._first_key(described.end)
+
+    def _first_key(self, start: int) -> str:
+        """The key of the object that holds `start`, or would."""
+        before = self.find(start)
+        return self.keys.descriptor(
+            before.start if before is not None and before.end > start else start
+        )
 
     def subscriptions(self) -> list[Subscription]:
         """Every cursor that can be read."""

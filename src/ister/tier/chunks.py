@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ister.clock import Clock
-from ister.format.descriptor import ObjectDescriptor
+from ister.format.descriptor import FORMAT_FRAMES, ObjectDescriptor
 from ister.metrics import Metrics
 from ister.model import Codec
 from ister.objectstore.base import ObjectStore
@@ -43,6 +43,9 @@ class ObjectPart:
     """All wanted frames end at or before this."""
     boundaries: tuple[int, ...] = ()
     """Positions in between at which a frame begins."""
+    format: str = FORMAT_FRAMES
+    object_bytes: int = 0
+    """The size of the whole object; needed of one in Parquet, whose footer says where rows lie."""
 
     @classmethod
     def of(cls, described: ObjectDescriptor, start: int, end: int) -> ObjectPart:
@@ -62,6 +65,8 @@ class ObjectPart:
             boundaries=tuple(
                 at for _, at in described.offset_index if position < at < end_position
             ),
+            format=described.format,
+            object_bytes=described.size_bytes,
         )
 
 

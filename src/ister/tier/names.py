@@ -3,12 +3,16 @@
     storage/topics/<ns>/<topic>/
         objects/data-<start>-<end>.dnb1             of a topic's first owner
         objects/data-<start>-<end>-<epoch>.dnb1     of every later one
-        objects/data-<start>-pending-<epoch>.dnb1   being written, gets its name by a copy
+        objects/data-<start>-pending-<epoch>[-c<tag>].dnb1  being written, named by a copy
+        objects/data-<start>-<end>[-<epoch>]-c<tag>.dnb1|.parquet       merged of several others
         topic.json                                  what `ister recover` needs to know
     staging/<ns>/<topic>/<writer>/<batch>/          rows on their way to the topic
 
 `end` in a name is inclusive, as Danube's is, and converted here. The epoch in the name is what
 keeps an owner that was fenced, and writes on without knowing, away from its successor's objects.
+
+The tag of a merged object is random: two runs that merge the same objects never write to the same
+name, and what one of them leaves out the other may keep.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from ister.errors import TopicNameError
+from ister.errors import TopicNameError, check
+from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET
 from ister.model import TopicName
 
 __all__ = [
@@ -40,8 +45,13 @@ __all__ = [
 TOPICS_PREFIX: Final = "storage/topics/"
 STAGING_PREFIX: Final = "staging/"
 _NUMBER: Final = r"(0|[1-9][0-9]{0,19})"
-_OBJECT_ID: Final = re.compile(rf"data-{_NUMBER}-{_NUMBER}(?:-([2-9]|[1-9][0-9]+))?\.dnb1")
-_PENDING_ID: Final = re.compile(rf"data-{_NUMBER}-pending(?:-{_NUMBER})?\.dnb1")
+_TAG: Final = re.compile(r"[0-9a-f]{8}")
+_OBJECT_ID: Final = re.compile(
+    rf"data-{_NUMBER}-{_NUMBER}(?:-([2-9]|[1-9][0-9]+))?(?:-c({_TAG.pattern}))?\.(dnb1|parquet)"
+)
+_PENDING_ID: Final = re.compile(
+    rf"data-{_NUMBER}-pending(?:-{_NUMBER})?(?:-c{_TAG.pattern})?\.dnb1"
+)
 _FIRST_EPOCH: Final = 1
 
 
@@ -52,17 +62,42 @@ class ObjectName:
     start: int
     end: int
     epoch: int
+    format: str = FORMAT_FRAMES
+    tag: str | None = None
+    """Of an object that was merged of others: eight hexadecimal digits."""
 
 
-def format_object_id(start: int, end: int, epoch: int) -> str:
-    """The name of the object with the offsets `start` up to, not including, `end`."""
+def format_object_id(
+    start: int, end: int, epoch: int, *, format: str = FORMAT_FRAMES, tag: str | None = None
+) -> str:
+    """The name of the object with the offsets `start` up to, not including, `end`.
+
+    Args:
+        start: The first offset.
+        end: The offset after the last one.
+        epoch: Of the owner.
+        format: `dnb1` or `parquet`.
+        tag: Eight hexadecimal digits, for an object that was merged of others.
+    """
+    check(format in (FORMAT_FRAMES, FORMAT_PARQUET), f"an object of the format {format!r}")
+    check(tag is None or _TAG.fullmatch(tag) is not None, f"not an object's tag: {tag!r}")
     suffix = "" if epoch == _FIRST_EPOCH else f"-{epoch}"
-    return f"data-{start}-{end - 1}{suffix}.dnb1"
+    if tag is not None:
+        suffix += f"-c{tag}"
+    return f"data-{start}-{end - 1}{suffix}.{format}"
 
 
-def format_pending_id(start: int, epoch: int) -> str:
-    """The name under which an object is written that gets its final one by a copy."""
-    return f"data-{start}-pending-{epoch}.dnb1"
+def format_pending_id(start: int, epoch: int, *, tag: str | None = None) -> str:
+    """The name under which an object is written that gets its final one by a copy.
+
+    Args:
+        start: The first offset.
+        epoch: Of the owner.
+        tag: Eight hexadecimal digits, for whoever is not the only one who may write it.
+    """
+    check(tag is None or _TAG.fullmatch(tag) is not None, f"not an object's tag: {tag!r}")
+    suffix = "" if tag is None else f"-c{tag}"
+    return f"data-{start}-pending-{epoch}{suffix}.dnb1"
 
 
 def parse_object_id(object_id: str) -> ObjectName | None:
@@ -70,11 +105,15 @@ def parse_object_id(object_id: str) -> ObjectName | None:
     match = _OBJECT_ID.fullmatch(object_id)
     if match is None:
         return None
-    start, last, epoch = match.groups()
+    start, last, epoch, tag, kind = match.groups()
     if int(last) < int(start):
         return None
     return ObjectName(
-        start=int(start), end=int(last) + 1, epoch=int(epoch) if epoch else _FIRST_EPOCH
+        start=int(start),
+        end=int(last) + 1,
+        epoch=int(epoch) if epoch else _FIRST_EPOCH,
+        format=kind,
+        tag=tag,
     )
 
 
@@ -152,6 +191,10 @@ class TopicKeys:
     def objects_end(self) -> str:
         """After every descriptor, and before `cur`."""
         return f"{self.objects}:"
+
+    def retired(self, object_id: str) -> str:
+        """The key that lists what an object has taken the place of."""
+        return f"{self.storage}retired/{object_id}"
 
     def writer(self, name: str) -> str:
         """The key under which a writer of batches is remembered."""

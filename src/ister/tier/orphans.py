@@ -3,7 +3,9 @@
 A listing says what there is, the catalog says what belongs to the topic, and what is left after a
 grace period goes. The catalog is asked again for each object right before it is removed, and never
 about objects of a later epoch than the caller's: a successor's object may be waiting for its
-commit. An object whose age the store does not tell is kept.
+commit. An object whose age the store does not tell is kept, and one that a merged object has taken
+the place of, until the time that the merge has set: readers may be at it. An object in a hole of
+the catalog stays as well: somebody may want to put its descriptor back.
 
 One owner does this for its topic. Parts of uploads that never completed are invisible to a listing;
 on S3 a lifecycle rule has to abort them.
@@ -14,6 +16,8 @@ from __future__ import annotations
 import logging
 
 from ister.clock import Clock
+from ister.format.records import decode_retired
+from ister.metadata.base import Delete, RevisionIs
 from ister.metrics import Metrics
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.tier.names import (
@@ -54,12 +58,15 @@ def collect_orphans(
         if session is not None
         else ()
     )
+    now = clock.now_ns() // 1_000_000_000
+    _forget_retired(owned, now)
     removed: list[str] = []
     for info in list(store.list(prefix)):
         object_id = info.key.removeprefix(prefix)
         if object_id in under_way or not _is_past(info, oldest):
             continue
-        if _is_garbage(owned, object_id):
+        # In this order: a merge between the two questions shows in the second one.
+        if _is_garbage(owned, object_id) and object_id not in _retired(owned, now):
             owned.check()
             store.delete(info.key)
             removed.append(object_id)
@@ -67,6 +74,26 @@ def collect_orphans(
         metrics.count("cloud.orphans_removed", len(removed))
         _log.info("orphans removed", extra={"topic": owned.topic, "objects": removed})
     return removed
+
+
+def _retired(owned: OwnedTopic, now: int) -> set[str]:
+    """What was replaced and is still kept."""
+    kept: set[str] = set()
+    for found in owned.catalog.store.range(owned.catalog.keys.retired("")):
+        retired = decode_retired(found.value, key=found.key)
+        if retired.until > now:
+            kept.update(retired.objects)
+    return kept
+
+
+def _forget_retired(owned: OwnedTopic, now: int) -> None:
+    """Ends the records of what is not kept any more.
+
+    A crash between the end of a record and that of its objects leaves objects that nobody names.
+    """
+    for found in owned.catalog.store.range(owned.catalog.keys.retired("")):
+        if decode_retired(found.value, key=found.key).until <= now:
+            owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
 
 
 def _is_past(info: ObjectInfo, oldest: float) -> bool:
@@ -82,4 +109,9 @@ def _is_garbage(owned: OwnedTopic, object_id: str) -> bool:
     if name.epoch > owned.epoch:
         return False
     described = owned.catalog.find(name.start)
-    return described is None or described.object_id != object_id
+    if described is not None and described.object_id == object_id:
+        return False
+    is_held = described is not None and name.start < described.end
+    # Offsets in the midst of the topic that no descriptor has: one was lost, and this may be the
+    # object that it named.
+    return is_held or not owned.record.expired_before <= name.start < owned.tiered

@@ -11,10 +11,13 @@ Invariants:
   however late it wakes up;
 - descriptors follow each other: a commit also requires `cur`, the pointer to the newest one, to be
   unchanged, and begins where that one ends;
+- somebody who acts in the owner's name (`outside`) requires the same record, and a fence of its
+  own; what it changes does not change the record, so the owner goes on, and finds out by `refresh`,
+  or by a commit of its own that fails because the pointer has moved;
 - a lost answer (`CommitUnknownError`) is resolved by reading back; repeating the transaction is
   harmless, because the first run changes what the second one requires.
 
-How one becomes a topic's owner is in `claim`.
+How one becomes a topic's owner is in `claim`, how one acts for it in `outside`.
 
 What a crash leaves: an owner key that ends with its lease, a session that says which object may be
 lying around, and descriptors that are all true.
@@ -25,7 +28,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 from ister import failpoints
@@ -34,6 +39,7 @@ from ister.errors import (
     CapacityError,
     CommitUnknownError,
     ConflictError,
+    CorruptDataError,
     FencedError,
     IsterError,
     NotFoundError,
@@ -43,12 +49,15 @@ from ister.errors import (
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor, encode_descriptor
 from ister.format.records import (
     OwnerRecord,
+    RetiredObjects,
     SealedState,
     TopicRecord,
     UploadSession,
+    decode_current,
     decode_session,
     encode_current,
     encode_owner,
+    encode_retired,
     encode_sealed,
     encode_session,
     encode_topic,
@@ -64,6 +73,7 @@ from ister.metadata.base import (
 )
 from ister.metrics import Metrics
 from ister.tier.catalog import Catalog
+from ister.tier.fence import Fence
 
 __all__ = ["OwnedTopic", "resume_delete"]
 
@@ -87,6 +97,7 @@ class OwnedTopic:
         sealed: SealedState | None,
         clock: Clock,
         metrics: Metrics,
+        fence: Fence | None = None,
     ) -> None:
         self.catalog = catalog
         self.topic = str(catalog.keys.topic)
@@ -101,6 +112,7 @@ class OwnedTopic:
         self._clock = clock
         self._metrics = metrics
         self._lock = threading.RLock()
+        self._outside = fence
         self._fence: FencedError | None = None
         self.on_fenced: Callable[[FencedError], None] = lambda error: None
         """Called once, when it turns out that somebody else owns the topic."""
@@ -168,8 +180,8 @@ class OwnedTopic:
 
         Raises:
             FencedError: Somebody else owns the topic; nothing was published.
-            ConflictError: An earlier commit, whose outcome was unknown, has happened after all;
-                `tiered` has moved, and the next object begins there.
+            ConflictError: An earlier commit, whose outcome was unknown, has happened after all, or
+                one in this owner's name; `tiered` has moved, and the next object begins there.
             CommitUnknownError: The store's answers were lost, again and again. The same commit may
                 be tried again.
             UnavailableError: The metadata store does not answer.
@@ -185,8 +197,26 @@ class OwnedTopic:
             )
             failpoints.reach("tier.before_commit")
             began = self._clock.monotonic()
+            revision = self._publish(descriptor, key, data)
+            self._metrics.observe("metadata.put_latency_seconds", self._clock.monotonic() - began)
+            self._metrics.count("metadata.descriptor_write_total")
+            failpoints.reach("tier.after_commit")
+            if revision is None:
+                # It is there, and others may have gone on from it.
+                self._resync()
+                if self.tiered > descriptor.end:
+                    raise ConflictError("others have gone on", topic=self.topic)
+                return
+            self._current_revision = revision
+            self.last = descriptor
+            if self.first is None:
+                self.first = descriptor
+
+    def _publish(self, descriptor: ObjectDescriptor, key: str, data: bytes) -> int | None:
+        keys = self.catalog.keys
+        for _ in range(_ATTEMPTS):
             try:
-                revision = self._change(
+                return self._change(
                     [self._current_is_known(), Absent(key)],
                     [
                         Put(key, data),
@@ -198,16 +228,12 @@ class OwnedTopic:
             except FencedError:
                 raise
             except ConflictError:
-                # A commit of our own that had been given up on has happened after all.
+                # A commit of our own that had been given up on has happened after all, somebody
+                # has committed in our name, or has merged the newest object with others.
                 self._resync()
-                raise
-            self._metrics.observe("metadata.put_latency_seconds", self._clock.monotonic() - began)
-            self._metrics.count("metadata.descriptor_write_total")
-            failpoints.reach("tier.after_commit")
-            self._current_revision = revision or self._read_current()
-            self.last = descriptor
-            if self.first is None:
-                self.first = descriptor
+                if self.last is None or self.last.end != descriptor.start:
+                    raise
+        raise UnavailableError("the newest object keeps changing", topic=self.topic)
 
     def replace(self, old: ObjectDescriptor, new: ObjectDescriptor, revision: int) -> bool:
         """Puts an object in the place of another one with the same offsets.
@@ -240,6 +266,127 @@ class OwnedTopic:
                 self.first = new
             return True
 
+    def refresh(self) -> bool:
+        """Looks whether somebody has committed in this owner's name; whether that is so.
+
+        Raises:
+            FencedError: Somebody has, in another owner's.
+            UnavailableError: The metadata store does not answer.
+        """
+        with self._lock:
+            if self._read_current() == self._current_revision:
+                return False
+            self._resync()
+            return True
+
+    def swap(
+        self, old: Sequence[tuple[ObjectDescriptor, int]], new: ObjectDescriptor, *, until: int
+    ) -> bool:
+        """Puts one object in the place of several that follow each other.
+
+        Args:
+            old: As read, ascending, each with its key's revision; at most 100.
+            new: With the offsets of all of them.
+            until: The second since the Unix epoch up to which the old objects are kept, for those
+                who are reading them.
+
+        Returns:
+            False if one of the descriptors has changed meanwhile; nothing was done then.
+
+        Raises:
+            FencedError: Somebody else owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self.catalog.keys
+        first, last = old[0][0], old[-1][0]
+        check(
+            (first.start, last.end) == (new.start, new.end)
+            and all(a.end == b.start for (a, _), (b, _) in pairwise(old))
+            and len(old) <= _BATCH,
+            "a merged object has the offsets of those that it replaces",
+        )
+        key, data = keys.descriptor(new.start), encode_descriptor(new)
+        retired = RetiredObjects(objects=tuple(d.object_id for d, _ in old), until=until)
+        compares: list[Compare] = [RevisionIs(keys.descriptor(d.start), r) for d, r in old]
+        operations: list[Operation] = [
+            Put(key, data),
+            *(Delete(keys.descriptor(d.start)) for d, _ in old[1:]),
+            Put(keys.retired(new.object_id), encode_retired(retired)),
+        ]
+        with self._lock:
+            self._require_open()
+            self.refresh()
+            is_newest = self.last is not None and self.last.end == new.end
+            if is_newest:
+                # The pointer says where the newest one starts.
+                compares.append(self._current_is_known())
+                operations.append(Put(keys.current, encode_current(new.start)))
+            failpoints.reach("tier.before_swap")
+            try:
+                self._change(compares, operations, is_done=lambda: self._holds(key, data))
+            except FencedError:
+                raise
+            except ConflictError:
+                return False
+            failpoints.reach("tier.after_swap")
+            self._resync()
+            return True
+
+    def remove(self, descriptor: ObjectDescriptor, revision: int) -> bool:
+        """Takes a descriptor out that should not be there: others have its offsets.
+
+        Returns:
+            False if it has changed meanwhile.
+
+        Raises:
+            FencedError: Somebody else owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        key = self.catalog.keys.descriptor(descriptor.start)
+        with self._lock:
+            try:
+                self._change(
+                    [RevisionIs(key, revision)],
+                    [Delete(key)],
+                    is_done=lambda: self.catalog.store.get(key) is None,
+                )
+            except FencedError:
+                raise
+            except ConflictError:
+                return False
+            self._resync()
+            self.mend_current()
+            return True
+
+    def mend_current(self) -> bool:
+        """Has the pointer to the newest object name it again; whether it did not.
+
+        Raises:
+            FencedError: Somebody else owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self.catalog.keys
+        with self._lock:
+            found = self.catalog.store.get(keys.current)
+            self._resync()
+            if self.last is None:
+                return False
+            data = encode_current(self.last.start)
+            with suppress(CorruptDataError):
+                if found is not None and (
+                    decode_current(found.value, key=found.key) == self.last.start
+                ):
+                    return False
+            # A commit or a merge of the newest one changes the pointer: then it is right by itself.
+            try:
+                self._change([self._current_is_known()], [Put(keys.current, data)])
+            except FencedError:
+                raise
+            except ConflictError:
+                return False
+            self._resync()
+            return True
+
     def insert(self, descriptor: ObjectDescriptor) -> None:
         """Publishes an object that fills a hole between two others.
 
@@ -267,8 +414,11 @@ class OwnedTopic:
         for descriptor in descriptors:
             self.commit(descriptor)
 
-    def expire(self, descriptors: Sequence[ObjectDescriptor]) -> None:
+    def expire(self, descriptors: Sequence[ObjectDescriptor]) -> list[ObjectDescriptor]:
         """Takes the oldest objects, ascending, out of the topic. The newest one stays, always.
+
+        Returns:
+            Those that went; an object that was merged with others meanwhile is not among them.
 
         Raises:
             FencedError: Somebody else owns the topic.
@@ -282,16 +432,49 @@ class OwnedTopic:
                 "the newest object stays",
             )
             # Before the change, whose answer may be lost: what may be gone is not offered.
-            self.first = self.catalog.following(descriptors[-1].end)
-            # And on record before it, so that nobody takes them for lost.
             floor = descriptors[-1].end
+            self.first = self.catalog.holding(floor)
+            # And on record before it, so that nobody takes them for lost.
             self._put_record(
                 lambda record: replace(record, expired_before=max(record.expired_before, floor))
             )
+            expired: list[ObjectDescriptor] = []
             for at in range(0, len(descriptors), _BATCH):
-                batch = descriptors[at : at + _BATCH]
-                self._change([], [Delete(self.catalog.keys.descriptor(d.start)) for d in batch])
+                expired += self._expire(descriptors[at : at + _BATCH])
                 failpoints.reach("tier.after_expire")
+            # Not what was looked up before: it may have been merged with what was to go.
+            self.first = self.catalog.first()
+            return expired
+
+    def _expire(self, planned: Sequence[ObjectDescriptor]) -> list[ObjectDescriptor]:
+        keys, wanted = self.catalog.keys, {d.object_id for d in planned}
+
+        def there() -> list[tuple[ObjectDescriptor, int]]:
+            # By what is there now: under a key of the plan there may be a merged object, with more.
+            return [
+                (described, revision)
+                for described, revision in self.catalog.descriptors(
+                    planned[0].start, planned[-1].end
+                )
+                if described.object_id in wanted
+            ]
+
+        for _ in range(_ATTEMPTS):
+            found = there()
+            if not found:
+                return []
+            try:
+                self._change(
+                    [RevisionIs(keys.descriptor(d.start), revision) for d, revision in found],
+                    [Delete(keys.descriptor(d.start)) for d, _ in found],
+                    is_done=lambda: not there(),
+                )
+            except FencedError:
+                raise
+            except ConflictError:
+                continue  # one of them was merged just now
+            return [described for described, _ in found]
+        raise UnavailableError("the topic's objects keep changing", topic=self.topic)
 
     def seal(self, next_offset: int) -> None:
         """Hands the topic over: everything below `next_offset` is in the bucket.
@@ -312,14 +495,28 @@ class OwnedTopic:
                 epoch=self.epoch,
                 sealed_at=self._clock.now_ns() // 1_000_000_000,
             )
-            self._change(
-                [self._current_is_known()],
-                [
-                    Put(keys.sealed, encode_sealed(state)),
-                    Delete(keys.owner),
-                    Delete(keys.session),
-                ],
-            )
+            data = encode_sealed(state)
+            operations: list[Operation] = [
+                Put(keys.sealed, data),
+                Delete(keys.owner),
+                Delete(keys.session),
+            ]
+
+            def is_done() -> bool:
+                found = self.catalog.store.get(keys.sealed)
+                return found is not None and found.value == data
+
+            for attempt in range(_ATTEMPTS):
+                try:
+                    self._change([self._current_is_known()], operations, is_done=is_done)
+                    break
+                except FencedError:
+                    raise
+                except ConflictError:
+                    # The newest object was merged with others meanwhile: the end is the same.
+                    self._resync()
+                    if attempt == _ATTEMPTS - 1 or next_offset not in (self.tiered, self.start):
+                        raise
             failpoints.reach("tier.after_seal")
 
     def release(self) -> None:
@@ -388,10 +585,12 @@ class OwnedTopic:
         unknown: CommitUnknownError | None = None
         for _ in range(_ATTEMPTS):
             with self._lock:
-                fenced = RevisionIs(self.catalog.keys.record, self._revision)
+                fenced: list[Compare] = [RevisionIs(self.catalog.keys.record, self._revision)]
+                if self._outside is not None:
+                    fenced.append(self._outside.compare)
                 doing = operations() if callable(operations) else operations
                 try:
-                    revision = store.transact([fenced, *compares], doing)
+                    revision = store.transact([*fenced, *compares], doing)
                 except CommitUnknownError as error:
                     unknown = error
                     if is_done is not None and is_done():
@@ -406,6 +605,8 @@ class OwnedTopic:
                     return revision
                 if is_done is not None and is_done():
                     return None
+                if self._outside is not None:
+                    self._outside.check(self.topic)
                 if not self._refresh_record():
                     raise ConflictError("the descriptors have changed", topic=self.topic)
         raise unknown or UnavailableError("the topic's record keeps changing", topic=self.topic)
@@ -429,6 +630,9 @@ class OwnedTopic:
             self.on_fenced(self._fence)
             raise self._fence.again()
         record, revision = found
+        if self._outside is not None and not record.is_open:
+            # Its owner may change it still; what others put there would be left behind.
+            raise FencedError("the topic is being deleted", topic=self.topic)
         has_changed = revision != self._revision
         self.record, self._revision = record, revision
         return has_changed
@@ -440,6 +644,8 @@ class OwnedTopic:
             FencedError: Somebody has.
             UnavailableError: The metadata store does not answer.
         """
+        if self._outside is not None:
+            self._outside.check(self.topic)
         self._refresh_record()
 
     def give_up(self, reason: IsterError) -> None:
@@ -457,8 +663,16 @@ class OwnedTopic:
             raise FencedError("the topic is being deleted", topic=self.topic)
 
     def _resync(self) -> None:
-        self._current_revision = self._read_current()
-        self.first, self.last = self.catalog.first(), self.catalog.last()
+        """Reads anew what the topic consists of.
+
+        Raises:
+            FencedError: The topic is another owner's by now, and so may be what was read.
+        """
+        # The pointer first: one that is older than the rest makes the next commit fail, no more.
+        current = self._read_current()
+        first, last = self.catalog.first(), self.catalog.last()
+        self._refresh_record()
+        self._current_revision, self.first, self.last = current, first, last
 
     def _current_is_known(self) -> Compare:
         key = self.catalog.keys.current

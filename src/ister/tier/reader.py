@@ -10,19 +10,26 @@ on from it; each frame's crc and offset are checked. A chunk that does not check
 more, because stores and networks have been seen to flip bits on the way; damage that stays raises
 `CorruptDataError` with the object's key, the position and the offset, or is left out (`skip`).
 
+An object in Parquet is read a row group at a time, whose rows become the frames that they once
+were. Where messages were left out of it on purpose the next frame is a later one, or there is none
+before the end: that is an answer, not damage.
+
 Memory: one chunk (or one frame where that is larger), and one more that is fetched ahead while the
-caller is busy with the first. A frame that a chunk cuts in two is read again from its first byte.
+caller is busy with the first; of Parquet, the frames of one row group, and the bytes of the next.
+A frame that a chunk cuts in two is read again from its first byte.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ister.clock import Clock
 from ister.errors import CorruptDataError, DataGapError, NotFoundError, check
-from ister.format.descriptor import ObjectDescriptor
+from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor
 from ister.format.frame import (
     FRAME_HEADER_SIZE,
     Corrupt,
@@ -38,10 +45,15 @@ from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.metrics import Metrics
 from ister.model import Codec
 from ister.objectstore.base import ObjectStore
+from ister.tier.archives import open_archive
 from ister.tier.catalog import Catalog
 from ister.tier.names import object_key
 
-__all__ = ["DamageSkippedError", "HistoryReader", "ReaderSettings"]
+if TYPE_CHECKING:
+    from ister.format.archive import ArchiveReader, Fetched
+    from ister.format.columnar import RestoredFrames
+
+__all__ = ["HistoryReader", "NothingLeftError", "ReaderSettings"]
 
 _log = logging.getLogger("ister.tier.reader")
 
@@ -87,17 +99,27 @@ class HistoryReader:
         self._next = -1
         self._whole: bytes | None = None
         self._coming: tuple[int, int, Future[bytes]] | None = None
+        self._archive: ArchiveReader | None = None
+        self._restored: tuple[int, RestoredFrames] | None = None
+        self._coming_group: tuple[int, Future[Fetched]] | None = None
+        self.damage_left_out = 0
+        """How many offsets were left out because they are damaged."""
 
     @property
     def held_bytes(self) -> int:
-        """What is held between calls: a chunk on its way, or a whole object."""
-        coming = self._coming
-        ahead = coming[1] if coming is not None else 0
-        return ahead + (len(self._whole) if self._whole is not None else 0)
+        """What is held between calls: a chunk on its way, a row group, or a whole object."""
+        coming, group, restored = self._coming, self._coming_group, self._restored
+        held = coming[1] if coming is not None else 0
+        if group is not None and self._archive is not None:
+            held += self._archive.row_groups[group[0]].size_bytes
+        if restored is not None:
+            held += len(restored[1].data)
+        return held + (len(self._whole) if self._whole is not None else 0)
 
     def close(self) -> None:
         """Drops what it holds. May be called twice."""
         self._drop_coming()
+        self._drop_archive()
         self._whole = None
         self._object = None
         self._next = -1
@@ -105,11 +127,12 @@ class HistoryReader:
     def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
         """Frames from `start` on, at least one, none at or after `end`, about `bytes_max` of them.
 
-        With `skips_damage` the first frame may be a later one than `start`.
+        The first frame may be a later one than `start`: where messages were left out of an object
+        on purpose, and where damage is, with `skips_damage`.
 
         Raises:
             DataGapError: No object holds `start`.
-            DamageSkippedError: With `skips_damage`: nothing whole is left before `end`.
+            NothingLeftError: Nothing is there before `end`, for one of these two reasons.
             NotFoundError: The object that does is lost.
             CorruptDataError: The frame is damaged.
             UnavailableError: A store does not answer.
@@ -129,7 +152,7 @@ class HistoryReader:
                 start = described.end
                 self.close()
                 if start >= end:
-                    raise DamageSkippedError(start) from None
+                    raise NothingLeftError(start) from None
 
     def find_time(self, publish_time_ms: int, *, start: int = 0, end: int) -> int | None:
         """The first offset in a range whose message was published at or after the time.
@@ -145,7 +168,7 @@ class HistoryReader:
             while offset < limit:
                 try:
                     batch = self.fetch(offset, limit, bytes_max=self._settings.chunk_bytes)
-                except DamageSkippedError:
+                except NothingLeftError:
                     break
                 except (NotFoundError, DataGapError):
                     first = self._catalog.first()
@@ -166,6 +189,7 @@ class HistoryReader:
         described = self._object
         if described is None or not described.start <= start < described.end:
             self._drop_coming()
+            self._drop_archive()
             self._whole = None
             described = self._catalog.find(start)
             if described is None or described.end <= start:
@@ -180,7 +204,7 @@ class HistoryReader:
             self._codec = described.codec
             self._next = -1
             self._metrics.count("cloud_reader.objects_opened_total")
-        if self._next != start:
+        if self._next != start and described.format != FORMAT_PARQUET:
             self._drop_coming()
             self._next, self._position = described.position_before(start)
         return described
@@ -188,6 +212,8 @@ class HistoryReader:
     def _fetch(
         self, described: ObjectDescriptor, start: int, end: int, bytes_max: int
     ) -> FrameBatch:
+        if described.format == FORMAT_PARQUET:
+            return self._fetch_restored(described, start, end, bytes_max)
         size = min(self._settings.chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN))
         is_second_try = False
         while True:
@@ -217,7 +243,7 @@ class HistoryReader:
                 continue
             start = self._pass_damage(described, scan, start)
             if start >= end:
-                raise DamageSkippedError(start)
+                raise NothingLeftError(start)
             is_second_try = False
 
     def _take(self, chunk: bytes, scan: Scan, start: int) -> FrameBatch | None:
@@ -239,6 +265,117 @@ class HistoryReader:
         """Whether the frame at the position says that it is the next one."""
         header = self._get(described, self._position, 8)
         return header == self._next.to_bytes(8, "little")
+
+    # -- Parquet ----------------------------------------------------------------------------
+
+    def _fetch_restored(
+        self, described: ObjectDescriptor, start: int, end: int, bytes_max: int
+    ) -> FrameBatch:
+        """The next frames that rows of a Parquet object were, up to a hole between them."""
+        while True:
+            archive = self._open(described, start)
+            number = archive.find(start)
+            if number == len(archive.row_groups) or archive.row_groups[number].first_offset >= end:
+                if end < described.end:
+                    raise NothingLeftError(end)
+                raise _PassedEndError
+            group = archive.row_groups[number]
+            try:
+                frames = self._restore(archive, number)
+            except CorruptDataError as error:
+                self._metrics.count("cloud_reader.errors_total")
+                if not self._settings.skips_damage:
+                    error.topic = str(self._catalog.keys.topic)
+                    raise
+                self._note_left_out(error, start, group.next_offset)
+                start = group.next_offset
+                if start >= end:
+                    raise NothingLeftError(start) from None
+                continue
+            at = bisect_left(frames.offsets, start)
+            if frames.offsets[at] >= end:
+                raise NothingLeftError(end)
+            return self._cut_run(frames, at, end, bytes_max, archive.codec)
+
+    def _cut_run(
+        self, frames: RestoredFrames, at: int, end: int, bytes_max: int, codec: Codec
+    ) -> FrameBatch:
+        """Frames from the one at `at` on that follow each other without a hole."""
+        starts, offsets = frames.starts, frames.offsets
+        first = offsets[at]
+        # Offsets ascend, so what is between them only grows.
+        upto = bisect_right(range(len(offsets)), first - at, at, key=lambda row: offsets[row] - row)
+        upto = min(upto, at + end - first)
+        limit = bisect_right(starts, starts[at] + max(bytes_max, _CHUNK_BYTES_MIN), at, upto)
+        upto = max(at + 1, limit if limit < upto else upto)
+        stop = starts[upto] if upto < len(starts) else len(frames.data)
+        return FrameBatch(frames.data, starts[at:upto], stop, first, codec)
+
+    def _open(self, described: ObjectDescriptor, start: int) -> ArchiveReader:
+        """The archive at hand, or the one of another object; its footer is read twice at most."""
+        if self._archive is None:
+            key = object_key(self._catalog.keys.topic, described.object_id)
+            topic = str(self._catalog.keys.topic)
+            is_second_try = False
+            while self._archive is None:
+                try:
+                    self._archive = open_archive(
+                        lambda position, size: self._get(described, position, size),
+                        described,
+                        path=key,
+                        topic=topic,
+                    )
+                except CorruptDataError as error:
+                    self._whole = None
+                    if is_second_try:
+                        self._metrics.count("cloud_reader.errors_total")
+                        error.topic = topic
+                        if not self._settings.skips_damage:
+                            raise
+                        self._note_left_out(error, start, described.end)
+                        raise _PassedEndError from None
+                    is_second_try = True
+        return self._archive
+
+    def _restore(self, archive: ArchiveReader, number: int) -> RestoredFrames:
+        """The frames of a row group; one that does not check out is fetched once more."""
+        if self._restored is not None and self._restored[0] == number:
+            return self._restored[1]
+        self._restored = None
+        try:
+            restored = archive.restore(number, self._fetched(archive, number))
+        except CorruptDataError:
+            self._whole = None
+            restored = archive.restore(number)
+        self._restored = (number, restored)
+        self._metrics.count("cloud_reader.bytes_used", archive.row_groups[number].size_bytes)
+        self._fetch_ahead(archive, number + 1)
+        return restored
+
+    def _fetched(self, archive: ArchiveReader, number: int) -> Fetched:
+        coming, self._coming_group = self._coming_group, None
+        if coming is not None:
+            if coming[0] == number:
+                try:
+                    return coming[1].result()
+                except CancelledError:
+                    pass  # the log is being closed: this reader ends when it has what it came for
+            coming[1].cancel()
+        return archive.fetch(number)
+
+    def _fetch_ahead(self, archive: ArchiveReader, number: int) -> None:
+        if self._ahead is None or not self._settings.ranged or number >= len(archive.row_groups):
+            return
+        try:
+            self._coming_group = (number, self._ahead.submit(archive.fetch, number))
+        except RuntimeError:
+            return  # the log is being closed
+
+    def _drop_archive(self) -> None:
+        coming, self._coming_group = self._coming_group, None
+        if coming is not None:
+            coming[1].cancel()
+        self._archive = self._restored = None
 
     # -- bytes ------------------------------------------------------------------------------
 
@@ -306,17 +443,21 @@ class HistoryReader:
         found = self._find_behind(described, max(bad + 1, start))
         if found is None:
             if self._settings.skips_damage:
-                _log.error("damaged messages left out", extra={"error": str(error)})
+                self._note_left_out(error, start, described.end)
                 raise _PassedEndError
             raise error
         self._position, self._next = found
         if self._settings.skips_damage and self._next > start:
-            _log.error(
-                "damaged messages left out",
-                extra={"error": str(error), "offset": start, "next": self._next},
-            )
+            self._note_left_out(error, start, self._next)
             return self._next
         return start
+
+    def _note_left_out(self, error: CorruptDataError, start: int, next_offset: int) -> None:
+        self.damage_left_out += next_offset - start
+        _log.error(
+            "damaged messages left out",
+            extra={"error": str(error), "offset": start, "next": next_offset},
+        )
 
     def _find_behind(self, described: ObjectDescriptor, offset: int) -> tuple[int, int] | None:
         """The position and offset of the first whole frame at or after `offset`.
@@ -377,8 +518,11 @@ class HistoryReader:
         )
 
 
-class DamageSkippedError(Exception):
-    """Damaged messages were left out, up to, not including, `next_offset`; nothing follows yet."""
+class NothingLeftError(Exception):
+    """Nothing is there up to, not including, `next_offset`, and that is no failure.
+
+    Messages were left out of an object on purpose, or are damaged and to be left out.
+    """
 
     def __init__(self, next_offset: int) -> None:
         super().__init__(next_offset)

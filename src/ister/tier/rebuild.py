@@ -6,6 +6,9 @@ uploader would have written. Which objects belong to the topic: those that overl
 epoch do not (their owner had been fenced); of the others, the ones that make up the longest history
 without a gap. What fits nowhere is left out and reported.
 
+A merged object may lie there beside those that it was made of. It has the same messages, so that
+either will do, unless some were left out of it: then it is taken only where the others are gone.
+
 Commit point: the topic's record, written last and only if there is none. What a crash leaves
 before it: descriptors without a record, which the next run writes again.
 """
@@ -16,8 +19,10 @@ import json
 import logging
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ister.clock import Clock
 from ister.errors import (
@@ -27,12 +32,14 @@ from ister.errors import (
     IsterError,
     NotFoundError,
 )
-from ister.format.descriptor import ObjectDescriptor, encode_descriptor
+from ister.format.crc import crc32
+from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, encode_descriptor
 from ister.format.records import TopicRecord, encode_current, encode_topic
 from ister.limits import MIB
 from ister.metadata.base import Absent, MetadataStore, Put
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
+from ister.tier.archives import load_archives
 from ister.tier.names import (
     TOPICS_PREFIX,
     ObjectName,
@@ -45,6 +52,9 @@ from ister.tier.names import (
 )
 from ister.tier.summary import ObjectSummary
 from ister.tier.verify import walk_frames
+
+if TYPE_CHECKING:
+    from ister.format.archive import ArchiveReader
 
 __all__ = [
     "Manifest",
@@ -132,7 +142,7 @@ def find_topics(store: ObjectStore) -> dict[TopicName, list[ObjectInfo]]:
 
 
 def choose_objects(
-    names: Iterable[ObjectName], *, start: int | None = None
+    names: Iterable[ObjectName], *, start: int | None = None, partial: Collection[ObjectName] = ()
 ) -> tuple[list[ObjectName], list[ObjectName], list[tuple[int, int]]]:
     """Which objects make up a topic, which do not, and where there are gaps.
 
@@ -140,25 +150,30 @@ def choose_objects(
         names: All there are.
         start: Begin at this offset and stop at the first gap; by default, with the first object,
             over all gaps.
+        partial: Those that messages were left out of; taken only where nothing else has a range.
     """
-    everything = sorted(names, key=lambda n: (n.start, n.end, n.epoch))
+    everything = sorted(names, key=lambda n: (n.start, n.end, n.epoch, n.tag or "", n.format))
+    whole = _without_fenced([name for name in everything if name not in partial])
+    needed = [name for name in everything if name in partial and not _tiles(whole, name)]
     by_start: dict[int, list[ObjectName]] = {}
-    for name in _without_fenced(everything):
+    for name in _without_fenced([*whole, *needed]):
         by_start.setdefault(name.start, []).append(name)
-    # How far a gapless history gets from each start, and through which object.
-    reach: dict[int, tuple[int, ObjectName]] = {}
+    # How far a gapless history gets from each start, with how many offsets in partial objects, and
+    # through which object.
+    reach: dict[int, tuple[int, int, ObjectName]] = {}
     for begin in sorted(by_start, reverse=True):
-        reach[begin] = max(
-            ((reach[n.end][0] if n.end in reach else n.end, n) for n in by_start[begin]),
-            key=lambda item: (item[0], item[1].end),
-        )
+        ways: list[tuple[int, int, ObjectName]] = []
+        for name in by_start[begin]:
+            far, thin, _ = reach.get(name.end, (name.end, 0, name))
+            ways.append((far, thin + (name.end - begin if name in partial else 0), name))
+        reach[begin] = max(ways, key=lambda way: (way[0], -way[1], way[2].end, way[2].tag or ""))
     chosen: list[ObjectName] = []
     gaps: list[tuple[int, int]] = []
     starts = sorted(by_start)
     at = start if start is not None else (starts[0] if starts else 0)
     while True:
         while at in reach:
-            chosen.append(reach[at][1])
+            chosen.append(reach[at][2])
             at = chosen[-1].end
         following = bisect_left(starts, at)
         if start is not None or following == len(starts):
@@ -167,6 +182,41 @@ def choose_objects(
         at = starts[following]
     taken = set(chosen)
     return chosen, [name for name in everything if name not in taken], gaps
+
+
+def _tiles(names: list[ObjectName], wanted: ObjectName) -> bool:
+    """Whether some objects make up exactly the range of another one."""
+    ends: dict[int, list[int]] = {}
+    for name in names:
+        if wanted.start <= name.start and name.end <= wanted.end:
+            ends.setdefault(name.start, []).append(name.end)
+    reached = {wanted.start}
+    for begin in sorted(ends):
+        if begin in reached:
+            reached.update(ends[begin])
+    return wanted.end in reached
+
+
+def _find_partial(store: ObjectStore, named: Mapping[ObjectName, ObjectInfo]) -> set[ObjectName]:
+    """The objects that messages were left out of, and those that do not say."""
+    found: set[ObjectName] = set()
+    for name, info in named.items():
+        if name.format == FORMAT_PARQUET:
+            try:
+                if _open_archive(store, info.key, info.size).kept:
+                    found.add(name)
+            except CorruptDataError:
+                found.add(name)
+            except NotFoundError:
+                continue
+    return found
+
+
+def _open_archive(store: ObjectStore, key: str, size_bytes: int) -> ArchiveReader:
+    archive: ArchiveReader = load_archives().ArchiveReader(
+        lambda position, size: store.read(key, position, size), size_bytes, path=key
+    )
+    return archive
 
 
 def _without_fenced(names: list[ObjectName]) -> list[ObjectName]:
@@ -209,8 +259,18 @@ def describe_object(
     Raises:
         CorruptDataError: It does not hold exactly the frames that its name says.
         NotFoundError: There is none.
+        UnsupportedVersionError: A newer Ister wrote it.
+        ConfigError: It is in Parquet and pyarrow is not installed.
     """
     key = object_key(topic, object_id)
+    if name.format == FORMAT_PARQUET:
+        try:
+            return _describe_archive(
+                store, topic, object_id, name, incarnation=incarnation, created_at=created_at
+            )
+        except CorruptDataError as error:
+            error.topic = str(topic)
+            raise
     summary = ObjectSummary(name.start, index_every_messages=_INDEX_EVERY)
     try:
         for batch in walk_frames(store, key, name.start, name.end, chunk_bytes=_CHUNK_BYTES):
@@ -224,6 +284,48 @@ def describe_object(
         incarnation=incarnation,
         created_at=created_at,
         etag=store.stat(key).etag,
+    )
+
+
+def _describe_archive(
+    store: ObjectStore,
+    topic: TopicName,
+    object_id: str,
+    name: ObjectName,
+    *,
+    incarnation: str,
+    created_at: int,
+) -> ObjectDescriptor:
+    """Describes an object in Parquet; reads all of it.
+
+    Raises:
+        As `describe_object`.
+    """
+    key = object_key(topic, object_id)
+    info = store.stat(key)
+    archive = _open_archive(store, key, info.size)
+    says = (archive.topic, archive.start, archive.end)
+    if says != (str(topic), name.start, name.end):
+        raise CorruptDataError(
+            f"the object says that it is {says[0]}, offsets {says[1]} up to {says[2]}",
+            path=key,
+            offset=name.start,
+        )
+    for number in range(len(archive.row_groups)):
+        archive.read(number)
+    crc = position = 0
+    while position < info.size:
+        chunk = store.read(key, position, min(_CHUNK_BYTES, info.size - position))
+        if not chunk:
+            raise CorruptDataError("the object is too short", path=key, position=position)
+        crc = crc32(chunk, crc)
+        position += len(chunk)
+    return archive.describe(crc).describe(
+        object_id,
+        epoch=name.epoch,
+        incarnation=incarnation,
+        created_at=created_at,
+        etag=info.etag,
     )
 
 
@@ -241,7 +343,7 @@ def find_continuation(
         name = parse_object_id(info.key.removeprefix(prefix))
         if name is not None and name.start >= start and name.epoch >= epoch_min:
             names[name] = info
-    chosen, _, _ = choose_objects(names, start=start)
+    chosen, _, _ = choose_objects(names, start=start, partial=_find_partial(store, names))
     found: list[ObjectDescriptor] = []
     for name in chosen:
         info = names[name]
@@ -296,7 +398,7 @@ def rebuild_topic(
             report.left_out.append(info.key.removeprefix(prefix))
         else:
             named[name] = info
-    chosen, rest, report.gaps = choose_objects(named)
+    chosen, rest, report.gaps = choose_objects(named, partial=_find_partial(store, named))
     report.left_out += [named[name].key.removeprefix(prefix) for name in rest]
     manifest = load_manifest(store, topic)
     incarnation = manifest.incarnation if manifest is not None else secrets.token_hex(8)
@@ -357,6 +459,10 @@ def _describe_anyway(  # noqa: PLR0917
         )
     except CorruptDataError as error:
         report.errors.append(error)
+        kept = ""
+        if name.format == FORMAT_PARQUET:
+            with suppress(CorruptDataError):
+                kept = _open_archive(store, info.key, info.size).kept
         return ObjectDescriptor(
             object_id=object_id,
             start=name.start,
@@ -366,6 +472,8 @@ def _describe_anyway(  # noqa: PLR0917
             epoch=name.epoch,
             incarnation=incarnation,
             messages=name.end - name.start,
+            format=name.format,
+            kept=kept,
         )
 
 

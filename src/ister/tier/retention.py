@@ -79,9 +79,8 @@ def expire(
     """
     if not expired:
         return 0
-    owned.expire(expired)
     removed = 0
-    for described in expired:
+    for described in owned.expire(expired):
         try:
             store.delete(object_key(owned.catalog.keys.topic, described.object_id))
             removed += 1

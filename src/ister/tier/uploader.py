@@ -2,8 +2,9 @@
 
     plan [tiered, synced) ─► session ─► stream ─► complete ─► check ─► commit ─► checkpoint
 
-Owns: the steps and their order. Does not own: when a cycle runs (`ister.topic`, or a Spark job),
-where frames come from (`FrameSource`), who may commit (`OwnedTopic`).
+Owns: the steps and their order, for an owner that does them all by itself. Does not own: when a
+cycle runs (`ister.topic`), where frames come from (`FrameSource`), how an object is made
+(`object_maker`), who may commit (`OwnedTopic`).
 
 The range is planned before its first byte is sent, so an object has its final name at once.
 Planning begins where the last descriptor ends, whatever a checkpoint says, and stops at `synced`:
@@ -21,66 +22,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from ister import failpoints
 from ister.clock import Clock
-from ister.errors import (
-    ClosedError,
-    CorruptDataError,
-    IsterError,
-    NotFoundError,
-    UnavailableError,
-    UnsupportedOperationError,
-)
+from ister.errors import CorruptDataError
 from ister.format.descriptor import ObjectDescriptor
-from ister.format.frame import FrameBatch
 from ister.format.records import UploadSession
 from ister.metrics import Metrics
 from ister.objectstore.base import ObjectStore
-from ister.tier.names import format_object_id, format_pending_id, object_key
+from ister.tier.names import format_object_id
+from ister.tier.object_maker import FrameSource, ObjectMaker, UploadSettings
 from ister.tier.ownership import OwnedTopic
-from ister.tier.summary import ObjectSummary
-from ister.tier.verify import verify_content, verify_size
 
 __all__ = ["FrameSource", "UploadSettings", "Uploader"]
 
 _log = logging.getLogger("ister.tier.uploader")
-
-
-class FrameSource(Protocol):
-    """Where an upload's frames come from. Used by one thread at a time."""
-
-    def plan(self, start: int, end: int, *, bytes_max: int, span_ms_max: int) -> int:
-        """Where a range from `start` on has to end to stay within the limits of an object."""
-        ...
-
-    def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
-        """Checked frames from `start` on, at least one, none at or after `end`."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of files. May be called twice."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadSettings:
-    """What an uploader is told."""
-
-    copies: bool
-    """Write under a pending name and copy, for stores that show objects under way."""
-    chunk_bytes: int
-    concurrent_parts: int
-    index_every_messages: int
-    object_bytes_max: int
-    object_span_ms_max: int
-
-    @property
-    def read_bytes(self) -> int:
-        """How much is read from the source at once: with its copy it takes up one part."""
-        return max(self.chunk_bytes // 2, 64 * 1024)
 
 
 class Uploader:
@@ -98,13 +54,18 @@ class Uploader:
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._owned = owned
-        self._store = store
         self._settings = settings
         self._clock = clock
         self._metrics = metrics
-        self._on_memory = on_memory
-        self._is_stopping = is_stopping
-        self._name = owned.catalog.keys.topic
+        self._maker = ObjectMaker(
+            owned.catalog.keys.topic,
+            store,
+            settings=settings,
+            clock=clock,
+            metrics=metrics,
+            on_memory=on_memory,
+            is_stopping=is_stopping,
+        )
 
     def upload(self, source: FrameSource, start: int, synced: int) -> ObjectDescriptor | None:
         """Uploads and commits the next object.
@@ -208,111 +169,18 @@ class Uploader:
             start = upto
         return filled
 
-    # -- one object -------------------------------------------------------------------------
-
     def _make_object(self, source: FrameSource, start: int, end: int) -> ObjectDescriptor:
-        """Streams a range into an object that is complete and checked, and not yet committed."""
+        """Makes an object that is complete and checked, known to be under way, not committed."""
         owned = self._owned
-        object_id = format_object_id(start, end, owned.epoch)
         owned.begin(
             UploadSession(
-                object_id=object_id,
+                object_id=format_object_id(start, end, owned.epoch),
                 start=start,
                 end=end,
                 epoch=owned.epoch,
                 started_at=self._clock.now_ns() // 1_000_000_000,
             )
         )
-        key = object_key(self._name, object_id)
-        if self._settings.copies:
-            pending = object_key(self._name, format_pending_id(start, owned.epoch))
-            summary = self._stream(source, pending, start, end)
-            self._copy(pending, key, summary)
-        else:
-            summary = self._stream(source, key, start, end)
-        etag = verify_size(self._store, key, summary.size_bytes)
-        failpoints.reach("tier.after_complete")
-        return self._describe(summary, object_id, etag)
-
-    def _describe(
-        self, summary: ObjectSummary, object_id: str, etag: str | None
-    ) -> ObjectDescriptor:
-        return summary.describe(
-            object_id,
-            epoch=self._owned.epoch,
-            incarnation=self._owned.record.incarnation,
-            created_at=self._clock.now_ns() // 1_000_000_000,
-            etag=etag,
+        return self._maker.make(
+            source, start, end, epoch=owned.epoch, incarnation=owned.record.incarnation
         )
-
-    def _stream(self, source: FrameSource, key: str, start: int, end: int) -> ObjectSummary:
-        settings = self._settings
-        summary = ObjectSummary(start, index_every_messages=settings.index_every_messages)
-        held = settings.chunk_bytes * (settings.concurrent_parts + 2)
-        writer = self._store.open_writer(
-            key, chunk_bytes=settings.chunk_bytes, concurrent_parts=settings.concurrent_parts
-        )
-        self._on_memory(held)
-        try:
-            while summary.end < end:
-                if self._is_stopping():
-                    raise ClosedError("the topic is being closed", topic=self._owned.topic)
-                batch = source.fetch(summary.end, end, bytes_max=settings.read_bytes)
-                data = summary.add(batch)
-                writer.write(data)
-                self._metrics.observe("uploader.stream_chunk_bytes", len(data))
-                failpoints.reach("tier.after_part")
-            failpoints.reach("tier.before_complete")
-            self._complete(writer.close, key, summary)
-        finally:
-            # After a close that succeeded this does nothing.
-            writer.abort()
-            self._on_memory(-held)
-        return summary
-
-    def _complete(self, complete: Callable[[], None], key: str, summary: ObjectSummary) -> None:
-        """Completes an object; where the answer is lost, looks whether it is there."""
-        try:
-            complete()
-        except UnavailableError:
-            probe = self._describe(summary, "unknown", None)
-            try:
-                verify_content(self._store, key, probe, chunk_bytes=self._settings.read_bytes)
-            except (NotFoundError, CorruptDataError):
-                pass
-            else:
-                return
-            raise
-
-    # -- finalize: copy ---------------------------------------------------------------------
-
-    def _copy(self, pending: str, key: str, summary: ObjectSummary) -> None:
-        verify_size(self._store, pending, summary.size_bytes)
-        try:
-            self._store.copy(pending, key)
-        except UnsupportedOperationError:
-            self._copy_by_hand(pending, key, summary)
-        failpoints.reach("tier.after_copy")
-        try:
-            self._store.delete(pending)
-        except IsterError as error:
-            # Garbage collection finds it; the object itself is in place.
-            _log.warning("pending object not removed", extra={"error": str(error)})
-        failpoints.reach("tier.after_delete_pending")
-
-    def _copy_by_hand(self, pending: str, key: str, summary: ObjectSummary) -> None:
-        settings = self._settings
-        writer = self._store.open_writer(
-            key, chunk_bytes=settings.chunk_bytes, concurrent_parts=settings.concurrent_parts
-        )
-        try:
-            position = 0
-            while position < summary.size_bytes:
-                chunk = self._store.read(pending, position, settings.read_bytes)
-                if not chunk:
-                    raise CorruptDataError("the pending object is too short", path=pending)
-                writer.write(chunk)
-                position += len(chunk)
-            self._complete(writer.close, key, summary)
-        finally:
-            writer.abort()

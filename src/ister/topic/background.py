@@ -7,6 +7,9 @@
 
 Owns: threads and when things are due. Does not own: how anything is done (`tier`).
 
+With `storage.uploader.engine: auto`, uploads are left to a pipeline while one holds the lease, and
+taken back when it does not; a topic that it leaves behind for long is uploaded here all the same.
+
 One topic's trouble is its own: an error is logged and counted where it happens, the topic pauses,
 and the others go on.
 """
@@ -22,6 +25,8 @@ from typing import Final
 from ister.clock import Clock
 from ister.config import Engine, StorageConfig
 from ister.errors import ClosedError, FencedError, IsterError
+from ister.tier.pipeline import PipelineKeys, PipelineWatch
+from ister.topic.tier import TopicTier
 from ister.topic.tiers import Tiers
 from ister.topic.topic import Topic
 
@@ -51,7 +56,15 @@ class Background:
         self._clock = clock
         self._stopping = threading.Event()
         self._look = threading.Event()
-        self._uploads = storage.uploader.engine in (Engine.AUTO, Engine.EMBEDDED)
+        engine = storage.uploader.engine
+        self._uploads = engine in (Engine.AUTO, Engine.EMBEDDED)
+        self._follows = engine in (Engine.AUTO, Engine.SPARK)
+        self._pipeline = PipelineWatch(
+            tiers.metadata,
+            PipelineKeys(storage.metadata.root_prefix),
+            ttl_seconds=storage.metadata.lease_ttl_seconds,
+            clock=clock,
+        )
         now = clock.monotonic()
         self._retention_at = now + storage.wal.retention.check_interval_minutes * 60
         self._orphans_at = now + _ORPHAN_CHECK_SECONDS
@@ -133,14 +146,14 @@ class Background:
             self._retention_at = now + self._storage.wal.retention.check_interval_minutes * 60
         if has_orphans:
             self._orphans_at = now + _ORPHAN_CHECK_SECONDS
+        is_left = self._follows and (not self._uploads or self._pipeline.is_running())
         for topic in self._topics():
             tier = topic.tier
             if tier is None or (tier.is_idle and not has_retention and not has_orphans):
                 continue
             tier.apply_pressure()
-            if self._uploads and not tier.is_submitted and tier.is_due(now):
-                tier.is_submitted = True
-                self._pool.submit(self._upload, topic)
+            if not tier.is_submitted:
+                self._hand_out_upload(topic, tier, now, is_left=is_left)
             if has_retention and not tier.is_retaining:
                 tier.is_retaining = True
                 self._tidier.submit(self._retain, topic)
@@ -150,12 +163,18 @@ class Background:
             self._probe_at = now + _ORPHAN_CHECK_SECONDS
             self._tidier.submit(self._tiers.probe)
 
-    def _upload(self, topic: Topic) -> None:
-        tier = topic.tier
-        if tier is None:
-            return
+    def _hand_out_upload(self, topic: Topic, tier: TopicTier, now: float, *, is_left: bool) -> None:
+        if is_left and not (self._uploads and tier.is_left_behind(now)):
+            if tier.is_follow_due(now):
+                tier.is_submitted = True
+                self._pool.submit(self._run, topic, tier, tier.follow)
+        elif self._uploads and tier.is_due(now):
+            tier.is_submitted = True
+            self._pool.submit(self._run, topic, tier, tier.upload)
+
+    def _run(self, topic: Topic, tier: TopicTier, work: Callable[[], object]) -> None:
         try:
-            tier.upload()
+            work()
         except IsterError:
             # Noted by the tier, which decides when to try again.
             _log.debug("upload", exc_info=True)
@@ -163,7 +182,7 @@ class Background:
             _log.exception("upload", extra={"topic": topic.name})
         finally:
             tier.is_submitted = False
-            if tier.is_wanted:
+            if tier.is_wanted and work == tier.upload:
                 # Somebody has come while this cycle ran: the tender has passed the topic over.
                 self._look.set()
 

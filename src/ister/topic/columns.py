@@ -2,36 +2,42 @@
 
     bucket ─► chunks ──┐
     local files ───────┼─► ColumnarDecoder ─► pyarrow.RecordBatch
-    memory ────────────┘
+    memory ────────────┘                           ▲
+    bucket ─► row groups of Parquet ───────────────┘
 
 Owns: the way from frames to batches, and what happens when a chunk is not what it should be: the
 part is then read again, from the first frame in doubt on, by the careful reader of `ister.tier`,
 which knows about replaced objects, wrong indexes and damage that may be left out.
 
-Invariants: batches are in the order of offsets, without a gap (unless damaged messages are left out
-by configuration) and without a repeat; rows before a damaged one come out before it raises.
+Invariants: batches are in the order of offsets, without a gap (unless messages were left out of an
+object on purpose, or damaged ones are by configuration) and without a repeat; rows before a damaged
+one come out before it raises.
 
-Memory: one chunk, one chunk fetched ahead, one batch.
+Memory: one chunk or row group, one more fetched ahead, one batch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
+from contextlib import suppress
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
+from ister.format.archive import ArchivedRows, ArchiveReader, Fetched
 from ister.format.columnar import ColumnarDecoder, FrameFeed, encode_frames
+from ister.format.descriptor import FORMAT_PARQUET
 from ister.format.frame import FrameBatch
 from ister.metrics import Metrics
 from ister.model import Codec
 from ister.objectstore.base import ObjectStore
 from ister.tier.chunks import ObjectPart, fetch_chunks
-from ister.tier.reader import DamageSkippedError, HistoryReader
+from ister.tier.reader import HistoryReader, NothingLeftError
 from ister.topic.reader import Reader
 
 __all__ = [
@@ -56,7 +62,8 @@ class Rows(NamedTuple):
 
     batch: pa.RecordBatch
     next_offset: int
-    """The offset after the last of them. (Damaged ones may have been left out before it.)"""
+    """The offset after the last of them, or a later one: nothing is there in between, because it
+    was left out on purpose, or is damaged and left out by configuration. There may be no rows."""
 
 
 class Decoders:
@@ -142,7 +149,14 @@ def read_part(
         UnavailableError: A store does not answer.
     """
     offset = part.start
-    if part.codec is not None:
+    if part.format == FORMAT_PARQUET:
+        try:
+            for rows in _read_archived(store, key, part, decoders, ahead, clock, metrics):
+                yield rows
+                offset = rows.next_offset
+        except (NotFoundError, CorruptDataError) as error:
+            _log.info("read again with care", extra={"path": key, "error": str(error)})
+    elif part.codec is not None:
         feed = FrameFeed(
             decoders.of(part.codec), expected_offset=part.index_offset, end_offset=part.end
         )
@@ -168,6 +182,80 @@ def read_part(
         yield from read_range(open_careful, offset, part.end, decoders, bytes_max=chunk_bytes)
 
 
+def _read_archived(  # noqa: PLR0917
+    store: ObjectStore,
+    key: str,
+    part: ObjectPart,
+    decoders: Decoders,
+    ahead: Executor | None,
+    clock: Clock,
+    metrics: Metrics,
+) -> Iterator[Rows]:
+    """The messages of a part of a Parquet object: the wanted columns, a row group at a time.
+
+    Raises:
+        NotFoundError: There is no such object (any more).
+        CorruptDataError: It is damaged.
+        UnavailableError: The store does not answer.
+    """
+
+    def read(position: int, size: int) -> bytes:
+        began = clock.monotonic()
+        data = store.read(key, position, size)
+        metrics.observe("cloud_reader.fetch_latency_ms", (clock.monotonic() - began) * 1000)
+        metrics.count("cloud_reader.range_requests_total")
+        metrics.count("cloud_reader.bytes_read_total", len(data))
+        return data
+
+    metrics.count("cloud_reader.objects_opened_total")
+    archive = ArchiveReader(read, part.object_bytes, path=key)
+    if not archive.start <= part.start < part.end <= archive.end:
+        raise CorruptDataError(
+            f"damaged object: it has the offsets {archive.start} up to {archive.end}",
+            path=key,
+            offset=part.start,
+        )
+    columns = decoders.schema.names
+    numbers = range(archive.find(part.start), archive.find(part.end - 1) + 1)
+    wanted = [
+        number
+        for number in numbers
+        if number < len(archive.row_groups) and archive.row_groups[number].first_offset < part.end
+    ]
+    coming: Future[Fetched] | None = None
+    try:
+        for at, number in enumerate(wanted):
+            fetched = coming.result() if coming is not None else archive.fetch(number, columns)
+            coming = None
+            if ahead is not None and at + 1 < len(wanted):
+                with suppress(RuntimeError):  # whoever reads ahead is being closed
+                    coming = ahead.submit(archive.fetch, wanted[at + 1], columns)
+            rows = archive.decode(number, fetched, columns)
+            next_offset = archive.row_groups[number].next_offset
+            yield Rows(_within(rows, part), min(next_offset, part.end))
+    finally:
+        if coming is not None:
+            coming.cancel()
+    if not wanted or archive.row_groups[wanted[-1]].next_offset < part.end:
+        yield Rows(_no_rows(decoders), part.end)
+
+
+def _within(rows: ArchivedRows, part: ObjectPart) -> pa.RecordBatch:
+    """Those rows of a row group that a part wants."""
+    first = 0
+    if rows.offsets[0].as_py() < part.start:
+        first = pc.sum(pc.less(rows.offsets, part.start)).as_py()
+    count = rows.batch.num_rows - first
+    if rows.offsets[-1].as_py() >= part.end:
+        count = pc.sum(pc.less(rows.offsets, part.end)).as_py() - first
+    return rows.batch.slice(first, count)
+
+
+def _no_rows(decoders: Decoders) -> pa.RecordBatch:
+    schema = decoders.schema
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+
+
 def read_range(
     open_careful: Callable[[], HistoryReader],
     start: int,
@@ -186,8 +274,9 @@ def read_range(
         while start < end:
             try:
                 frames = reader.fetch(start, end, bytes_max=bytes_max)
-            except DamageSkippedError as skipped:
-                start = skipped.next_offset
+            except NothingLeftError as nothing:
+                start = min(nothing.next_offset, end)
+                yield Rows(_no_rows(decoders), start)
                 continue
             yield from decode_frames(frames, decoders)
             start = frames.next_offset

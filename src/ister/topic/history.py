@@ -315,16 +315,14 @@ class HistoryTopic:
         for described in self.descriptors(start, end):
             if described.start > start:
                 # A hole, unless the catalog has changed meanwhile: looking for it tells.
-                for rows in self.read_range(start, min(end, described.start), decoders):
-                    yield rows.batch
+                yield from _batches(self.read_range(start, min(end, described.start), decoders))
                 start = described.start
             if described.end > start:
-                for rows in self.read_part(ObjectPart.of(described, start, end), decoders):
-                    yield rows.batch
+                part = ObjectPart.of(described, start, end)
+                yield from _batches(self.read_part(part, decoders))
                 start = min(end, described.end)
         if start < end:
-            for rows in self.read_range(start, end, decoders):
-                yield rows.batch
+            yield from _batches(self.read_range(start, end, decoders))
 
     def read_part(self, part: ObjectPart, decoders: Decoders) -> Iterator[Rows]:
         """The messages of a part of an object; as `ister.topic.columns.read_part`."""
@@ -349,3 +347,10 @@ class HistoryTopic:
 
     def __repr__(self) -> str:
         return f"<HistoryTopic {self.name}>"
+
+
+def _batches(found: Iterator[Rows]) -> Iterator[pa.RecordBatch]:
+    """The batches that have rows."""
+    for rows in found:
+        if rows.batch.num_rows:
+            yield rows.batch

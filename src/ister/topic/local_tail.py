@@ -3,7 +3,8 @@
     wal.ckpt ─► snapshot: files and the durable watermark ─► frames below it
 
 Owns: one open file at a time. Does not own: the directory, its lock, anything in it; nothing is
-written here. Used by Spark's drivers and executors on the machine that has the files.
+written here but `uploader.ckpt`, for a topic that nobody has open. Used by Spark's drivers and
+executors on the machine that has the files.
 
 Only files of the node that the topic's record names last are the topic's, and only those of its
 incarnation: others may hold other messages under the same offsets.
@@ -28,6 +29,7 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnavailableError,
 )
+from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.frame import FrameBatch
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
@@ -188,6 +190,38 @@ class LocalTail:
                 return
             finally:
                 reader.close()
+
+    def source(self, *, chunk_bytes: int) -> tuple[WalReader, WalSnapshot] | None:
+        """The files as an upload reads them, and what they hold; None if they are not here.
+
+        To be closed. A file may be trimmed meanwhile, but not one whose messages are not tiered.
+        """
+        snapshot = self.snapshot()
+        return None if snapshot is None else (self._reader(snapshot, chunk_bytes), snapshot)
+
+    def place_of(self, offset: int) -> tuple[int, int] | None:
+        """Where the frames before `offset` end: the number of the file, and the byte in it.
+
+        Raises:
+            OffsetOutOfRangeError: They have been trimmed.
+            CorruptDataError: A frame on the way is damaged.
+        """
+        opened = self.source(chunk_bytes=64 * KIB)
+        if opened is None:
+            return None
+        try:
+            return opened[0].place_of(offset)
+        finally:
+            opened[0].close()
+
+    def save_uploader(self, checkpoint: UploaderCheckpoint) -> None:
+        """Saves how far uploads have come, for a topic that nobody has open: a hint.
+
+        Raises:
+            DiskError: It cannot be written.
+        """
+        if self.snapshot() is not None:
+            self._directory.save_uploader(checkpoint)
 
     def find_time(self, publish_time_ms: int, start: int, end: int) -> int | None:
         """The first offset in a range whose message was published at or after the time.

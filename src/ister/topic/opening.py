@@ -32,7 +32,7 @@ from ister.format.frame import Scan
 from ister.fs.base import FileSystem
 from ister.model import TopicName
 from ister.tier.ownership import OwnedTopic
-from ister.tier.reader import DamageSkippedError
+from ister.tier.reader import NothingLeftError
 from ister.tier.rebuild import find_continuation
 from ister.topic.tiers import Tiers
 from ister.wal.directory import WalDirectory
@@ -115,7 +115,7 @@ def _refuse_divergence(
     history = tiers.reader(owned.catalog)
     try:
         batch = history.fetch(offset, offset + 1, bytes_max=len(frame))
-    except (CorruptDataError, NotFoundError, DamageSkippedError):
+    except (CorruptDataError, NotFoundError, NothingLeftError):
         return  # what the bucket has there is no witness
     finally:
         history.close()

@@ -7,10 +7,10 @@ one file (one more chunk while it reads the bucket), and costs nobody else anyth
 from live to cache to files to the bucket by itself, because each fetch asks only "who has the next
 offset". So local files may be trimmed, and objects replaced, under a reader that never notices.
 
-Invariants: every message that comes out is the one after the last (unless damaged ones are left out
-by configuration); an offset that should exist and that nobody holds raises, with the range;
-nothing comes out that is not visible (has not reached the topic's level); an end of data and an
-error are different answers.
+Invariants: every message that comes out is the one after the last (unless those between were left
+out of their object on purpose, or are damaged and left out by configuration); an offset that should
+exist and that nobody holds raises, with the range; nothing comes out that is not visible (has not
+reached the topic's level); an end of data and an error are different answers.
 
 Used by one thread at a time, except `close`, which any thread may call and which wakes a reader
 that waits.
@@ -39,7 +39,7 @@ from ister.errors import (
 from ister.format.frame import FrameBatch, encode_frame
 from ister.metrics import Metrics
 from ister.model import AckLevel
-from ister.tier.reader import DamageSkippedError, HistoryReader
+from ister.tier.reader import HistoryReader, NothingLeftError
 from ister.topic.message import Message, MessageBatch
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
@@ -86,6 +86,7 @@ class Reader:
         self._is_closed = False
         self._reading = threading.Lock()
         self._cached_count = 0
+        self._damage_left_out = 0
         self.next_offset = start
         """The offset of the message that comes next."""
 
@@ -222,7 +223,7 @@ class Reader:
             messages = self._from_cache(start, end, max_bytes)
         if not messages:
             messages = self._from_tiers(start, end, max_bytes)
-            # Damaged messages that are left out by configuration end before the first one here.
+            # Messages that are not there, for a good reason, end before the first one here.
             is_skipped, start = self.next_offset > start, self.next_offset
             if is_skipped and not messages:
                 return []
@@ -253,6 +254,15 @@ class Reader:
         return (len(batch.chunk) if batch is not None else 0) + (
             history.held_bytes if history is not None else 0
         )
+
+    @property
+    def damage_left_out(self) -> int:
+        """How many offsets were left out because they are damaged, so far.
+
+        Others that do not come out were left out of their object on purpose.
+        """
+        history = self._history
+        return self._damage_left_out + (history.damage_left_out if history is not None else 0)
 
     def limit(self, end: int) -> None:
         """Stops before `end` instead of where it would have."""
@@ -321,7 +331,7 @@ class Reader:
         return self._from_batch(start, max(end, start + 1), max_bytes)
 
     def _frames_from_tiers(self, start: int, max_bytes: int) -> FrameBatch | None:
-        """Frames from `start` on; `next_offset` moves over damaged ones that are left out.
+        """Frames from `start` on; `next_offset` moves over those that are left out.
 
         None if nothing but such ones is left.
         """
@@ -343,7 +353,7 @@ class Reader:
         while True:
             try:
                 batch = self._fetch(start, readable, max_bytes)
-            except DamageSkippedError as skipped:
+            except NothingLeftError as skipped:
                 self.next_offset = start = skipped.next_offset
                 if start >= readable:
                     return None
@@ -400,6 +410,7 @@ class Reader:
 
     def _leave_history(self) -> None:
         if self._history is not None:
+            self._damage_left_out += self._history.damage_left_out
             self._history.close()
             self._history = None
             self._metrics.count("reader.handoffs_total")

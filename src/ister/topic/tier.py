@@ -13,6 +13,9 @@ Invariants:
 - a process that is not surely the owner acknowledges nothing.
 
 One upload runs at a time. Retention runs beside it, except where it changes objects.
+
+Uploads may be a pipeline's, which commits in this owner's name: `follow` finds out how far it has
+come. Both may try at once, and one of them commits: the other one goes on from there.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from ister.config import Verify
 from ister.errors import (
     CapacityError,
     ClosedError,
+    ConflictError,
     CorruptDataError,
     DataGapError,
     FencedError,
@@ -43,6 +47,7 @@ from ister.format.descriptor import ObjectDescriptor
 from ister.tier.names import object_key
 from ister.tier.orphans import collect_orphans
 from ister.tier.ownership import OwnedTopic
+from ister.tier.pipeline import PipelineKeys
 from ister.tier.reader import HistoryReader
 from ister.tier.retention import expire, plan_expiry
 from ister.tier.staging import sweep_staging
@@ -58,6 +63,12 @@ _log = logging.getLogger("ister.topic.tier")
 
 _RETRY_SECONDS_MIN: Final = 0.5
 _RETRY_SECONDS_MAX: Final = 60.0
+# A job commits what its tasks have made within minutes.
+_JOB_GRACE_SECONDS: Final = 3600
+# How often it is looked how far a pipeline has come.
+_FOLLOW_SECONDS: Final = 1.0
+# A pipeline may be slow to start, and slow once.
+_PATIENCE_SECONDS: Final = 60.0
 # A hold on producers ends when the lag is clearly below its limit, not just under it.
 _RELIEF: Final = 0.9
 
@@ -112,6 +123,8 @@ class TopicTier:
         self._lag_mark = 0
         self._cycle_at = -float("inf")
         self._retry_at = -float("inf")
+        self._follow_at = -float("inf")
+        self._behind_since: float | None = None
         self._failures = 0
         self.last_error: IsterError | None = None
         """Why the last cycle failed; None after one that did not."""
@@ -273,18 +286,22 @@ class TopicTier:
             self._failures = 0
             self._retry_at = -float("inf")
             self.last_error = None
+            # A pipeline that has left this topic behind gets another chance.
+            self._behind_since = None
             return tiered
 
     def _upload(self) -> Tiered:
         wal = self._wal
         mark, synced = wal.synced_bytes_total, wal.synced
-        # A commit that had been given up on may have happened after all.
+        # A commit that had been given up on may have happened after all, or a pipeline's.
+        self.owned.refresh()
+        self._note_followed()
         wal.note_tiered(min(self.owned.tiered, synced))
         first = start = self._next_start()
         objects: list[ObjectDescriptor] = []
         source = self._source()
         try:
-            while (described := self._uploader.upload(source, start, synced)) is not None:
+            while (described := self._upload_next(source, start, synced)) is not None:
                 start = described.end
                 objects.append(described)
                 self._note_object(described, source.place)
@@ -294,6 +311,85 @@ class TopicTier:
         self._lag_base, self._lag_mark = 0, mark
         self.apply_pressure()
         return Tiered(start=first, end=start, objects=tuple(objects))
+
+    def _upload_next(self, source: WalReader, start: int, synced: int) -> ObjectDescriptor | None:
+        """The next object; where a pipeline was faster, the one after those that it has made."""
+        while True:
+            try:
+                return self._uploader.upload(source, start, synced)
+            except FencedError:
+                raise
+            except ConflictError:
+                if self.owned.tiered <= start:
+                    raise
+                self._note_followed()
+                start = self.owned.tiered
+
+    # -- uploads of a pipeline --------------------------------------------------------------
+
+    def is_follow_due(self, now: float) -> bool:
+        """Whether it is time to look how far a pipeline has come."""
+        if self._stopping.is_set() or self.owned.is_fenced:
+            return False
+        if self._wal.synced <= (self._wal.tiered or 0):
+            self._behind_since = None
+            return False
+        return now >= self._follow_at
+
+    def is_left_behind(self, now: float) -> bool:
+        """Whether a pipeline that should upload this topic has not done so for far too long."""
+        settings, ttl = self._tiers.storage.uploader, self._tiers.storage.metadata.lease_ttl_seconds
+        since = self._behind_since
+        patience = max(_PATIENCE_SECONDS, 4 * ttl, 6 * settings.interval_seconds)
+        return since is not None and now - since > patience
+
+    def follow(self) -> int:
+        """Takes note of what was committed in this owner's name; `tiered` as of now.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        now = self._clock.monotonic()
+        self._follow_at = now + _FOLLOW_SECONDS
+        if self._behind_since is None:
+            self._behind_since = now
+        if not self._uploading.acquire(blocking=False):
+            return self._wal.tiered or 0  # an upload of this owner's own finds out by itself
+        try:
+            self.owned.refresh()
+            self._note_followed()
+        finally:
+            self._uploading.release()
+        return self._wal.tiered or 0
+
+    def _note_followed(self) -> None:
+        """Takes note of objects that this owner has not committed itself, if there are any."""
+        known = self._wal.tiered or 0
+        last = self.owned.last
+        if last is None or last.end <= known:
+            return
+        # First: where this fails, nothing was noted, and the next look comes by here again.
+        size_bytes = sum(
+            described.size_bytes
+            for described, _ in self.owned.catalog.descriptors(known, last.end)
+            if described.start >= known
+        )
+        self._behind_since = None
+        self.last_error = None
+        self._lag_base -= size_bytes
+        self._wal.note_tiered(min(last.end, self._wal.synced))
+        if self._wal.tiered == self._wal.synced:
+            self._lag_base, self._lag_mark = 0, self._wal.synced_bytes_total
+            self.is_wanted = False
+        self.apply_pressure()
+        source = self._source()
+        try:
+            self._save_checkpoint(last, source.place_of(last.end))
+        except IsterError as error:
+            _log.debug("no checkpoint", extra={"topic": self.owned.topic, "error": str(error)})
+        finally:
+            source.close()
 
     def _next_start(self) -> int:
         start = self.owned.tiered if self.owned.last is not None else self._wal.trimmed
@@ -310,6 +406,9 @@ class TopicTier:
         self._wal.note_tiered(described.end)
         self._lag_base -= described.size_bytes
         self.apply_pressure()
+        self._save_checkpoint(described, place)
+
+    def _save_checkpoint(self, described: ObjectDescriptor, place: tuple[int, int]) -> None:
         directory = self._wal.directory
         if directory is None:
             return
@@ -620,7 +719,11 @@ class TopicTier:
             if self._stopping.is_set():
                 return []
             objects = self._tiers.objects
-            grace_seconds = self._tiers.storage.cloud.orphan_grace_minutes * 60
+            storage = self._tiers.storage
+            grace_seconds = storage.cloud.orphan_grace_minutes * 60
+            if PipelineKeys(storage.metadata.root_prefix).has_jobs(self._tiers.metadata):
+                # Its objects are not named by anything until it commits them.
+                grace_seconds = max(grace_seconds, _JOB_GRACE_SECONDS)
             return [
                 *collect_orphans(
                     self.owned,

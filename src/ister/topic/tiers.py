@@ -27,6 +27,7 @@ from ister.config import (
     MetadataConfig,
     OnDamage,
     StorageConfig,
+    UploaderConfig,
 )
 from ister.errors import ClosedError, ConflictError, IsterError, NotFoundError
 from ister.fs.base import FileSystem
@@ -49,7 +50,14 @@ from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.rebuild import manifest_of, save_manifest
 from ister.tier.uploader import Uploader, UploadSettings
 
-__all__ = ["NODE_NAME", "Tiers", "open_metadata", "open_objects", "read_node"]
+__all__ = [
+    "NODE_NAME",
+    "Tiers",
+    "open_metadata",
+    "open_objects",
+    "read_node",
+    "upload_settings",
+]
 
 _log = logging.getLogger("ister.topic.tiers")
 
@@ -105,6 +113,18 @@ def open_metadata(
     from ister.metadata.sqlite import SqliteMetadata  # noqa: PLC0415
 
     return SqliteMetadata(config.path or "", clock=clock, read_only=read_only)
+
+
+def upload_settings(config: UploaderConfig) -> UploadSettings:
+    """What makers of objects are told: the same for a topic's owner and for a job's tasks."""
+    return UploadSettings(
+        copies=config.finalize is Finalize.COPY,
+        chunk_bytes=config.stream_chunk_size,
+        concurrent_parts=config.concurrent_parts,
+        index_every_messages=config.index_every_messages,
+        object_bytes_max=config.max_object_bytes,
+        object_span_ms_max=config.max_object_seconds * 1000,
+    )
 
 
 def read_node(fs: FileSystem, root: str) -> str:
@@ -278,18 +298,10 @@ class Tiers:
 
     def uploader(self, owned: OwnedTopic, is_stopping: Callable[[], bool]) -> Uploader:
         """What uploads a topic, until it is told to stop."""
-        settings = self.storage.uploader
         return Uploader(
             owned,
             self.objects,
-            settings=UploadSettings(
-                copies=settings.finalize is Finalize.COPY,
-                chunk_bytes=settings.stream_chunk_size,
-                concurrent_parts=settings.concurrent_parts,
-                index_every_messages=settings.index_every_messages,
-                object_bytes_max=settings.max_object_bytes,
-                object_span_ms_max=settings.max_object_seconds * 1000,
-            ),
+            settings=upload_settings(self.storage.uploader),
             clock=self.clock,
             metrics=self.metrics,
             on_memory=self._note_memory,

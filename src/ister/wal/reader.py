@@ -368,6 +368,16 @@ class WalReader:
         """Where the last fetch ended: the number of the file, and the byte in it."""
         return self._seq, self._position
 
+    def place_of(self, offset: int) -> tuple[int, int]:
+        """Where the frames before `offset` end: as `place` after the fetch of the last of them.
+
+        Raises:
+            OffsetOutOfRangeError: It has been trimmed.
+            CorruptDataError: A frame on the way is damaged.
+        """
+        self.fetch(offset - 1, offset, bytes_max=_CHUNK_BYTES_MIN)
+        return self.place
+
     # -- by time ----------------------------------------------------------------------------
 
     def find_time(

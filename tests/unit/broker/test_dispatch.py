@@ -1261,7 +1261,7 @@ def test_an_unforeseen_error_ends_the_streams_and_is_in_the_log(monkeypatch, cap
             rig.fill(1)
             dispatch = rig.open()
 
-            def fail(messages):
+            def fail(messages, damaged):
                 raise RuntimeError("a bug")
 
             monkeypatch.setattr(dispatch, "_offer", fail)

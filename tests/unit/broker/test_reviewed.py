@@ -9,6 +9,7 @@ faster.
 import asyncio
 import threading
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -24,6 +25,7 @@ from ister.limits import ENVELOPE_SIZE_BYTES_MAX
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
+from ister.tier.merge import merge_objects
 from ister.topic.sequences import SequencedTopic
 from ister.topic.topic import Topic
 from security_rig import auth_settings, sign
@@ -498,6 +500,61 @@ def test_damage_that_may_be_skipped_is_passed_over_and_reading_goes_on(tmp_path)
             assert await offsets(stream, 1) == [20]
 
     run(scenario())
+
+
+def thin_out(topic, *kept):
+    """Does what compaction does that keeps the latest of each key; these are the latest."""
+    pa = pytest.importorskip("pyarrow")
+    compute = pytest.importorskip("pyarrow.compute")
+    owned, objects = topic.tier.owned, topic.tier._tiers.objects
+    old = list(owned.catalog.descriptors())
+    new = merge_objects(
+        PARSED,
+        [described for described, _ in old],
+        store=objects,
+        settings=SimpleNamespace(chunk_bytes=65_536, concurrent_parts=1, index_every_messages=10),
+        format="parquet",
+        epoch=owned.epoch,
+        incarnation=owned.record.incarnation,
+        tag="00000001",
+        created_at=1,
+        survives=lambda batch: compute.is_in(batch["offset"], pa.array(kept, pa.int64())),
+    )
+    assert owned.swap(old, new, until=0)
+
+
+def test_messages_that_compaction_took_are_no_loss(tmp_path, caplog):
+    """Goal: cursors pass over holes; nobody is told of damage, and nobody waits."""
+    policy = FailurePolicy(max_redelivery_count=5, **AT_ONCE)
+
+    async def scenario():
+        async with a_broker(tmp_path, {}) as (broker, services, _):
+            client = Client(services)
+            send = await client.producer()
+            consumer = await client.subscribe(kind=SHARED)
+            for number in range(20):
+                await send(b"m%03d" % number * 50)
+            await services.topics.UnloadTopic(danube_admin.TopicRequest(name=NAME))
+            await (await broker.topics.get(NAME)).subscription("s").set_policy(policy)
+            topic = (await broker.topics.get(NAME)).topic
+            await asyncio.to_thread(thin_out, topic, 3, 4, 11, 19)
+            assert [message.offset for message in topic.read(0)] == [3, 4, 11, 19]
+            stream = client.receive(consumer)
+            assert await offsets(stream, 4) == [3, 4, 11, 19]
+            await client.ack(3, 11, 19)
+            assert subscription_of(broker).delivery.cursor == 4
+            # It is there again, and so is what is new.
+            await client.nack(4)
+            assert await offsets(stream, 1) == [4]
+            await client.ack(4)
+            await eventually(lambda: subscription_of(broker).delivery.cursor == 20)
+            assert subscription_of(broker).lag == 0
+            await send(b"new")
+            assert await offsets(stream, 1) == [20]
+
+    run(scenario())
+    assert "left out" not in caplog.text
+    assert "damage" not in caplog.text
 
 
 def test_damage_of_a_message_that_comes_again_does_not_bring_another_one(tmp_path):

@@ -279,3 +279,60 @@ def test_object_in_s3_is_read_by_url(path, tmp_path, monkeypatch, capsys):
         assert (code, printed["frames"]) == (0, COUNT)
         assert main(["inspect", "object", f"{url}.none"]) == 1
         assert SECRET_KEY not in capsys.readouterr().err
+
+
+def an_archive(path, *, kept=""):
+    archive = pytest.importorskip("ister.format.archive")
+    decoder = archive.ColumnarDecoder(TOPIC, Codec.BINCODE2, archive.EVERY_FIELD)
+    batch = decoder.decode(frames(0, bodies(0, COUNT)), expected_offset=0).batch
+    with open(path, "wb") as file:
+        writer = archive.ArchiveWriter(
+            file, topic=TOPIC, codec=Codec.BINCODE2, row_group_bytes=1000
+        )
+        for at in range(0, COUNT, 5):
+            writer.write(batch.slice(at, 4 if kept else 5))
+        return writer.finish(start=0, end=COUNT, kept=kept)
+
+
+@pytest.mark.parametrize("kept", ["", "latest-per-key"])
+@pytest.mark.parametrize("name", ["data-0-19-c00000001.parquet", "copy.of.it"])
+def test_parquet_object_shows_its_fields(tmp_path, capsys, kept, name):
+    path = tmp_path / name
+    an_archive(path, kept=kept)
+    code, printed = inspect(path, capsys, "--frames", "--from", 6, "--limit", 2)
+    assert code == 0
+    assert (printed["start_offset"], printed["next_offset"]) == (0, COUNT)
+    assert (printed["frames"], printed["kept"]) == (16 if kept else COUNT, kept)
+    assert (printed["format"], printed["codec"], printed["damage"]) == ("parquet", "bincode2", [])
+    assert (printed["bytes"], printed["topic"]) == (path.stat().st_size, TOPIC)
+    assert (printed["publish_time_min"], printed["publish_time_max"]) == (
+        1000,
+        1018 if kept else 1019,
+    )
+    assert [line["offset"] for line in printed["frame_list"]] == [6, 7]
+    assert printed["frame_list"][0]["publish_time"] == 1006
+    assert main(["inspect", "object", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "parquet" in out
+    assert ("latest-per-key" in out) is bool(kept)
+
+
+def test_damage_of_a_parquet_object_is_listed(tmp_path, capsys):
+    path = tmp_path / "data-0-19-c00000001.parquet"
+    written_archive = an_archive(path)
+    whole = path.read_bytes()
+    bad = written_archive.row_groups[1]
+    path.write_bytes(with_bit_flipped(whole, 8 * (bad.position + 30)))
+    code, printed = inspect(path, capsys)
+    assert (code, printed["frames"]) == (1, COUNT - bad.rows)
+    assert [
+        (item["position"], item["offset"], item["end_offset"]) for item in printed["damage"]
+    ] == [(bad.position, bad.first_offset, bad.next_offset)]
+    path.write_bytes(whole[:-5])
+    code, printed = inspect(path, capsys)
+    assert (code, printed["frames"], len(printed["damage"])) == (1, 0, 1)
+    other = tmp_path / "data-0-29-c00000001.parquet"
+    other.write_bytes(whole)
+    code, printed = inspect(other, capsys)
+    assert code == 1
+    assert (printed["name_start"], printed["name_end"]) == (0, 30)

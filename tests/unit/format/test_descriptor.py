@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ister.errors import CorruptDataError, InvariantError, UnsupportedVersionError
 from ister.format.descriptor import (
     ObjectDescriptor,
+    count_messages,
     decode_descriptor,
     encode_descriptor,
     format_checksum,
@@ -305,3 +306,15 @@ def test_position_by_time_is_never_behind_the_first_message_of_that_time(times, 
 @pytest.mark.parametrize(("crc", "text"), [(0, "crc32:00000000"), (2**32 - 1, "crc32:ffffffff")])
 def test_checksum_has_eight_digits(crc, text):
     assert format_checksum(crc) == text
+
+
+def test_what_was_kept_is_said_only_where_something_was_left_out():
+    """Goal: descriptors of today keep their bytes."""
+    plain = ObjectDescriptor(object_id="data-0-9.dnb1", start=0, end=10, size_bytes=5)
+    assert b"kept" not in encode_descriptor(plain)
+    thin = replace(plain, object_id="data-0-9-c00000000.parquet", format="parquet")
+    thin = replace(thin, kept="latest-per-key", messages=3)
+    assert decode_descriptor(encode_descriptor(thin), key="k") == thin
+    assert (count_messages(plain), count_messages(thin)) == (10, 3)
+    with pytest.raises(CorruptDataError):
+        decode_descriptor(encode_descriptor(thin).replace(b'"latest-per-key"', b"7"), key="k")

@@ -134,3 +134,18 @@ def test_random_order_ends_in_one_floor():
     offsets = list(range(10, 500))
     random.Random(3).shuffle(offsets)
     assert (a_floor(10, *offsets).floor, a_floor(10, *offsets).range_count) == (500, 0)
+
+
+def test_a_range_is_the_same_as_its_offsets():
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(300):
+        one_by_one, at_once = AckFloor(5), AckFloor(5)
+        for _ in range(rng.randrange(1, 12)):
+            start = rng.randrange(30)
+            end = start + rng.randrange(8)
+            for offset in range(start, end):
+                one_by_one.ack(offset)
+            at_once.ack_range(start, end)
+            assert at_once.to_json() == one_by_one.to_json()

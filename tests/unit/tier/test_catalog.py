@@ -193,3 +193,56 @@ def test_topics_are_listed_that_exist(cluster):
     cluster.metadata.put(f"{PREFIX}/topics/a/x/schema", b"of somebody else")
     cluster.metadata.put("/other/topics/a/q", b"of another cluster")
     assert list_topics(cluster.metadata, PREFIX) == ["/a/x", "/a/y", "/b/z"]
+
+
+# -- objects that are merged under a walk ---------------------------------------------------------
+
+
+def merge(cluster, *ranges):
+    """Each range becomes one object."""
+    keys = cluster.keys
+    for start, end in ranges:
+        for found in cluster.metadata.range(keys.objects, start=keys.descriptor(start + 1)):
+            if found.key < keys.descriptor(end):
+                cluster.metadata.delete(found.key)
+        cluster.metadata.put(
+            keys.descriptor(start), encode_descriptor(a_descriptor(start, end, epoch=2))
+        )
+
+
+@pytest.mark.parametrize(
+    "merged",
+    [
+        [(2500, 2700)],  # across the end of the first page
+        [(2400, 2560)],  # up to it
+        [(2560, 2800)],  # from it on
+        [(0, 6000)],  # everything
+        [(1000, 2570), (2570, 4000), (4000, 5990)],
+    ],
+)
+def test_walk_misses_nothing_while_objects_are_merged(cluster, merged):
+    put_objects(cluster, *((at, at + 10) for at in range(0, 6000, 10)))
+    covered = 0
+    for described, _ in cluster.catalog().descriptors():
+        assert described.start <= covered  # no hole, whatever comes twice
+        covered = max(covered, described.end)
+        if described.end == 2560 and merged:  # the last one of the first page
+            merge(cluster, *merged)
+            merged = []
+    assert not merged
+    assert covered == 6000
+
+
+def test_walk_from_the_middle_of_a_merged_object_begins_with_it(cluster):
+    put_objects(cluster, (0, 100), (100, 500), (500, 600))
+    found = [d.start for d, _ in cluster.catalog().descriptors(250, 550)]
+    assert found == [100, 500]
+
+
+@pytest.mark.parametrize(
+    ("offset", "expected"), [(0, 10), (10, 10), (99, 10), (100, 100), (150, 200), (250, None)]
+)
+def test_object_that_holds_an_offset_or_follows_it(cluster, offset, expected):
+    put_objects(cluster, (10, 100), (100, 150), (200, 250))
+    found = cluster.catalog().holding(offset)
+    assert (found and found.start) == expected

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ister.errors import InvariantError
 from ister.model import TopicName
 from ister.tier.names import (
     STAGING_PREFIX,
@@ -15,6 +16,7 @@ from ister.tier.names import (
     manifest_key,
     object_key,
     objects_prefix,
+    parse_epoch,
     parse_object_id,
     parse_topic_of_key,
     staging_prefix,
@@ -158,3 +160,45 @@ def test_prefixes_of_a_topic_do_not_cover_one_with_a_longer_name(attribute):
     prefix = getattr(TopicKeys("/danube", NAME), attribute)
     for name in ("objects", "storage", "subscriptions", "current", "session", "sealed"):
         assert not getattr(longer, name).startswith(prefix)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ((0, 10, 1, "dnb1", None), "data-0-9.dnb1"),
+        ((0, 10, 1, "parquet", "0123abcd"), "data-0-9-c0123abcd.parquet"),
+        ((0, 10, 7, "dnb1", "0123abcd"), "data-0-9-7-c0123abcd.dnb1"),
+        ((5, 6, 12, "parquet", "ffffffff"), "data-5-5-12-cffffffff.parquet"),
+    ],
+)
+def test_names_of_merged_objects(name, text):
+    start, end, epoch, kind, tag = name
+    assert format_object_id(start, end, epoch, format=kind, tag=tag) == text
+    assert parse_object_id(text) == ObjectName(
+        start=start, end=end, epoch=epoch, format=kind, tag=tag
+    )
+    assert parse_epoch(text) == epoch
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data-0-9-c0123abc.parquet",
+        "data-0-9-c0123ABCD.parquet",
+        "data-0-9-c0123abcd-2.parquet",
+        "data-0-9-1-c0123abcd.parquet",
+        "data-0-9c0123abcd.parquet",
+        "data-0-9.orc",
+        "data-9-0-c0123abcd.parquet",
+        "data-0-pending-2.parquet",
+    ],
+)
+def test_what_is_no_name_of_a_merged_object(text):
+    assert parse_object_id(text) is None
+    assert parse_epoch(text) == 0
+
+
+def test_tags_and_formats_are_what_they_should_be():
+    for wrong in ({"tag": "x"}, {"tag": ""}, {"format": "orc"}):
+        with pytest.raises(InvariantError):
+            format_object_id(0, 10, 1, **wrong)

@@ -7,7 +7,7 @@ from ister.format.records import UploadSession
 from ister.model import TopicName
 from ister.tier.names import format_pending_id, manifest_key, object_key
 from ister.tier.orphans import collect_orphans
-from tier_rig import NAME, Cluster, Frames
+from tier_rig import NAME, NOW_MS, Cluster, Frames, a_descriptor
 
 GRACE = 3600
 
@@ -158,3 +158,73 @@ def test_silent_store_removes_nothing_more(cluster, owned):
         collect(cluster, owned)
     cluster.objects.before = lambda kind, key: None
     assert collect(cluster, owned) == ["data-20-29.dnb1", "data-30-39.dnb1"]
+
+
+# -- objects that were merged -------------------------------------------------------------------
+
+
+def retire(cluster, owned, until):
+    """The two objects of the topic become one; those that it replaces stay until a time."""
+    data = cluster.object_bytes("data-0-9.dnb1") + cluster.object_bytes("data-10-19.dnb1")
+    old = list(cluster.catalog().descriptors())
+    new = a_descriptor(0, 20, epoch=2, object_id="data-0-19-2-c01234567.dnb1", size_bytes=len(data))
+    cluster.objects.put(cluster.key(new.object_id), data)
+    assert owned.swap(old, new, until=until)
+    return new
+
+
+def test_replaced_objects_stay_until_the_time_that_the_merge_has_set(cluster, owned):
+    now = NOW_MS // 1000
+    new = retire(cluster, owned, until=now + 10 * GRACE)
+    cluster.clock.advance(10 * GRACE - 1)
+    assert collect(cluster, owned) == []
+    assert cluster.metadata.get(cluster.keys.retired(new.object_id)) is not None
+    cluster.clock.advance(1)
+    assert collect(cluster, owned) == ["data-0-9.dnb1", "data-10-19.dnb1"]
+    assert cluster.data_keys() == [new.object_id]
+    assert cluster.metadata.get(cluster.keys.retired(new.object_id)) is None
+    assert collect(cluster, owned) == []
+
+
+def test_replaced_objects_that_are_young_wait_for_the_grace_period_too(cluster, owned):
+    retire(cluster, owned, until=NOW_MS // 1000)
+    cluster.clock.advance(GRACE - 1)
+    assert collect(cluster, owned) == []
+    cluster.clock.advance(2)
+    assert collect(cluster, owned) == ["data-0-9.dnb1", "data-10-19.dnb1"]
+
+
+def test_crash_between_the_record_and_its_objects_leaves_ordinary_garbage(cluster, owned):
+    new = retire(cluster, owned, until=NOW_MS // 1000)
+    cluster.clock.advance(2 * GRACE)
+
+    def fail(kind, key):
+        if kind == "delete":
+            raise UnavailableError("silent")
+
+    cluster.objects.before = fail
+    with pytest.raises(UnavailableError):
+        collect(cluster, owned)
+    assert cluster.metadata.get(cluster.keys.retired(new.object_id)) is None
+    cluster.objects.before = lambda kind, key: None
+    assert collect(cluster, owned) == ["data-0-9.dnb1", "data-10-19.dnb1"]
+    assert cluster.data_keys() == [new.object_id]
+
+
+def test_merged_object_that_nobody_refers_to_goes_after_its_grace_period(cluster, owned):
+    put(cluster, "data-0-19-2-c01234567.dnb1")
+    put(cluster, "data-0-19-2-c01234567.parquet")
+    cluster.clock.advance(GRACE + 1)
+    assert collect(cluster, owned) == [
+        "data-0-19-2-c01234567.dnb1",
+        "data-0-19-2-c01234567.parquet",
+    ]
+
+
+def test_pending_object_of_a_task_goes_after_its_grace_period(cluster, owned):
+    pending = format_pending_id(20, 2, tag="01234567")
+    put(cluster, pending)
+    cluster.clock.advance(GRACE - 1)
+    assert collect(cluster, owned) == []
+    cluster.clock.advance(2)
+    assert collect(cluster, owned) == [pending]

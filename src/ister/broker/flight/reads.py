@@ -1,4 +1,4 @@
-"""What clients read: ranges of messages, how far a topic has come, where a time is.
+"""What clients read: ranges of messages or frames, watermarks, where a time is, plans of uploads.
 
 A range is answered only if all of it is there, visible, and safe from a crash: no client holds
 what its topic does not.
@@ -13,17 +13,39 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ister.client.contract import FindTime, RangeTicket, TopicStatus
+from ister.client.contract import (
+    FRAMES_COLUMN,
+    FindTime,
+    FramesTicket,
+    PlanUpload,
+    RangeTicket,
+    TopicStatus,
+    UploadPlanned,
+    encode_error,
+)
 from ister.errors import ConflictError, OffsetOutOfRangeError
+from ister.limits import MIB
 from ister.topic.topic import Topic
+from ister.topic.upload_plan import plan_topic
+from ister.topic.upload_plan import read_frames as read_stored
 
-__all__ = ["check_incarnation", "check_range", "find_time", "read_range", "status_of"]
+__all__ = [
+    "check_incarnation",
+    "check_range",
+    "find_time",
+    "frames_schema",
+    "plan_upload",
+    "read_frames",
+    "read_range",
+    "status_of",
+]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 # The end of the calendar; what is beyond is looked for message by message.
 _CALENDAR_MS_MAX: Final = 253_402_300_799_999
 # Microseconds still fit into 64 bits.
 _TIME_MS_MAX: Final = 1 << 52
+_FRAMES_BYTES: Final = 4 * MIB
 
 
 def status_of(topic: Topic) -> TopicStatus:
@@ -107,6 +129,45 @@ def find_time(topic: Topic, asked: FindTime) -> int | None:
             offset: int = batch["offset"][found].as_py()
             return offset
     return None
+
+
+def plan_upload(topic: Topic, asked: PlanUpload) -> UploadPlanned:
+    """Which objects an upload of a topic would make now."""
+    plan = plan_topic(
+        topic,
+        asked.start,
+        bytes_max=asked.bytes_max,
+        span_ms_max=asked.span_ms_max,
+        objects_max=asked.objects_max,
+    )
+    return UploadPlanned(
+        start=plan.start,
+        synced=plan.synced,
+        codec=plan.codec,
+        objects=tuple((item.end, item.size_bytes) for item in plan.objects),
+        error=None if plan.error is None else encode_error(plan.error),
+    )
+
+
+def frames_schema(topic: Topic) -> pa.Schema:
+    """What an answer with frames looks like."""
+    return pa.schema([pa.field(FRAMES_COLUMN, pa.binary(), nullable=False)]).with_metadata(
+        {"codec": str(topic.codec)}
+    )
+
+
+def read_frames(
+    topic: Topic, asked: FramesTicket, still_allowed: Callable[[], None]
+) -> Iterator[pa.RecordBatch]:
+    """The frames of a range, some whole ones a row; `still_allowed` raises to end it."""
+    schema = frames_schema(topic)
+    for frames in read_stored(topic, asked.start, asked.end, chunk_bytes=_FRAMES_BYTES):
+        still_allowed()
+        first = frames.starts[0]
+        data = pa.py_buffer(frames.chunk)[first : frames.end]
+        offsets = pa.array([0, data.size], pa.int32()).buffers()[1]
+        rows = pa.Array.from_buffers(pa.binary(), 1, [None, offsets, data])
+        yield pa.RecordBatch.from_arrays([rows], schema=schema)
 
 
 def _incarnation(topic: Topic) -> str:

@@ -29,6 +29,9 @@ from ister.broker.flight.reads import (
     check_incarnation,
     check_range,
     find_time,
+    frames_schema,
+    plan_upload,
+    read_frames,
     read_range,
     status_of,
 )
@@ -45,12 +48,15 @@ from ister.client.contract import (
     AppendStaged,
     FindTime,
     FoundTime,
+    FramesTicket,
+    PlanUpload,
     PutOpen,
     RangeTicket,
     TopicNames,
     WatermarksRequest,
     encode_appended,
     encode_settings,
+    parse_ticket,
 )
 from ister.errors import (
     CapacityError,
@@ -196,6 +202,7 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
             Action.TOPICS: self._topics,
             Action.FIND_TIME: self._find_time,
             Action.APPEND_STAGED: self._append_staged,
+            Action.PLAN_UPLOAD: self._plan_upload,
             Action.STORAGE: self._storage,
         }
         # It serves from here on.
@@ -207,20 +214,26 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
         self._on_call(READ)
         with sent():
             caller = self._access.caller(context)
-            asked = RangeTicket.from_json(ticket.ticket)
+            asked = parse_ticket(ticket.ticket)
             caller.check(Permission.CONSUME, topic=asked.topic)
             topic = self._source.open(asked.topic).topic
             check_incarnation(topic, asked.incarnation)
-            check_range(topic, asked.start, asked.end)
-            schema = arrow_schema(asked.columns)
+            if isinstance(asked, FramesTicket):
+                schema = frames_schema(topic)
+            else:
+                check_range(topic, asked.start, asked.end)
+                schema = arrow_schema(asked.columns)
             return flight.GeneratorStream(schema, self._batches(topic, asked, caller))
 
     def _batches(
-        self, topic: Topic, asked: RangeTicket, caller: Caller
+        self, topic: Topic, asked: RangeTicket | FramesTicket, caller: Caller
     ) -> Iterator[pa.RecordBatch]:
         with sent(), self.streams.one_of(caller.name):
             allowed = partial(caller.check, Permission.CONSUME, topic=asked.topic)
-            yield from read_range(topic, asked, allowed)
+            if isinstance(asked, FramesTicket):
+                yield from read_frames(topic, asked, allowed)
+            else:
+                yield from read_range(topic, asked, allowed)
 
     def do_action(self, context: Any, action: Any) -> Any:  # noqa: ANN401
         self._on_call(action.type)
@@ -258,6 +271,13 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
         topic = self._source.open(asked.topic).topic
         check_range(topic, asked.start, asked.end)
         return [FoundTime(offset=find_time(topic, asked)).to_json()]
+
+    def _plan_upload(self, caller: Caller, body: bytes) -> list[bytes]:
+        asked = PlanUpload.from_json(body)
+        caller.check(Permission.CONSUME, topic=asked.topic)
+        topic = self._source.open(asked.topic).topic
+        check_incarnation(topic, asked.incarnation)
+        return [plan_upload(topic, asked).to_json()]
 
     def _storage(self, caller: Caller, body: bytes) -> list[bytes]:
         # Whoever may see a topic may know where its data is; others need the right to all of them.

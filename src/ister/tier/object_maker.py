@@ -1,0 +1,233 @@
+"""Makes one object out of a range of frames: complete, checked, and not yet part of anything.
+
+    frames ─► stream ─► complete ─► check ─► descriptor
+
+Owns: the writing of an object under its final name. Does not own: where frames come from
+(`FrameSource`), which range it is, whether the object ever becomes part of its topic. Used by a
+topic's owner and by the tasks of a Spark job alike: for the same frames they make the same bytes,
+under the same name, and the same descriptor.
+
+Frames are checked one by one on their way. Memory: a chunk of frames, its copy for the store, and
+the store's parts in flight; whatever the size of the object is.
+
+What a crash leaves: an object, or parts of one, that no descriptor names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ister import failpoints
+from ister.clock import Clock
+from ister.errors import (
+    ClosedError,
+    CorruptDataError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedOperationError,
+)
+from ister.format.descriptor import ObjectDescriptor
+from ister.format.frame import FrameBatch
+from ister.metrics import Metrics
+from ister.model import TopicName
+from ister.objectstore.base import ObjectStore
+from ister.tier.names import format_object_id, format_pending_id, object_key
+from ister.tier.summary import ObjectSummary
+from ister.tier.verify import verify_content, verify_size
+
+__all__ = ["FrameSource", "ObjectMaker", "UploadSettings"]
+
+_log = logging.getLogger("ister.tier.object_maker")
+
+
+class FrameSource(Protocol):
+    """Where an upload's frames come from. Used by one thread at a time."""
+
+    def plan(self, start: int, end: int, *, bytes_max: int, span_ms_max: int) -> int:
+        """Where a range from `start` on has to end to stay within the limits of an object."""
+        ...
+
+    def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
+        """Checked frames from `start` on, at least one, none at or after `end`."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of files. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadSettings:
+    """What an uploader is told."""
+
+    copies: bool
+    """Write under a pending name and copy, for stores that show objects under way."""
+    chunk_bytes: int
+    concurrent_parts: int
+    index_every_messages: int
+    object_bytes_max: int
+    object_span_ms_max: int
+
+    @property
+    def read_bytes(self) -> int:
+        """How much is read from the source at once: with its copy it takes up one part."""
+        return max(self.chunk_bytes // 2, 64 * 1024)
+
+
+class ObjectMaker:
+    """Makes the objects of one topic. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        topic: TopicName,
+        store: ObjectStore,
+        *,
+        settings: UploadSettings,
+        clock: Clock,
+        metrics: Metrics,
+        pending_tag: str | None = None,
+        on_memory: Callable[[int], None] = lambda change: None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """A maker.
+
+        Args:
+            topic: Whose objects.
+            store: Where they go.
+            settings: How.
+            clock: Where time comes from.
+            metrics: What is made is counted there.
+            pending_tag: Eight hexadecimal digits, where others may write objects with the same
+                first offset at the same time: their pending names have to differ.
+            on_memory: Told by how much the memory in use changes.
+            is_stopping: Asked between two chunks whether to give up.
+        """
+        self._topic = topic
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._metrics = metrics
+        self._pending_tag = pending_tag
+        self._on_memory = on_memory
+        self._is_stopping = is_stopping
+
+    def make(
+        self,
+        source: FrameSource,
+        start: int,
+        end: int,
+        *,
+        epoch: int,
+        incarnation: str,
+        tag: str | None = None,
+    ) -> ObjectDescriptor:
+        """Streams a range into an object.
+
+        Args:
+            source: Where its frames come from.
+            start: Its first offset.
+            end: The offset after its last one.
+            epoch: Of the topic's owner.
+            incarnation: Of the topic.
+            tag: Eight random hexadecimal digits, for one that must not meet another in its name.
+
+        Raises:
+            CorruptDataError: A frame is damaged, or the object is not what was written.
+            UnavailableError: The store does not answer.
+            PermissionDeniedError: The store refuses.
+            ClosedError: Whoever asked for it is stopping.
+        """
+        object_id = format_object_id(start, end, epoch, tag=tag)
+        key = object_key(self._topic, object_id)
+        if self._settings.copies:
+            pending_id = format_pending_id(start, epoch, tag=self._pending_tag)
+            pending = object_key(self._topic, pending_id)
+            summary = self._stream(source, pending, start, end)
+            self._copy(pending, key, summary)
+        else:
+            summary = self._stream(source, key, start, end)
+        etag = verify_size(self._store, key, summary.size_bytes)
+        failpoints.reach("tier.after_complete")
+        return summary.describe(
+            object_id,
+            epoch=epoch,
+            incarnation=incarnation,
+            created_at=self._clock.now_ns() // 1_000_000_000,
+            etag=etag,
+        )
+
+    def _stream(self, source: FrameSource, key: str, start: int, end: int) -> ObjectSummary:
+        settings = self._settings
+        summary = ObjectSummary(start, index_every_messages=settings.index_every_messages)
+        held = settings.chunk_bytes * (settings.concurrent_parts + 2)
+        writer = self._store.open_writer(
+            key, chunk_bytes=settings.chunk_bytes, concurrent_parts=settings.concurrent_parts
+        )
+        self._on_memory(held)
+        try:
+            while summary.end < end:
+                if self._is_stopping():
+                    raise ClosedError("the topic is being closed", topic=str(self._topic))
+                batch = source.fetch(summary.end, end, bytes_max=settings.read_bytes)
+                data = summary.add(batch)
+                writer.write(data)
+                self._metrics.observe("uploader.stream_chunk_bytes", len(data))
+                failpoints.reach("tier.after_part")
+            failpoints.reach("tier.before_complete")
+            self._complete(writer.close, key, summary)
+        finally:
+            # After a close that succeeded this does nothing.
+            writer.abort()
+            self._on_memory(-held)
+        return summary
+
+    def _complete(self, complete: Callable[[], None], key: str, summary: ObjectSummary) -> None:
+        """Completes an object; where the answer is lost, looks whether it is there."""
+        try:
+            complete()
+        except UnavailableError:
+            probe = summary.describe("unknown", epoch=0, incarnation="", created_at=0, etag=None)
+            try:
+                verify_content(self._store, key, probe, chunk_bytes=self._settings.read_bytes)
+            except (NotFoundError, CorruptDataError):
+                pass
+            else:
+                return
+            raise
+
+    # -- finalize: copy ---------------------------------------------------------------------
+
+    def _copy(self, pending: str, key: str, summary: ObjectSummary) -> None:
+        verify_size(self._store, pending, summary.size_bytes)
+        try:
+            self._store.copy(pending, key)
+        except UnsupportedOperationError:
+            self._copy_by_hand(pending, key, summary)
+        failpoints.reach("tier.after_copy")
+        try:
+            self._store.delete(pending)
+        except IsterError as error:
+            # Garbage collection finds it; the object itself is in place.
+            _log.warning("pending object not removed", extra={"error": str(error)})
+        failpoints.reach("tier.after_delete_pending")
+
+    def _copy_by_hand(self, pending: str, key: str, summary: ObjectSummary) -> None:
+        settings = self._settings
+        writer = self._store.open_writer(
+            key, chunk_bytes=settings.chunk_bytes, concurrent_parts=settings.concurrent_parts
+        )
+        try:
+            position = 0
+            while position < summary.size_bytes:
+                chunk = self._store.read(pending, position, settings.read_bytes)
+                if not chunk:
+                    raise CorruptDataError("the pending object is too short", path=pending)
+                writer.write(chunk)
+                position += len(chunk)
+            self._complete(writer.close, key, summary)
+        finally:
+            writer.abort()

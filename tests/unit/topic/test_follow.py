@@ -1,0 +1,385 @@
+"""A pipeline uploads in the owner's name: the owner finds out, and both may try at once."""
+
+from dataclasses import replace
+
+import pytest
+
+from ister import failpoints
+from ister.errors import ClosedError, FencedError, UnavailableError
+from ister.model import AckLevel
+from rig import ROOT, Task, eventually, numbered, payloads, waiting
+from tier_rig import NAME, Pipeline, Site
+
+TEXT = str(NAME)
+PATH = f"{ROOT}{TEXT}"
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+@pytest.fixture(autouse=True)
+def _disarmed():
+    yield
+    failpoints.disarm()
+
+
+def a_topic(site, disk="a", *, storage=None, take_over=False, ack=None, **wal):
+    return site.open(disk, storage=storage, **wal).topic(
+        TEXT, create=True, take_over=take_over, ack=ack
+    )
+
+
+def fill(topic, count, *, size=0):
+    """Messages that others can see are durable."""
+    topic.append_many(numbered(count, first=topic.watermarks.next, size=size))
+    save(topic)
+
+
+def save(topic):
+    topic.flush()
+    topic.wal.save_checkpoint()
+
+
+def checkpoint(site, disk="a"):
+    """The bytes of `uploader.ckpt`; None if there is none."""
+    fs = site.disk(disk)
+    if not fs.exists(f"{PATH}/uploader.ckpt"):
+        return None
+    file = fs.open_read(f"{PATH}/uploader.ckpt")
+    try:
+        return file.read_at(0, 1 << 16)
+    finally:
+        file.close()
+
+
+# -- the owner finds out --------------------------------------------------------------------------
+
+
+def test_what_a_pipeline_commits_is_tiered(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    Pipeline(site).upload()
+    assert topic.watermarks.tiered == 0
+    assert topic.tier.follow() == 10
+    assert topic.watermarks.tiered == 10
+    assert topic.tier.is_idle
+
+
+def test_waiters_for_the_bucket_are_woken(site):
+    topic = a_topic(site, ack="tiered")
+    assert topic.ack is AckLevel.TIERED
+    offset = topic.append(b"x")
+    save(topic)
+    waiter = Task(topic.wait, offset, timeout=30)
+    eventually(lambda: waiting(topic, "tiered"))
+    topic.tier.follow()
+    assert waiter.is_running
+    Pipeline(site).upload()
+    topic.tier.follow()
+    waiter.result()
+
+
+def test_nothing_to_follow_changes_nothing(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    assert topic.tier.follow() == 0
+    assert checkpoint(site) is None
+
+
+def test_part_of_what_is_synced_is_followed(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    pipeline = Pipeline(site)
+    pipeline.upload(end=4)
+    assert topic.tier.follow() == 4
+    topic.append_many(numbered(5))  # more comes, which is not durable yet
+    pipeline.upload()
+    assert topic.tier.follow() == 10
+    assert not topic.tier.is_idle
+
+
+@pytest.mark.parametrize("uploader", [{}, {"max_object_bytes": 4096}, {"index_every_messages": 3}])
+def test_pipeline_leaves_what_the_owner_would_have(uploader):
+    """The same objects, descriptors and checkpoint, byte for byte."""
+    with Site() as one, Site() as two:
+        for site in (one, two):
+            topic = a_topic(site, storage={"uploader": uploader}, rotate_max_bytes=8192)
+            for _ in range(8):
+                fill(topic, 5, size=700)
+            if site is one:
+                topic.upload()
+            else:
+                Pipeline(site).upload(**uploader)
+                topic.tier.follow()
+        found = [
+            [replace(d, incarnation="") for d, _ in site.catalog().descriptors()]
+            for site in (one, two)
+        ]
+        assert found[0] == found[1]
+        assert len(found[0]) > (1 if "max_object_bytes" in uploader else 0)
+        for described in found[0]:
+            key = one.key(described.start)
+            assert key == two.key(described.start)
+            assert one.objects.read(key, 0, 1 << 30) == two.objects.read(key, 0, 1 << 30)
+        assert checkpoint(one) == checkpoint(two) is not None
+
+
+def test_producers_that_were_held_are_let_go(site):
+    topic = a_topic(site, storage={"uploader": {"max_lag_bytes": 2000}})
+    fill(topic, 10, size=500)
+    topic.tier.apply_pressure()
+    assert topic.tier.lag_bytes > 2000
+    producer = Task(topic.append, b"x")
+    pipeline = Pipeline(site)
+    pipeline.upload(end=2)
+    topic.tier.follow()
+    assert 2000 < topic.tier.lag_bytes < 5000
+    assert producer.is_running
+    pipeline.upload()
+    topic.tier.follow()
+    assert producer.result() == 10
+    assert topic.tier.lag_bytes < 100
+
+
+def test_objects_that_were_merged_meanwhile_are_followed(site):
+    topic = a_topic(site)
+    fill(topic, 20)
+    pipeline = Pipeline(site)
+    pipeline.upload(end=10)
+    pipeline.upload()
+    old = list(site.catalog().descriptors())
+    data = b"".join(site.objects.read(site.key(d.start), 0, 1 << 20) for d, _ in old)
+    new = replace(
+        old[0][0],
+        object_id="data-0-19-c01234567.dnb1",
+        end=20,
+        messages=20,
+        size_bytes=len(data),
+        offset_index=(),
+        publish_time_index=(),
+        checksum=None,
+    )
+    site.objects.put(f"storage/topics{TEXT}/objects/{new.object_id}", data)
+    assert pipeline.acting().swap(old, new, until=0)
+    assert topic.tier.follow() == 20
+    assert payloads(topic.read()) == numbered(20)
+
+
+def test_closed_topic_is_not_followed(site):
+    topic = a_topic(site)
+    fill(topic, 5)
+    topic.tier.stop()
+    assert not topic.tier.is_follow_due(site.clock.monotonic() + 100)
+
+
+def test_silent_store_says_so(site):
+    topic = a_topic(site)
+    fill(topic, 5)
+
+    def silent(kind, key):
+        raise UnavailableError("silent")
+
+    site.metadata.before = silent
+    with pytest.raises(UnavailableError):
+        topic.tier.follow()
+    site.metadata.before = lambda kind, key: None
+    Pipeline(site).upload()
+    assert topic.tier.follow() == 5
+
+
+@pytest.mark.parametrize("kind", ["get", "range"])
+def test_look_that_fails_half_way_is_made_up_for(site, kind):
+    topic = a_topic(site)
+    fill(topic, 5)
+    Pipeline(site).upload()
+    for number in range(10):
+        left = [number]
+
+        def silent(operation, key, left=left):
+            if operation == kind:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise UnavailableError("silent")
+
+        site.metadata.before = silent
+        try:
+            topic.tier.follow()
+        except UnavailableError:
+            assert topic.watermarks.tiered == 0
+        else:
+            break
+    assert number > 0
+    assert topic.watermarks.tiered == 5
+
+
+# -- an owner that is none any more ---------------------------------------------------------------
+
+
+def test_successors_uploads_are_not_followed(site):
+    """They are other messages: nobody who waits here is told that his are in the bucket."""
+    topic = a_topic(site)
+    fill(topic, 5)
+    waiter = Task(topic.wait, 4, "tiered", timeout=30)
+    eventually(lambda: waiting(topic, "tiered"))
+    site.metadata.delete(site.catalog().keys.owner)
+    other = a_topic(site, "b", take_over=True)
+    other.append_many([b"other"] * 5)
+    other.flush()
+    other.upload()
+    assert site.ranges() == [(0, 5)]
+    with pytest.raises(FencedError):
+        topic.tier.follow()
+    with pytest.raises(FencedError):
+        waiter.result()
+    assert topic.watermarks.tiered == 0
+    assert checkpoint(site) is None
+
+
+def test_successors_uploads_are_not_taken_for_a_pipelines_by_an_upload(site):
+    topic = a_topic(site)
+    fill(topic, 5)
+    site.metadata.delete(site.catalog().keys.owner)
+    other = a_topic(site, "b", take_over=True)
+    other.append_many([b"other"] * 5)
+    other.flush()
+    other.upload()
+    with pytest.raises(FencedError):
+        topic.upload()
+    assert topic.watermarks.tiered == 0
+
+
+# -- both at once ---------------------------------------------------------------------------------
+
+
+def between(point, action):
+    """Does something once, when an upload comes by a failpoint."""
+    acted = []
+
+    def act():
+        if not acted:
+            acted.append(1)
+            action()
+
+    failpoints.arm(point, act)
+    return acted
+
+
+@pytest.mark.parametrize("point", ["tier.before_session", "tier.after_part", "tier.before_commit"])
+@pytest.mark.parametrize("end", [3, 7, 10])
+def test_owner_goes_on_where_a_faster_pipeline_has_ended(site, point, end):
+    topic = a_topic(site)
+    fill(topic, 10)
+    pipeline = Pipeline(site)
+    failpoints.disarm()
+    acted = between(point, lambda: pipeline.upload(end=end))
+    topic.upload()
+    assert acted
+    assert site.ranges() == ([(0, end), (end, 10)] if end < 10 else [(0, 10)])
+    assert topic.watermarks.tiered == 10
+    assert payloads(topic.read()) == numbered(10)
+    assert topic.tier.last_error is None
+
+
+def test_what_a_pipeline_has_done_is_not_done_again(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    Pipeline(site).upload()
+    before = len(site.objects.calls)
+    tiered = topic.upload()
+    assert (tiered.start, tiered.end, tiered.objects) == (10, 10, ())
+    assert "open_writer" not in [kind for kind, _ in site.objects.calls[before:]]
+    assert topic.watermarks.tiered == 10
+    assert checkpoint(site) is not None
+
+
+def test_pipeline_is_told_that_the_owner_was_faster(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    acting = Pipeline(site).acting()
+    topic.upload()
+    fill(topic, 5)
+    assert acting.refresh()
+    assert acting.tiered == 10
+    assert [d.end for d in Pipeline(site, key="/danube/pipeline/jobs/x").upload()] == [15]
+    assert site.ranges() == [(0, 10), (10, 15)]
+
+
+def test_follow_does_not_wait_for_an_upload_under_way(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    found = []
+    between("tier.before_commit", lambda: found.append(topic.tier.follow()))
+    topic.upload()
+    assert found == [0]
+
+
+def test_upload_after_the_end_is_refused(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    topic.tier.stop()
+    with pytest.raises(ClosedError):
+        topic.upload()
+
+
+# -- whose turn it is -----------------------------------------------------------------------------
+
+
+def test_looks_are_a_second_apart(site):
+    topic = a_topic(site)
+    tier, clock = topic.tier, site.clock
+    assert not tier.is_follow_due(clock.monotonic())  # nothing is missing
+    fill(topic, 5)
+    assert tier.is_follow_due(clock.monotonic())
+    tier.follow()
+    assert not tier.is_follow_due(clock.monotonic())
+    clock.advance(1.1)
+    assert tier.is_follow_due(clock.monotonic())
+
+
+def is_left_behind(site, topic):
+    return topic.tier.is_left_behind(site.clock.monotonic())
+
+
+def test_topic_is_left_behind_when_nothing_comes_for_long(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    topic.tier.follow()
+    site.clock.advance(59)
+    assert not is_left_behind(site, topic)
+    site.clock.advance(2)
+    assert is_left_behind(site, topic)
+    # One object is enough to show that somebody is at it.
+    topic.tier._tiers.membership.renew()
+    Pipeline(site).upload(end=3)
+    topic.tier.follow()
+    assert not is_left_behind(site, topic)
+
+
+def test_pipeline_gets_another_chance_after_an_upload_of_the_owners_own(site):
+    topic = a_topic(site)
+    fill(topic, 10)
+    topic.tier.follow()
+    site.clock.advance(14)
+    topic.tier._tiers.membership.renew()
+    for _ in range(5):
+        site.clock.advance(10)
+        topic.tier._tiers.membership.renew()
+    assert is_left_behind(site, topic)
+    topic.upload()
+    fill(topic, 5)
+    assert not is_left_behind(site, topic)
+    topic.tier.follow()
+    assert not is_left_behind(site, topic)
+
+
+def test_patience_is_longer_where_uploads_are_rare(site):
+    topic = a_topic(site, storage={"uploader": {"interval_seconds": 600}})
+    fill(topic, 10)
+    topic.tier.follow()
+    site.clock.advance(3599)
+    assert not is_left_behind(site, topic)
+    site.clock.advance(2)
+    assert is_left_behind(site, topic)
