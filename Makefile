@@ -14,7 +14,7 @@ setup: $(STAMP) ## make .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast,etcd,spark,avro,broker,client]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast,etcd,spark,avro,broker,client,lakehouse]'
 	touch $@
 
 lint: $(STAMP) ## ruff: rules and format

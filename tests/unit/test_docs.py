@@ -29,7 +29,8 @@ def settings(kind: type, prefix: str = "") -> set[str]:
 
 def test_operating_lists_every_setting_and_no_other() -> None:
     tables = OPERATING.split("## Metrics")[0]
-    listed = set(re.findall(r"^\| `((?:storage|broker|dispatch)\.[\w.]+)`", tables, re.MULTILINE))
+    roots = "storage|broker|dispatch|pipeline"
+    listed = set(re.findall(rf"^\| `((?:{roots})\.[\w.]+)`", tables, re.MULTILINE))
     assert listed == settings(Config)
 
 

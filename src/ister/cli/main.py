@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ister import __version__, logs
-from ister.cli import auth, bench, inspect, recover, repair, serve
+from ister.cli import auth, bench, inspect, pipeline, recover, repair, serve
 from ister.errors import InvariantError, IsterError
 
 __all__ = ["main"]
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.register(commands)
     recover.register(commands)
     repair.register(commands)
+    pipeline.register(commands)
     bench.register(commands)
     return parser
 

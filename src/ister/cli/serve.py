@@ -1,7 +1,7 @@
 """`ister serve`: a broker, until it is told to end.
 
 Owns: arguments, signals, and what is said at the start. SIGTERM and SIGINT end it in order; a
-second one at once.
+second one at once. With `--pipeline` a process beside it runs the pipeline (`pipeline.beside`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from ister import failpoints, logs
+from ister.cli.pipeline.beside import PipelineBeside, check_requirements, make_command
 from ister.config import Config, load_config
 from ister.extras import missing_extra
 
@@ -43,6 +45,11 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     parser.add_argument("--flight-port", type=int, help="Arrow Flight; 6651 unless set")
     parser.add_argument("--http-port", type=int, help="HTTP; 9040 unless set")
     parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="run the pipeline beside it, as `ister pipeline run` does, on this machine",
+    )
+    parser.add_argument(
         "--allow-insecure",
         action="store_true",
         help="listen beyond this machine although callers need not say who they are",
@@ -62,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
         raise missing_extra("the broker", "broker", error) from error
     logs.configure(level=options.log_level.upper(), as_text=not options.json)
     config = load_settings(options)
+    if options.pipeline:
+        check_requirements(config)
     _raise_file_limit()
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
@@ -86,16 +95,38 @@ def run(options: argparse.Namespace) -> int:
             await asyncio.gather(starting, return_exceptions=True)
             return
         listening = starting.result().to_json()
+        pipeline = _start_pipeline(options, config, listening)
         if options.json:
             print(json.dumps({"event": "ready", "pid": os.getpid(), **listening}), flush=True)
         else:
             _greet(config, listening)
         await waiting
+        if pipeline is not None:
+            # First: it gives the lease back, and the broker uploads its last messages by itself.
+            await pipeline.stop()
         await broker.stop(leave_connections=True)
         _exit()
 
     asyncio.run(serve())
     return 0
+
+
+def _start_pipeline(
+    options: argparse.Namespace, config: Config, listening: dict[str, str]
+) -> PipelineBeside | None:
+    """The pipeline beside the broker, if it was asked for; on the running loop."""
+    if not options.pipeline:
+        return None
+    source = find_source(options, os.environ)
+    is_file = source.endswith((".yml", ".yaml"))
+    command = make_command(
+        ["--config" if is_file else "--data", source],
+        listening["flight"],
+        is_encrypted=config.broker.tls.cert_file is not None,
+    )
+    pipeline = PipelineBeside(command)
+    pipeline.start()
+    return pipeline
 
 
 def _exit() -> None:
@@ -141,5 +172,10 @@ def load_settings(options: argparse.Namespace) -> Config:
     ):
         if value is not None:
             environment[name] = str(value)
-    source = options.config or options.data_dir or environment.get(_VARIABLE) or _DATA_DEFAULT
-    return load_config(source, environment)
+    return load_config(find_source(options, environment), environment)
+
+
+def find_source(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
+    """The config file or the data directory that the arguments name."""
+    source: str = options.config or options.data_dir or environment.get(_VARIABLE) or _DATA_DEFAULT
+    return source

@@ -26,7 +26,7 @@ from ister.errors import ConfigError
 from ister.spark.patience import patiently
 from ister.topic.history import History
 
-__all__ = ["Place", "find_place"]
+__all__ = ["Place", "find_place", "place_of"]
 
 _HISTORIES_MAX: Final = 4
 
@@ -74,8 +74,17 @@ def find_place(config: str | None, broker: str | None) -> Place:
     else:
         client = _client(broker or "")
         settings = load_config(patiently(client.storage))
-    _check_shared(settings)
-    return Place(_absolute(settings), broker)
+    return place_of(settings, broker)
+
+
+def place_of(config: Config, broker: str | None) -> Place:
+    """The place that settings name.
+
+    Raises:
+        ConfigError: Only one process could use them.
+    """
+    _check_shared(config)
+    return Place(_absolute(config), broker)
 
 
 def _client(broker: str) -> FlightClient:

@@ -11,8 +11,9 @@ lost data.
     partitions ╰───0───╯╰────1───╯╰──2───╯╰─────────────3──────────╯
 
 An object is cut at entries of its index only, which are where frames begin: a task that reads from
-the middle of an object finds a frame there, and two tasks do not read the same bytes. What
-is not tiered has no index and is cut by offsets.
+the middle of an object finds a frame there, and two tasks do not read the same bytes. An object in
+Parquet is cut between row groups; its bytes are those of the file, so that a task of the same size
+has more messages. What is not tiered has no index and is cut by offsets.
 
 Invariants:
 - Every offset of every range is in exactly one slice; slices of a topic ascend over the partitions.
@@ -33,7 +34,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Self, TypeAlias
 
 from ister.errors import DataGapError, check
-from ister.format.descriptor import ObjectDescriptor
+from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
 from ister.limits import KIB, MIB
 from ister.model import Codec
 
@@ -84,6 +85,8 @@ class ObjectSlice:
     boundaries: tuple[int, ...]
     """Positions of some frames strictly between `position` and `end_position`, at least 1 MiB
     apart from each other and from both: fetches that end there cut no frame in two."""
+    format: str = FORMAT_FRAMES
+    """Of an object in Parquet the positions say how much there is to read, and its footer where."""
 
     @property
     def bytes(self) -> int:
@@ -247,7 +250,11 @@ class _Index:
     @classmethod
     def of(cls, descriptor: ObjectDescriptor) -> Self:
         offsets, positions = [descriptor.start], [0]
-        for offset, position in descriptor.offset_index:
+        entries = descriptor.offset_index
+        if descriptor.format == FORMAT_PARQUET:
+            # The first row group begins behind the file's magic number, and maybe with a hole.
+            entries = entries[1:]
+        for offset, position in entries:
             if offset == descriptor.start and position == 0 and len(offsets) == 1:
                 continue
             if offset <= offsets[-1] or position <= positions[-1]:
@@ -344,6 +351,7 @@ class _ObjectPiece:
             end_position=self.index.positions[self.last],
             size_bytes=self.descriptor.size_bytes,
             boundaries=tuple(self._boundaries()),
+            format=self.descriptor.format,
         )
 
     def _boundaries(self) -> Iterator[int]:

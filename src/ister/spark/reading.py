@@ -9,7 +9,8 @@ Owns: where each offset comes from when the task runs, which may be another plac
 planned: an object may have been compacted, the tail uploaded and trimmed, messages expired. Does
 not own: the plan.
 
-Invariant: exactly the offsets of the plan come out, in order, whatever moved meanwhile; an offset
+Invariant: exactly the offsets of the plan come out, in order, whatever moved meanwhile, but for
+those that were left out of an object on purpose, which are no loss; an offset
 that nobody has any more ends the task with `DataGapError`, which names the range, unless
 `failOnDataLoss` is false: then it is left out with a warning.
 """
@@ -113,7 +114,8 @@ class _SliceReader:
                 try:
                     for rows in source(position):
                         position = rows.next_offset
-                        yield rows.batch
+                        if rows.batch.num_rows:
+                            yield rows.batch
                 except (
                     UnavailableError,
                     NotFoundError,
@@ -163,6 +165,8 @@ class _SliceReader:
             position=part.position,
             end_position=part.end_position,
             boundaries=part.boundaries,
+            format=part.format,
+            object_bytes=part.size_bytes,
         )
         return self._topic().read_part(wanted, self._decoders)
 

@@ -1,0 +1,31 @@
+"""`ister pipeline JOB`: the pipeline's jobs as commands, a file each.
+
+Owns: the list of jobs. Does not own: what is common to their arguments and output (`common`), what
+a job does (`ister.spark.jobs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ister.cli.pipeline import compact, export, replay, run, scrub, stats, status, tier
+
+if TYPE_CHECKING:
+    # argparse has no public name for it.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+__all__ = ["register"]
+
+
+def register(commands: Subparsers) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "pipeline",
+        help="move, merge, check, export and replay topics with Spark",
+        description="Jobs on Spark: on this machine by default, on a cluster with --master. Each "
+        "is safe to stop at any moment and to run again.",
+    )
+    jobs = parser.add_subparsers(metavar="JOB", required=True)
+    for job in (run, status, tier, compact, export, scrub, replay, stats):
+        job.register(jobs)

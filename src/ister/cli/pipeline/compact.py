@@ -1,0 +1,132 @@
+"""`ister pipeline compact`: merges small objects into larger ones.
+
+Owns: arguments and which numbers are shown. Does not own: the job (`ister.spark.jobs.compaction`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Final
+
+from ister.cli.pipeline.common import add_job_arguments, run_job
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from ister.cli.pipeline import Subparsers
+    from ister.cli.pipeline.common import Bar, Place
+    from ister.spark.jobs.report import JobReport
+
+__all__ = ["register"]
+
+_COLUMNS: Final = (
+    ("topic", "topic"),
+    ("objects", "objects"),
+    ("bytes", "size"),
+    ("merged", "merged into"),
+    ("new_bytes", "new size"),
+    ("removed_messages", "messages removed"),
+    ("skipped", "skipped"),
+    ("collected", "old objects removed"),
+)
+
+
+def register(jobs: Subparsers) -> None:
+    """Adds the command to the parser."""
+    parser = jobs.add_parser(
+        "compact",
+        help="merge small objects, as frames or as Parquet",
+        description="Merges neighbouring small objects of topics into objects of a target size. "
+        "Brokers and readers go on meanwhile; offsets stay as they are. Objects that were merged "
+        "are removed after a grace period.",
+        epilog="""Examples:
+  ister pipeline compact --data ./ister-data
+  ister pipeline compact --config ister.yml --topics '/default/*' --format parquet
+  ister pipeline compact --config ister.yml --topics /shop/prices --format parquet \\
+      --keep latest-per-key --tombstone-hours 72
+  ister pipeline compact --config ister.yml --dry-run --json""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--format",
+        choices=("dnb1", "parquet"),
+        default="dnb1",
+        help="what merged objects are: frames, as uploads make them, or tables that DuckDB, pandas "
+        "and Spark read in place; parquet also rewrites objects that are large enough "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep",
+        choices=("all", "latest-per-key"),
+        default="all",
+        help="which messages stay: all, or of each routing key the newest one in the bucket, and "
+        "every message without a key; latest-per-key needs --format parquet (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--target-mb",
+        metavar="MIB",
+        type=int,
+        default=128,
+        help="about how large objects become, in MiB of messages; those of half that size are left "
+        "alone (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--min-objects",
+        metavar="N",
+        type=int,
+        default=4,
+        help="leave fewer neighbours than this alone (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--grace-minutes",
+        metavar="MINUTES",
+        type=float,
+        help="how long objects that were merged stay for those who are reading them "
+        "(default: storage.cloud.orphan_grace_minutes of the config)",
+    )
+    parser.add_argument(
+        "--tombstone-hours",
+        metavar="HOURS",
+        type=float,
+        default=24,
+        help="with latest-per-key: how long after it was published an empty message stays that is "
+        "the newest of its key (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--zstd-level",
+        metavar="LEVEL",
+        type=int,
+        default=3,
+        help="how hard Parquet is compressed, 1 to 22 (default: %(default)s)",
+    )
+
+    def run(options: argparse.Namespace) -> int:
+        if options.keep == "latest-per-key" and options.format != "parquet":
+            parser.error("--keep latest-per-key needs --format parquet")
+        return _run(options)
+
+    parser.set_defaults(run=run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+        from ister.spark.jobs.compaction import compact  # noqa: PLC0415 - loads Spark
+
+        return compact(
+            spark,
+            place.config,
+            broker=place.broker,
+            topics=options.topics,
+            format=options.format,
+            keep=options.keep,
+            target_mb=options.target_mb,
+            min_objects=options.min_objects,
+            grace_minutes=options.grace_minutes,
+            tombstone_hours=options.tombstone_hours,
+            zstd_level=options.zstd_level,
+            dry_run=options.dry_run,
+            progress=bar,
+        )
+
+    return run_job(options, "compact", work, columns=_COLUMNS)

@@ -1,0 +1,239 @@
+"""`ister pipeline export`: topics as tables.
+
+Owns: the command's arguments. Does not own: the job (`ister.spark.jobs.exporting`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
+from ister.config import TableFormat
+from ister.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from ister.cli.pipeline import Subparsers
+    from ister.spark.jobs.report import JobReport
+
+__all__ = ["register"]
+
+_EXAMPLES: Final = """\
+examples:
+  ister pipeline export --to ./lake/{namespace}/{topic}
+  ister pipeline export --topics /default/orders --format delta --to s3://lake/orders
+  ister pipeline export --topics /default/orders --format iceberg --to shop.orders \\
+      --catalog type=rest --catalog uri=https://catalog:8181 --schema orders.schema.json
+  ister pipeline export --topics '/shop/*' --format iceberg --to ./lake/events --interval 300
+
+Each offset is exported once: the table's own commits say which it has, so the command may be
+stopped and run again at any moment, and adds what is missing. Read a Parquet directory with
+spark.read.parquet("lake/default/orders"), or in DuckDB with
+read_parquet('lake/default/orders/publish_date=*/*.parquet', hive_partitioning=true).
+"""
+
+
+def register(jobs: Subparsers) -> None:
+    """Adds the command to the parser."""
+    parser = jobs.add_parser(
+        "export",
+        help="topics as Parquet, Iceberg or Delta tables",
+        description="Exports topics into tables that are partitioned by publish date: the "
+        "envelope's columns, or typed ones from a JSON Schema. Messages that do not fit go to a "
+        "table of their own, with the reason.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--to",
+        metavar="TABLE",
+        required=True,
+        help="a directory or address (parquet, delta), <namespace>.<table> or <warehouse>/<table> "
+        "(iceberg); {namespace} and {topic} stand for each topic's, without them all go into one",
+    )
+    parser.add_argument(
+        "--format",
+        choices=[item.value for item in TableFormat],
+        default=TableFormat.PARQUET.value,
+        help="what the tables are (default: parquet)",
+    )
+    parser.add_argument(
+        "--schema",
+        metavar="FILE",
+        help="a JSON Schema: its properties become columns in place of the payload",
+    )
+    parser.add_argument(
+        "--catalog",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a property of the Iceberg catalog; may be given more than once (default: a catalog "
+        "in SQLite, in the warehouse)",
+    )
+    parser.add_argument(
+        "--storage-option",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an option of the table's bucket, as storage.cloud.options has them; may be given "
+        "more than once (default: those of the log's bucket, if it is of the same kind)",
+    )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="WHERE",
+        help="the first offset, or a point in time such as 2026-03-01T00:00Z (default: earliest)",
+    )
+    parser.add_argument(
+        "--until",
+        dest="end",
+        metavar="WHERE",
+        help="the offset, or the point in time, before which to stop (default: all there is)",
+    )
+    parser.add_argument(
+        "--dead-letters",
+        metavar="TABLE",
+        help="where messages go that do not fit (default: <table>_dead_letters)",
+    )
+    parser.add_argument(
+        "--include-tail",
+        action="store_true",
+        help="also what is durable and not in the bucket yet",
+    )
+    parser.add_argument(
+        "--accept-remade",
+        action="store_true",
+        help="take a topic that was deleted and made again into the same table",
+    )
+    parser.add_argument(
+        "--file-mb",
+        type=int,
+        default=128,
+        metavar="N",
+        help="about how large files become at most (default: 128)",
+    )
+    parser.add_argument(
+        "--zstd-level",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how hard files are compressed, 1 to 22 (default: 3)",
+    )
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument(
+        "--available-now",
+        action="store_true",
+        help="export what is there, and end (the default)",
+    )
+    when.add_argument(
+        "--interval",
+        type=float,
+        metavar="SECONDS",
+        help="go on, with so much time between two rounds, until interrupted",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    return run_job(
+        options,
+        "export",
+        lambda spark, place, bar: _export(options, spark, place, bar),
+        columns=[
+            ("topic", "topic"),
+            ("messages", "messages"),
+            ("bytes", "bytes"),
+            ("files", "files"),
+            ("dead_letters", "dead letters"),
+            ("table", "table"),
+        ],
+    )
+
+
+def _export(options: argparse.Namespace, spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+    from ister.spark.jobs.exporting import export  # noqa: PLC0415 - loads Spark
+
+    if options.interval is not None and options.interval <= 0:
+        raise InvalidRequestError(f"--interval {options.interval:g}", hint="more than 0 seconds")
+    with _until_interrupted(is_wanted=options.interval is not None) as stop:
+        return export(
+            spark,
+            place.config,
+            broker=place.broker,
+            topics=options.topics,
+            to=options.to,
+            format=options.format,
+            schema=options.schema,
+            catalog=_pairs("--catalog", options.catalog),
+            storage_options=_pairs("--storage-option", options.storage_option),
+            start=_where("--from", options.start),
+            end=_where("--until", options.end),
+            dead_letters=options.dead_letters,
+            include_tail=options.include_tail,
+            file_mb=options.file_mb,
+            zstd_level=options.zstd_level,
+            accept_remade=options.accept_remade,
+            available_now=options.interval is None,
+            interval=options.interval,
+            stop=stop,
+            dry_run=options.dry_run,
+            progress=bar,
+        )
+
+
+@contextmanager
+def _until_interrupted(*, is_wanted: bool) -> Iterator[threading.Event]:
+    """Set by the first signal, after which the round under way is the last; a second one ends."""
+    stop = threading.Event()
+    before: dict[int, Any] = {}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        before.clear()
+
+    def end(number: int, frame: object) -> None:
+        stop.set()
+        restore()
+
+    if is_wanted and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, end)
+    try:
+        yield stop
+    finally:
+        restore()
+
+
+def _pairs(option: str, items: Iterable[str]) -> dict[str, str] | None:
+    found: dict[str, str] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            # The value is not repeated: it may be a secret.
+            raise InvalidRequestError(f"{option} {name}", hint=f"write {option} NAME=VALUE")
+        found[name] = value
+    return found or None
+
+
+def _where(option: str, text: str | None) -> int | datetime | None:
+    """An offset, or a point in time; one without a zone is in UTC."""
+    if text is None:
+        return None
+    if text.isdecimal():
+        return int(text)
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"{option} {text!r}", hint="an offset, or a time such as 2026-03-01T00:00Z"
+        ) from error
+    return when if when.tzinfo is not None else when.replace(tzinfo=UTC)

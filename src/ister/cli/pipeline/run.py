@@ -1,0 +1,170 @@
+"""`ister pipeline run`: the pipeline as a service, until it is told to end.
+
+Owns: arguments, logs, and the settings that keep Spark small for days. Does not own: the service
+(`ister.spark.jobs.service`).
+
+SIGTERM and SIGINT end it in order: the lease is given back at once, so that brokers upload by
+themselves again. A second one ends it where it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from ister import logs
+from ister.cli.pipeline.common import Bar, Place, add_job_arguments, find_place, run_job
+from ister.cli.report import answer, error_as_json, print_json
+from ister.cli.table import format_table
+from ister.config import Engine
+from ister.errors import InvalidRequestError, IsterError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from ister.cli.pipeline import Subparsers
+    from ister.spark.jobs.report import JobReport
+
+__all__ = ["register"]
+
+_CONF: Final = {
+    # Spark remembers what it has done, for pages that nobody looks at, and lets go of what tasks
+    # were sent when the JVM next collects its garbage, which may be never.
+    "spark.cleaner.periodicGC.interval": "10min",
+    "spark.ui.retainedJobs": "20",
+    "spark.ui.retainedStages": "40",
+    "spark.ui.retainedTasks": "2000",
+    "spark.ui.retainedDeadExecutors": "10",
+    "spark.sql.ui.retainedExecutions": "10",
+    "spark.python.worker.reuse": "true",
+}
+_PARENT_SECONDS: Final = 1.0
+
+_EPILOG: Final = """\
+One pipeline works at a time: a second one stands by, and takes over when the first one has ended.
+Brokers with uploader.engine auto leave their uploads to it, and take them back when it has ended.
+What it does besides, and how often, is in the config:
+
+  pipeline:
+    compact: {every_minutes: 60}
+    export: {to: /lake/{topic}, format: delta, every_minutes: 15}
+    scrub: {every_minutes: 1440}
+
+examples:
+  ister pipeline run --config ister.yml
+  ister pipeline run --config ister.yml --master spark://host:7077 --broker host:6651
+  ister pipeline status --config ister.yml
+"""
+
+
+def register(jobs: Subparsers) -> None:
+    """Adds the command to the parser."""
+    parser = jobs.add_parser(
+        "run",
+        help="the pipeline as a service: tier, compact, export and scrub",
+        description="Tiers, compacts, exports and scrubs as the config says, until it is stopped.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job_arguments(parser, topics=False)
+    parser.add_argument(
+        "--max-seconds", type=float, metavar="SECONDS", help="end after this time; never by default"
+    )
+    parser.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
+    # For `ister serve --pipeline`: a pipeline whose broker was killed is nobody's.
+    parser.add_argument("--ends-with-parent", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.max_seconds is not None and not options.max_seconds > 0:
+        raise InvalidRequestError(f"--max-seconds {options.max_seconds:g}")
+    if options.dry_run:
+        return answer(lambda: _show(options), as_json=options.json, on_error=_failed)
+    logs.configure(level=options.log_level.upper(), as_text=not options.json)
+    parent = os.getppid()
+
+    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+        from ister.spark.jobs.service import run  # noqa: PLC0415 - loads Spark
+
+        stop = threading.Event()
+        with _orphan_watch(parent if options.ends_with_parent else None, stop):
+            return run(
+                spark,
+                place.config,
+                broker=place.broker,
+                stop=stop,
+                max_seconds=options.max_seconds,
+            )
+
+    given = find_place(options).config
+    known = set(given.pipeline.conf) if given is not None else set()
+    lasting = [f"{name}={value}" for name, value in _CONF.items() if name not in known]
+    # Those of the command line come last, and count.
+    options.conf = [*lasting, *options.conf]
+    return run_job(options, "run", work, columns=(("topic", "TOPIC"),))
+
+
+def _show(options: argparse.Namespace) -> int:
+    """What would be done, and how often; needs neither Spark nor the stores."""
+    config = find_place(options).config
+    if config is None:
+        raise InvalidRequestError(
+            "a dry run looks at the config", hint="--config FILE or --data DIR says where it is"
+        )
+    pipeline, uploader = config.pipeline, config.storage.uploader
+    is_tiered = uploader.engine in (Engine.AUTO, Engine.SPARK)
+    export_minutes = pipeline.export.every_minutes if pipeline.export.to is not None else None
+    seconds = {
+        "tier": uploader.interval_seconds if is_tiered else None,
+        "compact": _seconds(pipeline.compact.every_minutes),
+        "export": _seconds(export_minutes),
+        "scrub": _seconds(pipeline.scrub.every_minutes),
+    }
+    if options.json:
+        jobs = {name: {"every_seconds": every} for name, every in seconds.items()}
+        print_json(
+            {"ok": True, "job": "run", "dry_run": True, "jobs": jobs, "topics": [], "errors": []}
+        )
+    else:
+        rows = [
+            (name, f"every {every:g} s" if every is not None else "never")
+            for name, every in seconds.items()
+        ]
+        print(format_table(("JOB", "WHEN"), rows))
+    return 0
+
+
+def _seconds(minutes: int | None) -> int | None:
+    return None if minutes is None else minutes * 60
+
+
+def _failed(error: IsterError) -> Mapping[str, Any]:
+    return {"ok": False, "job": "run", "topics": [], "errors": [error_as_json(error)]}
+
+
+@contextmanager
+def _orphan_watch(parent: int | None, stop: threading.Event) -> Iterator[None]:
+    """Sets `stop` when the process that started this one is gone."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_PARENT_SECONDS):
+            if os.getppid() != parent:
+                stop.set()
+                return
+
+    if parent is None:
+        yield
+        return
+    thread = threading.Thread(target=watch, name="ister-pipeline-parent", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

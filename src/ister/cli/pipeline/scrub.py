@@ -1,0 +1,122 @@
+"""`ister pipeline scrub`: checks every object of topics, and heals them if asked to.
+
+Owns: arguments, and how findings are shown. Does not own: checking and healing
+(`ister.spark.jobs.scrubbing`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Final
+
+from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
+from ister.cli.table import format_table
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from ister.spark.jobs.report import JobReport
+
+    # argparse has no public name for it.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+__all__ = ["register"]
+
+_SHOWN_FINDINGS_MAX: Final = 200
+_COLUMNS: Final = (
+    ("topic", "topic"),
+    ("objects", "objects"),
+    ("bytes", "bytes"),
+    ("messages", "messages"),
+    ("faults", "faults"),
+    ("repaired", "repaired"),
+    ("orphans", "orphans"),
+)
+
+
+def register(jobs: Subparsers) -> None:
+    """Adds the job to the parser."""
+    parser = jobs.add_parser(
+        "scrub",
+        help="check every object and descriptor; --repair heals what can be healed",
+        description="Reads every object of the topics and compares it with what the metadata store\n"
+        "says about it: size, checksum, each frame or row group, offsets, counts, times,\n"
+        "index. Tells of gaps and overlaps between descriptors, and of objects that\n"
+        "nobody names.\n\n"
+        "With --repair what is lost, damaged or wrongly described is made again, under\n"
+        "new names: from the local files of the topic's owner where they are on this\n"
+        "machine, from the broker (--broker), or from another copy in the bucket. Exit\n"
+        "code 1 if a fault is left.",
+        epilog="examples:\n"
+        "  ister pipeline scrub --data ./ister-data\n"
+        "  ister pipeline scrub --topics /default/orders --repair --json\n"
+        "  ister pipeline scrub --config ister.yml --master spark://host:7077 --dry-run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job_arguments(parser)
+    parser.add_argument("--repair", action="store_true", help="heal what can be healed")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    reports: list[JobReport] = []
+
+    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+        from ister.spark.jobs.scrubbing import scrub  # noqa: PLC0415 - loads Spark
+
+        reports.append(
+            scrub(
+                spark,
+                place.config,
+                broker=place.broker,
+                topics=options.topics,
+                repair=options.repair,
+                dry_run=options.dry_run,
+                progress=bar,
+            )
+        )
+        return reports[-1]
+
+    code = run_job(options, "scrub", work, columns=_COLUMNS)
+    if reports and not options.json:
+        _print_findings(reports[-1])
+    return code
+
+
+def _print_findings(report: JobReport) -> None:
+    """What was found, fault by fault; those that are left are among the errors, too."""
+    findings: list[dict[str, Any]] = [
+        finding for fields in report.as_json()["topics"] for finding in fields.get("findings", ())
+    ]
+    rows = [
+        (
+            finding["topic"],
+            finding["kind"].replace("_", " "),
+            _outcome(finding),
+            finding["object"],
+            _range(finding),
+            finding["position"],
+            finding["reason"],
+        )
+        for finding in findings[:_SHOWN_FINDINGS_MAX]
+    ]
+    if rows:
+        titles = ("topic", "finding", "outcome", "object", "offsets", "byte", "reason")
+        print(f"\n{format_table(titles, rows)}")
+    if len(findings) > _SHOWN_FINDINGS_MAX:
+        print(f"… and {len(findings) - _SHOWN_FINDINGS_MAX} more; --json has them all")
+
+
+def _outcome(finding: dict[str, Any]) -> str:
+    if finding["repaired"]:
+        return "healed"
+    if finding["kind"] in ("orphan", "staged"):
+        return "note"
+    return "can be healed" if finding["repairable"] else "left"
+
+
+def _range(finding: dict[str, Any]) -> str | None:
+    start, end = finding["start_offset"], finding["next_offset"]
+    if start is None:
+        return None
+    return f"{start}..{end - 1}" if end is not None and end > start else f"{start}.."

@@ -1,0 +1,179 @@
+"""`ister pipeline stats`: what topics hold, as tables on the terminal, as JSON, and as a plot.
+
+Owns: arguments and tables. Does not own: counting (`ister.spark.jobs.statistics`), drawing
+(`ister.spark.jobs.plotting`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ister.cli.pipeline.common import Bar, Place, add_job_arguments, format_bytes, run_job
+from ister.cli.table import format_table
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from ister.spark.jobs.report import JobReport
+
+    # argparse has no public name for it.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+__all__ = ["register"]
+
+_BAR_WIDTH: Final = 40
+_SHOWN_HOURS_MAX: Final = 48
+_COLUMNS: Final = (
+    ("topic", "topic"),
+    ("messages", "messages"),
+    ("bytes", "payload"),
+    ("objects", "objects"),
+    ("stored_bytes", "in bucket"),
+    ("first_publish_time", "first"),
+    ("last_publish_time", "last"),
+)
+
+
+def register(jobs: Subparsers) -> None:
+    """Adds the job to the parser."""
+    parser = jobs.add_parser(
+        "stats",
+        help="messages and bytes per topic, hour and producer; sizes; compression to expect",
+        description="Counts messages and payload bytes of topics: per hour of publishing, per\n"
+        "producer, by size; says how many routing keys there are (about, beyond two\n"
+        "thousand), and how much smaller zstd makes a sample. Changes nothing.",
+        epilog="examples:\n"
+        "  ister pipeline stats --data ./ister-data\n"
+        "  ister pipeline stats --topics '/shop/*' --plot shop.html\n"
+        "  ister pipeline stats --bucket-only --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--bucket-only",
+        action="store_true",
+        help="leave out what is not in the bucket yet",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw it: FILE.html needs nothing, FILE.png needs matplotlib",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    reports: list[JobReport] = []
+
+    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+        from ister.spark.jobs.statistics import stats  # noqa: PLC0415 - loads Spark
+
+        reports.append(
+            stats(
+                spark,
+                place.config,
+                broker=place.broker,
+                topics=options.topics,
+                include_tail=not options.bucket_only,
+                dry_run=options.dry_run,
+                progress=bar,
+                plot=options.plot,
+            )
+        )
+        return reports[-1]
+
+    code = run_job(options, "stats", work, columns=_COLUMNS)
+    if reports and not options.json:
+        _print_totals(reports[-1].as_json())
+        if options.plot and not options.dry_run:
+            print(f"\nplot: {options.plot}")
+    return code
+
+
+def _print_totals(report: Mapping[str, Any]) -> None:
+    """All topics together: hours, producers, sizes, keys, compression."""
+    totals: Mapping[str, Any] = report.get("totals") or {}
+    if not totals.get("messages"):
+        return
+    for title, label, rows in (
+        (_hours_title(totals["hours"]), "hour", _hours(totals["hours"])),
+        ("by producer", "producer", _producers(totals)),
+        ("by payload size", "size", _sizes(totals["sizes"])),
+    ):
+        print(f"\n{title}")
+        print(_bars(label, rows))
+    keys, compression = totals["keys"], totals["compression"]
+    about = "" if keys["is_exact"] else "about "
+    print(f"\nkeys: {keys['messages']} messages with a routing key, {about}{keys['distinct']} keys")
+    if compression["ratio"] is not None:
+        sample = format_bytes(compression["sample_bytes"])
+        print(
+            f"compression: {compression['codec']} makes payloads {compression['ratio']:g} times "
+            f"smaller (measured on {sample})"
+        )
+    left_out = [
+        topic["topic"]
+        for topic in report["topics"]
+        if not topic.get("tail", {}).get("is_counted", True)
+    ]
+    if left_out:
+        print(
+            f"not counted: what is not in the bucket yet of {len(left_out)} topics, which is on "
+            "another machine (--broker HOST:PORT reaches it)"
+        )
+
+
+def _hours_title(hours: Sequence[Mapping[str, Any]]) -> str:
+    left = len(hours) - _SHOWN_HOURS_MAX
+    return f"by hour (the last {_SHOWN_HOURS_MAX} of {len(hours)})" if left > 0 else "by hour"
+
+
+def _hours(hours: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int | None]]:
+    shown = hours[-_SHOWN_HOURS_MAX:]
+    return [
+        (item["hour"][:13].replace("T", " "), item["messages"], item["bytes"]) for item in shown
+    ]
+
+
+def _producers(totals: Mapping[str, Any]) -> list[tuple[str, int, int | None]]:
+    rows = [
+        (item["producer"] or "(no name)", item["messages"], item["bytes"])
+        for item in totals["producers"]
+    ]
+    rest = totals["other_producers"]
+    if rest["messages"]:
+        rows.append((f"{rest['producers']} others", rest["messages"], rest["bytes"]))
+    return rows
+
+
+def _sizes(sizes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int | None]]:
+    return [
+        (
+            f"{format_bytes(item['from_bytes'])} to {format_bytes(item['below_bytes'] - 1)}"
+            if item["below_bytes"] > 2
+            else str(format_bytes(item["from_bytes"])),
+            item["messages"],
+            None,
+        )
+        for item in sizes
+    ]
+
+
+def _bars(label: str, rows: Sequence[tuple[str, int, int | None]]) -> str:
+    most = max((messages for _, messages, _ in rows), default=0) or 1
+    has_bytes = any(size is not None for _, _, size in rows)
+    titles = [label, "messages", *(["bytes"] if has_bytes else []), ""]
+    return format_table(
+        titles,
+        [
+            (
+                name,
+                messages,
+                *([format_bytes(size)] if has_bytes else []),
+                "█" * max(round(_BAR_WIDTH * messages / most), 1 if messages else 0),
+            )
+            for name, messages, size in rows
+        ],
+    )

@@ -1,0 +1,58 @@
+"""The pipeline: jobs that move, merge, check, export and replay topics, on Spark.
+
+    driver: plan ─► tasks: bytes become objects and files ─► driver: commit, under the job's lease
+
+Each job is a function that takes a Spark session and says what it did, and a command, `ister
+pipeline <job>`. All of them are safe to kill at any moment and to run again.
+
+    from ister.spark import jobs
+    report = jobs.tier(spark, "ister.yml")
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ister.spark.jobs.compaction import compact
+    from ister.spark.jobs.exporting import export
+    from ister.spark.jobs.replaying import replay
+    from ister.spark.jobs.report import JobReport
+    from ister.spark.jobs.scrubbing import scrub
+    from ister.spark.jobs.service import run
+    from ister.spark.jobs.session import open_session
+    from ister.spark.jobs.statistics import stats
+    from ister.spark.jobs.tiering import tier
+
+__all__ = [
+    "JobReport",
+    "compact",
+    "export",
+    "open_session",
+    "replay",
+    "run",
+    "scrub",
+    "stats",
+    "tier",
+]
+
+# Each is loaded when it is asked for: tables of Iceberg and Delta need libraries of their own.
+_HOMES: Final = {
+    "JobReport": "report",
+    "compact": "compaction",
+    "export": "exporting",
+    "open_session": "session",
+    "replay": "replaying",
+    "run": "service",
+    "scrub": "scrubbing",
+    "stats": "statistics",
+    "tier": "tiering",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -1,0 +1,98 @@
+"""Runs many items as a few tasks of about the same weight, for jobs that commit nothing between.
+
+    items ─► slices, one after the other ─► groups, one for each slot ─► results, slice by slice
+
+Owns: which items go together. Does not own: how tasks run (`tasks`).
+
+A Spark job costs tens of milliseconds, in which a core checks a hundred megabytes: where nothing
+waits for a commit, few and large tasks are what is fast. Slices bound how long nobody hears of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from ister.errors import InvariantError, IsterError
+from ister.limits import GIB
+from ister.spark.jobs.report import error_as_fields
+from ister.spark.jobs.tasks import Done, run_tasks
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["balance", "run_balanced"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_SLICE_BYTES_PER_SLOT: Final = 2 * GIB
+_GROUPS_PER_SLOT: Final = 1
+
+
+def run_balanced(
+    spark: SparkSession,
+    items: Sequence[Item],
+    work: Callable[[Item], Result],
+    *,
+    weigh: Callable[[Item], int],
+    name: str,
+) -> Iterator[Done[Item, Result]]:
+    """Runs `work(item)` for every item on the executors; as `run_tasks`, but for the order.
+
+    Args:
+        spark: A classic session.
+        items: What to do; pickled.
+        work: A function of a module, or a `functools.partial` of one; pickled.
+        weigh: About how many bytes an item takes to do.
+        name: For Spark's own pages.
+    """
+    slots = max(spark.sparkContext.defaultParallelism, 1)
+    for part in _slices(items, weigh, _SLICE_BYTES_PER_SLOT * slots):
+        groups = balance(part, weigh, _GROUPS_PER_SLOT * slots)
+        for done in run_tasks(spark, groups, partial(_run_group, work), name=name):
+            yield from done.result or ()
+
+
+def balance(
+    items: Sequence[Item], weigh: Callable[[Item], int], count: int
+) -> list[tuple[Item, ...]]:
+    """The items in at most `count` groups, none of them empty, about as heavy as each other."""
+    count = min(count, len(items))
+    groups: list[list[Item]] = [[] for _ in range(count)]
+    lightest = [(0, number) for number in range(count)]
+    for item in sorted(items, key=weigh, reverse=True):
+        weight, number = heapq.heappop(lightest)
+        groups[number].append(item)
+        heapq.heappush(lightest, (weight + max(weigh(item), 1), number))
+    return [tuple(group) for group in groups]
+
+
+def _slices(
+    items: Sequence[Item], weigh: Callable[[Item], int], limit: int
+) -> Iterator[list[Item]]:
+    part: list[Item] = []
+    weight = 0
+    for item in items:
+        if part and weight + weigh(item) > limit:
+            yield part
+            part, weight = [], 0
+        part.append(item)
+        weight += weigh(item)
+    if part:
+        yield part
+
+
+def _run_group(work: Callable[[Item], Result], group: Sequence[Item]) -> list[Done[Item, Result]]:
+    """In a task: an item that fails fails alone."""
+    found: list[Done[Item, Result]] = []
+    for item in group:
+        try:
+            found.append(Done(item, work(item), None))
+        except InvariantError:
+            raise
+        except IsterError as error:
+            found.append(Done(item, None, error_as_fields(error)))
+    return found

@@ -1,0 +1,505 @@
+"""Which messages of a topic are the latest of their keys: found by Spark, told to whoever rewrites.
+
+    object ─► (key, offset), the last of each key ─┐
+    object ─► …                                    ├─► shuffle by key: the highest offset of each
+    object ─► …                                    ┘        │
+    staging/…/compact-<id>/… ◄── offsets, sorted ◄── shuffle by group of objects
+
+Owns: the search, and files with the offsets that stay, one a group, in the bucket's staging area.
+Does not own: which objects are rewritten, the rewriting, the commit.
+
+A message without a routing key always stays. Of those with the same key the one with the highest
+offset stays, unless it is a tombstone (an empty payload) that was published before a given time.
+
+Only keys and offsets leave the Python workers: two numbers and a key for each key of a part of an
+object, then a number for each message that stays. Memory: a task holds one chunk of messages and a
+bounded table of keys; Spark's aggregation and sorting spill to disk; a rewriting task goes through
+its file of offsets beside the messages, a piece at a time. So the number of keys is bounded by
+disks alone.
+
+What a crash leaves: files in the staging area, which are removed when they are old.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ister.errors import CorruptDataError, InvariantError, IsterError
+from ister.format.descriptor import ObjectDescriptor
+from ister.limits import MIB
+from ister.model import TopicName
+from ister.objectstore.base import ObjectStore, ObjectWriter
+from ister.spark.jobs.report import error_as_fields
+from ister.spark.place import Place
+from ister.tier.chunks import ObjectPart
+from ister.tier.names import staging_prefix
+from ister.topic.columns import Decoders
+from ister.topic.history import HistoryTopic
+
+if TYPE_CHECKING:
+    from pyspark import Broadcast
+    from pyspark.sql import SparkSession
+
+__all__ = ["STAGED_PREFIX", "KeyedTopic", "Latest", "LatestOffsets", "find_latest"]
+
+STAGED_PREFIX: Final = "compact-"
+"""What the names begin with under which offsets are staged."""
+
+_BUNDLE_BYTES: Final = 32 * MIB
+_KEYS_AT_ONCE: Final = 1 << 17
+_STAGED_CHUNK_BYTES: Final = 1 * MIB
+_OFFSET_BYTES: Final = 8
+
+# What `at` of a row is that is not about an object as a whole.
+_KEYED: Final = -1
+_FAILED: Final = -2
+
+_FOUND: Final = "topic int, key string, at long, code long"
+_FOUND_ARROW: Final = pa.schema(
+    [("topic", pa.int32()), ("key", pa.string()), ("at", pa.int64()), ("code", pa.int64())]
+)
+_ASSIGNED: Final = "number int, value long, note string"
+_ASSIGNED_ARROW: Final = pa.schema(
+    [("number", pa.int32()), ("value", pa.int64()), ("note", pa.string())]
+)
+_STAGED: Final = "number int, keyed long, stay long, path string, note string"
+_STAGED_ARROW: Final = pa.schema(
+    [
+        ("number", pa.int32()),
+        ("keyed", pa.int64()),
+        ("stay", pa.int64()),
+        ("path", pa.string()),
+        ("note", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyedTopic:
+    """A topic to be searched. Pickled."""
+
+    name: str
+    incarnation: str
+    objects: tuple[ObjectDescriptor, ...]
+    """Everything that is in the bucket; without indexes, which nobody needs here."""
+    groups: tuple[tuple[int, int], ...]
+    """The ranges (start, end) of which is to be known what stays; ascending, disjoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latest:
+    """What stays of a range. Pickled."""
+
+    keyed: int
+    """Messages with a key."""
+    stay: int
+    """How many of them stay."""
+    path: str | None
+    """The key of the staged file with their offsets; None if all of them stay, or none."""
+
+    @property
+    def removed(self) -> int:
+        """How many messages go."""
+        return self.keyed - self.stay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """What every task is told."""
+
+    place: Place
+    topics: tuple[KeyedTopic, ...]
+    bundles: tuple[tuple[tuple[int, int], ...], ...]
+    """(number of the topic, number of the object), for each task."""
+    tombstones_before_us: int
+    run: str | None
+    """Under which name to stage; None to count only."""
+
+    @property
+    def bases(self) -> list[int]:
+        """The number of each topic's first group."""
+        found, base = [], 0
+        for topic in self.topics:
+            found.append(base)
+            base += len(topic.groups)
+        return found
+
+
+def find_latest(
+    spark: SparkSession,
+    place: Place,
+    topics: Sequence[KeyedTopic],
+    *,
+    tombstones_before_ms: int,
+    run: str | None,
+) -> tuple[list[list[Latest]], dict[str, dict[str, Any]]]:
+    """Searches topics for the messages that stay.
+
+    Args:
+        spark: A classic session.
+        place: Where the objects are.
+        topics: Which ones.
+        tombstones_before_ms: Tombstones published before this go.
+        run: Under which name offsets are staged, unlike any other run's; None to count only.
+
+    Returns:
+        For each topic what stays of each of its groups, and the errors of topics that could not be
+        read, as a report has them: nothing may be removed from those.
+
+    Raises:
+        Exception: Spark could not do it.
+    """
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - an extra
+
+    search = _Search(
+        place=place,
+        topics=tuple(topics),
+        bundles=_bundle(topics),
+        tombstones_before_us=tombstones_before_ms * 1000,
+        run=run,
+    )
+    groups = sum(len(topic.groups) for topic in topics)
+    if not search.bundles or not groups:
+        return [[] for _ in topics], {}
+    context = spark.sparkContext
+    context.setJobDescription("ister compact: keys")
+    shared = context.broadcast(search)
+    tasks = len(search.bundles)
+    files = max(1, min(groups, 4 * context.defaultParallelism))
+    try:
+        rows = (
+            spark.range(0, tasks, 1, tasks)
+            .mapInArrow(partial(_scan, shared), _FOUND)
+            .groupBy("topic", "key", "at")
+            .agg(F.max("code").alias("code"))
+            # Tombstones whose time is over do not stay.
+            .where(f"at != {_KEYED} OR code % 2 = 0")
+            .selectExpr("topic", f"CASE WHEN at = {_FAILED} THEN key END AS note", "at", "code")
+            .mapInArrow(partial(_assign, shared), _ASSIGNED)
+            .repartition(files, "number")
+            .sortWithinPartitions("number", "value")
+            .mapInArrow(partial(_stage, shared), _STAGED)
+            .collect()
+        )
+    finally:
+        shared.destroy()
+    errors: dict[str, dict[str, Any]] = {}
+    by_number: dict[int, Latest] = {}
+    for row in rows:
+        if row.note is not None:
+            errors[topics[-1 - row.number].name] = json.loads(row.note)
+        else:
+            by_number[row.number] = Latest(keyed=row.keyed, stay=row.stay, path=row.path)
+    nothing = Latest(keyed=0, stay=0, path=None)
+    return [
+        [by_number.get(base + at, nothing) for at in range(len(topic.groups))]
+        for base, topic in zip(search.bases, topics, strict=True)
+    ], errors
+
+
+def _bundle(topics: Sequence[KeyedTopic]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The objects of each task: small ones together."""
+    bundles: list[list[tuple[int, int]]] = []
+    room = 0
+    for number, topic in enumerate(topics):
+        for at, described in enumerate(topic.objects):
+            if not bundles or room <= 0:
+                bundles.append([])
+                room = _BUNDLE_BYTES
+            bundles[-1].append((number, at))
+            room -= described.size_bytes
+    return tuple(map(tuple, bundles))
+
+
+# -- in a task: the keys of objects ---------------------------------------------------------
+
+
+def _scan(
+    shared: Broadcast[_Search], batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    search = shared.value
+    for batch in batches:
+        for number in batch.column(0).to_pylist():
+            for topic, at in search.bundles[number]:
+                try:
+                    yield from _scan_object(search, topic, at)
+                except InvariantError:
+                    raise
+                except IsterError as error:
+                    note = json.dumps(error_as_fields(error))
+                    yield _found(topic, pa.array([note]), _FAILED, pa.array([0], pa.int64()))
+
+
+def _scan_object(search: _Search, number: int, at: int) -> Iterator[pa.RecordBatch]:
+    """The highest offset of each key in an object, and how many messages have a key."""
+    keyed_topic = search.topics[number]
+    described = keyed_topic.objects[at]
+    name = TopicName.parse(keyed_topic.name)
+    topic = HistoryTopic(search.place.history(), name, keyed_topic.incarnation)
+    columns = ["offset", "routing_key"]
+    earliest_us = (described.publish_time_min or 0) * 1000
+    can_expire = earliest_us < search.tombstones_before_us
+    if can_expire:
+        columns += ["publish_time", "payload"]
+    rows = keyed = waiting = 0
+    tables: list[pa.Table] = []
+    part = ObjectPart.of(described, described.start, described.end)
+    for found in topic.read_part(part, Decoders(keyed_topic.name, columns)):
+        batch = found.batch
+        rows += batch.num_rows
+        keyed += batch.num_rows - batch.column("routing_key").null_count
+        tables.append(_codes(batch, search.tombstones_before_us if can_expire else None))
+        waiting += batch.num_rows
+        if waiting >= _KEYS_AT_ONCE:
+            yield from _highest(number, tables)
+            tables, waiting = [], 0
+    expected = described.messages if described.kept else described.end - described.start
+    if rows != expected:
+        # A message that is not seen here must not be taken for one that is not the latest.
+        raise CorruptDataError(
+            f"{rows} messages in an object of {expected}",
+            topic=keyed_topic.name,
+            path=described.object_id,
+            offset=described.start,
+            hint="`ister pipeline scrub` says what is wrong with it",
+        )
+    yield from _highest(number, tables)
+    yield _found(number, pa.nulls(1, pa.string()), described.start, pa.array([keyed], pa.int64()))
+
+
+def _codes(batch: pa.RecordBatch, tombstones_before_us: int | None) -> pa.Table:
+    """Key and code of each message with a key: twice the offset, and one if it is to go."""
+    code = pc.multiply(batch.column("offset"), 2)
+    if tombstones_before_us is not None:
+        is_empty = pc.equal(pc.binary_length(batch.column("payload")), 0)
+        is_old = pc.less(batch.column("publish_time").cast(pa.int64()), tombstones_before_us)
+        code = pc.add(code, pc.and_(is_empty, is_old).cast(pa.int64()))
+    keys = batch.column("routing_key")
+    table = pa.table({"key": keys, "code": code})
+    return table if not keys.null_count else table.filter(keys.is_valid())
+
+
+def _highest(topic: int, tables: Sequence[pa.Table]) -> Iterator[pa.RecordBatch]:
+    table = pa.concat_tables(tables) if tables else None
+    if table is None or not table.num_rows:
+        return
+    highest = table.group_by("key", use_threads=False).aggregate([("code", "max")])
+    for batch in highest.to_batches():
+        yield _found(topic, batch.column("key"), _KEYED, batch.column("code_max"))
+
+
+def _found(topic: int, keys: pa.Array, at: int, codes: pa.Array) -> pa.RecordBatch:
+    count = len(codes)
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.repeat(pa.scalar(topic, pa.int32()), count),
+            keys,
+            pa.repeat(pa.scalar(at, pa.int64()), count),
+            codes,
+        ],
+        schema=_FOUND_ARROW,
+    )
+
+
+# -- in a task: which group an offset belongs to --------------------------------------------
+
+
+def _assign(
+    shared: Broadcast[_Search], batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Rows with the number of their group: how many keys it has (below 0), and what stays.
+
+    Errors have numbers below 0.
+    """
+    search = shared.value
+    bases = search.bases
+    starts = [np.array([start for start, _ in t.groups], np.int64) for t in search.topics]
+    ends = [np.array([end for _, end in t.groups], np.int64) for t in search.topics]
+    for batch in batches:
+        topics = np.asarray(batch.column("topic"))
+        at = np.asarray(batch.column("at"))
+        code = np.asarray(batch.column("code"))
+        offsets = np.where(at == _KEYED, code >> 1, at)
+        values = np.where(at == _KEYED, code >> 1, -1 - code)
+        numbers = -1 - topics
+        is_wanted = at == _FAILED
+        for topic in np.unique(topics):
+            if not len(starts[topic]):
+                continue
+            here = (topics == topic) & (at != _FAILED)
+            group = np.searchsorted(starts[topic], offsets, side="right") - 1
+            is_within = here & (group >= 0) & (offsets < ends[topic][np.maximum(group, 0)])
+            numbers = np.where(is_within, bases[topic] + group, numbers)
+            is_wanted |= is_within
+        assigned = pa.RecordBatch.from_arrays(
+            [
+                pa.array(numbers.astype(np.int32)),
+                pa.array(values.astype(np.int64)),
+                batch.column("note").cast(pa.string()),
+            ],
+            schema=_ASSIGNED_ARROW,
+        )
+        yield assigned.filter(pa.array(is_wanted))
+
+
+# -- in a task: the offsets of a group, staged ----------------------------------------------
+
+
+def _stage(
+    shared: Broadcast[_Search], batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Writes what stays of each group, of which the rows come together and sorted."""
+    search = shared.value
+    group: _StagedGroup | None = None
+    try:
+        for batch in batches:
+            numbers = np.asarray(batch.column("number"))
+            values = np.asarray(batch.column("value"))
+            cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1), len(numbers)]
+            for begin, end in pairwise(cuts):
+                if begin == end:
+                    continue
+                number = int(numbers[begin])
+                if number < 0:
+                    yield _staged(number, note=batch.column("note")[begin].as_py())
+                    continue
+                if group is None or group.number != number:
+                    if group is not None:
+                        yield group.finish()
+                    group = _StagedGroup(search, number)
+                group.add(values[begin:end])
+        if group is not None:
+            yield group.finish()
+    finally:
+        if group is not None:
+            group.abort()
+
+
+class _StagedGroup:
+    """The offsets of one group on their way into a file."""
+
+    def __init__(self, search: _Search, number: int) -> None:
+        self.number = number
+        self._search = search
+        self._keyed = 0
+        self._stay = 0
+        self._path: str | None = None
+        self._writer: ObjectWriter | None = None
+
+    def add(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Takes the next values: how many keys an object has, or an offset that stays."""
+        counts = values[values < 0]
+        self._keyed += int((-1 - counts).sum())
+        offsets = values[values >= 0]
+        self._stay += len(offsets)
+        if not len(offsets) or self._search.run is None:
+            return
+        if self._writer is None:
+            bases = self._search.bases
+            topic = max(at for at, base in enumerate(bases) if base <= self.number)
+            name = TopicName.parse(self._search.topics[topic].name)
+            # Of its own for every attempt: one that Spark has given up on may still be writing.
+            self._path = (
+                f"{staging_prefix(name, self._search.run)}{self.number}-{secrets.token_hex(4)}"
+            )
+            self._writer = self._search.place.history().objects.open_writer(
+                self._path, chunk_bytes=_STAGED_CHUNK_BYTES, concurrent_parts=2
+            )
+        self._writer.write(offsets.astype("<i8").tobytes())
+
+    def finish(self) -> pa.RecordBatch:
+        """Completes the file, unless nobody needs it; what the driver is told."""
+        is_needed = self._keyed != self._stay
+        if self._writer is not None and is_needed:
+            self._writer.close()
+        return _staged(
+            self.number,
+            keyed=self._keyed,
+            stay=self._stay,
+            path=self._path if is_needed else None,
+        )
+
+    def abort(self) -> None:
+        """Gives up what is not complete."""
+        if self._writer is not None:
+            self._writer.abort()
+
+
+def _staged(
+    number: int, *, keyed: int = 0, stay: int = 0, path: str | None = None, note: str | None = None
+) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist(
+        [{"number": number, "keyed": keyed, "stay": stay, "path": path, "note": note}],
+        schema=_STAGED_ARROW,
+    )
+
+
+# -- in a task that rewrites ----------------------------------------------------------------
+
+
+class LatestOffsets:
+    """Says which rows of a group stay; is given each of its batches once, in order."""
+
+    def __init__(self, store: ObjectStore, latest: Latest) -> None:
+        self._store = store
+        self._latest = latest
+        self._position = 0
+        self._window = np.empty(0, np.int64)
+        self._keyed = 0
+        self._stay = 0
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.Array:
+        """A mask of the rows that stay."""
+        has_key = np.asarray(batch.column("routing_key").is_valid())
+        offsets = np.asarray(batch.column("offset"))
+        is_latest = np.zeros(len(offsets), bool)
+        if len(offsets):
+            self._reach(int(offsets[-1]))
+            at = np.searchsorted(self._window, offsets)
+            inside = at < len(self._window)
+            is_latest[inside] = self._window[at[inside]] == offsets[inside]
+            self._window = self._window[self._window > offsets[-1]]
+        self._keyed += int(has_key.sum())
+        self._stay += int(is_latest.sum())
+        return pa.array(~has_key | is_latest)
+
+    def check(self, described: ObjectDescriptor) -> None:
+        """Makes sure that exactly those messages stayed that were found to, when all have come.
+
+        Raises:
+            CorruptDataError: The objects have other messages than those that were searched.
+        """
+        found, expected = (self._keyed, self._stay), (self._latest.keyed, self._latest.stay)
+        if found != expected:
+            raise CorruptDataError(
+                f"(messages with a key, of them the latest) are {found}, and were {expected}",
+                path=described.object_id,
+                offset=described.start,
+                hint="run the job again",
+            )
+
+    def _reach(self, offset: int) -> None:
+        """Reads on until what is known goes up to an offset, or the file ends."""
+        path = self._latest.path
+        while (
+            path is not None
+            and self._position < self._latest.stay * _OFFSET_BYTES
+            and (not len(self._window) or self._window[-1] < offset)
+        ):
+            data = self._store.read(path, self._position, _STAGED_CHUNK_BYTES)
+            if not data or len(data) % _OFFSET_BYTES:
+                raise CorruptDataError(
+                    "the list of the latest messages is too short", path=path, hint="run it again"
+                )
+            self._position += len(data)
+            self._window = np.concatenate([self._window, np.frombuffer(data, "<i8")])

@@ -1,0 +1,638 @@
+"""Whether an object is whole, and its descriptor true: what `scrub` asks about each of them.
+
+    bytes ─► every frame, or every row group ─► against the descriptor ─► problems, one by one
+
+Owns: the check, and the true descriptor of an object whose own is wrong. Does not own: what is done
+about it. Nothing is changed here.
+
+Where a frame is damaged the check goes on behind it, so that a report says which offsets are lost
+and not only where the first one is. An object whose frames are all whole and have exactly the
+descriptor's offsets is whole, whatever else the descriptor says about it: frames carry checksums of
+their own, and so do row groups.
+
+Memory: two chunks, or a row group.
+"""
+
+from __future__ import annotations
+
+import struct
+from concurrent.futures import Executor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ister.clock import Clock
+from ister.errors import CorruptDataError, NotFoundError
+from ister.format.columnar import ColumnarDecoder, DecodedFrames
+from ister.format.crc import crc32
+from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, format_checksum
+from ister.format.frame import (
+    FRAME_HEADER_SIZE,
+    Corrupt,
+    Frame,
+    NeedMore,
+    decode_frame,
+    scan_frames,
+)
+from ister.format.message import decode_message, decode_publish_times, recognise
+from ister.limits import FRAME_BODY_BYTES_MAX, KIB, MIB
+from ister.metrics import Metrics
+from ister.model import Codec, TopicName
+from ister.objectstore.base import ObjectInfo, ObjectStore
+from ister.tier.archives import load_archives
+from ister.tier.chunks import ObjectPart, fetch_chunks
+from ister.tier.names import object_key, parse_object_id
+from ister.tier.summary import ObjectSummary
+from ister.tier.verify import walk_frames
+
+__all__ = ["Checked", "Kind", "ObjectChecker", "Problem"]
+
+_PROBLEMS_MAX: Final = 16
+# How many offsets behind a damaged frame are looked for one by one.
+_SEARCHED_MAX: Final = 64
+_SEARCHED_BYTES_MAX: Final = 64 * MIB
+_SEARCH_BYTES_MIN: Final = 64 * KIB
+# The last millisecond that columns can tell.
+_CALENDAR_END_MS: Final = 253_402_300_799_999
+_OFFSET = struct.Struct("<Q")
+
+
+class Kind:
+    """What can be wrong with an object, as reports say it."""
+
+    DAMAGED: Final = "damaged"
+    TRUNCATED: Final = "truncated"
+    MISSING: Final = "missing"
+    WRONG_DESCRIPTOR: Final = "wrong_descriptor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something wrong with an object: the offsets `start` up to, not including, `end`."""
+
+    kind: str
+    reason: str
+    start: int
+    end: int
+    position: int | None = None
+    """The byte in the object."""
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What was found of one object."""
+
+    bytes: int = 0
+    messages: int = 0
+    """Those that are whole."""
+    problems: tuple[Problem, ...] = ()
+    right: ObjectDescriptor | None = None
+    """The true descriptor, where only the descriptor is wrong."""
+
+
+class ObjectChecker:
+    """Checks the objects of one topic. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        topic: TopicName,
+        store: ObjectStore,
+        *,
+        chunk_bytes: int,
+        index_every_messages: int,
+        ahead: Executor | None,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._topic = topic
+        self._store = store
+        self._chunk_bytes = chunk_bytes
+        self._every = index_every_messages
+        self._ahead = ahead
+        self._clock = clock
+        self._metrics = metrics
+
+    def check(self, described: ObjectDescriptor) -> Checked:
+        """Reads an object whole, and compares it with its descriptor.
+
+        Raises:
+            UnavailableError: The store does not answer.
+            UnsupportedVersionError: A newer Ister wrote it.
+        """
+        key = object_key(self._topic, described.object_id)
+        try:
+            info = self._store.stat(key)
+            if described.format == FORMAT_PARQUET:
+                return self._check_archive(key, info, described)
+            return self._check_frames(key, info, described)
+        except NotFoundError:
+            return Checked(
+                problems=(
+                    Problem(
+                        kind=Kind.MISSING,
+                        reason="the object is not in the bucket",
+                        start=described.start,
+                        end=described.end,
+                    ),
+                )
+            )
+
+    # -- frames -----------------------------------------------------------------------------
+
+    def _check_frames(self, key: str, info: ObjectInfo, described: ObjectDescriptor) -> Checked:
+        sums = _Sums(str(self._topic), described)
+        is_over = self._walk(key, info.size, described, sums)
+        if not is_over or sums.bytes != info.size:
+            return self._map_damage(key, info.size, described, sums)
+        problems, right = sums.bad_bodies, None
+        if not problems and (problems := sums.compare()):
+            right = replace(self._describe(key, described), etag=info.etag)
+        return Checked(
+            bytes=info.size,
+            messages=sums.messages - len(sums.bad_bodies),
+            problems=tuple(problems[:_PROBLEMS_MAX]),
+            right=right,
+        )
+
+    def _walk(self, key: str, size_bytes: int, described: ObjectDescriptor, sums: _Sums) -> bool:
+        """Reads frames for as long as they are whole; whether all of them are."""
+        # Where the index says that frames begin nothing has to be carried over; that it says so is
+        # no promise.
+        cuts = {position for _, position in described.offset_index if 0 < position < size_bytes}
+        part = ObjectPart(
+            object_id=described.object_id,
+            codec=described.codec,
+            start=described.start,
+            end=described.end,
+            index_offset=described.start,
+            position=0,
+            end_position=size_bytes,
+            boundaries=tuple(sorted(cuts)),
+        )
+        chunks = fetch_chunks(
+            self._store,
+            key,
+            part,
+            chunk_bytes=self._chunk_bytes,
+            ahead=self._ahead,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
+        carry, needed = b"", 0
+        with closing(chunks):
+            for chunk in chunks:
+                data = carry + chunk if carry else chunk
+                if len(data) < needed:
+                    carry = data
+                    continue
+                end, stop = sums.add(data)
+                if sums.next_offset == described.end:
+                    return True
+                if isinstance(stop, Corrupt):
+                    return False
+                carry, needed = data[end:], stop.size_bytes
+        return False
+
+    def _map_damage(
+        self, key: str, size_bytes: int, described: ObjectDescriptor, sums: _Sums
+    ) -> Checked:
+        """Goes on behind whatever is not a frame, and says which offsets are not there."""
+        end, position, at = described.end, sums.bytes, sums.next_offset
+        messages, needed = sums.messages, 0
+        problems: list[Problem] = []
+
+        def note(kind: str, reason: str, upto: int) -> None:
+            start = described.start if kind == Kind.WRONG_DESCRIPTOR else at
+            if len(problems) < _PROBLEMS_MAX:
+                problems.append(
+                    Problem(
+                        kind=kind,
+                        reason=reason,
+                        start=start,
+                        end=upto,
+                        position=position,
+                        offset=at,
+                    )
+                )
+
+        while at < end:
+            size = max(self._chunk_bytes, needed)
+            data = self._store.read(key, position, min(size, size_bytes - position))
+            scan = scan_frames(data, expected_offset=at, end_offset=end)
+            if scan.starts:
+                messages += len(scan.starts)
+                at += len(scan.starts)
+                position += scan.end
+                needed = 0
+                continue
+            if isinstance(scan.stop, NeedMore):
+                if position + len(data) < size_bytes and scan.stop.size_bytes > len(data):
+                    needed = scan.stop.size_bytes
+                    continue
+                if position == size_bytes and not problems and at == _end_by_name(described):
+                    note(
+                        Kind.WRONG_DESCRIPTOR,
+                        f"the object is whole and ends at the offset {at}, its descriptor says "
+                        f"{end}",
+                        end,
+                    )
+                    return self._as_named(key, size_bytes, described, problems, messages)
+                is_short = size_bytes < described.size_bytes
+                note(
+                    Kind.TRUNCATED if is_short else Kind.DAMAGED,
+                    f"the object ends in the middle of its frames: {size_bytes} of "
+                    f"{described.size_bytes} bytes are there"
+                    if is_short
+                    else "the object ends in the middle of a frame",
+                    end,
+                )
+                break
+            reason = f"{scan.stop.reason} ({scan.stop.detail})"
+            behind = self._find_behind(key, size_bytes, described, position, at)
+            if behind is None:
+                note(Kind.DAMAGED, reason, end)
+                break
+            note(Kind.DAMAGED, reason, behind[1])
+            position, at = behind
+            needed = 0
+        if at >= end and position < size_bytes:
+            following = decode_frame(
+                self._store.read(key, position, self._chunk_bytes), expected_offset=end
+            )
+            if isinstance(following, Frame):
+                note(
+                    Kind.WRONG_DESCRIPTOR,
+                    f"the object has frames beyond the offset {end}, where its descriptor ends",
+                    end,
+                )
+                return self._as_named(key, size_bytes, described, problems, messages)
+            note(Kind.DAMAGED, f"{size_bytes - position} bytes come after the last frame", end)
+        return Checked(bytes=size_bytes, messages=messages, problems=tuple(problems))
+
+    def _as_named(
+        self,
+        key: str,
+        size_bytes: int,
+        described: ObjectDescriptor,
+        problems: list[Problem],
+        messages: int,
+    ) -> Checked:
+        """An object whose name and descriptor do not agree: where it is what its name says."""
+        right = None
+        end = _end_by_name(described)
+        if len(problems) == 1 and end is not None:
+            try:
+                right = self._describe(key, replace(described, end=end))
+            except CorruptDataError:
+                right = None
+        return Checked(bytes=size_bytes, messages=messages, problems=tuple(problems), right=right)
+
+    def _find_behind(
+        self, key: str, size_bytes: int, described: ObjectDescriptor, position: int, at: int
+    ) -> tuple[int, int] | None:
+        """The position and offset of the next whole frame behind a damaged one.
+
+        Where its length can be believed the next one follows it. Else frames near it are found by
+        the bytes of their offsets; beyond those, the index may know one.
+        """
+        header = self._store.read(key, position, FRAME_HEADER_SIZE)
+        length = int.from_bytes(header[8:12], "little")
+        following = position + FRAME_HEADER_SIZE + length
+        if 0 < length <= FRAME_BODY_BYTES_MAX and following <= size_bytes:
+            if following == size_bytes and at + 1 == described.end:
+                return following, at + 1
+            if self._read_offset(key, following) == at + 1:
+                return following, at + 1
+        offsets = range(at + 1, min(at + 1 + _SEARCHED_MAX, described.end))
+        size = max(self._chunk_bytes, _SEARCH_BYTES_MIN)
+        for window in range(position + 1, size_bytes, size):
+            if window > position + _SEARCHED_BYTES_MAX:
+                break
+            # With what follows, so that no frame's header is cut in two.
+            data = self._store.read(key, window, size + _OFFSET.size)
+            for offset in offsets:
+                found = data.find(_OFFSET.pack(offset))
+                while found >= 0:
+                    if self._is_frame(key, window + found, offset):
+                        return window + found, offset
+                    found = data.find(_OFFSET.pack(offset), found + 1)
+        for offset, place in described.offset_index:
+            if (
+                offset > at
+                and position < place < size_bytes
+                and self._read_offset(key, place) == offset
+            ):
+                return place, offset
+        return None
+
+    def _read_offset(self, key: str, position: int) -> int:
+        """The offset that a frame at a position has, if there is one; -1 at the end."""
+        header = self._store.read(key, position, _OFFSET.size)
+        return _OFFSET.unpack(header)[0] if len(header) == _OFFSET.size else -1
+
+    def _is_frame(self, key: str, position: int, offset: int) -> bool:
+        found = decode_frame(self._store.read(key, position, _SEARCH_BYTES_MIN))
+        if isinstance(found, NeedMore) and found.size_bytes > _SEARCH_BYTES_MIN:
+            found = decode_frame(self._store.read(key, position, found.size_bytes))
+        return isinstance(found, Frame) and found.offset == offset
+
+    def _describe(self, key: str, described: ObjectDescriptor) -> ObjectDescriptor:
+        summary = ObjectSummary(described.start, index_every_messages=self._every)
+        for batch in walk_frames(
+            self._store, key, described.start, described.end, chunk_bytes=self._chunk_bytes
+        ):
+            summary.add(batch)
+        return summary.describe(
+            described.object_id,
+            epoch=described.epoch,
+            incarnation=described.incarnation,
+            created_at=described.created_at,
+            etag=None,
+        )
+
+    # -- Parquet ----------------------------------------------------------------------------
+
+    def _check_archive(self, key: str, info: ObjectInfo, described: ObjectDescriptor) -> Checked:
+        """The footer, every row group by its crc and by the checksums of its pages."""
+        problems: list[Problem] = []
+        try:
+            archive = load_archives().ArchiveReader(
+                lambda position, size: self._store.read(key, position, size),
+                info.size,
+                path=key,
+                topic=str(self._topic),
+            )
+        except CorruptDataError as error:
+            is_short = info.size < described.size_bytes
+            reason = f"{error.message}; {info.size} of {described.size_bytes} bytes are there"
+            problems.append(
+                Problem(
+                    kind=Kind.TRUNCATED if is_short else Kind.DAMAGED,
+                    reason=reason if is_short else error.message,
+                    start=described.start,
+                    end=described.end,
+                    position=info.size if is_short else error.position,
+                    offset=described.start,
+                )
+            )
+            return Checked(bytes=info.size, problems=tuple(problems))
+        if (archive.start, archive.end) != (described.start, described.end):
+            problems.append(
+                Problem(
+                    kind=Kind.DAMAGED,
+                    reason=f"it has the offsets {archive.start} up to {archive.end}",
+                    start=described.start,
+                    end=described.end,
+                    position=0,
+                )
+            )
+            return Checked(bytes=info.size, problems=tuple(problems))
+        crc, position, messages = 0, 0, 0
+        for number, group in enumerate(archive.row_groups):
+            crc = crc32(self._store.read(key, position, group.position - position), crc)
+            fetched = archive.fetch(number)
+            for piece in fetched.pieces:
+                crc = crc32(piece, crc)
+            position = group.end_position
+            try:
+                archive.decode(number, fetched)
+                messages += group.rows
+            except CorruptDataError as error:
+                problems.append(
+                    Problem(
+                        kind=Kind.DAMAGED,
+                        reason=error.message,
+                        start=group.first_offset,
+                        end=group.next_offset,
+                        position=group.position,
+                        offset=group.first_offset,
+                    )
+                )
+        crc = crc32(self._store.read(key, position, info.size - position), crc)
+        right = None
+        if not problems:
+            right = archive.describe(crc).describe(
+                described.object_id,
+                epoch=described.epoch,
+                incarnation=described.incarnation,
+                created_at=described.created_at,
+                etag=info.etag,
+            )
+            problems = _compare_archives(described, right)
+        return Checked(
+            bytes=info.size,
+            messages=messages,
+            problems=tuple(problems),
+            right=right if problems else None,
+        )
+
+
+class _Sums:
+    """What goes by when the frames of an object are walked over."""
+
+    def __init__(self, topic: str, described: ObjectDescriptor) -> None:
+        self._topic = topic
+        self._described = described
+        self._codec: Codec | None = None
+        self._decoder: ColumnarDecoder | None = None
+        self._crc = 0
+        self._time_min: int | None = None
+        self._time_max = 0
+        self._has_times = True
+        self._entry = 0
+        self._wrong_entries = 0
+        self._wrong_times = 0
+        self.next_offset = described.start
+        self.bytes = 0
+        self.bad_bodies: list[Problem] = []
+
+    @property
+    def messages(self) -> int:
+        """How many frames there were."""
+        return self.next_offset - self._described.start
+
+    def add(self, data: bytes) -> tuple[int, NeedMore | Corrupt]:
+        """Takes the frames that `data` begins with: where they end, and why there are no more."""
+        decoder, view = self._decoder_of(data), memoryview(data)
+        at, stop = 0, NeedMore(0)
+        while self.next_offset < self._described.end:
+            first, upto = self.next_offset, self._described.end
+            try:
+                found = decoder.decode(view, at, expected_offset=first, end_offset=upto)
+            except CorruptDataError as error:
+                bad = first if error.offset is None else error.offset
+                found = decoder.decode(view, at, expected_offset=first, end_offset=bad)
+                self._take(view, at, found)
+                at = found.end + self._pass_body(view, found.end, error)
+                continue
+            self._take(view, at, found)
+            at = found.end
+            if found.next_offset < upto:
+                return at, found.stop
+        return at, stop
+
+    def _decoder_of(self, data: bytes) -> ColumnarDecoder:
+        if self._decoder is None:
+            first = decode_frame(data, expected_offset=self._described.start)
+            self._codec = self._described.codec or Codec.BINCODE2
+            if isinstance(first, Frame) and not _is_message(first.body, self._described.codec):
+                self._codec = recognise(first.body, offset=first.offset) or self._codec
+            self._decoder = ColumnarDecoder(self._topic, self._codec, ("publish_time",))
+        return self._decoder
+
+    def _take(self, view: memoryview, at: int, found: DecodedFrames) -> None:
+        times = self._times(view, at, found)
+        self._check_entries(view, at, found, times)
+        if times is not None and len(times):
+            low, high = pc.min_max(times).as_py().values()
+            self._time_min = low if self._time_min is None else min(self._time_min, low)
+            self._time_max = max(self._time_max, high)
+        self._crc = crc32(view[at : found.end], self._crc)
+        self.bytes += found.end - at
+        self.next_offset = found.next_offset
+
+    def _times(self, view: memoryview, at: int, found: DecodedFrames) -> pa.Array | None:
+        """Publish times in milliseconds; None if there is one that no clock gives."""
+        if not self._has_times or not found.batch.num_rows:
+            return None
+        times = pc.divide(found.batch.column(0).view(pa.int64()), 1000)
+        if pc.max(times).as_py() >= _CALENDAR_END_MS:
+            # Columns hold none beyond it, and so do not tell which one it is.
+            scan = scan_frames(view[: found.end], at, expected_offset=self.next_offset)
+            exact = decode_publish_times(view, scan.starts, scan.end, self._codec or Codec.BINCODE2)
+            self._has_times = exact is not None
+            times = None if exact is None else pa.array(exact, pa.int64())
+        return times
+
+    def _check_entries(
+        self, view: memoryview, at: int, found: DecodedFrames, times: pa.Array | None
+    ) -> None:
+        """Whether the entries of the index that fall among these frames point at them."""
+        index, before = self._described.offset_index, self._described.publish_time_index
+        time_max, seen = self._time_max, 0
+        while self._entry < len(index) and index[self._entry][0] < found.next_offset:
+            offset, position = index[self._entry]
+            place = position - self.bytes + at
+            is_there = at <= place < found.end and isinstance(
+                decode_frame(view[: found.end], place, expected_offset=offset), Frame
+            )
+            if offset < self.next_offset or not is_there:
+                self._wrong_entries += 1
+            elif len(before) == len(index) and times is not None:
+                row = offset - self.next_offset
+                if row > seen:
+                    time_max = max(time_max, pc.max(times.slice(seen, row - seen)).as_py())
+                    seen = row
+                self._wrong_times += before[self._entry] != time_max
+            self._entry += 1
+
+    def _pass_body(self, view: memoryview, at: int, error: CorruptDataError) -> int:
+        """Goes over a frame whose checksum is right and whose body is no message; its size."""
+        size = FRAME_HEADER_SIZE + int.from_bytes(view[at + 8 : at + 12], "little")
+        self.bad_bodies.append(
+            Problem(
+                kind=Kind.DAMAGED,
+                reason=error.message,
+                start=self.next_offset,
+                end=self.next_offset + 1,
+                position=self.bytes,
+                offset=self.next_offset,
+            )
+        )
+        self._has_times = False
+        self._crc = crc32(view[at : at + size], self._crc)
+        self.bytes += size
+        self.next_offset += 1
+        return size
+
+    def compare(self) -> list[Problem]:
+        """What the descriptor says otherwise about an object that is whole."""
+        described = self._described
+        wrong: list[str] = []
+
+        def expect(name: str, said: object, found: object) -> None:
+            if said != found:
+                wrong.append(f"{name} {found}, not {said}")
+
+        expect("bytes", described.size_bytes, self.bytes)
+        if described.checksum is not None:
+            expect("checksum", described.checksum, format_checksum(self._crc))
+            expect("messages", described.messages, self.messages)
+        if described.codec is not None:
+            expect("codec", described.codec, self._codec)
+        if described.publish_time_min is not None or described.publish_time_max is not None:
+            has_times = self._has_times
+            expect(
+                "publish_time_min",
+                described.publish_time_min,
+                self._time_min if has_times else None,
+            )
+            expect(
+                "publish_time_max",
+                described.publish_time_max,
+                self._time_max if has_times else None,
+            )
+        entries = len(described.offset_index)
+        if bad := self._wrong_entries + entries - self._entry:
+            wrong.append(f"{bad} of {entries} index entries do not point at their frames")
+        if self._wrong_times:
+            wrong.append(f"{self._wrong_times} of {entries} times in the index are wrong")
+        if described.kept:
+            expect("kept", described.kept, "")
+        return _wrong_descriptor(described, wrong)
+
+
+def _end_by_name(described: ObjectDescriptor) -> int | None:
+    """Where an object ends by its name, which its uploader gave it."""
+    name = parse_object_id(described.object_id)
+    return name.end if name is not None and name.start == described.start else None
+
+
+def _is_message(body: bytes, codec: Codec | None) -> bool:
+    if codec is None:
+        return False
+    try:
+        decode_message(body, codec)
+    except CorruptDataError:
+        return False
+    return True
+
+
+def _compare_archives(described: ObjectDescriptor, right: ObjectDescriptor) -> list[Problem]:
+    """What a descriptor says otherwise than the archive about itself."""
+    wrong = [
+        f"{name} {getattr(right, name)}, not {getattr(described, name)}"
+        for name in (
+            "size_bytes",
+            "checksum",
+            "messages",
+            "codec",
+            "kept",
+            "publish_time_min",
+            "publish_time_max",
+        )
+        if getattr(described, name) != getattr(right, name)
+    ]
+    wrong += [
+        f"another {name}"
+        for name in ("offset_index", "publish_time_index")
+        if getattr(described, name) != getattr(right, name)
+    ]
+    return _wrong_descriptor(described, wrong)
+
+
+def _wrong_descriptor(described: ObjectDescriptor, wrong: list[str]) -> list[Problem]:
+    if not wrong:
+        return []
+    return [
+        Problem(
+            kind=Kind.WRONG_DESCRIPTOR,
+            reason="the object is whole, and its descriptor is wrong: it has " + ", ".join(wrong),
+            start=described.start,
+            end=described.end,
+        )
+    ]

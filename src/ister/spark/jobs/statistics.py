@@ -1,0 +1,222 @@
+"""`stats`: how many messages there are, how large, when, from whom, and how well they compress.
+
+    driver: topics, plan ─► tasks: columns of a partition, counted ─► driver: sums ─► report, plot
+
+Owns: what is read, and the report. Does not own: the numbers (`topic_stats`), plots (`plotting`).
+Changes nothing. Messages are read, not only descriptors: payload sizes, producers and keys are in
+no descriptor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from ister import failpoints
+from ister.config import Config
+from ister.errors import InvalidRequestError, InvariantError, IsterError
+from ister.limits import MIB
+from ister.spark.heads import Head, Heads
+from ister.spark.jobs.balance import run_balanced
+from ister.spark.jobs.job import Job, open_job, parse_topics
+from ister.spark.jobs.plotting import check_plot, save_plot
+from ister.spark.jobs.progress import Progress
+from ister.spark.jobs.report import JobReport
+from ister.spark.jobs.topic_stats import COLUMNS, TopicStats
+from ister.spark.options import ReadOptions
+from ister.spark.place import Place
+from ister.spark.planner import Partition, TopicRange, plan
+from ister.spark.reading import ReadTask, TopicIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pyspark.sql import SparkSession
+
+__all__ = ["StatItem", "count_messages", "stats", "stats_of_topics"]
+
+_SPLIT_BYTES: Final = 32 * MIB
+# Partitions of a topic in which payloads are compressed.
+_SAMPLES: Final = 8
+
+
+def stats(
+    spark: SparkSession,
+    config: str | Mapping[str, Any] | Config | Place | None = None,
+    *,
+    broker: str | None = None,
+    topics: str | Sequence[str] | None = None,
+    include_tail: bool = True,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    plot: str | None = None,
+) -> JobReport:
+    """Counts the messages of topics.
+
+    Args:
+        spark: A classic session.
+        config: Where the log is: a config file, a data directory, settings; None with `broker`.
+        broker: A broker's Flight address, for what is neither in the bucket nor on this machine.
+        topics: Names and patterns; all topics by default.
+        include_tail: Also count what is not in the bucket yet, where it can be reached.
+        dry_run: Only say how much would be read.
+        progress: Who is told how far it has come.
+        plot: A file to draw it into: `.html`, which needs nothing, or `.png`, which needs
+            matplotlib.
+
+    Returns:
+        For each topic its numbers, and those of all topics together under `totals`.
+
+    Raises:
+        NotFoundError: A topic does not exist.
+        InvalidRequestError: The plot's file has another ending.
+        ConfigError: The settings do not make sense, or a PNG was asked for without matplotlib.
+        UnavailableError: A store does not answer.
+    """
+    if plot is not None:
+        check_plot(plot)
+    with open_job("stats", spark, config, broker=broker, dry_run=dry_run, progress=progress) as job:
+        stats_of_topics(job, job.topics(parse_topics(topics)), include_tail=include_tail)
+    if plot is not None and not dry_run:
+        save_plot(plot, job.report.as_json())
+    return job.report
+
+
+@dataclass(slots=True)
+class _Planned:
+    """One topic under way."""
+
+    head: Head
+    range: TopicRange
+    has_tail: bool
+    partitions: list[Partition] = field(default_factory=list)
+    found: TopicStats = field(default_factory=TopicStats)
+
+
+def stats_of_topics(job: Job, topics: Sequence[str], *, include_tail: bool = True) -> None:
+    """Counts the messages of topics, within a job that is under way."""
+    planned: dict[str, _Planned] = {}
+    for name in topics:
+        try:
+            planned[name] = _plan(job, name, include_tail=include_tail)
+        except InvariantError:
+            raise
+        except IsterError as error:
+            job.report.of(name)
+            job.report.fail(error, name)
+    failpoints.reach("pipeline.after_plan")
+    if job.dry_run:
+        for name, item in planned.items():
+            read = item.range.end - item.range.start
+            size = sum(partition.bytes for partition in item.partitions)
+            job.report.of(name).update(_stored(item) | {"messages": read, "bytes": size})
+        return
+    _count(job, planned)
+    totals = TopicStats()
+    for name, item in planned.items():
+        job.report.of(name).update(item.found.as_json() | _stored(item))
+        totals.merge(item.found)
+    job.report.more["totals"] = totals.as_json()
+
+
+def _plan(job: Job, name: str, *, include_tail: bool) -> _Planned:
+    has_tail = include_tail
+    options = ReadOptions.parse(
+        {"topic": name, "config": "-", "includeTail": "true"}, is_streaming=False
+    )
+    if include_tail:
+        heads = Heads(job.place, options)
+        try:
+            head = heads.look(catches_up=True)[name]
+        except InvalidRequestError:
+            has_tail = False  # it is on another machine, and no broker is given
+    if not has_tail:
+        heads = Heads(job.place, replace(options, include_tail=False))
+        head = heads.look()[name]
+    whole = heads.range_of(head, head.earliest, head.end)
+    found = _Planned(head=head, range=whole, has_tail=has_tail or not include_tail)
+    found.partitions = plan([whole], split_bytes=_SPLIT_BYTES)
+    return found
+
+
+def _stored(item: _Planned) -> dict[str, Any]:
+    """What the descriptors say."""
+    head = item.head
+    formats: dict[str, dict[str, int]] = {}
+    for described in item.range.descriptors:
+        known = formats.setdefault(described.format, {"objects": 0, "messages": 0, "bytes": 0})
+        known["objects"] += 1
+        known["messages"] += described.messages or described.end - described.start
+        known["bytes"] += described.size_bytes
+    stored = sum(known["bytes"] for known in formats.values())
+    return {
+        "earliest": head.earliest,
+        "next_offset": head.end,
+        "objects": sum(known["objects"] for known in formats.values()),
+        "stored_bytes": stored,
+        "formats": formats,
+        "tail": {
+            "messages": head.end - max(head.tiered, head.earliest),
+            "bytes": head.tail_bytes if head.end > head.tiered else 0,
+            "is_counted": item.has_tail,
+        },
+    }
+
+
+# -- in a task ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatItem:
+    """A partition of a topic to be counted. Pickled."""
+
+    topic: str
+    partition: Partition
+    identity: TopicIdentity
+    samples: bool
+    """Whether to see how well it compresses."""
+
+
+def count_messages(place: Place, item: StatItem) -> TopicStats:
+    """Counts the messages of a partition.
+
+    Raises:
+        DataGapError: Messages are gone.
+        CorruptDataError: A frame is damaged.
+        UnavailableError: A store or the broker does not answer.
+    """
+    task = ReadTask(place=place, columns=COLUMNS, fail_on_data_loss=True)
+    found = TopicStats()
+    for batch in task.read(item.partition, {item.topic: item.identity}):
+        found.add(batch, samples=item.samples and not found.sample_bytes)
+    return found
+
+
+def _count(job: Job, planned: Mapping[str, _Planned]) -> None:
+    items: list[StatItem] = []
+    for name, topic in planned.items():
+        identity = TopicIdentity(topic.head.incarnation, topic.head.node)
+        every = max(len(topic.partitions) // _SAMPLES, 1)
+        items += [
+            StatItem(topic=name, partition=part, identity=identity, samples=at % every == 0)
+            for at, part in enumerate(topic.partitions)
+        ]
+    job.progress.begin("counting", sum(item.partition.bytes for item in items), "bytes")
+    try:
+        for done in run_balanced(
+            job.spark,
+            items,
+            partial(count_messages, job.place),
+            weigh=lambda item: item.partition.bytes,
+            name="ister stats",
+        ):
+            item = done.item
+            job.progress.advance(item.partition.bytes, item.topic)
+            if done.result is not None:
+                planned[item.topic].found.merge(done.result)
+            elif done.error is not None:
+                job.report.fail(done.error, item.topic)
+    finally:
+        job.progress.end()

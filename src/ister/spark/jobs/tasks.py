@@ -1,0 +1,147 @@
+"""Runs a job's tasks on the executors, and hands their results to the driver as they come.
+
+    items ─► bundles of about the same weight ─► waves: a Spark job each ─► results, wave by wave
+
+Owns: how work is divided, and how a failed item is told apart from a failed process. Does not own:
+what a task does, what is committed.
+
+An item that fails with an `IsterError` fails alone: the error is its result. Any other exception
+is a fault of ours and fails the wave, and so does a process that Spark cannot replace; what came
+before stays. Spark runs a task again whose process has died: `work` is harmless when done twice.
+
+Waves bound what the driver waits for before it commits; two run at a time, so that the last task
+of one does not leave the others idle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from ister import failpoints
+from ister.errors import InvariantError, IsterError
+from ister.limits import MIB
+from ister.spark.jobs.report import error_as_fields
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["Done", "run_tasks"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_BUNDLE_WEIGHT: Final = 32 * MIB
+_WAVES: Final = 8
+_WAVES_AT_ONCE: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[Item, Result]):
+    """What has become of an item."""
+
+    item: Item
+    result: Result | None
+    error: dict[str, Any] | None
+    """An `IsterError`, as a report has it; then there is no result."""
+
+
+def run_tasks(
+    spark: SparkSession,
+    items: Sequence[Item],
+    work: Callable[[Item], Result],
+    *,
+    weigh: Callable[[Item], int] = lambda item: _BUNDLE_WEIGHT,
+    name: str = "ister",
+) -> Iterator[Done[Item, Result]]:
+    """Runs `work(item)` for every item on the executors.
+
+    Args:
+        spark: A classic session.
+        items: What to do; pickled.
+        work: A function of a module, or a `functools.partial` of one; pickled.
+        weigh: About how many bytes an item takes to do.
+        name: For Spark's own pages.
+
+    Yields:
+        Results, those of one wave after the other; within a wave in the order of its items.
+
+    Raises:
+        Exception: Spark could not run a wave; results of others may come no more.
+    """
+    if not items:
+        return
+    parallel = max(spark.sparkContext.defaultParallelism, 1)
+    bundles = _bundle(items, weigh, parallel)
+    wave_size = max(parallel, -(-len(bundles) // _WAVES))
+    waves = [bundles[at : at + wave_size] for at in range(0, len(bundles), wave_size)]
+    run = partial(_run_wave, spark, work, name)
+    with ThreadPoolExecutor(_WAVES_AT_ONCE, thread_name_prefix="ister-wave") as pool:
+        futures: list[Future[list[Done[Item, Result]]]] = [pool.submit(run, w) for w in waves]
+        try:
+            for future in as_completed(futures):
+                yield from future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _bundle(items: Sequence[Item], weigh: Callable[[Item], int], parallel: int) -> list[list[Item]]:
+    """Items that go together, in their order: enough bundles to keep everybody busy."""
+    weights = [max(weigh(item), 1) for item in items]
+    target = max(min(_BUNDLE_WEIGHT, sum(weights) // (2 * parallel)), 1)
+    bundles: list[list[Item]] = []
+    room = 0
+    for item, weight in zip(items, weights, strict=True):
+        if not bundles or room < weight // 2:
+            bundles.append([])
+            room = target
+        bundles[-1].append(item)
+        room -= weight
+    return bundles
+
+
+def _run_wave(
+    spark: SparkSession,
+    work: Callable[[Item], Result],
+    name: str,
+    bundles: list[list[Item]],
+) -> list[Done[Item, Result]]:
+    context = spark.sparkContext
+    context.setJobDescription(name)
+    return context.parallelize(bundles, len(bundles)).flatMap(partial(_run_bundle, work)).collect()
+
+
+# -- in a task ------------------------------------------------------------------------------
+
+
+def _run_bundle(
+    work: Callable[[Item], Result], bundle: Iterable[Item]
+) -> Iterator[Done[Item, Result]]:
+    _arm()
+    for item in bundle:
+        failpoints.reach("pipeline.before_task")
+        try:
+            result = work(item)
+        except InvariantError:
+            raise
+        except IsterError as error:
+            yield Done(item, None, error_as_fields(error))
+            continue
+        failpoints.reach("pipeline.after_task")
+        yield Done(item, result, None)
+
+
+def _arm() -> None:
+    """Arms this process where a test wants one process, and only one, to die in a task."""
+    specification, once = os.environ.get("ISTER_TASK_FAILPOINTS"), os.environ.get("ISTER_TASK_ONCE")
+    if not specification or not once:
+        return
+    with suppress(FileExistsError):
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        failpoints.arm_from_environment(specification)

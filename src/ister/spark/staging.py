@@ -1,0 +1,269 @@
+"""Rows on their way to a topic: staged by tasks, committed as batches that count once.
+
+    task: rows ─► StagedFiles ─► bucket ─┐
+    task: rows ─► StagedFiles ─► bucket ─┴─► driver: Committer ─► the topic's owner appends them
+
+Owns: staged files of a task, and who appends them. Does not own: how a batch comes to count once
+(`ister.topic.batches`), what rows are.
+
+Who appends: the broker, if the place has one; else the driver opens the log itself, which takes the
+lock of its directory for as long as the commit lasts (and waits for it, because another commit, or
+a driver that was killed, may hold it).
+
+What a crash leaves: staged files. A commit that was begun is finished by the next one for the same
+batch, from the files of the first; files that nobody needs are swept when they are a day old.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, cast
+
+import pyarrow as pa
+
+from ister.clock import SystemClock
+from ister.config import Config, Engine
+from ister.errors import DirectoryLockedError, IsterError, NotFoundError, check
+from ister.format.columnar import encode_frames
+from ister.format.manifest import StagedFile
+from ister.format.staging import encode_block
+from ister.limits import MIB
+from ister.model import AckLevel, Codec, TopicName
+from ister.objectstore.base import ObjectStore, ObjectWriter
+from ister.spark.patience import patiently
+from ister.spark.place import Place
+from ister.tier.names import staging_prefix
+from ister.topic.batches import AppendedBatch, StagedBatch
+from ister.topic.log import Log
+
+if TYPE_CHECKING:
+    from ister.client.flight import FlightClient
+
+__all__ = ["Committer", "StagedFiles", "check_rows", "remove_staged"]
+
+_log = logging.getLogger("ister.spark.staging")
+
+_CHUNK_BYTES: Final = 4 * MIB
+_CONCURRENT_PARTS: Final = 2
+# Topics written by one task at once; beyond that a topic gets a second file.
+_OPEN_FILES_MAX: Final = 16
+_LOCK_PAUSE_SECONDS: Final = 0.1
+_SWEEP_EVERY: Final = 64
+
+
+# -- in tasks -------------------------------------------------------------------------------
+
+
+class StagedFiles:
+    """One task's files, one per topic. Used by one thread."""
+
+    def __init__(self, store: ObjectStore, writer: str, batch: int) -> None:
+        self._store = store
+        self._writer = writer
+        self._batch = batch
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._begun: list[_OpenFile] = []
+        self.files: list[tuple[str, StagedFile]] = []
+        """Topic and file, of those that are closed, in the order of the rows."""
+
+    def add(self, topic: str, rows: pa.RecordBatch) -> None:
+        """Adds rows, which have the staged schema, to a topic's file."""
+        file = self._open.get(topic)
+        if file is None:
+            while len(self._open) >= _OPEN_FILES_MAX:
+                self._close(self._open.popitem(last=False))
+            file = self._open[topic] = self._begin(topic)
+        self._open.move_to_end(topic)
+        header, body = encode_block(rows)
+        file.writer.write(header)
+        file.writer.write(memoryview(body))
+        file.rows += rows.num_rows
+        file.size_bytes += len(header) + body.size
+
+    def close(self) -> None:
+        """All files are complete."""
+        while self._open:
+            self._close(self._open.popitem(last=False))
+
+    def abort(self) -> None:
+        """None of the files is there any more."""
+        for file in self._begun:
+            file.writer.abort()
+        remove_staged(self._store, (staged for _, staged in self.files))
+
+    def _begin(self, topic: str) -> _OpenFile:
+        prefix = staging_prefix(TopicName.parse(topic), self._writer, self._batch)
+        key = f"{prefix}{secrets.token_hex(12)}.rows"
+        writer = self._store.open_writer(
+            key, chunk_bytes=_CHUNK_BYTES, concurrent_parts=_CONCURRENT_PARTS
+        )
+        file = _OpenFile(key=key, writer=writer)
+        self._begun.append(file)
+        return file
+
+    def _close(self, item: tuple[str, _OpenFile]) -> None:
+        topic, file = item
+        file.writer.close()
+        staged = StagedFile(key=file.key, rows=file.rows, size_bytes=file.size_bytes)
+        self.files.append((topic, staged))
+
+
+@dataclass
+class _OpenFile:
+    key: str
+    writer: ObjectWriter
+    rows: int = 0
+    size_bytes: int = 0
+
+
+def check_rows(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) -> None:
+    """Refuses rows that cannot become messages in a task, where only that task fails.
+
+    In the commit it would be too late: other rows of the batch might be in the topic already.
+
+    Raises:
+        InvalidRequestError: A value is not one that a message can have.
+        MessageTooLargeError: A row is over its limit.
+    """
+    encode_frames(
+        rows,
+        topic=topic,
+        # The topic's own may lack fields; whoever appends looks, before the first row is in.
+        codec=Codec.BINCODE2,
+        first_offset=0,
+        now_ms=0,
+        payload_bytes_max=payload_bytes_max,
+    )
+
+
+def remove_staged(store: ObjectStore, files: Iterable[StagedFile]) -> None:
+    """Removes files that no commit can have begun with; one that stays is swept later."""
+    for file in files:
+        try:
+            store.delete(file.key)
+        except IsterError as error:
+            _log.info("staged file left behind", extra={"path": file.key, "error": str(error)})
+
+
+# -- on the driver --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committer:
+    """Has staged batches appended, topic by topic, each once."""
+
+    place: Place
+    creates: bool
+    """Whether topics that do not exist are made, with the following two."""
+    ack: AckLevel | None = None
+    codec: Codec | None = None
+    timeout_seconds: float
+    """How long to wait for the lock of the log, or for the broker."""
+
+    def commit(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
+        """Appends the batches, unless they are in; all rows are durable on return.
+
+        A reader of two topics may see one before the other.
+
+        Raises:
+            NotFoundError: A topic does not exist and may not be made; nothing was appended.
+            DirectoryLockedError: Another process has the log open, and no broker is given.
+            UnavailableError: The broker or a store does not answer; ask again.
+            As `Log.append_staged`.
+        """
+        if self.place.broker is not None:
+            return self._commit_by_broker(staged)
+        return self._commit_here(staged)
+
+    def _commit_by_broker(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
+        found = self.place.flight()
+        check(found is not None, "a place with a broker has a client")
+        client = cast("FlightClient", found)
+        seconds = self.timeout_seconds
+        if not self.creates:
+            self._check_topics(staged, patiently(client.topics, seconds=seconds))
+        appended: dict[str, AppendedBatch] = {}
+        for topic, batch in staged.items():
+            append = partial(
+                client.append_staged,
+                topic,
+                batch,
+                create=self.creates,
+                ack=self.ack,
+                codec=self.codec,
+                timeout_seconds=seconds,
+            )
+            # A broker that restarts meanwhile finishes what it had begun when it is asked again.
+            appended[topic] = patiently(append, seconds=seconds)
+        return appended
+
+    def _commit_here(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
+        appended: dict[str, AppendedBatch] = {}
+        with self._open_log() as log:
+            existing = set(log.topics())
+            self._check_topics(staged, existing)
+            for topic, batch in staged.items():
+                if topic not in existing:
+                    log.topic(topic, create=True, ack=self.ack, codec=self.codec)
+                appended[topic] = log.append_staged(topic, batch)
+            for topic, batch in staged.items():
+                self._tidy(log, topic, is_swept=batch.batch % _SWEEP_EVERY == 0)
+        return appended
+
+    def _check_topics(self, staged: Iterable[str], existing: Collection[str]) -> None:
+        """Refuses topics that are missing and may not be made, before the first one is written."""
+        missing = [topic for topic in staged if topic not in existing]
+        if missing and not self.creates:
+            raise NotFoundError(
+                f"there is no topic {missing[0]}",
+                topic=missing[0],
+                hint="createTopics=true makes it",
+            )
+
+    def _open_log(self) -> Log:
+        """The log, once nobody else has it open."""
+        deadline = SystemClock.monotonic() + self.timeout_seconds
+        pause = threading.Event()
+        while True:
+            try:
+                return Log(_without_uploads(self.place.config))
+            except DirectoryLockedError as error:
+                if SystemClock.monotonic() >= deadline:
+                    error.hint = (
+                        "another process has the log open: close it there, or let it serve the "
+                        "log and give the option broker"
+                    )
+                    raise
+            pause.wait(_LOCK_PAUSE_SECONDS)
+
+    def _tidy(self, log: Log, topic: str, *, is_swept: bool) -> None:
+        """What a server would do in the background; the rows are safe already."""
+        try:
+            tier = log.topic(topic).tier
+            engine = self.place.config.storage.uploader.engine
+            if tier is None:
+                return
+            if engine in (Engine.AUTO, Engine.EMBEDDED) and tier.is_due_by_age(
+                SystemClock.now_ns() / 1e9
+            ):
+                tier.upload()
+                tier.trim()
+            if is_swept:
+                tier.collect_orphans()
+        except IsterError as error:
+            _log.warning("not tidied up", extra={"topic": topic, "error": str(error)})
+
+
+def _without_uploads(config: Config) -> Config:
+    """The settings for a log that is open for a moment.
+
+    Its threads would upload what each commit leaves, as an object of its own: `_tidy` knows when.
+    """
+    uploader = replace(config.storage.uploader, engine=Engine.NONE)
+    return replace(config, storage=replace(config.storage, uploader=uploader))

@@ -1,0 +1,134 @@
+"""What an export asks of a table, whichever format it has.
+
+Owns: the words. Does not own: formats.
+
+    open ─► coverage ─► (tasks write files at `target`) ─► commit: files and ranges at once
+
+Invariants of every table: `commit` is one step that either has happened or has not, an answer that
+got lost is found out by reading back, a file counts from its commit on, and a commit whose offsets
+the table has already is refused, by the table and not by whoever asks.
+
+What a crash leaves: files that no commit names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import pyarrow as pa
+
+from ister.spark.tables.ranges import Coverage, Ranges
+from ister.spark.tables.targets import FileTarget
+
+__all__ = ["PUBLISH_DATE", "Addition", "DataFile", "Layout", "Table"]
+
+PUBLISH_DATE: Final = "publish_date"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A Parquet file that a task has written."""
+
+    path: str
+    """Relative to the target's root."""
+    date: str | None
+    """The UTC date of all its rows, `YYYY-MM-DD`; None where files are not divided by it."""
+    rows: int
+    bytes: int
+    first_offset: int
+    last_offset: int
+    first_time_us: int
+    last_time_us: int
+    """Microseconds since the Unix epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """What one commit adds."""
+
+    id: str
+    """Unlike any other commit's."""
+    topic: str
+    incarnation: str
+    epoch: int
+    ranges: Ranges
+    """Counted as there, whether or not each offset has a row."""
+    files: Sequence[DataFile]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What files of a table look like."""
+
+    schema: pa.Schema
+    """The columns of a file, with the table's own types."""
+    by_date: bool
+    """Whether a file has rows of one UTC date only."""
+
+
+class Table(Protocol):
+    """A table. Used by one thread at a time, on the driver."""
+
+    location: str
+    """What tells it from others, and where people find it; without credentials."""
+
+    def open(self, wanted: pa.Schema) -> Layout:
+        """Makes the table if there is none, else adds the columns that it lacks.
+
+        Args:
+            wanted: Our columns, `publish_date` not among them.
+
+        Raises:
+            ConflictError: It cannot take our columns, or is partitioned in another way.
+            UnavailableError: Its store or catalog does not answer.
+        """
+        ...
+
+    def coverage(self) -> Coverage:
+        """What the table has, read anew; nothing if there is no table.
+
+        Raises:
+            CorruptDataError: It does not say so any more.
+            UnavailableError: Its store or catalog does not answer.
+        """
+        ...
+
+    def has_exclusive_commits(self) -> bool:
+        """Whether of several writers only one can commit next, by the table's own means.
+
+        Raises:
+            UnavailableError: Its store or catalog does not answer.
+        """
+        ...
+
+    def target(self, run: str) -> FileTarget:
+        """Where tasks write its files; `run` is unlike that of any other export."""
+        ...
+
+    def commit(self, addition: Addition, *, check: Callable[[], None]) -> None:
+        """Adds files and ranges in one step.
+
+        Args:
+            addition: What to add.
+            check: Asked right before each attempt; raises if the export may not go on.
+
+        Raises:
+            ConflictError: The table has some of the offsets already.
+            CommitUnknownError: Whether it has happened could not be found out.
+            UnavailableError: Its store or catalog does not answer; nothing has happened.
+        """
+        ...
+
+    def discard(self, target: FileTarget, files: Sequence[DataFile]) -> None:
+        """Removes files that no commit will ever name. Raises nothing."""
+        ...
+
+    def tidy(self, grace_seconds: float) -> int:
+        """Removes what killed exports have left, where only Ister can; how many files."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of connections. May be called twice."""
+        ...

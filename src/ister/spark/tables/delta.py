@@ -1,0 +1,388 @@
+"""A Delta table, through delta-rs: no JVM, no Spark package.
+
+    <table>/publish_date=2026-03-01/<file>.parquet
+    <table>/_delta_log/<version>.json: add …, txn {"ister.export", number}, commitInfo {coverage}
+
+Owns: how files and ranges become one version of the table. Does not own: the table's upkeep: files
+that no version names are collected by its own `vacuum`.
+
+Each commit requires that the table is at the version that was looked at: whoever else commits in
+between, be it another export or any other program, makes it fail, and it is checked and tried anew.
+Each of our commits says all that the table has of all topics. Where the log was cleaned so far that
+the last of them is gone, the offsets are read from the table's rows.
+
+What a crash leaves: files that no version names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ister import failpoints
+from ister.clock import Clock
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    CorruptDataError,
+    IsterError,
+    UnavailableError,
+)
+from ister.extras import missing_extra
+from ister.objectstore.backends import hidden_values
+from ister.objectstore.store_errors import redact
+from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
+from ister.spark.tables.columns import fit
+from ister.spark.tables.ranges import (
+    ANY_INCARNATION,
+    Coverage,
+    Covered,
+    Ranges,
+    normalise,
+    union,
+)
+from ister.spark.tables.targets import FileTarget, Storage, StoreTarget
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable as _Delta
+    from deltalake.transaction import AddAction
+
+__all__ = ["DeltaTable"]
+
+_log = logging.getLogger("ister.spark.tables")
+
+_APP: Final = "ister.export"
+_NUMBER: Final = "ister.commit"
+_ID: Final = "ister.commit-id"
+_COVERAGE: Final = "ister.coverage"
+_ATTEMPTS: Final = 20
+_PAUSE_SECONDS: Final = 0.05
+_HISTORY: Final = (8, 64, 1024, None)
+"""How far back the log is looked through, in steps."""
+_SHOWN_CHARACTERS: Final = 300
+
+_OPTIONS: Final[dict[str, dict[str, str]]] = {
+    "s3": {
+        "endpoint": "AWS_ENDPOINT_URL",
+        "region": "AWS_REGION",
+        "access_key": "AWS_ACCESS_KEY_ID",
+        "access_key_id": "AWS_ACCESS_KEY_ID",
+        "secret_key": "AWS_SECRET_ACCESS_KEY",
+        "secret_access_key": "AWS_SECRET_ACCESS_KEY",
+        "session_token": "AWS_SESSION_TOKEN",
+    },
+    "gcs": {
+        "credential_file": "GOOGLE_SERVICE_ACCOUNT",
+        "credential_path": ("GOOGLE_SERVICE_ACCOUNT"),
+    },
+    "azblob": {
+        "account_name": "AZURE_STORAGE_ACCOUNT_NAME",
+        "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
+        "sas_token": "AZURE_STORAGE_SAS_TOKEN",
+        "endpoint": "AZURE_STORAGE_ENDPOINT",
+    },
+}
+
+
+class DeltaTable:
+    """See the module header."""
+
+    def __init__(self, storage: Storage, *, clock: Clock, rng: random.Random | None = None) -> None:
+        self._storage = storage
+        self._clock = clock
+        self._rng = rng if rng is not None else random.Random()  # noqa: S311 - pauses
+        self.location = storage.root
+        self._uri = storage.root.replace("azblob://", "az://", 1)
+
+    # -- what it is -------------------------------------------------------------------------
+
+    def open(self, wanted: pa.Schema) -> Layout:
+        """Makes the table, by `publish_date`, or adds the columns that it lacks."""
+        library = _library()
+        table = self._load()
+        if table is None:
+            schema = pa.schema([*wanted, pa.field(PUBLISH_DATE, pa.date32())])
+            try:
+                table = library.DeltaTable.create(
+                    self._uri,
+                    schema=library.Schema.from_arrow(schema),
+                    mode="ignore",
+                    partition_by=[PUBLISH_DATE],
+                    storage_options=self._storage_options(),
+                )
+            except library.exceptions.DeltaError as error:
+                raise self._unavailable("the table was not made", error) from error
+            table = self._load() or table
+        partitions = list(table.metadata().partition_columns)
+        if partitions not in ([], [PUBLISH_DATE]):
+            raise ConflictError(
+                f"the table is partitioned by {', '.join(partitions)}",
+                path=self.location,
+                hint=f"an export takes tables that are partitioned by {PUBLISH_DATE}, or not",
+            )
+        existing, required = self._columns(table)
+        schema, added = fit(
+            existing,
+            wanted,
+            path=self.location,
+            nested=False,
+            is_required=required.__contains__,
+        )
+        if added:
+            fields = library.Schema.from_arrow(pa.schema(added)).fields
+            try:
+                table.alter.add_columns(fields)
+            except library.exceptions.DeltaError as error:
+                raise self._unavailable("the table's columns were not added", error) from error
+        by_date = partitions == [PUBLISH_DATE]
+        if not by_date and PUBLISH_DATE in existing.names:
+            schema = schema.append(pa.field(PUBLISH_DATE, pa.date32()))
+        return Layout(schema=schema, by_date=by_date)
+
+    def _columns(self, table: _Delta) -> tuple[pa.Schema, set[str]]:
+        schema = table.schema()
+        required = {item.name for item in schema.fields if not item.nullable}
+        return pa.schema(schema.to_arrow()), required
+
+    def coverage(self) -> Coverage:
+        """What the newest of our commits says; without it, what rows are there."""
+        table = self._load()
+        return Coverage() if table is None else self._coverage(table)
+
+    def has_exclusive_commits(self) -> bool:
+        """Whether the store lets only one of several writers create a version."""
+        return self._storage.is_local or self._storage.store().probe().conditional_create
+
+    def target(self, run: str) -> FileTarget:
+        """In the table's folders by date."""
+        return StoreTarget(storage=self._storage, partition=PUBLISH_DATE)
+
+    def _load(self) -> _Delta | None:
+        library = _library()
+        options = self._storage_options()
+        try:
+            return library.DeltaTable(self._uri, storage_options=options)
+        except library.exceptions.TableNotFoundError:
+            return None
+        except (library.exceptions.DeltaError, OSError) as error:
+            raise self._unavailable("the table cannot be read", error) from error
+
+    def _storage_options(self) -> dict[str, str] | None:
+        given = self._storage.options
+        names = _OPTIONS.get(self._storage.backend, {})
+        options = {names[name]: value for name, value in given.items() if name in names}
+        if options.get("AWS_ENDPOINT_URL", "").startswith("http:"):
+            options["AWS_ALLOW_HTTP"] = "true"
+        return options or None
+
+    # -- commits ----------------------------------------------------------------------------
+
+    def commit(self, addition: Addition, *, check: Callable[[], None]) -> None:
+        """One version of the table: files, ranges, and the number of the commit."""
+        library = _library()
+        pause = threading.Event()
+        for attempt in range(_ATTEMPTS):
+            table = self._load()
+            if table is None:
+                raise ConflictError("the table is gone", path=self.location)
+            number = table.transaction_version(_APP)
+            after = self._coverage(table).add(
+                addition.topic, addition.incarnation, addition.epoch, addition.ranges
+            )
+            check()
+            failpoints.reach("export.before_table_commit")
+            try:
+                self._write(table, addition, after, 0 if number is None else number + 1)
+            except (library.exceptions.DeltaError, OSError) as error:
+                if self._has(addition.id):
+                    break
+                if not isinstance(error, library.exceptions.CommitFailedError):
+                    raise self._unknown() from error  # it may still come
+                pause.wait(_PAUSE_SECONDS * self._rng.uniform(0, 2 ** min(attempt, 6)))
+                continue
+            break
+        else:
+            raise UnavailableError(
+                f"{_ATTEMPTS} other commits came first", path=self.location, hint="run it again"
+            )
+        failpoints.reach("export.after_table_commit")
+
+    def _write(self, table: _Delta, addition: Addition, after: Coverage, number: int) -> None:
+        library = _library()
+        partitions = list(table.metadata().partition_columns)
+        table.create_write_transaction(
+            [self._add_action(file) for file in addition.files],
+            "append",
+            table.schema(),
+            partitions,
+            commit_properties=library.CommitProperties(
+                custom_metadata={
+                    _NUMBER: str(number),
+                    _ID: addition.id,
+                    _COVERAGE: after.to_json(),
+                },
+                app_transactions=[library.Transaction(_APP, number)],
+                # Not on top of a version that was not looked at.
+                max_commit_retries=0,
+            ),
+        )
+
+    def _add_action(self, file: DataFile) -> AddAction:
+        stats = {
+            "numRecords": file.rows,
+            "minValues": {
+                "offset": file.first_offset,
+                "publish_time": _show_time(file.first_time_us // 1000),
+            },
+            "maxValues": {
+                "offset": file.last_offset,
+                "publish_time": _show_time(-(-file.last_time_us // 1000)),
+            },
+            "nullCount": {"offset": 0, "publish_time": 0},
+        }
+        return _library().AddAction(
+            file.path,
+            file.bytes,
+            {} if file.date is None else {PUBLISH_DATE: file.date},
+            self._clock.now_ns() // 1_000_000,
+            True,
+            json.dumps(stats),
+        )
+
+    def _has(self, id: str) -> bool:
+        """Whether a commit is in the table whose answer was an error.
+
+        Raises:
+            CommitUnknownError: That cannot be found out.
+        """
+        try:
+            table = self._load()
+            found = table.history(_HISTORY[0]) if table is not None else []
+        except (IsterError, _library().exceptions.DeltaError, OSError) as error:
+            raise self._unknown() from error
+        return any(item.get(_ID) == id for item in found)
+
+    def _coverage(self, table: _Delta) -> Coverage:
+        number = table.transaction_version(_APP)
+        if number is None:
+            return Coverage()
+        seen = 0
+        for limit in _HISTORY:
+            found = table.history(limit)
+            for item in found[seen:]:
+                if item.get(_NUMBER) == str(number) and _COVERAGE in item:
+                    return Coverage.from_json(item[_COVERAGE], path=self.location)
+            seen = len(found)
+            if limit is not None and len(found) < limit:
+                break
+        _log.warning(
+            "the table's log was cleaned: its rows are read", extra={"path": self.location}
+        )
+        return self._coverage_of_rows(table)
+
+    def _coverage_of_rows(self, table: _Delta) -> Coverage:
+        topics: dict[str, Ranges] = {}
+        try:
+            batches = table.to_pyarrow_dataset().to_batches(columns=["topic", "offset"])
+            for batch in batches:
+                for topic in pc.unique(batch.column("topic")).to_pylist():
+                    if topic is None:
+                        continue
+                    rows = batch.filter(pc.equal(batch.column("topic"), topic))
+                    topics[topic] = union(topics.get(topic, ()), _runs(rows.column("offset")))
+        except (OSError, pa.ArrowException, KeyError) as error:
+            raise CorruptDataError(
+                "the table does not say which offsets it has, and they cannot be read from it",
+                path=self.location,
+                hint="export into another table",
+            ) from error
+        return Coverage(
+            {topic: {ANY_INCARNATION: Covered(0, ranges)} for topic, ranges in topics.items()}
+        )
+
+    # -- leftovers --------------------------------------------------------------------------
+
+    def discard(self, target: FileTarget, files: Sequence[DataFile]) -> None:
+        """Removes files that were never committed."""
+        for file in files:
+            try:
+                target.delete(file.path)
+            except IsterError as error:
+                _log.info("a file stays", extra={"path": file.path, "error": str(error)})
+
+    def tidy(self, grace_seconds: float) -> int:
+        """Nothing: the table's own `vacuum` does it."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing of its own."""
+
+    def _unknown(self) -> CommitUnknownError:
+        return CommitUnknownError(
+            "whether the commit is in the table is not known",
+            path=self.location,
+            hint="run it again: it finds out",
+        )
+
+    def _unavailable(self, what: str, error: Exception) -> UnavailableError:
+        text = redact(str(error), hidden_values(self._storage.options)).partition("\n")[0]
+        return UnavailableError(f"{what}: {text[:_SHOWN_CHARACTERS]}", path=self.location)
+
+
+class _Library:
+    """What is used of delta-rs."""
+
+    def __init__(self) -> None:
+        import deltalake  # noqa: PLC0415 - an extra
+        import deltalake.exceptions  # noqa: PLC0415
+        import deltalake.transaction  # noqa: PLC0415
+
+        self.exceptions = deltalake.exceptions
+        self.DeltaTable = deltalake.DeltaTable
+        self.Schema = deltalake.Schema
+        self.CommitProperties = deltalake.CommitProperties
+        self.Transaction = deltalake.Transaction
+        self.AddAction = deltalake.transaction.AddAction
+
+
+_loaded: dict[str, _Library] = {}
+
+
+def _library() -> _Library:
+    found = _loaded.get("delta")
+    if found is None:
+        try:
+            found = _loaded["delta"] = _Library()
+        except ImportError as error:
+            raise missing_extra("a Delta table", "lakehouse", error) from error
+    return found
+
+
+def _runs(offsets: pa.Array) -> Ranges:
+    """Offsets as ranges, without a Python object for each."""
+    ordered = pc.drop_null(offsets.take(pc.sort_indices(offsets)))
+    if not len(ordered):
+        return ()
+    steps = pc.subtract(ordered.slice(1), ordered.slice(0, len(ordered) - 1))
+    breaks = pc.indices_nonzero(pc.greater(steps, 1)).to_pylist()
+    starts = [0, *(at + 1 for at in breaks)]
+    ends = [*breaks, len(ordered) - 1]
+    return normalise(
+        (ordered[start].as_py(), ordered[end].as_py() + 1)
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _show_time(millis: int) -> str:
+    """As statistics have it; milliseconds are as fine as that goes."""
+    seconds, rest = divmod(millis, 1000)
+    when = datetime.fromtimestamp(0, UTC) + timedelta(seconds=seconds)
+    return f"{when:%Y-%m-%dT%H:%M:%S}.{rest:03d}Z"

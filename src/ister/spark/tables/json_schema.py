@@ -1,0 +1,255 @@
+"""A JSON Schema as columns: which of a payload's properties become what.
+
+    string ─ string      date-time ─ timestamp, UTC    array ── list
+    integer ─ 64 bits    date ────── date              object with properties ── struct
+    number ─ double      boolean ─── boolean           anything else ── its JSON as text
+
+Owns: this mapping. Does not own: payloads (`json_rows`).
+
+Every column may be null: a property that is missing, or null, is. What a schema demands beyond
+types (`required`, `minimum`, `pattern` …) is not looked at: that is for who publishes. A property
+whose name an envelope's column has already is called `payload_<name>`; characters that tables do
+not take in names become `_`. References within the schema (`#/$defs/…`) are followed; a schema that
+contains itself is text where it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+
+from ister.errors import InvalidRequestError, NotFoundError
+from ister.spark.tables.base import PUBLISH_DATE
+from ister.spark.tables.columns import ENVELOPE
+
+__all__ = ["Form", "Kind", "Member", "columns_of", "load_schema", "with_types"]
+
+Form = Literal["string", "integer", "number", "boolean", "time", "date", "array", "object", "json"]
+
+_NOT_IN_NAMES: Final = re.compile(r"[ ,;{}()\n\t=.]")
+_TAKEN: Final = frozenset({*ENVELOPE.names, PUBLISH_DATE})
+_DEPTH_MAX: Final = 32
+
+_SIMPLE: Final[dict[str, tuple[Form, pa.DataType]]] = {
+    "string": ("string", pa.string()),
+    "integer": ("integer", pa.int64()),
+    "number": ("number", pa.float64()),
+    "boolean": ("boolean", pa.bool_()),
+}
+_FORMATS: Final[dict[str, tuple[Form, pa.DataType]]] = {
+    "date-time": ("time", pa.timestamp("us", tz="UTC")),
+    "date": ("date", pa.date32()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a value becomes."""
+
+    form: Form
+    type: pa.DataType
+    members: tuple[Member, ...] = ()
+    """Of an object."""
+    item: Kind | None = None
+    """Of an array."""
+
+    @property
+    def has_text_of_json(self) -> bool:
+        """Whether JSON is kept as text anywhere in it."""
+        if self.form == "json":
+            return True
+        if self.item is not None:
+            return self.item.has_text_of_json
+        return any(member.kind.has_text_of_json for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A property, and the column or field that it becomes."""
+
+    property: str
+    column: str
+    kind: Kind
+
+
+_JSON: Final = Kind("json", pa.string())
+
+
+def load_schema(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON Schema from a file, or as it is.
+
+    Raises:
+        NotFoundError: There is no such file.
+        InvalidRequestError: It is no JSON, or no object.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = os.fspath(source)
+    try:
+        with open(path, encoding="utf-8") as file:
+            schema = json.load(file)
+    except FileNotFoundError as error:
+        raise NotFoundError("there is no such schema", path=path) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the schema cannot be read: {error}", path=path) from error
+    if not isinstance(schema, dict):
+        raise InvalidRequestError("a JSON Schema is an object", path=path)
+    return schema
+
+
+def columns_of(schema: Mapping[str, Any]) -> tuple[Member, ...]:
+    """The columns that a schema's properties become.
+
+    Raises:
+        InvalidRequestError: The schema is not one of an object with properties, or two properties
+            would become one column.
+    """
+    reader = _SchemaReader(schema)
+    whole = reader.resolve(schema, ())
+    if not isinstance(whole, Mapping) or not isinstance(whole.get("properties"), Mapping):
+        raise InvalidRequestError(
+            "the schema has no properties at its top",
+            hint='a JSON Schema of the form {"type": "object", "properties": {…}}',
+        )
+    members = reader.members(whole["properties"], ("#",), taken=_TAKEN)
+    if not members:
+        raise InvalidRequestError("the schema has no properties at its top")
+    return members
+
+
+def with_types(members: tuple[Member, ...], schema: pa.Schema) -> tuple[Member, ...]:
+    """The same columns, with the types that a table has for them."""
+    return tuple(
+        Member(member.property, member.column, _retyped(member.kind, kind))
+        for member in members
+        for kind in [schema.field(member.column).type]
+    )
+
+
+def _retyped(kind: Kind, wanted: pa.DataType) -> Kind:
+    if kind.type == wanted:
+        return kind
+    if kind.form == "object" and pa.types.is_struct(wanted):
+        known = {item.name: item.type for item in wanted}
+        members = tuple(
+            Member(item.property, item.column, _retyped(item.kind, known[item.column]))
+            for item in kind.members
+        )
+        return Kind("object", pa.struct([(m.column, m.kind.type) for m in members]), members)
+    if kind.form == "array" and kind.item is not None and pa.types.is_list(wanted):
+        item = _retyped(kind.item, wanted.value_type)
+        return Kind("array", pa.list_(item.type), item=item)
+    form: Form = "number" if pa.types.is_floating(wanted) else kind.form
+    return Kind(form, wanted)
+
+
+class _SchemaReader:
+    """Reads a schema whose references point into itself."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+
+    def resolve(self, schema: object, trail: tuple[str, ...]) -> object:
+        """What a reference stands for; None if that cannot be found, or is under way already."""
+        for _ in range(_DEPTH_MAX):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            reference = schema["$ref"]
+            if not isinstance(reference, str) or reference in trail:
+                return None
+            schema = self._find(reference)
+        return None
+
+    def _find(self, reference: str) -> object:
+        if not reference.startswith("#"):
+            return None
+        found: object = self._root
+        for part in filter(None, reference[1:].split("/")):
+            name = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or name not in found:
+                return None
+            found = found[name]
+        return found
+
+    def members(
+        self, properties: Mapping[str, Any], trail: tuple[str, ...], *, taken: frozenset[str]
+    ) -> tuple[Member, ...]:
+        """The columns or fields of an object."""
+        found: list[Member] = []
+        names: dict[str, str] = {}
+        for name, schema in properties.items():
+            column = _NOT_IN_NAMES.sub("_", str(name)) or "_"
+            if column.casefold() in taken:
+                column = f"payload_{column}"
+            other = names.setdefault(column.casefold(), str(name))
+            if other != name or column.casefold() in taken:
+                raise InvalidRequestError(
+                    f"the properties {other!r} and {name!r} would become one column",
+                    hint="column names do not differ by case, and have none of ` ,;{}()=.`",
+                )
+            found.append(Member(str(name), column, self.kind(schema, trail)))
+        return tuple(found)
+
+    def kind(self, schema: object, trail: tuple[str, ...]) -> Kind:
+        """What a value of a schema becomes."""
+        if len(trail) > _DEPTH_MAX:
+            return _JSON
+        if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+            reference = schema["$ref"]
+            schema = self.resolve(schema, trail)
+            trail = (*trail, reference)
+        if not isinstance(schema, Mapping):
+            return _JSON
+        for word in ("anyOf", "oneOf", "allOf"):
+            if word in schema:
+                return self._one_of(schema[word], trail)
+        return self._of_type(schema, trail)
+
+    def _one_of(self, choices: object, trail: tuple[str, ...]) -> Kind:
+        """The one choice besides null; text if there are several."""
+        if not isinstance(choices, list):
+            return _JSON
+        real = [item for item in choices if not _is_null(item)]
+        return self.kind(real[0], (*trail, "")) if len(real) == 1 else _JSON
+
+    def _of_type(self, schema: Mapping[str, Any], trail: tuple[str, ...]) -> Kind:
+        name = _type_name(schema)
+        if name == "string" and schema.get("format") in _FORMATS:
+            return Kind(*_FORMATS[schema["format"]])
+        if name in _SIMPLE:
+            return Kind(*_SIMPLE[name])
+        if name == "array" and isinstance(schema.get("items"), Mapping):
+            item = self.kind(schema["items"], (*trail, ""))
+            return Kind("array", pa.list_(item.type), item=item)
+        if name == "object" and isinstance(schema.get("properties"), Mapping):
+            members = self.members(schema["properties"], (*trail, ""), taken=frozenset())
+            if members:
+                fields = [(member.column, member.kind.type) for member in members]
+                return Kind("object", pa.struct(fields), members)
+        return _JSON
+
+
+def _is_null(schema: object) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "null"
+
+
+def _type_name(schema: Mapping[str, Any]) -> str | None:
+    """The one type of a schema besides null; None if it has none, or several."""
+    name = schema.get("type")
+    if isinstance(name, list):
+        real = [item for item in name if item != "null"]
+        name = real[0] if len(real) == 1 else None
+    if name is None and isinstance(schema.get("enum"), list):
+        values = [value for value in schema["enum"] if value is not None]
+        return "string" if values and all(isinstance(item, str) for item in values) else None
+    if name is None and isinstance(schema.get("const"), str):
+        return "string"
+    if name is None and "type" not in schema and isinstance(schema.get("properties"), Mapping):
+        return "object"
+    return name if isinstance(name, str) else None

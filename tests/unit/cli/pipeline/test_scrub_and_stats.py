@@ -1,0 +1,89 @@
+"""`ister pipeline scrub` and `ister pipeline stats`: arguments, tables, JSON, exit codes."""
+
+import argparse
+import json
+from contextlib import contextmanager
+
+import pytest
+
+from integration.spark_topics import SparkPlace, fill, without_spark
+from ister.cli.pipeline import scrub, stats
+from scrub_faults import TOPIC, Patient
+from spark_here import SparkHere
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A topic of three objects, and a Spark that runs tasks here."""
+    place = SparkPlace(tmp_path / "data")
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True)
+        for number in range(3):
+            fill(topic, 10, first=number * 10)
+            topic.upload()
+
+    @contextmanager
+    def session(master, conf=None, *, name="ister"):
+        yield SparkHere()
+
+    monkeypatch.setattr("ister.spark.jobs.session.open_session", session)
+    with without_spark():
+        yield place
+
+
+def run(*words):
+    """The exit code of a command."""
+    parser = argparse.ArgumentParser(prog="ister pipeline")
+    jobs = parser.add_subparsers(required=True)
+    scrub.register(jobs)
+    stats.register(jobs)
+    options = parser.parse_args(words)
+    return options.run(options)
+
+
+def test_a_sound_topic(place, capsys):
+    assert run("scrub", "--config", place.config) == 0
+    shown = capsys.readouterr()
+    assert TOPIC in shown.out
+    assert "scrub: 1 topics, done" in shown.out
+    assert shown.err == ""
+
+
+def test_a_fault_is_shown_and_healed(place, capsys):
+    patient = Patient(place.config, place.root / "objects")
+    gone = patient.descriptors()[1]
+    patient.lose(gone)
+    assert run("scrub", "--config", place.config) == 1
+    shown = capsys.readouterr()
+    assert gone.object_id in shown.out
+    assert "can be healed" in shown.out
+    assert "10..19" in shown.out
+    assert "--repair" in shown.err
+    assert run("scrub", "--config", place.config, "--repair", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    (finding,) = report["topics"][0]["findings"]
+    assert (finding["kind"], finding["repaired"]) == ("missing", True)
+    assert run("scrub", "--config", place.config) == 0
+
+
+def test_stats_are_shown(place, capsys, tmp_path):
+    plot = tmp_path / "plot.html"
+    assert run("stats", "--config", place.config, "--plot", str(plot)) == 0
+    shown = capsys.readouterr().out
+    for text in ("by hour", "by producer", "by payload size", "█", "keys:", "zstd-3", str(plot)):
+        assert text in shown
+    assert plot.exists()
+
+
+def test_stats_as_json(place, capsys):
+    assert run("stats", "--config", place.config, "--topics", "/default/*", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["totals"]["messages"] == 30
+    assert report["topics"][0]["topic"] == TOPIC
+
+
+def test_a_topic_that_does_not_exist(place, capsys):
+    with pytest.raises(Exception, match="/default/none"):
+        run("stats", "--config", place.config, "--topics", "/default/none", "--json")
+    assert json.loads(capsys.readouterr().out)["ok"] is False

@@ -1,0 +1,65 @@
+"""Many items as a few tasks: each once, about as heavy as each other, failing alone."""
+
+import random
+from functools import partial
+
+import pytest
+
+from ister.errors import InvariantError, NotFoundError
+from ister.limits import GIB
+from ister.spark.jobs.balance import balance, run_balanced
+from spark_here import SparkHere
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_item_is_in_one_group(seed):
+    rng = random.Random(seed)
+    items = [rng.randrange(1000) for _ in range(rng.randrange(60))]
+    count = rng.randrange(1, 9)
+    groups = balance(items, int, count)
+    assert len(groups) == min(count, len(items))
+    assert all(groups)
+    assert sorted(item for group in groups for item in group) == sorted(items)
+    if items:
+        weights = [sum(max(item, 1) for item in group) for group in groups]
+        assert max(weights) - min(weights) <= max(*items, 1)
+
+
+def _double(bad, item):
+    if item == bad:
+        raise NotFoundError("gone", topic="/default/a", offset=item)
+    return 2 * item
+
+
+def test_an_item_that_fails_fails_alone():
+    done = list(
+        run_balanced(
+            SparkHere(), list(range(20)), partial(_double, 7), weigh=lambda item: 1, name="test"
+        )
+    )
+    assert {item.item: item.result for item in done if item.error is None} == {
+        number: 2 * number for number in range(20) if number != 7
+    }
+    (failed,) = [item for item in done if item.error is not None]
+    assert (failed.item, failed.error["offset"]) == (7, 7)
+
+
+def test_heavy_items_come_slice_by_slice():
+    done = run_balanced(
+        SparkHere(), list(range(10)), partial(_double, -1), weigh=lambda item: GIB, name="test"
+    )
+    assert sorted(next(done).item for _ in range(4)) == [0, 1, 2, 3], "two slots of two GiB"
+    assert len(list(done)) == 6
+
+
+def _break(item):
+    raise InvariantError("our fault")
+
+
+def test_a_fault_of_ours_is_raised():
+    with pytest.raises(InvariantError):
+        list(run_balanced(SparkHere(), [1], _break, weigh=lambda item: 1, name="test"))
+
+
+def test_nothing_to_do():
+    assert list(run_balanced(SparkHere(), [], _break, weigh=lambda item: 1, name="test")) == []

@@ -1,0 +1,557 @@
+"""The half of compaction on the driver: plans, swaps, refusals, collection; tasks run here."""
+
+import os
+import random
+from dataclasses import replace
+
+import duckdb
+import pytest
+
+import ister
+from integration.places import flip_byte
+from integration.spark_topics import (
+    ReadHere,
+    SparkPlace,
+    expire_before,
+    fill,
+    fill_randomly,
+    objects_of,
+    rows_in,
+    rows_of,
+    without_spark,
+)
+from ister import failpoints
+from ister.errors import CorruptDataError, InvalidRequestError, NotFoundError, UnavailableError
+from ister.format.descriptor import encode_descriptor
+from ister.metadata.base import Delete, Put
+from ister.model import Codec, TopicName
+from ister.spark.jobs import compaction
+from ister.spark.jobs.compaction import CompactSettings, compact
+from ister.spark.jobs.report import error_as_fields
+from ister.spark.jobs.tasks import Done
+from ister.tier.names import object_key, objects_prefix
+from ister.tier.ownership import OwnedTopic
+
+A, B = "/default/a", "/default/b"
+
+
+class Stage:
+    """A data directory, and the job without Spark on it."""
+
+    def __init__(self, place, monkeypatch):
+        self.place = place
+        self.tasks = []
+        monkeypatch.setattr(compaction, "run_tasks", self._run_tasks)
+
+    def _run_tasks(self, spark, items, work, *, weigh, name):
+        for item in items:
+            self.tasks.append(item)
+            try:
+                yield Done(item, work(item), None)
+            except ister.IsterError as error:
+                yield Done(item, None, error_as_fields(error))
+
+    def compact(self, **settings):
+        """Runs the job; small objects are worth it."""
+        settings = {"target_mb": 1, "min_objects": 2, "grace_minutes": 60} | settings
+        return compact(None, self.place.config, **settings)
+
+    def fill(self, name, uploads, *, each=40, first=0):
+        """A topic with so many objects; its rows."""
+        with self.place.open() as log:
+            topic = log.topic(name, create=True)
+            upload(topic, uploads, each=each, first=first)
+            return rows_of(topic)
+
+    def rows(self, name=A):
+        """What the bucket has of a topic."""
+        with ister.open_history(self.place.config) as history:
+            return rows_in(history.topic(name).read_arrow().read_all())
+
+    def descriptors(self, name=A):
+        with ister.open_history(self.place.config) as history:
+            return [d for d, _ in history.topic(name).catalog.descriptors()]
+
+    def ids(self, name=A):
+        return [described.object_id for described in self.descriptors(name)]
+
+    def stored(self, name=A):
+        """The names of everything that the bucket has of a topic."""
+        with ister.open_history(self.place.config) as history:
+            prefix = objects_prefix(TopicName.parse(name))
+            return [info.key.removeprefix(prefix) for info in history.objects.list(prefix)]
+
+    def path(self, object_id, name=A):
+        return self.place.root / "objects" / object_key(TopicName.parse(name), object_id)
+
+    def everything(self):
+        """All of the bucket and of the metadata, but for leases and revisions."""
+        files = sorted(self.place.root.glob("objects/**/*"))
+        with ister.open_history(self.place.config) as history:
+            keys = [(item.key, item.value) for item in history.metadata.range("/danube/")]
+        return [(str(f), f.read_bytes()) for f in files if f.is_file()], keys
+
+
+def upload(topic, uploads, *, each=40, first=0):
+    for number in range(uploads):
+        fill(topic, each, first=first + number * each)
+        topic.upload()
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    with without_spark():
+        yield Stage(SparkPlace(tmp_path, cloud={"orphan_grace_minutes": 0}), monkeypatch)
+
+
+def topic_of(report, name=A):
+    return report.topics[name]
+
+
+# -- what it does -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dnb1", "parquet"])
+def test_topic_has_the_same_rows_in_fewer_objects(stage, kind):
+    rows = stage.fill(A, 6)
+    before = stage.descriptors()
+    report = stage.compact(format=kind)
+    assert report.ok
+    assert stage.rows() == rows
+    [merged] = stage.descriptors()
+    assert (merged.start, merged.end, merged.messages, merged.format) == (0, 240, 240, kind)
+    assert merged.kept == ""
+    assert topic_of(report) == {
+        "topic": A,
+        "objects": 6,
+        "merged": 1,
+        "bytes": sum(described.size_bytes for described in before),
+        "new_bytes": merged.size_bytes,
+    }
+
+
+def test_frames_are_the_same_bytes_after_parquet_and_back(stage):
+    stage.fill(A, 4)
+    frames = b"".join(stage.path(object_id).read_bytes() for object_id in stage.ids())
+    stage.compact(format="parquet")
+    stage.fill(A, 4, first=160)
+    late = b"".join(stage.path(object_id).read_bytes() for object_id in stage.ids()[1:])
+    stage.compact(format="dnb1", target_mb=64)
+    [merged] = stage.ids()
+    assert stage.path(merged).read_bytes() == frames + late
+
+
+def test_second_run_finds_nothing_to_do(stage):
+    stage.fill(A, 6)
+    stage.compact(format="parquet")
+    ids, done = stage.ids(), len(stage.tasks)
+    report = stage.compact(format="parquet")
+    assert (stage.ids(), len(stage.tasks)) == (ids, done)
+    assert (topic_of(report)["merged"], report.ok) == (0, True)
+
+
+def test_more_objects_than_a_transaction_takes_are_merged_in_one_run(stage):
+    rows = stage.fill(A, 140, each=1)
+    report = stage.compact()
+    assert len(stage.ids()) == 1
+    assert stage.rows() == rows
+    assert topic_of(report)["merged"] == 3  # a hundred, forty, and both of them
+
+
+def test_merged_object_is_as_old_as_its_newest_part(stage):
+    """Goal: merging does not keep messages for longer than retention would."""
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        upload(topic, 4)
+        for number, (described, revision) in enumerate(topic.tier.owned.catalog.descriptors()):
+            aged = replace(described, created_at=1_700_000_000 + number)
+            assert topic.tier.owned.replace(described, aged, revision)
+    stage.compact()
+    assert [described.created_at for described in stage.descriptors()] == [1_700_000_003]
+
+
+def test_dry_run_says_what_would_be_done_and_changes_nothing(stage):
+    stage.fill(A, 6)
+    stage.fill(B, 1)
+    size = sum(described.size_bytes for described in stage.descriptors())
+    before = stage.everything()
+    report = stage.compact(dry_run=True)
+    assert stage.everything() == before
+    assert stage.tasks == []
+    assert report.as_json()["topics"] == [
+        {"topic": A, "objects": 6, "merged": 1, "bytes": size},
+        {"topic": B, "objects": 0, "merged": 0, "bytes": 0},
+    ]
+
+
+def test_only_the_named_topics_are_compacted(stage):
+    stage.fill(A, 4)
+    stage.fill(B, 4)
+    report = stage.compact(topics="/default/b*")
+    assert list(report.topics) == [B]
+    assert (len(stage.ids(A)), len(stage.ids(B))) == (4, 1)
+    with pytest.raises(NotFoundError, match="there is no topic"):
+        stage.compact(topics="/default/c")
+
+
+def test_topics_with_both_codecs_and_anything_in_them(stage):
+    rng = random.Random(7)
+    rows = {}
+    with stage.place.open() as log:
+        for name, codec in ((A, Codec.BINCODE2), (B, Codec.BINCODE1)):
+            topic = log.topic(name, create=True, codec=codec)
+            for _ in range(5):
+                fill_randomly(topic, rng, 30)
+                topic.upload()
+            rows[name] = rows_of(topic)
+    for kind in ("parquet", "dnb1"):
+        assert stage.compact(format=kind).ok
+        assert {name: stage.rows(name) for name in rows} == rows
+
+
+def test_parquet_objects_are_tables_for_others(stage):
+    rows = stage.fill(A, 5)
+    stage.compact(format="parquet")
+    [merged] = stage.ids()
+    found = duckdb.sql(
+        'SELECT "offset", payload, producer_name, attributes FROM '
+        f"read_parquet('{stage.path(merged)}') ORDER BY 1"
+    ).fetchall()
+    assert found == [(r.offset, r.payload, r.producer_name, r.attributes) for r in rows]
+
+
+# -- beside others ------------------------------------------------------------------------------
+
+
+def test_planned_read_goes_on_when_its_objects_are_gone(stage):
+    rows = stage.fill(A, 6)
+    planned = ReadHere(topic=A, config=stage.place.elsewhere, includeTail="false")
+    old = stage.ids()
+    for kind in ("dnb1", "parquet"):
+        stage.compact(format=kind, min_objects=1, grace_minutes=0)
+        for object_id in old:
+            stage.path(object_id).unlink(missing_ok=True)
+        assert planned.rows() == rows
+
+
+def test_owner_goes_on_while_its_newest_object_is_merged(stage):
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        upload(topic, 4)
+        assert stage.compact().ok
+        upload(topic, 4, first=160)
+        topic.tier.trim()
+        assert stage.compact(format="parquet").ok
+        rows = rows_of(topic)
+        assert [row.offset for row in rows] == list(range(320))
+        assert [(d.start, d.end) for d in objects_of(topic)] == [(0, 320)]
+        assert topic.watermarks.tiered == 320
+    assert stage.rows() == rows
+
+
+def test_owner_uploads_between_merge_and_swap(stage):
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        upload(topic, 4)
+        late = [160]
+
+        def append():
+            upload(topic, 1, first=late[0])
+            late[0] += 40
+
+        failpoints.arm("pipeline.before_commit", append)
+        report = stage.compact()
+        assert report.ok
+        rows = rows_of(topic)
+    assert stage.rows() == rows
+    assert [row.offset for row in rows] == list(range(late[0]))
+
+
+def test_owner_commits_while_its_newest_object_is_being_merged(stage):
+    """Goal: the pointer to the newest object moves under the owner's commit, and it goes on."""
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        upload(topic, 4)
+        fill(topic, 40, first=160)
+
+        def merge():
+            failpoints.disarm()
+            assert stage.compact().ok
+
+        failpoints.arm("tier.before_commit", merge)
+        topic.upload()
+        rows = rows_of(topic)
+        assert topic.watermarks.tiered == 200
+    assert stage.rows() == rows
+    assert [(d.start, d.end) for d in stage.descriptors()] == [(0, 160), (160, 200)]
+
+
+def test_swap_is_refused_when_an_object_has_expired_meanwhile(stage):
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        upload(topic, 6)
+        topic.tier.trim()
+        rows = rows_of(topic)
+
+        def expire():
+            failpoints.disarm()
+            expire_before(log, topic, 80)
+
+        failpoints.arm("pipeline.before_commit", expire)
+        report = stage.compact()
+        assert report.ok
+        assert topic_of(report)["skipped"] == 1
+        # Planned again, with what is left.
+        assert [(d.start, d.end) for d in stage.descriptors()] == [(80, 240)]
+        assert rows_of(topic) == rows[80:]
+        assert topic.earliest == 80
+    # What was merged in vain is gone.
+    assert [name for name in stage.stored() if "-c" in name] == stage.ids()
+
+
+def test_group_whose_objects_are_gone_is_planned_again(stage):
+    """Goal: expiry that comes while a task reads is not a failure."""
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        upload(topic, 6)
+        topic.tier.trim()
+
+        def expire():
+            failpoints.disarm()
+            expire_before(log, topic, 80)
+
+        failpoints.arm("pipeline.after_plan", expire)
+        report = stage.compact()
+    assert report.ok
+    assert topic_of(report)["skipped"] == 1
+    assert [(d.start, d.end) for d in stage.descriptors()] == [(80, 240)]
+
+
+def test_two_runs_at_once_merge_everything_once(stage):
+    rows = stage.fill(A, 6)
+
+    def other():
+        failpoints.disarm()
+        assert stage.compact(format="dnb1").total("merged") == 1
+
+    failpoints.arm("pipeline.before_commit", other)
+    report = stage.compact(format="dnb1")
+    assert report.ok
+    assert (topic_of(report)["merged"], topic_of(report)["skipped"]) == (0, 1)
+    assert stage.rows() == rows
+    assert [name for name in stage.stored() if "-c" in name] == stage.ids()
+
+
+def test_objects_that_share_offsets_are_left_alone(stage):
+    """Goal: a topic that needs repair is not made worse, and loses no message for good."""
+    stage.fill(A, 4)
+    first = stage.descriptors()[0]
+    with stage.place.open() as log:
+        owned = log.topic(A).tier.owned
+        wider = replace(first, end=first.end + 1)
+        key = owned.catalog.keys.descriptor(first.start)
+        owned.transact([], [Put(key, encode_descriptor(wider))])
+    report = stage.compact(format="parquet", keep="latest-per-key")
+    assert [error["code"] for error in report.errors] == [CorruptDataError.code]
+    assert "scrub" in report.errors[0]["hint"]
+    assert stage.compact().ok
+    assert [(d.start, d.end) for d in stage.descriptors()] == [(0, 41), (40, 80), (80, 160)]
+
+
+def test_topic_that_changes_hands_is_planned_again(stage):
+    rows = stage.fill(A, 4)
+
+    def take():
+        failpoints.disarm()
+        with stage.place.open() as log:
+            log.topic(A)
+
+    failpoints.arm("pipeline.before_commit", take)
+    report = stage.compact()
+    assert report.ok
+    assert topic_of(report)["skipped"] == 1
+    [merged] = stage.descriptors()
+    assert merged.epoch == 2
+    assert stage.rows() == rows
+
+
+def test_job_without_its_lease_changes_nothing(stage):
+    stage.fill(A, 4)
+    before = stage.descriptors()
+
+    def lose():
+        with ister.open_history(stage.place.config) as history:
+            keys = [i.key for i in history.metadata.range("/danube/pipeline/jobs/")]
+        assert keys
+        with stage.place.open() as log:
+            log.tiers.metadata.transact([], [Delete(key) for key in keys])
+
+    failpoints.arm("pipeline.before_commit", lose)
+    with pytest.raises(ister.IsterError, match="lease"):
+        stage.compact()
+    assert stage.descriptors() == before
+
+
+def test_merged_object_that_is_gone_is_not_committed(stage):
+    rows = stage.fill(A, 4)
+    before = stage.ids()
+
+    def remove():
+        for object_id in stage.stored():
+            if "-c" in object_id:
+                stage.path(object_id).unlink()
+
+    failpoints.arm("pipeline.before_commit", remove)
+    report = stage.compact()
+    assert [error["code"] for error in report.errors] == [NotFoundError.code]
+    assert stage.ids() == before
+    assert stage.rows() == rows
+
+
+def test_merged_object_that_waited_too_long_is_not_committed(tmp_path, monkeypatch):
+    """Goal: what somebody may collect at any moment never becomes part of a topic."""
+    with without_spark():
+        stage = Stage(SparkPlace(tmp_path, cloud={"orphan_grace_minutes": 60}), monkeypatch)
+        stage.fill(A, 4)
+        before = stage.ids()
+
+        def grow_old():
+            for object_id in stage.stored():
+                if "-c" in object_id:
+                    path = stage.path(object_id)
+                    long_ago = path.stat().st_mtime - 45 * 60
+                    os.utime(path, (long_ago, long_ago))
+
+        failpoints.arm("pipeline.before_commit", grow_old)
+        report = stage.compact()
+        assert "orphan_grace_minutes" in report.errors[0]["hint"]
+        assert (stage.ids(), stage.stored()) == (before, sorted(before))
+
+
+# -- failures -----------------------------------------------------------------------------------
+
+
+def test_damaged_topic_fails_alone_and_stays_as_it_was(stage):
+    stage.fill(A, 4)
+    rows = stage.fill(B, 4)
+    ids = stage.ids(A)
+    flip_byte(stage.path(ids[2]), 100)
+    report = stage.compact()
+    assert not report.ok
+    assert [(e["code"], e["topic"]) for e in report.errors] == [(CorruptDataError.code, A)]
+    assert (stage.ids(A), sorted(stage.stored(A))) == (ids, sorted(ids))
+    assert len(stage.ids(B)) == 1
+    assert stage.rows(B) == rows
+
+
+def test_commit_whose_outcome_is_unknown_leaves_the_merged_object(stage, monkeypatch):
+    stage.fill(A, 4)
+
+    def swap(self, old, new, *, until):
+        raise UnavailableError("no answer")
+
+    monkeypatch.setattr(OwnedTopic, "swap", swap)
+    report = stage.compact()
+    assert [error["code"] for error in report.errors] == [UnavailableError.code]
+    assert len(stage.stored()) == 5
+
+
+def test_object_that_a_lost_answer_has_committed_is_not_removed(stage, monkeypatch):
+    rows = stage.fill(A, 4)
+    original = OwnedTopic.swap
+
+    def swap(self, old, new, *, until):
+        assert original(self, old, new, until=until)
+        return False
+
+    monkeypatch.setattr(OwnedTopic, "swap", swap)
+    stage.compact()
+    assert set(stage.ids()) <= set(stage.stored())
+    assert stage.rows() == rows
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"format": "csv"},
+        {"keep": "some"},
+        {"keep": "latest-per-key"},
+        {"target_mb": 0},
+        {"target_mb": 4096},
+        {"min_objects": 0},
+        {"min_objects": 101},
+        {"grace_minutes": -1},
+        {"tombstone_hours": -1},
+        {"zstd_level": 0},
+        {"zstd_level": 23},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        CompactSettings(**wrong)
+
+
+# -- old objects --------------------------------------------------------------------------------
+
+
+def test_old_objects_stay_for_their_grace_and_go_with_the_next_run(stage):
+    rows = stage.fill(A, 4)
+    old = stage.ids()
+    stage.compact(grace_minutes=60)
+    assert set(stage.stored()) == {*old, *stage.ids()}
+    assert "collected" not in topic_of(stage.compact(grace_minutes=60))
+    assert set(stage.stored()) == {*old, *stage.ids()}
+    assert stage.rows() == rows
+
+
+def test_old_objects_without_grace_go_with_the_next_run(stage):
+    rows = stage.fill(A, 4)
+    stage.compact(grace_minutes=0)
+    assert len(stage.stored()) == 5
+    assert topic_of(stage.compact())["collected"] == 4
+    assert stage.stored() == stage.ids()
+    assert stage.rows() == rows
+
+
+def test_owner_collects_where_there_is_one(stage):
+    with stage.place.open() as log:
+        topic = log.topic(A, create=True)
+        upload(topic, 4)
+        stage.compact(grace_minutes=0)
+        assert "collected" not in topic_of(stage.compact())
+        assert len(topic.tier.collect_orphans()) == 4
+    assert stage.stored() == stage.ids()
+
+
+def test_object_that_the_catalog_has_forgotten_is_not_collected(stage):
+    """Goal: metadata that is lost or old takes no data with it."""
+    stage.fill(A, 4)
+    stage.compact(grace_minutes=0)
+    stage.fill(A, 1, first=160)
+    last = stage.descriptors()[-1]
+    with stage.place.open() as log:
+        store = log.tiers.metadata
+        keys = log.tiers.catalog(TopicName.parse(A)).keys
+        store.transact([], [Delete(keys.descriptor(last.start))])
+    before = stage.stored()
+    stage.compact()
+    assert stage.stored() == before
+    assert last.object_id in before
+
+
+def test_orphans_of_a_killed_run_are_collected(stage):
+    stage.fill(A, 4)
+
+    class KilledError(BaseException):
+        pass
+
+    def die():
+        raise KilledError
+
+    failpoints.arm("pipeline.before_commit", die)
+    with pytest.raises(KilledError):
+        stage.compact()
+    failpoints.disarm()
+    assert len(stage.stored()) == 5
+    assert topic_of(stage.compact())["collected"] == 1
+    assert len(stage.ids()) == 1

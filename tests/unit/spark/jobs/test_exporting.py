@@ -1,0 +1,520 @@
+"""The export without Spark, tasks in this process: plans, commits, refusals, what a kill leaves."""
+
+import argparse
+import signal
+import threading
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pytest
+
+from export_rig import FORMATS, offsets_in, read_table, table_at, tasks_here, where
+from integration.spark_topics import PUBLISHED_MS, SparkPlace, expire_before, fill
+from ister import failpoints
+from ister.cli.pipeline import export as command
+from ister.errors import ConflictError, DataGapError, InvalidRequestError, NotFoundError
+from ister.spark.jobs import exporting
+from ister.spark.jobs.exporting import ExportSettings, export
+from ister.spark.jobs.job import open_job
+from ister.spark.tables.columns import ENVELOPE
+from ister.tier.fence import Fence
+
+TOPIC = "/default/orders"
+SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
+
+
+@pytest.fixture
+def spark():
+    """Tasks run here."""
+    with tasks_here() as session:
+        yield session
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A data directory."""
+    return SparkPlace(tmp_path / "data")
+
+
+def _fill_json(place: SparkPlace, count: int, *, bad=(), first: int = 0, upload: bool = True):
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True)
+        for number in range(first, first + count):
+            payload = b"?" if number in bad else b'{"id":%d,"name":"n%d"}' % (number, number)
+            topic.append(payload, publish_time=PUBLISHED_MS + number)
+        topic.flush()
+        if upload:
+            topic.upload()
+
+
+def _export(spark, place, tmp_path, format="parquet", **options):
+    to = options.pop("to", where(tmp_path, format))
+    return export(spark, place.config, to=to, format=format, **options)
+
+
+# -- plans --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_of_it_once(spark, place, tmp_path, format):
+    place.fill(TOPIC, 120, uploaded=100)
+    plan = _export(spark, place, tmp_path, format, dry_run=True)
+    assert plan.topics[TOPIC]["messages"] == 100
+    assert plan.topics[TOPIC]["bytes"] > 0
+    assert not (tmp_path / format).exists()
+    first = _export(spark, place, tmp_path, format)
+    assert (first.ok, first.topics[TOPIC]["messages"]) == (True, 100)
+    again = _export(spark, place, tmp_path, format)
+    assert (again.ok, again.topics[TOPIC]["messages"], again.total("files")) == (True, 0, 0)
+    assert offsets_in(tmp_path, format) == list(range(100))
+
+
+def test_the_tail_comes_along_when_it_is_asked_for(spark, place, tmp_path):
+    place.fill(TOPIC, 120, uploaded=100)
+    _export(spark, place, tmp_path, include_tail=True)
+    assert offsets_in(tmp_path, "parquet") == list(range(120))
+    with place.open() as log:
+        log.topic(TOPIC).upload()
+    assert _export(spark, place, tmp_path).total("messages") == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_missing_ranges_are_filled(spark, place, tmp_path, format):
+    place.fill(TOPIC, 100, uploaded=100)
+    for start, end in ((20, 40), (60, 70)):
+        _export(spark, place, tmp_path, format, start=start, end=end)
+    assert offsets_in(tmp_path, format) == [*range(20, 40), *range(60, 70)]
+    plan = _export(spark, place, tmp_path, format, dry_run=True)
+    assert plan.topics[TOPIC]["ranges"] == [[0, 20], [40, 60], [70, 100]]
+    _export(spark, place, tmp_path, format)
+    assert offsets_in(tmp_path, format) == list(range(100))
+
+
+def test_points_in_time(spark, place, tmp_path):
+    place.fill(TOPIC, 100, uploaded=100, step_ms=1000)
+    begin = datetime.fromtimestamp(PUBLISHED_MS / 1000, UTC)
+    _export(
+        spark,
+        place,
+        tmp_path,
+        start=begin + timedelta(seconds=10),
+        end=begin + timedelta(seconds=20),
+    )
+    assert offsets_in(tmp_path, "parquet") == list(range(10, 20))
+
+
+def test_many_topics_into_one_table_and_into_many(spark, place, tmp_path):
+    for name in ("/a/x", "/a/y", "/b/x"):
+        place.fill(name, 30, uploaded=30)
+    report = _export(spark, place, tmp_path, topics="/a/*")
+    assert report.total("messages") == 60
+    found = read_table(tmp_path, "parquet")
+    assert sorted(set(found.column("topic").to_pylist())) == ["/a/x", "/a/y"]
+    report = export(spark, place.config, to=f"{tmp_path}/each/{{namespace}}-{{topic}}")
+    assert report.total("messages") == 90
+    assert sorted(path.name for path in (tmp_path / "each").iterdir()) == ["a-x", "a-y", "b-x"]
+
+
+def test_a_range_that_retention_took(spark, place, tmp_path):
+    """What is in the table stays, what is gone is not waited for."""
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True)
+        for first in range(0, 600, 200):
+            fill(topic, 200, first=first)
+            topic.upload()
+        earliest = expire_before(log, topic, 300)
+    assert 0 < earliest <= 300
+    report = _export(spark, place, tmp_path, start=0)
+    assert report.ok
+    assert offsets_in(tmp_path, "parquet") == list(range(earliest, 600))
+
+
+def test_one_topics_failure_harms_no_other(spark, place, tmp_path):
+    place.fill("/default/bad", 100, uploaded=100)
+    place.fill("/default/good", 50, uploaded=50)
+    for path in (tmp_path / "data/objects").rglob("*/bad/objects/*"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    # From another machine: local files would make up for it.
+    report = export(spark, place.elsewhere, to=f"{tmp_path}/each/{{topic}}")
+    assert {error["topic"] for error in report.errors} == {"/default/bad"}
+    assert report.topics["/default/good"]["messages"] == 50
+    assert not report.ok
+
+
+def test_ranges_that_could_be_read_count_beside_one_that_could_not(spark, place, tmp_path):
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True)
+        for first in range(0, 300, 100):
+            fill(topic, 100, first=first)
+            topic.upload()
+    objects = sorted((tmp_path / "data/objects").rglob("*.dnb1"))
+    good = objects[1].read_bytes()
+    objects[1].write_bytes(b"\0" * len(good))
+    # Objects are small: give each a task of its own.
+    real = exporting.plan
+    exporting.plan = lambda ranges, **_: real(ranges, split_bytes=1)
+    try:
+        report = export(spark, place.elsewhere, to=where(tmp_path, "parquet"))
+    finally:
+        exporting.plan = real
+    assert report.errors
+    assert {error["code"] for error in report.errors} == {"DATA_LOSS"}
+    before = offsets_in(tmp_path, "parquet")
+    assert set(range(100)) <= set(before)
+    assert 150 not in before
+    objects[1].write_bytes(good)
+    assert _export(spark, place, tmp_path).ok
+    assert offsets_in(tmp_path, "parquet") == list(range(300))
+
+
+# -- typed columns and dead letters ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bad_rows_become_dead_letters(spark, place, tmp_path, format):
+    _fill_json(place, 60, bad={3, 40})
+    report = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    assert report.ok
+    assert (report.total("messages"), report.total("dead_letters")) == (58, 2)
+    rows = read_table(tmp_path, format)
+    assert rows.column("id").to_pylist() == [n for n in range(60) if n not in (3, 40)]
+    assert rows.column("name").to_pylist()[:2] == ["n0", "n1"]
+    assert "payload" not in rows.column_names
+    letters = read_table(tmp_path, format, "orders_dead_letters")
+    assert letters.column("offset").to_pylist() == [3, 40]
+    assert letters.column("payload").to_pylist() == [b"?", b"?"]
+    assert "not JSON" in letters.column("reason").to_pylist()[0]
+    again = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    assert again.total("dead_letters") == 0
+
+
+def test_a_schema_that_grows(spark, place, tmp_path):
+    _fill_json(place, 10)
+    narrow = {"properties": {"id": {"type": "integer"}}}
+    _export(spark, place, tmp_path, "iceberg", schema=narrow)
+    _fill_json(place, 10, first=10)
+    _export(spark, place, tmp_path, "iceberg", schema=SCHEMA)
+    rows = read_table(tmp_path, "iceberg")
+    assert rows.column("name").to_pylist() == [None] * 10 + [f"n{n}" for n in range(10, 20)]
+    wrong = {"properties": {"id": {"type": "string"}}}
+    report = _export(spark, place, tmp_path, "iceberg", schema=wrong)
+    assert [error["code"] for error in report.errors] == ["ABORTED"]
+
+
+class _KilledError(BaseException):
+    """Ends whatever is under way."""
+
+
+def _kill_at(point: str, visit: int = 1) -> None:
+    visits = []
+
+    def act() -> None:
+        visits.append(1)
+        if len(visits) == visit:
+            raise _KilledError
+
+    failpoints.arm(point, act)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_dead_letters_are_not_written_again_after_a_crash(spark, place, tmp_path, format):
+    _fill_json(place, 60, bad={3, 40})
+    _kill_at("export.after_dead_letters")
+    with pytest.raises(_KilledError):
+        _export(spark, place, tmp_path, format, schema=SCHEMA)
+    failpoints.disarm()
+    _fill_json(place, 10, first=60, bad={65})
+    report = _export(spark, place, tmp_path, format, schema=SCHEMA)
+    assert report.ok
+    assert offsets_in(tmp_path, format, "orders_dead_letters") == [3, 40, 65]
+    assert offsets_in(tmp_path, format) == [n for n in range(70) if n not in (3, 40, 65)]
+
+
+def test_another_schema_after_such_a_crash_loses_nothing(spark, place, tmp_path):
+    """Rows that fitted the first schema and not the second are letters, too."""
+    _fill_json(place, 60, bad={3})
+    _kill_at("export.after_dead_letters")
+    with pytest.raises(_KilledError):
+        _export(spark, place, tmp_path, schema=SCHEMA)
+    failpoints.disarm()
+    wrong = {"properties": {"name": {"type": "integer"}}}
+    assert _export(spark, place, tmp_path, schema=wrong).total("dead_letters") == 60
+    letters = offsets_in(tmp_path, "parquet", "orders_dead_letters")
+    assert set(letters) == set(range(60))
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_a_topic_that_was_made_again_is_refused(spark, place, tmp_path):
+    place.fill(TOPIC, 30, uploaded=30)
+    _export(spark, place, tmp_path)
+    with place.open() as log:
+        log.delete(TOPIC)
+    place.fill(TOPIC, 10, uploaded=10)
+    report = _export(spark, place, tmp_path)
+    assert "made again" in report.errors[0]["message"]
+    assert offsets_in(tmp_path, "parquet") == list(range(30))
+    report = _export(spark, place, tmp_path, accept_remade=True)
+    assert report.total("messages") == 10
+    assert sorted(offsets_in(tmp_path, "parquet")) == sorted([*range(30), *range(10)])
+
+
+def test_one_export_of_a_topic_into_a_table_at_a_time(spark, place, tmp_path):
+    place.fill(TOPIC, 30, uploaded=30)
+    taken: list[str] = []
+    real = Fence.take.__func__
+
+    def remember(cls, store, key, **fields):
+        taken.append(key)
+        return real(cls, store, key, **fields)
+
+    Fence.take = classmethod(remember)
+    try:
+        _export(spark, place, tmp_path, end=10)
+    finally:
+        Fence.take = classmethod(real)
+    [key] = [key for key in taken if "/exports/" in key]
+    with open_job("other", spark, place.config, exclusive=key):
+        report = _export(spark, place, tmp_path)
+        assert "another export" in report.errors[0]["message"]
+        # Into another table it may.
+        assert _export(spark, place, tmp_path, to=str(tmp_path / "else")).ok
+    assert _export(spark, place, tmp_path).total("messages") == 20
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_export_whose_lease_has_ended_commits_nothing(spark, place, tmp_path, format):
+    place.fill(TOPIC, 30, uploaded=30)
+    with open_job("export", spark, place.config) as job:
+        failpoints.arm("pipeline.before_commit", job.fence.release)
+        settings = ExportSettings(to=where(tmp_path, format), format=format_of(format))
+        exporting.export_topics(job, settings)
+        assert [error["code"] for error in job.report.errors] == ["ABORTED"]
+    failpoints.disarm()
+    assert offsets_in(tmp_path, format) == []
+    # Nor does it leave files behind.
+    left = [p for p in (tmp_path / format).rglob("*.parquet") if ".tmp" not in str(p)]
+    assert [path for path in left if "_delta_log" not in str(path)] == []
+
+
+def format_of(name: str):
+    """The format of a name."""
+    return exporting._format(name)
+
+
+def test_a_table_that_is_ahead_of_the_plan_refuses(spark, place, tmp_path):
+    """As if a second export had run although the lease said no."""
+    place.fill(TOPIC, 30, uploaded=30)
+
+    def overtake() -> None:
+        failpoints.disarm()
+        _export(spark, place, tmp_path, start=5, end=8)
+
+    real = exporting._Guards.take
+    exporting._Guards.take = lambda self, name, topic: real(self, f"{name}{id(self)}", topic)
+    failpoints.arm("pipeline.before_commit", overtake)
+    try:
+        report = _export(spark, place, tmp_path)
+    finally:
+        exporting._Guards.take = real
+    assert "5 up to 8" in report.errors[0]["message"]
+    assert offsets_in(tmp_path, "parquet") == [5, 6, 7]
+    assert _export(spark, place, tmp_path).total("messages") == 27
+    assert offsets_in(tmp_path, "parquet") == list(range(30))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"format": "csv"},
+        {"file_mb": 0},
+        {"zstd_level": 99},
+        {"start": -1},
+        {"to": "{x}"},
+        {"schema": {"type": "string"}},
+        {"schema": SCHEMA, "dead_letters": "SAME"},
+    ],
+)
+def test_what_makes_no_sense(spark, place, tmp_path, wrong):
+    place.fill(TOPIC, 3, uploaded=3)
+    to = where(tmp_path, "parquet")
+    arguments = {"to": to, **wrong}
+    if arguments.get("dead_letters"):
+        arguments["dead_letters"] = to
+    try:
+        report = export(spark, place.config, **arguments)
+    except InvalidRequestError:
+        return
+    assert [error["code"] for error in report.errors] == ["INVALID_ARGUMENT"]
+
+
+def test_a_topic_that_is_not_there(spark, place, tmp_path):
+    place.fill(TOPIC, 3, uploaded=3)
+    with pytest.raises(NotFoundError):
+        _export(spark, place, tmp_path, topics="/default/none")
+    assert _export(spark, place, tmp_path, topics="/none/*").topics == {}
+
+
+def test_an_export_that_goes_on(spark, place, tmp_path):
+    place.fill(TOPIC, 10, uploaded=10)
+    stop = threading.Event()
+    rounds = []
+
+    def meanwhile() -> None:
+        rounds.append(1)
+        if len(rounds) == 2:
+            place.fill(TOPIC, 20, uploaded=20)
+        if len(rounds) == 4:
+            stop.set()
+
+    failpoints.arm("pipeline.after_plan", meanwhile)
+    report = _export(spark, place, tmp_path, available_now=False, interval=0.01, stop=stop)
+    assert report.ok
+    assert len(rounds) == 4
+    assert offsets_in(tmp_path, "parquet") == list(range(30))
+    assert report.topics[TOPIC]["messages"] == 30
+
+
+def test_the_gap_that_compaction_left_is_covered(spark, place, tmp_path, monkeypatch):
+    """A range is done when it was read, whether or not each offset has a row."""
+    place.fill(TOPIC, 100, uploaded=100)
+    real = exporting.export_item
+
+    monkeypatch.setattr("ister.spark.jobs.export_task.ReadTask.read", _without_odd_offsets())
+    assert real is exporting.export_item
+    _export(spark, place, tmp_path)
+    monkeypatch.undo()
+    assert offsets_in(tmp_path, "parquet") == list(range(0, 100, 2))
+    assert _export(spark, place, tmp_path).total("messages") == 0
+
+
+def _without_odd_offsets():
+    from ister.spark.reading import ReadTask  # noqa: PLC0415 - what is replaced
+
+    read = ReadTask.read
+
+    def some(self, partition, identities):
+        for batch in read(self, partition, identities):
+            wanted = [offset % 2 == 0 for offset in batch.column("offset").to_pylist()]
+            yield batch.filter(pa.array(wanted))
+
+    return some
+
+
+# -- ended at every step --------------------------------------------------------------------------
+
+_POINTS = (
+    ("pipeline.after_lease", 1),
+    ("pipeline.after_plan", 1),
+    ("pipeline.before_task", 1),
+    ("pipeline.after_task", 1),
+    # The first commit of each is that of the dead letters.
+    ("export.before_table_commit", 1),
+    ("export.after_table_commit", 1),
+    ("export.after_publish", 1),
+    ("export.after_dead_letters", 1),
+    ("pipeline.before_commit", 1),
+    ("export.before_table_commit", 2),
+    ("export.after_table_commit", 2),
+    ("export.after_publish", 2),
+    ("pipeline.after_commit", 1),
+    ("pipeline.before_report", 1),
+)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_ended_at_every_step_and_run_again(spark, place, tmp_path, format):
+    """Whatever was under way, the next run goes on from what counts, and repeats nothing."""
+    count, bad, ended = 0, set(), []
+    for point, visit in _POINTS:
+        bad.add(count + 3)
+        _fill_json(place, 10, first=count, bad=bad)
+        count += 10
+        _kill_at(point, visit)
+        try:
+            _export(spark, place, tmp_path, format, schema=SCHEMA)
+        except _KilledError:
+            ended.append((point, visit))
+        failpoints.disarm()
+    # Only directories give names to files, and only once all is well is there nothing to end.
+    assert {point for point in _POINTS if "publish" not in point[0]} <= set(ended)
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    assert offsets_in(tmp_path, format) == [n for n in range(count) if n not in bad]
+    assert offsets_in(tmp_path, format, "orders_dead_letters") == sorted(bad)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.register(parser.add_subparsers(required=True))
+    return parser.parse_args(["export", *arguments])
+
+
+def test_the_command(monkeypatch):
+    seen = {}
+
+    def fake(spark, config, **options):
+        seen.update(options)
+
+    monkeypatch.setattr(exporting, "export", fake)
+    options = _parse(
+        *("--to", "lake.orders", "--format", "iceberg", "--schema", "s.json"),
+        *("--catalog", "type=rest", "--catalog", "uri=http://x?a=b", "--from", "17"),
+        *("--until", "2026-03-01T10:00+02:00", "--dead-letters", "lake.bad", "--include-tail"),
+        *("--interval", "5"),
+    )
+    command._export(options, None, command.Place(None, "b:1"), None)
+    assert seen["catalog"] == {"type": "rest", "uri": "http://x?a=b"}
+    assert seen["start"] == 17
+    assert seen["end"] == datetime(2026, 3, 1, 8, tzinfo=UTC)
+    assert (seen["available_now"], seen["interval"]) == (False, 5.0)
+    assert (seen["include_tail"], seen["dead_letters"]) == (True, "lake.bad")
+    assert seen["storage_options"] is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("--catalog", "type"), ("--from", "yesterday"), ("--interval", "0"), ("--until", "3x")],
+)
+def test_wrong_arguments(monkeypatch, wrong):
+    monkeypatch.setattr(exporting, "export", lambda *_, **__: None)
+    options = _parse("--to", "x", *wrong)
+    with pytest.raises(InvalidRequestError):
+        command._export(options, None, command.Place(None, None), None)
+
+
+def test_a_signal_ends_an_export_that_goes_on(monkeypatch):
+    def fake(spark, config, *, stop, **options):
+        assert not stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert stop.wait(5)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(exporting, "export", fake)
+    before = signal.getsignal(signal.SIGTERM)
+    options = _parse("--to", "x", "--interval", "5")
+    command._export(options, None, command.Place(None, None), None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_formats_are_those_of_the_config():
+    assert ConflictError.code == "ABORTED"
+    assert DataGapError.code == "DATA_LOSS"
+    settings = ExportSettings.from_config(
+        exporting.ExportConfig(to="x", catalog={"type": "rest"}, format=format_of("iceberg"))
+    )
+    assert (settings.to, settings.catalog) == ("x", {"type": "rest"})
+    with pytest.raises(InvalidRequestError):
+        ExportSettings.from_config(exporting.ExportConfig())
+
+
+def test_a_table_of_another_program_with_the_same_columns(spark, place, tmp_path):
+    place.fill(TOPIC, 10, uploaded=10)
+    table = table_at(tmp_path, "delta")
+    table.open(pa.schema([*ENVELOPE, ("note", pa.string())]))
+    assert _export(spark, place, tmp_path, "delta").ok
+    assert read_table(tmp_path, "delta").column("note").to_pylist() == [None] * 10

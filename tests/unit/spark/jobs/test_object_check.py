@@ -1,0 +1,359 @@
+"""What is wrong with an object, and with its descriptor: told apart, and told precisely."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ister.clock import SystemClock
+from ister.errors import UnavailableError
+from ister.format.frame import encode_frame
+from ister.format.message import encode_message
+from ister.metrics import Metrics
+from ister.model import Codec, MessageId, StreamMessage
+from ister.objectstore.memory import MemoryObjectStore
+from ister.spark.jobs.object_check import ObjectChecker, Problem
+from ister.tier.merge import merge_objects
+from ister.tier.names import object_key, parse_object_id
+from ister.tier.rebuild import describe_object
+from ister.tier.uploader import UploadSettings
+from tier_rig import NAME
+
+PUBLISHED_MS = 1_700_000_000_000
+
+
+class Bench:
+    """One object of frames in a store, with its descriptor."""
+
+    def __init__(self, *, start=100, count=40, size=50, codec=Codec.BINCODE2, times=None) -> None:
+        self.store = MemoryObjectStore()
+        self.start, self.end = start, start + count
+        self.frames = [
+            encode_frame(
+                offset,
+                encode_message(
+                    StreamMessage(
+                        payload=bytes([offset % 251]) * size,
+                        producer_name="p",
+                        publish_time=PUBLISHED_MS + offset if times is None else times[offset],
+                        msg_id=MessageId(topic_name=str(NAME), topic_offset=offset),
+                    ),
+                    codec,
+                ),
+            )
+            for offset in range(start, self.end)
+        ]
+        self.data = b"".join(self.frames)
+        self.object_id = f"data-{start}-{self.end - 1}.dnb1"
+        self.save(self.data)
+        described = describe_object(
+            self.store,
+            NAME,
+            self.object_id,
+            parse_object_id(self.object_id),
+            incarnation="i",
+            created_at=7,
+        )
+        # An index with more than one entry.
+        every = range(0, count, 10)
+        self.described = replace(
+            described,
+            etag=None,
+            offset_index=tuple((start + at, self.position(start + at)) for at in every),
+            publish_time_index=tuple(
+                max(
+                    (
+                        PUBLISHED_MS + offset if times is None else times[offset]
+                        for offset in range(start, start + at)
+                    ),
+                    default=0,
+                )
+                for at in every
+            )
+            if described.publish_time_index
+            else (),
+        )
+
+    def position(self, offset: int) -> int:
+        return sum(map(len, self.frames[: offset - self.start]))
+
+    def save(self, data: bytes) -> None:
+        self.store.put(object_key(NAME, self.object_id), bytes(data))
+
+    def check(self, described=None, *, chunk_bytes=1 << 20):
+        checker = ObjectChecker(
+            NAME,
+            self.store,
+            chunk_bytes=chunk_bytes,
+            index_every_messages=10,
+            ahead=None,
+            clock=SystemClock(),
+            metrics=Metrics(),
+        )
+        return checker.check(described or self.described)
+
+    def damaged(self, *changes, **options):
+        """Checks the object with bytes changed: (position, value)."""
+        data = bytearray(self.data)
+        for position, value in changes:
+            data[position] = value
+        self.save(data)
+        return self.check(**options)
+
+
+def spans(checked):
+    return [(problem.kind, problem.start, problem.end) for problem in checked.problems]
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("chunk_bytes", [64, 333, 1 << 20])
+def test_a_whole_object(codec, chunk_bytes):
+    bench = Bench(codec=codec)
+    checked = bench.check(chunk_bytes=chunk_bytes)
+    assert checked.problems == ()
+    assert (checked.bytes, checked.messages, checked.right) == (len(bench.data), 40, None)
+
+
+def test_one_frame_larger_than_a_chunk():
+    assert Bench(count=3, size=5000).check(chunk_bytes=100).problems == ()
+
+
+@pytest.mark.parametrize("chunk_bytes", [200, 1 << 20])
+def test_a_flipped_bit_costs_one_message(chunk_bytes):
+    bench = Bench()
+    position = bench.position(117)
+    checked = bench.damaged((position + 30, 0), chunk_bytes=chunk_bytes)
+    (problem,) = checked.problems
+    assert problem == Problem(
+        kind="damaged",
+        reason=problem.reason,
+        start=117,
+        end=118,
+        position=position,
+        offset=117,
+    )
+    assert "crc mismatch" in problem.reason
+    assert checked.messages == 39
+    assert checked.right is None
+
+
+def test_several_damaged_places_are_told_apart():
+    bench = Bench()
+    changes = [(bench.position(offset) + 30, 0) for offset in (103, 104, 139)]
+    checked = bench.damaged(*changes)
+    assert spans(checked) == [
+        ("damaged", 103, 104),
+        ("damaged", 104, 105),
+        ("damaged", 139, 140),
+    ]
+
+
+@pytest.mark.parametrize("at", [0, 8, 12])
+def test_a_damaged_header_costs_one_message(at):
+    bench = Bench()
+    checked = bench.damaged((bench.position(110) + at, 0xEE))
+    assert spans(checked) == [("damaged", 110, 111)]
+
+
+@pytest.mark.parametrize("cut", [1, 50, 200])
+def test_a_truncated_object(cut):
+    bench = Bench()
+    bench.save(bench.data[:-cut])
+    (problem,) = bench.check().problems
+    lost = next(
+        o
+        for o in range(100, 140)
+        if bench.position(o) + len(bench.frames[0]) > len(bench.data) - cut
+    )
+    assert (problem.kind, problem.start, problem.end) == ("truncated", lost, 140)
+    assert problem.position == bench.position(lost)
+
+
+def test_an_object_that_was_cut_at_a_frame():
+    bench = Bench()
+    bench.save(bench.data[: bench.position(120)])
+    assert spans(bench.check()) == [("truncated", 120, 140)]
+
+
+def test_an_empty_object():
+    bench = Bench()
+    bench.save(b"")
+    assert spans(bench.check()) == [("truncated", 100, 140)]
+
+
+def test_a_missing_object():
+    bench = Bench()
+    bench.store.delete(object_key(NAME, bench.object_id))
+    assert spans(bench.check()) == [("missing", 100, 140)]
+
+
+def test_bytes_after_the_last_frame():
+    bench = Bench()
+    bench.save(bench.data + b"more")
+    (problem,) = bench.check().problems
+    assert (problem.kind, problem.position) == ("damaged", len(bench.data))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("size_bytes", 17),
+        ("checksum", "crc32:00000000"),
+        ("messages", 39),
+        ("codec", Codec.BINCODE1),
+        ("publish_time_min", 1),
+        ("publish_time_max", 1),
+        ("publish_time_index", (0, 1, 2, 3)),
+        ("offset_index", ((100, 0), (110, 1))),
+        ("offset_index", ((100, 0), (139, 10**9))),
+        ("offset_index", ((50, 0),)),
+    ],
+)
+def test_a_wrong_field_is_the_descriptors_fault(field, value):
+    bench = Bench()
+    checked = bench.check(replace(bench.described, **{field: value}))
+    (problem,) = checked.problems
+    assert problem.kind == "wrong_descriptor"
+    assert (problem.start, problem.end) == (100, 140)
+    assert checked.messages == 40
+    assert checked.right == replace(bench.described, etag=checked.right.etag)
+
+
+def test_a_range_that_is_too_short_or_too_long():
+    bench = Bench()
+    for end in (139, 145):
+        checked = bench.check(replace(bench.described, end=end))
+        (problem,) = checked.problems
+        assert problem.kind == "wrong_descriptor"
+        assert (checked.right.start, checked.right.end) == (100, 140)
+
+
+def test_a_descriptor_of_danubes_says_little_and_is_right():
+    bench = Bench(codec=Codec.BINCODE1)
+    little = replace(
+        bench.described,
+        codec=None,
+        checksum=None,
+        messages=0,
+        publish_time_min=None,
+        publish_time_max=None,
+        publish_time_index=(),
+    )
+    assert bench.check(little).problems == ()
+
+
+def test_times_that_no_calendar_has():
+    times = dict.fromkeys(range(100, 140), PUBLISHED_MS)
+    times[120] = 253_402_300_800_000
+    bench = Bench(times=times)
+    assert bench.described.publish_time_max == 253_402_300_800_000
+    assert bench.check().problems == ()
+    times[121] = 1 << 63
+    bench = Bench(times=times)
+    assert bench.described.publish_time_max is None
+    assert bench.check().problems == ()
+
+
+def test_a_body_that_is_no_message():
+    bench = Bench()
+    bench.frames[5] = encode_frame(105, b"\xff\xff\xff")
+    bench.save(b"".join(bench.frames))
+    (problem,) = bench.check().problems
+    assert (problem.kind, problem.start, problem.end) == ("damaged", 105, 106)
+    assert problem.position == bench.position(105)
+
+
+def test_a_store_that_does_not_answer_is_no_finding():
+    bench = Bench()
+
+    def fail(kind, key):
+        raise UnavailableError("down")
+
+    bench.store.before = fail
+    with pytest.raises(UnavailableError):
+        bench.check()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_damage_is_found_and_never_understated(seed):
+    """Replay: pytest "tests/unit/spark/jobs/test_object_check.py" -k "damage_is_found" """
+    rng = random.Random(seed)
+    bench = Bench(count=30, size=rng.choice((0, 20, 300)))
+    data = bytearray(bench.data)
+    hit = set()
+    for _ in range(rng.randrange(1, 4)):
+        position = rng.randrange(len(data))
+        data[position] ^= rng.randrange(1, 256)
+        hit.add(next(o for o in range(129, 99, -1) if bench.position(o) <= position))
+    bench.save(data)
+    checked = bench.check(chunk_bytes=rng.choice((64, 500, 1 << 20)))
+    if bytes(data) == bench.data:
+        return  # the same byte was flipped back
+    found = {offset for item in checked.problems for offset in range(item.start, item.end)}
+    changed = {
+        offset
+        for offset in hit
+        if data[bench.position(offset) : bench.position(offset) + len(bench.frames[offset - 100])]
+        != bench.frames[offset - 100]
+    }
+    assert changed <= found
+    assert checked.messages == 30 - len(found)
+
+
+# -- Parquet ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def archive():
+    """The same messages as an object in Parquet."""
+    bench = Bench(count=400)
+    settings = UploadSettings(
+        copies=False,
+        chunk_bytes=1 << 16,
+        concurrent_parts=2,
+        index_every_messages=10,
+        object_bytes_max=1 << 30,
+        object_span_ms_max=1 << 40,
+    )
+    bench.described = merge_objects(
+        NAME,
+        [bench.described],
+        store=bench.store,
+        settings=settings,
+        format="parquet",
+        epoch=1,
+        incarnation="i",
+        tag="0123abcd",
+        created_at=7,
+    )
+    bench.object_id = bench.described.object_id
+    bench.data = bench.store.read(object_key(NAME, bench.object_id), 0, 1 << 30)
+    return bench
+
+
+def test_a_whole_archive(archive):
+    checked = archive.check()
+    assert checked.problems == ()
+    assert (checked.messages, checked.bytes) == (400, len(archive.data))
+
+
+def test_a_damaged_row_group(archive):
+    checked = archive.damaged((200, archive.data[200] ^ 1))
+    (problem,) = checked.problems
+    assert (problem.kind, problem.start, problem.end) == ("damaged", 100, 500)
+    assert problem.position == 4
+    assert checked.right is None
+
+
+def test_a_truncated_archive(archive):
+    archive.save(archive.data[:-40])
+    assert spans(archive.check()) == [("truncated", 100, 500)]
+
+
+def test_a_wrong_descriptor_of_an_archive(archive):
+    checked = archive.check(replace(archive.described, checksum="crc32:00000000", messages=3))
+    (problem,) = checked.problems
+    assert problem.kind == "wrong_descriptor"
+    assert "checksum" in problem.reason
+    assert "messages" in problem.reason
+    assert checked.right == archive.described

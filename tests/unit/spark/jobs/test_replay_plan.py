@@ -1,0 +1,222 @@
+"""A replay's name, its range and its chunks."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+
+from ister.errors import (
+    CorruptDataError,
+    DataGapError,
+    InvalidRequestError,
+    OffsetOutOfRangeError,
+    UnsupportedVersionError,
+)
+from ister.spark.heads import Head
+from ister.spark.jobs import replay_plan
+from ister.spark.jobs.replay_plan import (
+    ReplayPlan,
+    cut_chunks,
+    decode_plan,
+    encode_plan,
+    finish,
+    name_replay,
+    parse_place,
+    resolve_range,
+)
+from ister.spark.planner import TopicRange
+
+A, B = "/default/a", "/default/b"
+NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
+PLAN = ReplayPlan(
+    source=A,
+    incarnation="i",
+    target=B,
+    transform="m:f",
+    start=10,
+    end=40,
+    boundaries=(10, 25, 39, 40),
+    bytes=3000,
+)
+REQUEST = {
+    "source": A,
+    "incarnation": "i",
+    "target": B,
+    "transform": "m:f",
+    "start": 3,
+    "end": None,
+}
+
+
+def tail_of(start, end, size_bytes):
+    return TopicRange(
+        topic=A,
+        incarnation="i",
+        start=start,
+        end=end,
+        tiered=start,
+        descriptors=(),
+        tail_bytes=size_bytes,
+    )
+
+
+# -- the name -----------------------------------------------------------------------------------
+
+
+def test_name_is_that_of_the_request():
+    assert name_replay(**REQUEST) == name_replay(**REQUEST)
+    others = [
+        {"source": "/default/c"},
+        {"incarnation": "j"},
+        {"target": "/default/c"},
+        {"transform": "m:g"},
+        {"start": 4},
+        {"start": None},
+        {"end": "latest"},
+        {"end": NOON},
+    ]
+    names = {name_replay(**{**REQUEST, **other}) for other in others}
+    assert len(names | {name_replay(**REQUEST)}) == len(others) + 1
+
+
+def test_name_depends_on_the_moment_not_on_its_zone():
+    elsewhere = NOON.astimezone(timezone(timedelta(hours=5)))
+    assert name_replay(**{**REQUEST, "end": NOON}) == name_replay(**{**REQUEST, "end": elsewhere})
+
+
+# -- the range ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("12", 12),
+        ("earliest", "earliest"),
+        ("latest", "latest"),
+        ("2026-01-31T12:00:00Z", NOON),
+        ("2026-01-31T13:00:00+01:00", NOON),
+    ],
+)
+def test_places_on_a_command_line(text, expected):
+    assert parse_place(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "now", "12.5", "2026-01-31T12:00:00", "²"])
+def test_places_that_are_none(text):
+    with pytest.raises(InvalidRequestError):
+        parse_place(text)
+
+
+class Times:
+    """Message n was published n seconds after noon."""
+
+    def find_time(self, head, publish_time_ms):
+        offset = max((publish_time_ms - int(NOON.timestamp() * 1000)) // 1000, head.earliest)
+        return offset if offset < head.end else None
+
+
+HEAD = Head(
+    topic=A,
+    incarnation="i",
+    node="n",
+    lineage=((1, 0),),
+    earliest=10,
+    tiered=50,
+    end=100,
+    tail_bytes=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (None, None, (10, 100)),
+        ("earliest", "latest", (10, 100)),
+        ("latest", None, (100, 100)),
+        (20, 30, (20, 30)),
+        (NOON + timedelta(seconds=20), NOON + timedelta(seconds=30), (20, 30)),
+        (NOON + timedelta(seconds=500), None, (100, 100)),
+        (NOON + timedelta(seconds=30), NOON + timedelta(seconds=20), (30, 30)),
+    ],
+)
+def test_ranges(start, end, expected):
+    assert resolve_range(Times(), HEAD, start, end) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "error"),
+    [
+        (9, None, DataGapError),
+        (None, 101, OffsetOutOfRangeError),
+        (30, 20, InvalidRequestError),
+        ("noon", None, InvalidRequestError),
+        (True, None, InvalidRequestError),
+    ],
+)
+def test_ranges_that_are_none(start, end, error):
+    with pytest.raises(error):
+        resolve_range(Times(), HEAD, start, end)
+
+
+# -- chunks -------------------------------------------------------------------------------------
+
+
+def test_chunks_are_the_range_without_a_gap():
+    boundaries = cut_chunks(tail_of(100, 1100, 100_000), chunk_bytes=9_000)
+    assert (boundaries[0], boundaries[-1]) == (100, 1100)
+    assert list(boundaries) == sorted(set(boundaries))
+    assert 11 <= len(boundaries) - 1 <= 13
+    assert cut_chunks(tail_of(100, 1100, 100_000), chunk_bytes=9_000) == boundaries
+
+
+def test_chunk_that_cannot_be_divided_and_no_chunk():
+    assert cut_chunks(tail_of(5, 50, 10_000), chunk_bytes=1, is_whole=True) == (5, 50)
+    assert cut_chunks(tail_of(5, 5, 0), chunk_bytes=1) == ()
+
+
+def test_plan_does_not_outgrow_the_metadata_store(monkeypatch):
+    monkeypatch.setattr(replay_plan, "_CHUNKS_MAX", 10)
+    boundaries = cut_chunks(tail_of(0, 95, 95), chunk_bytes=1)
+    assert len(boundaries) - 1 <= 10
+    assert (boundaries[0], boundaries[-1]) == (0, 95)
+
+
+# -- the plan's JSON ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan", [PLAN, finish(PLAN, incarnation="t", messages=7), replace(PLAN, boundaries=())]
+)
+def test_plan_is_read_as_it_was_written(plan):
+    assert decode_plan(encode_plan(plan), key="k") == plan
+
+
+def test_chunks_of_a_plan():
+    assert PLAN.chunks == [(10, 25), (25, 39), (39, 40)]
+    assert finish(PLAN, incarnation="t", messages=7).chunks == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"[15,14,1]", b"[15,14,2]"),
+        (b"[15,14,1]", b"[15,15,-0]"),
+        (b"[15,14,1]", b"[15,0,15]"),
+        (b"[15,14,1]", b'"x"'),
+        (b'"start_offset":10', b'"start_offset":true'),
+        (b'"target"', b'"tarjet"'),
+        (b"{", b""),
+    ],
+)
+def test_plan_that_was_damaged(old, new):
+    data = encode_plan(PLAN)
+    assert old in data
+    with pytest.raises(CorruptDataError, match="plan") as failure:
+        decode_plan(data.replace(old, new, 1), key="the key")
+    assert failure.value.path == "the key"
+
+
+def test_plan_of_a_newer_version():
+    with pytest.raises(UnsupportedVersionError):
+        decode_plan(encode_plan(PLAN).replace(b'"version":1', b'"version":2'), key="k")

@@ -1,0 +1,394 @@
+"""The pipeline as a service, without Spark: whose turn it is, and what goes on beside what."""
+
+import json
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ister.clock import SystemClock
+from ister.config import Engine, load_config
+from ister.errors import ConflictError, FencedError, UnavailableError
+from ister.metadata.base import Put
+from ister.spark.jobs import service
+from ister.spark.jobs.memory import sample_memory
+from ister.spark.jobs.service import Service, SlowJob, measure_lag, slow_jobs
+from ister.spark.place import _close_all, place_of
+from ister.tier.fence import Fence, read_holder
+from ister.tier.pipeline import PipelineKeys
+from ister.topic.log import Log
+from ister.topic.tiers import open_metadata
+from rig import eventually
+
+TTL = 2
+LIMIT = 20.0
+
+
+@pytest.fixture
+def config(tmp_path):
+    tree = {
+        "wal": {"dir": str(tmp_path / "wal")},
+        "cloud": {"root": str(tmp_path / "objects")},
+        "metadata": {"path": str(tmp_path / "metadata.db"), "lease_ttl_seconds": TTL},
+    }
+    return load_config({"storage": tree}, {})
+
+
+@pytest.fixture
+def place(config):
+    yield place_of(config, None)
+    _close_all()
+
+
+@pytest.fixture
+def store(config):
+    found = open_metadata(config.storage.metadata, SystemClock())
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def keys(config):
+    return PipelineKeys(config.storage.metadata.root_prefix)
+
+
+class Tier:
+    """Cycles that upload nothing, and count; one that is told to takes its time."""
+
+    def __init__(self, act=lambda job: None):
+        self.cycles = 0
+        self.holders = set()
+        self._act = act
+
+    def __call__(self, job, topics, report):
+        self.cycles += 1
+        self.holders.add(job.fence.id)
+        self._act(job)
+        return SimpleNamespace(due=0, objects=1, messages=10, bytes=100, failed=0)
+
+
+class Running:
+    """A service on a thread of its own."""
+
+    def __init__(self, place, tier, jobs=(), **settings):
+        settings = {"tick_seconds": 0.02, "status_seconds": 0.05, **settings}
+        self.service = Service(
+            settings.pop("spark", SimpleNamespace()),
+            place,
+            tier=tier,
+            jobs=jobs,
+            clock=SystemClock(),
+            **settings,
+        )
+        self.stop = threading.Event()
+        self.report = None
+        self.error = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        try:
+            self.report = self.service.run(self.stop)
+        except Exception as error:
+            self.error = error
+
+    def start(self):
+        self._thread.start()
+        return self
+
+    def end(self):
+        self.stop.set()
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive()
+        return self.report
+
+
+@contextmanager
+def running(*arguments, **settings):
+    one = Running(*arguments, **settings).start()
+    try:
+        yield one
+    finally:
+        one.end()
+
+
+def status_of(store, keys):
+    found = store.get(keys.status)
+    return json.loads(found.value) if found is not None else {}
+
+
+# -- one --------------------------------------------------------------------------------------
+
+
+def test_service_tiers_says_how_it_is_and_gives_the_lease_back(place, store, keys):
+    tier = Tier()
+    with running(place, tier) as one:
+        eventually(lambda: status_of(store, keys).get("cycles", 0) >= 3)
+        status = status_of(store, keys)
+        holder = read_holder(store, keys.lease)
+        assert status["state"] == "running"
+        assert status["holder"] == holder.id
+        assert holder.about["job"] == "run"
+        assert status["tier"]["tiered_bytes_total"] == 100 * status["tier"]["tiered_objects_total"]
+        assert status["memory"]["driver_rss_bytes"] > 10**7
+        report = one.end()
+    assert store.get(keys.lease) is None
+    assert report.ok
+    assert report.more["cycles"] == tier.cycles
+    assert status_of(store, keys)["state"] == "stopped"
+    assert json.loads(store.get(keys.report("tier")).value)["job"] == "tier"
+
+
+def test_service_ends_after_its_time(place, store, keys):
+    one = Service(SimpleNamespace(), place, tier=Tier(), jobs=(), clock=SystemClock())
+    report = one.run(threading.Event(), max_seconds=0.5)
+    assert report.more["cycles"] >= 1
+    assert store.get(keys.lease) is None
+
+
+def test_stop_is_heeded_while_a_cycle_takes_long(place, store, keys):
+    """The lease goes at once, and what is under way is cancelled."""
+    cancelled = threading.Event()
+    spark = SimpleNamespace(
+        sparkContext=SimpleNamespace(
+            cancelAllJobs=cancelled.set,
+            _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(isStopped=lambda: False)),
+        )
+    )
+
+    def hang(job):
+        assert cancelled.wait(LIMIT)
+        assert store.get(keys.lease) is None
+        raise RuntimeError("cancelled")
+
+    tier = Tier(hang)
+    with running(place, tier, spark=spark) as one:
+        eventually(lambda: tier.cycles)
+        report = one.end()
+    assert report is not None
+    assert cancelled.is_set()
+
+
+# -- two --------------------------------------------------------------------------------------
+
+
+def test_second_service_stands_by_and_takes_over(place, store, keys):
+    first, second = Tier(), Tier()
+    with running(place, first) as one:
+        eventually(lambda: first.cycles)
+        with running(place, second) as other:
+            eventually(lambda: first.cycles > 20)
+            assert second.cycles == 0
+            one.end()
+            stopped_at = first.cycles
+            eventually(lambda: second.cycles)
+            assert first.cycles == stopped_at
+            other.end()
+    assert not first.holders & second.holders
+
+
+def test_lease_of_one_that_was_killed_lapses(place, store, keys):
+    Fence.take(
+        store, keys.lease, id="dead", about={"job": "run"}, ttl_seconds=TTL, clock=SystemClock()
+    )
+    began = SystemClock.monotonic()
+    tier = Tier()
+    with running(place, tier):
+        eventually(lambda: tier.cycles)
+        assert SystemClock.monotonic() - began < 2 * TTL + 5
+        assert "dead" not in tier.holders
+
+
+def test_lease_that_is_lost_is_taken_again_and_nothing_is_committed_between(place, store, keys):
+    refused = []
+
+    def commit(job):
+        changed = job.store.transact([job.fence.compare], [Put("/test/commit", b"x")])
+        if changed is None:
+            refused.append(job.fence.id)
+            job.fence.check()
+
+    tier = Tier(commit)
+    with running(place, tier) as one:
+        eventually(lambda: tier.cycles > 3)
+        # As if it had been stopped for longer than its lease.
+        store.delete(keys.lease)
+        eventually(lambda: len(tier.holders) == 2)
+        one.end()
+        assert one.report.more["terms"] == 2
+    assert len(refused) <= 1
+
+
+def test_store_that_does_not_answer_for_a_while(place, store, keys, monkeypatch):
+    broken = threading.Event()
+    known = service.open_job
+
+    @contextmanager
+    def opening(*arguments, **settings):
+        if broken.is_set():
+            raise UnavailableError("no answer")
+        with known(*arguments, **settings) as job:
+            yield job
+
+    monkeypatch.setattr(service, "open_job", opening)
+    broken.set()
+    tier = Tier()
+    with running(place, tier) as one:
+        eventually(lambda: one.service._last_error)
+        broken.clear()
+        eventually(lambda: tier.cycles)
+        assert one.end().ok
+
+
+# -- failures ---------------------------------------------------------------------------------
+
+
+def test_cycle_that_fails_is_followed_by_others(place, store, keys, monkeypatch):
+    monkeypatch.setattr(service, "_FAILURE_SECONDS", 0.01)
+    results = iter([ConflictError("a"), RuntimeError("b"), KeyError("c")])
+
+    def fail(job):
+        if (error := next(results, None)) is not None:
+            raise error
+
+    tier = Tier(fail)
+    with running(place, tier) as one:
+        eventually(lambda: one.service.totals.cycles > 2)
+        assert len(tier.holders) == 1
+
+
+def test_spark_that_has_ended_ends_the_service(place):
+    spark = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=None, cancelAllJobs=lambda: None))
+
+    def fail(job):
+        raise RuntimeError("connection refused")
+
+    one = Running(place, Tier(fail), spark=spark).start()
+    eventually(lambda: one.error is not None)
+    assert isinstance(one.error, UnavailableError)
+    one.end()
+
+
+def test_slow_and_failing_jobs_hold_nobody_up(place, store, keys, monkeypatch):
+    monkeypatch.setattr("ister.spark.jobs.schedules._OVERDUE_SECONDS", 0.01)
+    monkeypatch.setattr("ister.spark.jobs.schedules._RETRY_SECONDS", 0.05)
+    runs = Counter()
+    release = threading.Event()
+
+    def fail(job):
+        runs["bad"] += 1
+        raise ValueError("always")
+
+    def work(job):
+        runs["good"] += 1
+        assert job.name == "good"
+        assert job.fence.key != keys.lease
+
+    def slow(job):
+        runs["slow"] += 1
+        release.wait(LIMIT)
+
+    jobs = [
+        SlowJob(name="bad", every_seconds=0.05, work=fail),
+        SlowJob(name="good", every_seconds=0.05, work=work),
+        SlowJob(name="slow", every_seconds=3600, work=slow),
+    ]
+    tier = Tier()
+    with running(place, tier, jobs):
+        eventually(lambda: runs["slow"])
+        before = tier.cycles
+        eventually(lambda: tier.cycles > before + 10)
+        eventually(lambda: status_of(store, keys)["jobs"]["slow"]["is_running"])
+        release.set()
+        eventually(lambda: runs["good"] > 2 and runs["bad"] > 2)
+        eventually(lambda: status_of(store, keys)["jobs"]["bad"]["last_ok"] is False)
+        status = status_of(store, keys)["jobs"]
+        assert status["bad"]["last_error"] == "ValueError: always"
+        assert status["good"]["last_ok"] is True
+
+
+def test_slow_job_commits_nothing_once_the_lease_is_lost(place, store, keys, monkeypatch):
+    monkeypatch.setattr("ister.spark.jobs.schedules._OVERDUE_SECONDS", 0.01)
+    results = []
+
+    def slow(job):
+        store.delete(keys.lease)
+        eventually(lambda: store.get(job.fence.key) is None)
+        try:
+            job.fence.check()
+        except FencedError as error:
+            results.append(error)
+
+    with running(place, Tier(), [SlowJob(name="slow", every_seconds=3600, work=slow)]):
+        eventually(lambda: results)
+
+
+# -- for days ---------------------------------------------------------------------------------
+
+
+def test_hundreds_of_cycles_leave_nothing_behind(place, store, keys, monkeypatch):
+    monkeypatch.setattr("ister.spark.jobs.schedules._OVERDUE_SECONDS", 0.01)
+    runs = Counter()
+
+    def work(job):
+        runs["compact"] += 1
+
+    def cycle(job):
+        job.report.add("/default/a", objects=1)
+
+    tier = Tier(cycle)
+    jobs = [SlowJob(name="compact", every_seconds=0.01, work=work)]
+    with running(place, tier, jobs, tick_seconds=0.001, status_seconds=0.01):
+        eventually(lambda: tier.cycles > 100 and runs["compact"] > 20)
+        threads, memory = threading.active_count(), sample_memory()["driver_rss_bytes"]
+        eventually(lambda: tier.cycles > 700 and runs["compact"] > 100)
+        # A job's lease is renewed by a thread of its own, while the job runs.
+        assert threading.active_count() <= threads + 1
+        assert sample_memory()["driver_rss_bytes"] - memory < 20 * 2**20
+    assert len(status_of(store, keys)) < 20
+
+
+# -- the lag ----------------------------------------------------------------------------------
+
+
+def test_lag_is_what_is_synced_and_not_tiered(place, config):
+    with Log(replace_engine(config)) as log:
+        for name, uploaded, count in (("/default/a", 3, 10), ("/default/b", 0, 5)):
+            topic = log.topic(name, create=True)
+            topic.append_many([b"x"] * uploaded)
+            topic.flush()
+            if uploaded:
+                topic.upload()
+            topic.append_many([b"x"] * (count - uploaded))
+            topic.flush()
+    # Closed: its checkpoint says all.
+    assert measure_lag(place, ["/default/a", "/default/b"]) == 12
+    assert measure_lag(place, []) == 0
+
+
+def replace_engine(config):
+    uploader = replace(config.storage.uploader, engine=Engine.NONE)
+    return replace(config, storage=replace(config.storage, uploader=uploader))
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "expected"),
+    [
+        ({}, {"compact": 3600, "scrub": 86400}),
+        ({"compact": {"every_minutes": None}, "scrub": {"every_minutes": 2}}, {"scrub": 120}),
+        (
+            {"export": {"to": "/lake/{topic}", "every_minutes": 5}},
+            {"compact": 3600, "export": 300, "scrub": 86400},
+        ),
+    ],
+)
+def test_jobs_that_the_settings_ask_for(pipeline, expected):
+    found = slow_jobs(
+        load_config({"storage": {"mode": "memory"}, "pipeline": pipeline}, {}).pipeline
+    )
+    assert {job.name: job.every_seconds for job in found} == expected

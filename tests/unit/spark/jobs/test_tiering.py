@@ -1,0 +1,402 @@
+"""`tier` on the driver, with tasks done in this process: order, failures, and who else is at it."""
+
+import signal
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import ister
+from integration.spark_topics import SparkPlace, fill, without_spark
+from ister import failpoints
+from ister.clock import ManualClock
+from ister.errors import FencedError, IsterError, UnavailableError
+from ister.spark.jobs import tiering
+from ister.spark.jobs.job import open_job
+from ister.spark.jobs.report import error_as_fields
+from ister.spark.jobs.tasks import Done
+from ister.spark.jobs.tier_topics import Cycle, TopicBook
+from ister.spark.jobs.tiering import _stoppable, tier_cycle
+from ister.tier.ownership import OwnedTopic
+from ister.tier.pipeline import PipelineKeys
+
+A, B = "/default/a", "/default/b"
+LEASE = PipelineKeys("/danube").lease
+SPARK = SimpleNamespace(sparkContext=SimpleNamespace(defaultParallelism=2))
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    with without_spark():
+        yield
+    failpoints.disarm()
+
+
+@pytest.fixture
+def place(tmp_path):
+    return SparkPlace(tmp_path, uploader={"max_object_bytes": 4096})
+
+
+class Tasks:
+    """Stands in for Spark: does items here, in any order, with whatever happens in between."""
+
+    def __init__(self, monkeypatch):
+        self.order = list
+        self.before = {}
+        """What to do before the wave of a number, counted from 0."""
+        self.fails = {}
+        """The error of an item, by its start."""
+        self.is_slow = False
+        """Whether tasks take a second: what they make differs from what others make by that."""
+        self.waves = 0
+        self.items = []
+        monkeypatch.setattr(tiering, "run_tasks", self.run)
+
+    def run(self, spark, items, work, *, weigh, name):
+        assert all(weigh(item) > 0 for item in items)
+        self.items += items
+        done = [self._do(item, work) for item in items]
+        self.before.pop(self.waves, lambda: None)()
+        self.waves += 1
+        yield from self.order(done)
+
+    def _do(self, item, work):
+        error = self.fails.get((item.topic, item.start)) or self.fails.get(item.start)
+        if error is not None:
+            return Done(item, None, error_as_fields(error))
+        try:
+            made = work(item)
+            if self.is_slow:
+                later = replace(made.descriptor, created_at=made.descriptor.created_at + 1)
+                made = replace(made, descriptor=later)
+            return Done(item, made, None)
+        except IsterError as error:
+            return Done(item, None, error_as_fields(error))
+
+
+@pytest.fixture
+def tasks(monkeypatch):
+    return Tasks(monkeypatch)
+
+
+@contextmanager
+def a_job(place, **more):
+    with open_job("tier", SPARK, place.config, exclusive=LEASE, **more) as job:
+        yield job
+
+
+def descriptors(place, name=A):
+    with ister.open_history(place.config) as history:
+        return [d for d, _ in history.topic(name).catalog.descriptors()]
+
+
+def ranges(place, name=A):
+    return [(d.start, d.end) for d in descriptors(place, name)]
+
+
+def check_chain(place, count, name=A):
+    """Every offset is in one object."""
+    found = ranges(place, name)
+    assert [start for start, _ in found] == [0, *(end for _, end in found[:-1])]
+    assert found[-1][1] == count
+    assert len(place.payloads(name)) == count
+
+
+def object_files(place, name=A):
+    folder = Path(f"{place.root}/objects/storage/topics{name}/objects")
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "order", [list, lambda done: done[::-1], lambda done: done[1::2] + done[::2]]
+)
+def test_objects_are_committed_in_their_order(place, tasks, order, monkeypatch):
+    place.fill(A, 300)
+    tasks.order = order
+    committed = []
+    commit = OwnedTopic.commit
+
+    def note(owned, described):
+        committed.append(described.start)
+        commit(owned, described)
+
+    monkeypatch.setattr(OwnedTopic, "commit", note)
+    with a_job(place) as job:
+        cycle = tier_cycle(job, [A])
+    assert len(committed) > 5
+    assert committed == sorted(committed)
+    assert cycle.objects == len(committed)
+    assert (cycle.messages, cycle.failed) == (300, 0)
+    check_chain(place, 300)
+
+
+@pytest.mark.parametrize("order", [list, lambda done: done[::-1]])
+def test_nothing_is_committed_behind_an_object_that_failed(place, tasks, order):
+    for name in (A, B):
+        place.fill(name, 300)
+    with a_job(place, dry_run=True) as job:
+        tier_cycle(job, [A])
+        assert job.report.topics[A]["objects"] > 5
+    tasks.order = order
+    error = UnavailableError("silent", topic=A)
+    with a_job(place) as job:
+        # Two of them, and the first one counts.
+        planned = tiering._Tiering(job)._plan(
+            SimpleNamespace(known=_known(job), goal=300), None, 100
+        )
+        third, fourth = planned.objects[2], planned.objects[3]
+        tasks.fails = {(A, third.start): error, (A, fourth.start): UnavailableError("other")}
+        cycle = tier_cycle(job, [A, B])
+        assert ranges(place) == [(o.start, o.end) for o in planned.objects[:2]]
+        assert cycle.failed == 1
+        (told,) = job.report.errors
+        assert (told["topic"], told["message"]) == (A, "silent")
+        assert job.report.topics[A]["end"] == third.start
+        check_chain(place, 300, B)
+        # The next one goes on, and nothing is wrong any more.
+        tasks.fails = {}
+        tier_cycle(job, [A, B])
+        assert job.report.ok
+    check_chain(place, 300)
+
+
+def _known(job):
+    ((known, _),) = TopicBook(job).look([A], Cycle(), report=job.report, interval_seconds=None)
+    return known
+
+
+def test_backlog_of_many_rounds(place, tasks, monkeypatch):
+    monkeypatch.setattr(tiering, "_ROUND_OBJECTS", 3)
+    monkeypatch.setattr(tiering, "_ROUND_BYTES", 1)
+    monkeypatch.setattr(tiering, "_ROUND_BYTES_PER_SLOT", 1)
+    for name in (A, B):
+        place.fill(name, 300)
+    with a_job(place) as job:
+        tier_cycle(job, [A, B])
+        assert job.report.ok
+    assert tasks.waves > 5
+    for name in (A, B):
+        check_chain(place, 300, name)
+
+
+# -- somebody else is at it -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_owner_that_was_faster_is_not_overtaken(place, tasks, is_slow):
+    tasks.is_slow = is_slow
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        fill(topic, 200)
+        tasks.before[0] = topic.upload
+        with a_job(place) as job:
+            tier_cycle(job, [A])
+            assert job.report.ok
+            if is_slow:  # else nobody could say who has made an object that both have made
+                assert "objects" not in job.report.topics.get(A, {})
+        assert topic.watermarks.tiered == 200
+    check_chain(place, 200)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_owner_that_was_faster_with_a_part_is_followed_by_the_rest(place, tasks, is_slow):
+    tasks.is_slow = is_slow
+    with place.open() as log:
+        topic = log.topic(A, create=True)
+        fill(topic, 200)
+        uploader, done = topic.tier._uploader, []
+        upload = uploader.upload
+
+        def two_objects(*arguments):
+            if len(done) == 2:
+                return None
+            done.append(upload(*arguments))
+            return done[-1]
+
+        uploader.upload = two_objects
+        tasks.before[0] = topic.upload
+        with a_job(place) as job:
+            tier_cycle(job, [A])
+            assert job.report.ok
+            if is_slow:
+                assert job.report.topics[A]["messages"] == 200 - done[-1].end
+        assert len(done) == 2
+        assert topic.tier.follow() == 200
+    check_chain(place, 200)
+
+
+def test_topic_that_is_opened_meanwhile_is_planned_anew(place, tasks):
+    place.fill(A, 200)
+
+    def reopen():
+        with place.open() as log:
+            log.topic(A)
+
+    tasks.before[0] = reopen
+    with a_job(place) as job:
+        tier_cycle(job, [A])
+        assert job.report.ok
+    assert {d.epoch for d in descriptors(place)} == {2}
+    check_chain(place, 200)
+
+
+def test_topic_that_another_node_takes_is_reported(place, tasks):
+    for name in (A, B):
+        place.fill(name, 200)
+
+    def take():
+        with ister.open(place.elsewhere) as log:
+            log.topic(A, take_over=True).append(b"x")
+
+    tasks.before[0] = take
+    with a_job(place) as job:
+        tier_cycle(job, [A, B])
+        (error,) = job.report.errors
+        assert error["topic"] == A
+        assert "another node" in error["message"]
+        # Whose files are not here: what the new owner has is left alone.
+        tier_cycle(job, [A, B])
+        assert job.report.ok
+        assert "another machine" in job.report.topics[A]["skipped"]
+    check_chain(place, 200, B)
+    assert ranges(place) == []
+
+
+def test_topic_that_is_deleted_meanwhile_leaves_nothing(place, tasks):
+    for name in (A, B):
+        place.fill(name, 200)
+
+    def delete():
+        with place.open() as log:
+            log.delete(A)
+
+    tasks.before[0] = delete
+    with a_job(place) as job:
+        tier_cycle(job, [A, B])
+        (error,) = job.report.errors
+        assert error["topic"] == A
+        tier_cycle(job, [A, B])
+        assert job.report.ok
+    assert object_files(place) == []
+    check_chain(place, 200, B)
+
+
+def test_job_whose_lease_has_ended_stops(place, tasks):
+    for name in (A, B):
+        place.fill(name, 200)
+    with a_job(place) as job:
+        tasks.before[0] = job.fence.release
+        with pytest.raises(FencedError):
+            tier_cycle(job, [A, B])
+    assert ranges(place, A) == ranges(place, B) == []
+
+
+def test_object_that_was_collected_as_garbage_is_not_committed(tmp_path, tasks):
+    place = SparkPlace(tmp_path, cloud={"orphan_grace_minutes": 0})
+    place.fill(A, 50)
+
+    def collect():
+        for path in Path(f"{place.root}/objects/storage/topics{A}/objects").iterdir():
+            path.unlink()
+
+    tasks.before[0] = collect
+    with a_job(place) as job:
+        tier_cycle(job, [A])
+        assert [error["code"] for error in job.report.errors] == ["NOT_FOUND"]
+        assert ranges(place) == []
+        tier_cycle(job, [A])
+        assert job.report.ok
+    check_chain(place, 50)
+
+
+# -- when -----------------------------------------------------------------------------------------
+
+
+def test_topics_are_due_by_time_by_size_and_at_once_for_the_level_tiered(tmp_path, tasks):
+    clock = ManualClock(now_ms=int(1e12) * 2)
+    place = SparkPlace(tmp_path, uploader={"interval_seconds": 10, "max_batch_bytes": 100_000})
+    sizes = {A: 1, B: 200, "/default/waits": 1}
+    with place.open() as log:
+        topics = {
+            name: log.topic(name, create=True, ack="tiered" if "waits" in name else None)
+            for name in sizes
+        }
+        for topic in topics.values():
+            fill(topic, 1)
+        with a_job(place) as job:
+            job.clock = clock
+            tier_cycle(job, list(sizes))
+            for described in [descriptors(place, name)[0] for name in sizes]:
+                assert described.end == 1
+            clock.advance(-clock.now_ns() / 1e9 + described.created_at)
+            for name, topic in topics.items():
+                fill(topic, sizes[name], size=600)
+                topic.wal.save_checkpoint()
+
+            def tiered():
+                tier_cycle(job, list(sizes), only_due=True)
+                return {name for name in sizes if descriptors(place, name)[-1].end > 1}
+
+            clock.advance(5)
+            assert tiered() == {B, "/default/waits"}
+            clock.advance(6)
+            assert tiered() == set(sizes)
+
+
+def test_topic_that_failed_is_left_alone_for_a_while(place, tasks):
+    clock = ManualClock(now_ms=int(1e12) * 2)
+    place.fill(A, 20)
+    tasks.fails = {0: UnavailableError("silent")}
+    with a_job(place) as job:
+        job.clock = clock
+        attempts = []
+        for _ in range(200):
+            before = len(tasks.items)
+            tier_cycle(job, [A], only_due=True)
+            attempts.append(len(tasks.items) - before)
+            clock.advance(1)
+        assert attempts[0] == 1
+        # 1, 2, 4, 8, … 60 seconds apart, or half of that.
+        assert 5 <= sum(attempts) <= 16
+        assert len(job.report.errors) == 1
+        tasks.fails = {}
+        clock.advance(61)
+        assert tier_cycle(job, [A], only_due=True).objects == 1
+        assert job.report.ok
+
+
+def test_failure_to_look_at_a_topic_is_its_own(place, tasks):
+    for name in (A, B):
+        place.fill(name, 20)
+    Path(f"{place.root}/wal{A}/wal.ckpt").write_bytes(b"damaged")
+    with a_job(place) as job:
+        tier_cycle(job, [A, B])
+        (error,) = job.report.errors
+        assert error["topic"] == A
+    check_chain(place, 20, B)
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_ends_the_loop_and_the_second_the_process(number):
+    before = signal.getsignal(number)
+    with _stoppable(None) as stop:
+        assert not stop.is_set()
+        signal.raise_signal(number)
+        assert stop.is_set()
+        assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is before
+
+
+def test_event_of_the_callers_own_ends_the_loop():
+    event = threading.Event()
+    with _stoppable(event) as stop:
+        assert stop is event

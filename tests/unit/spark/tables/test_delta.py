@@ -1,0 +1,170 @@
+"""A Delta table: tables of others, lost answers, a log that was cleaned."""
+
+import deltalake
+import pyarrow as pa
+import pytest
+from deltalake import CommitProperties, DeltaTable, write_deltalake
+
+from export_rig import (
+    TOPIC,
+    add_rows,
+    adding,
+    offsets_in,
+    rows_of,
+    table_at,
+    tasks_here,
+    where,
+    write_files,
+)
+from ister.errors import CommitUnknownError, ConflictError
+from ister.objectstore.base import Capabilities
+from ister.spark.tables.columns import ENVELOPE
+from ister.spark.tables.delta import DeltaTable as OurTable
+from ister.spark.tables.ranges import ANY_INCARNATION
+from ister.spark.tables.targets import Storage
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    with tasks_here():
+        yield
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lost_answer_is_found_out(tmp_path, monkeypatch, when):
+    table = table_at(tmp_path, "delta")
+    add_rows(table, 0, 5)
+    layout = table.open(ENVELOPE)
+    files = write_files(table.target("b"), layout, rows_of(5, 9))
+    real = DeltaTable.create_write_transaction
+
+    def lossy(self, *arguments, **named):
+        if when == "after":
+            real(self, *arguments, **named)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", lossy)
+    if when == "after":
+        table.commit(adding(files, (5, 9), id="b"), check=lambda: None)
+    else:
+        with pytest.raises(CommitUnknownError):
+            table.commit(adding(files, (5, 9), id="b"), check=lambda: None)
+        monkeypatch.undo()
+        table.commit(adding(files, (5, 9), id="b"), check=lambda: None)
+    assert offsets_in(tmp_path, "delta") == list(range(9))
+    assert table.coverage().of(TOPIC, "i") == ((0, 9),)
+
+
+def test_whoever_else_writes_does_not_get_in_the_way(tmp_path):
+    table = table_at(tmp_path, "delta")
+    add_rows(table, 0, 5)
+    theirs = rows_of(100, 101).append_column(
+        "publish_date", pa.array(["2020-01-01"]).cast(pa.date32())
+    )
+    begun = []
+
+    def meanwhile() -> None:
+        if not begun:
+            begun.append(1)
+            write_deltalake(where(tmp_path, "delta"), theirs, mode="append")
+
+    layout = table.open(ENVELOPE)
+    files = write_files(table.target("b"), layout, rows_of(5, 9))
+    table.commit(adding(files, (5, 9), id="b"), check=meanwhile)
+    assert offsets_in(tmp_path, "delta") == [*range(9), 100]
+    for number in range(12):
+        write_deltalake(
+            where(tmp_path, "delta"),
+            theirs.slice(0, 0),
+            mode="append",
+            commit_properties=CommitProperties(custom_metadata={"n": str(number)}),
+        )
+    assert table.coverage().of(TOPIC, "i") == ((0, 9),)
+
+
+def test_a_log_that_was_cleaned_is_made_up_for_by_the_rows(tmp_path):
+    table = table_at(tmp_path, "delta")
+    add_rows(table, 0, 5)
+    add_rows(table, 8, 10, run="b")
+    # Somebody else has written since, and then cleaned up.
+    theirs = rows_of(0, 0).append_column("publish_date", pa.array([], pa.date32()))
+    write_deltalake(where(tmp_path, "delta"), theirs, mode="append")
+    DeltaTable(where(tmp_path, "delta")).create_checkpoint()
+    for number in range(3):
+        (tmp_path / f"delta/orders/_delta_log/{number:020d}.json").unlink()
+    again = table_at(tmp_path, "delta")
+    coverage = again.coverage()
+    assert coverage.of(TOPIC, "whichever") == ((0, 5), (8, 10))
+    assert list(coverage.topics[TOPIC]) == [ANY_INCARNATION]
+    add_rows(again, 5, 8, run="c")
+    with pytest.raises(ConflictError):
+        add_rows(again, 9, 11, run="d")
+    assert offsets_in(tmp_path, "delta") == list(range(10))
+
+
+def test_a_table_without_partitions_is_taken(tmp_path):
+    theirs = rows_of(0, 1).append_column("publish_date", pa.array(["2020-01-01"]).cast(pa.date32()))
+    write_deltalake(where(tmp_path, "delta"), theirs)
+    table = table_at(tmp_path, "delta")
+    layout = table.open(ENVELOPE)
+    assert not layout.by_date
+    rows = rows_of(1, 5, step_us=50_000_000_000)
+    files = write_files(table.target("a"), layout, rows)
+    table.commit(adding(files, (1, 5)), check=lambda: None)
+    found = DeltaTable(where(tmp_path, "delta")).to_pyarrow_table().sort_by("offset")
+    assert [str(day) for day in found.column("publish_date").to_pylist()] == [
+        "2020-01-01",
+        "2023-11-14",
+        "2023-11-15",
+        "2023-11-15",
+        "2023-11-16",
+    ]
+
+
+def test_a_table_with_another_layout_is_refused(tmp_path):
+    write_deltalake(where(tmp_path, "delta"), rows_of(0, 1), partition_by=["topic"])
+    with pytest.raises(ConflictError, match="topic"):
+        table_at(tmp_path, "delta").open(ENVELOPE)
+
+
+def test_types_of_a_table_are_kept(tmp_path):
+    theirs = pa.schema([*ENVELOPE, ("n", pa.float64()), ("note", pa.string())])
+    deltalake.DeltaTable.create(where(tmp_path, "delta"), deltalake.Schema.from_arrow(theirs))
+    layout = table_at(tmp_path, "delta").open(pa.schema([*ENVELOPE, ("n", pa.int64())]))
+    assert layout.schema.field("n").type == pa.float64()
+    assert "note" not in layout.schema.names
+
+
+def test_statistics_say_where_offsets_are(tmp_path):
+    table = table_at(tmp_path, "delta")
+    add_rows(table, 3, 9)
+    [found] = pa.table(
+        DeltaTable(where(tmp_path, "delta")).get_add_actions(flatten=True)
+    ).to_pylist()
+    assert (found["min.offset"], found["max.offset"], found["num_records"]) == (3, 8, 6)
+    assert found["partition.publish_date"].isoformat() == "2023-11-14"
+
+
+def test_options_of_a_bucket_in_the_words_of_delta():
+    options = {"endpoint": "http://x:1", "access_key": "a", "secret_key": "b", "region": "r"}
+    table = OurTable(Storage("s3", "s3://b/t", options), clock=None)
+    assert table._storage_options() == {
+        "AWS_ENDPOINT_URL": "http://x:1",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "r",
+        "AWS_ALLOW_HTTP": "true",
+    }
+    assert "b" not in repr(table._storage).split("options")
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_store_without_conditions_is_known(tmp_path, monkeypatch, ignores):
+    class Store:
+        def probe(self) -> Capabilities:
+            return Capabilities(conditional_create=not ignores, copy=True)
+
+    monkeypatch.setattr(Storage, "store", lambda self: Store())
+    bucket = OurTable(Storage("s3", "s3://b/t"), clock=None)
+    assert bucket.has_exclusive_commits() is not ignores
+    assert OurTable(Storage("fs", str(tmp_path)), clock=None).has_exclusive_commits()

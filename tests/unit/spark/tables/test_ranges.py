@@ -1,0 +1,99 @@
+"""Ranges of offsets against sets of them, and the record that tables keep."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ister.errors import ConflictError, CorruptDataError, UnsupportedVersionError
+from ister.spark.tables.ranges import (
+    ANY_INCARNATION,
+    Coverage,
+    Covered,
+    count,
+    intersect,
+    normalise,
+    ranges_of_offsets,
+    subtract,
+    union,
+)
+
+_PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
+
+
+def _set(ranges) -> set[int]:
+    return {offset for start, end in ranges for offset in range(start, end)}
+
+
+def _is_normal(ranges) -> bool:
+    flat = [edge for item in ranges for edge in item]
+    return flat == sorted(set(flat))
+
+
+@given(_PAIRS, _PAIRS)
+def test_ranges_are_sets_of_offsets(one, other):
+    a, b = normalise(one), normalise(other)
+    assert _set(a) == _set(one)
+    for found, expected in (
+        (union(a, b), _set(a) | _set(b)),
+        (intersect(a, b), _set(a) & _set(b)),
+        (subtract(a, b), _set(a) - _set(b)),
+        (ranges_of_offsets(_set(a)), _set(a)),
+    ):
+        assert _set(found) == expected
+        assert _is_normal(found)
+        assert count(found) == len(expected)
+
+
+@given(_PAIRS, _PAIRS)
+def test_an_offset_is_added_once(one, other):
+    a, b = normalise(one), normalise(other)
+    coverage = Coverage().add("/d/t", "i", 1, a)
+    if intersect(a, b):
+        with pytest.raises(ConflictError):
+            coverage.add("/d/t", "i", 1, b)
+    else:
+        assert coverage.add("/d/t", "i", 2, b).of("/d/t", "i") == union(a, b)
+
+
+def test_topics_and_incarnations_are_kept_apart():
+    coverage = Coverage().add("/d/a", "i", 1, ((0, 5),)).add("/d/a", "j", 1, ((0, 3),))
+    coverage = coverage.add("/d/b", "i", 4, ((0, 2),))
+    assert coverage.of("/d/a", "i") == ((0, 5),)
+    assert coverage.of("/d/a", "j") == ((0, 3),)
+    assert coverage.of("/d/c", "i") == ()
+    assert coverage.other_incarnations("/d/a", "i") == ["j"]
+    assert coverage.other_incarnations("/d/b", "i") == []
+    assert coverage.epoch_of("/d/b", "i") == 4
+    assert coverage.epoch_of("/d/b", "j") is None
+
+
+def test_ranges_without_an_incarnation_count_for_each():
+    coverage = Coverage({"/d/a": {ANY_INCARNATION: Covered(0, ((2, 4),))}})
+    assert coverage.of("/d/a", "i") == ((2, 4),)
+    assert coverage.other_incarnations("/d/a", "i") == []
+    with pytest.raises(ConflictError):
+        coverage.add("/d/a", "i", 1, ((3, 5),))
+    assert coverage.add("/d/a", "i", 1, ((4, 6),)).of("/d/a", "i") == ((2, 6),)
+
+
+def test_the_record_comes_back():
+    coverage = Coverage().add("/d/a", "i", 3, ((0, 5), (9, 12))).add("/d/b", "j", 1, ((1, 2),))
+    assert Coverage.from_json(coverage.to_json(), path="p") == coverage
+    texts = {topic: coverage.topic_to_json(topic) for topic in coverage.topics}
+    assert Coverage.from_topics(texts, path="p") == coverage
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"version": 1}', '{"version": 1, "topics": {"/d/a": {"i": {}}}}'],
+)
+def test_a_record_that_makes_no_sense_is_told(text):
+    with pytest.raises(CorruptDataError):
+        Coverage.from_json(text, path="p")
+
+
+def test_a_newer_record_is_told():
+    with pytest.raises(UnsupportedVersionError):
+        Coverage.from_json(json.dumps({"version": 2, "topics": {}}), path="p")
