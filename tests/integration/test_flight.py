@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import flight
 
 import ister
@@ -45,6 +46,7 @@ from ister.format.manifest import StagedFile
 from ister.format.staging import STAGED_SCHEMA, encode_block
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.memory import MemoryObjectStore
+from ister.tier.merge import merge_objects
 from ister.tier.names import staging_prefix
 from ister.topic.batches import StagedBatch
 from ister.topic.log import Log
@@ -197,6 +199,38 @@ def test_columns_are_those_asked_for(log, client, columns):
 def test_range_without_messages_is_empty(log, client, offset):
     in_both_tiers(log)
     assert list(client.read(a_ticket(client, offset, offset))) == []
+
+
+def thin_out(topic, gone):
+    """Has compaction leave messages out of the bucket's part of a topic."""
+    owned = topic.tier.owned
+    objects = list(owned.catalog.descriptors())
+    new = merge_objects(
+        TopicName.parse(topic.name),
+        [described for described, _ in objects],
+        store=topic.tier._tiers.objects,
+        settings=topic.tier._tiers.uploader(owned, lambda: False)._settings,
+        format="parquet",
+        epoch=owned.epoch,
+        incarnation=owned.record.incarnation,
+        tag="0123abcd",
+        created_at=1,
+        survives=lambda batch: pc.invert(pc.is_in(batch["offset"], pa.array(gone, pa.int64()))),
+    )
+    assert owned.swap(objects, new, until=0)
+
+
+@pytest.mark.parametrize("columns", [None, ("payload",)], ids=["all", "without offsets"])
+def test_messages_that_were_left_out_on_purpose_are_no_loss(log, client, columns):
+    topic = in_both_tiers(log)
+    wanted = as_rows(topic, 0, 300)
+    trimmed = topic.watermarks.trimmed
+    gone = [0, 1, 5, *range(10, trimmed - 3), trimmed - 1]
+    thin_out(topic, gone)
+    left = [row for row in wanted if row["offset"] not in set(gone)]
+    rows = rows_of(client.read(a_ticket(client, 0, 300, columns)))
+    assert rows == [{k: v for k, v in row.items() if k in (columns or row)} for row in left]
+    assert list(client.read(a_ticket(client, 10, trimmed - 3, columns))) == []
 
 
 def test_one_client_serves_many_threads(log, server, client):

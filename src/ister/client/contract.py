@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FRAMES_COLUMN",
+    "HOLES",
     "Action",
     "AppendStaged",
     "FindTime",
@@ -77,6 +78,8 @@ __all__ = [
     "parse_ticket",
 ]
 
+HOLES: Final = b"ister.holes"
+"""In the metadata of an answer's schema, where messages of the range were left out on purpose."""
 FRAMES_COLUMN: Final = "frames"
 """The only column of an answer to a `FramesTicket`; binary, each row some whole frames."""
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from ister.client.contract import (
     FRAMES_COLUMN,
+    HOLES,
     Action,
     AppendStaged,
     FindTime,
@@ -283,7 +284,7 @@ class FlightClient:
         return self._read(ticket, self._arrow_schema(ticket.columns))
 
     def _read(self, ticket: RangeTicket, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        next_offset = ticket.start
+        next_offset, has_holes = ticket.start, False
         stream = _Stream(lambda: self._open(ticket, schema))
         try:
             while True:
@@ -291,13 +292,14 @@ class FlightClient:
                     batch = stream.take(self._timeout)
                 if batch is None:
                     break
-                self._check_batch(batch, ticket, next_offset)
+                has_holes = has_holes or HOLES in (batch.schema.metadata or {})
+                next_offset = self._check_batch(batch, ticket, next_offset, has_holes=has_holes)
                 if batch.num_rows:
-                    next_offset += batch.num_rows
-                    yield batch
+                    yield batch.replace_schema_metadata(None) if has_holes else batch
         finally:
             stream.close()
-        if next_offset < ticket.end:
+        # Where messages were left out on purpose, the last of the range may be among them.
+        if next_offset < ticket.end and not has_holes:
             raise self._ended_early(ticket, next_offset)
 
     def _ended_early(self, ticket: RangeTicket | FramesTicket, offset: int) -> UnavailableError:
@@ -377,15 +379,26 @@ class FlightClient:
             raise self._strange("other columns", topic=ticket.topic)
         return reader
 
-    def _check_batch(self, batch: pa.RecordBatch, ticket: RangeTicket, start: int) -> None:
+    def _check_batch(
+        self, batch: pa.RecordBatch, ticket: RangeTicket, start: int, *, has_holes: bool
+    ) -> int:
+        """Makes sure that a batch is what was asked for; the first offset that comes after it."""
         try:
             batch.validate(full=True)
         except self._errors as error:
             raise self._strange(f"a broken batch: {error}", topic=ticket.topic) from error
         if batch.num_rows > ticket.end - start:
             raise self._strange(f"offsets from {ticket.end} on", topic=ticket.topic)
-        if "offset" in batch.schema.names and not _counts_up(batch["offset"], start):
+        end: int = start + batch.num_rows
+        if "offset" not in batch.schema.names or not batch.num_rows:
+            return end
+        offsets = batch["offset"]
+        if not _ascends(offsets, start, by_one=not has_holes):
             raise self._strange("other offsets", topic=ticket.topic, offset=start)
+        end = offsets[-1].as_py() + 1
+        if end > ticket.end:
+            raise self._strange(f"offsets from {ticket.end} on", topic=ticket.topic)
+        return end
 
     # -- publishing -------------------------------------------------------------------------
 
@@ -590,14 +603,13 @@ def _as_location(address: str) -> str:
     return f"{match['scheme'] or 'grpc'}://{match['host']}:{match['port']}"
 
 
-def _counts_up(offsets: pa.Array, start: int) -> bool:
-    """Whether these are `start`, `start + 1` and so on."""
+def _ascends(offsets: pa.Array, start: int, *, by_one: bool) -> bool:
+    """Whether offsets ascend from `start` on; `by_one`: without leaving any out."""
     import pyarrow.compute as pc  # noqa: PLC0415 - an extra
 
-    count = len(offsets)
-    if not count:
-        return True
-    if offsets.null_count or offsets[0].as_py() != start:
+    if offsets.null_count or offsets[0].as_py() < start:
         return False
-    steps = pc.subtract(offsets.slice(1), offsets.slice(0, count - 1))
-    return bool(pc.all(pc.equal(steps, 1), min_count=0).as_py())
+    steps = pc.subtract(offsets.slice(1), offsets.slice(0, len(offsets) - 1))
+    if by_one:
+        return bool(offsets[0].as_py() == start and pc.all(pc.equal(steps, 1), min_count=0).as_py())
+    return bool(pc.all(pc.greater(steps, 0), min_count=0).as_py())

@@ -221,7 +221,7 @@ class OwnedTopic:
                     [
                         Put(key, data),
                         Put(keys.current, encode_current(descriptor.start)),
-                        Delete(keys.session),
+                        *self._session_ends(),
                     ],
                     is_done=lambda: self._holds(key, data),
                 )
@@ -234,6 +234,10 @@ class OwnedTopic:
                 if self.last is None or self.last.end != descriptor.start:
                     raise
         raise UnavailableError("the newest object keeps changing", topic=self.topic)
+
+    def _session_ends(self) -> list[Operation]:
+        """The owner's upload is over with its commit; a job's commit says nothing about it."""
+        return [] if self._outside is not None else [Delete(self.catalog.keys.session)]
 
     def replace(self, old: ObjectDescriptor, new: ObjectDescriptor, revision: int) -> bool:
         """Puts an object in the place of another one with the same offsets.
@@ -404,7 +408,7 @@ class OwnedTopic:
             )
             self._change(
                 [Absent(key)],
-                [Put(key, data), Delete(self.catalog.keys.session)],
+                [Put(key, data), *self._session_ends()],
                 is_done=lambda: self._holds(key, data),
             )
             self.first = self.catalog.first()

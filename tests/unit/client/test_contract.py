@@ -18,12 +18,15 @@ from ister.client.contract import (
     AppendStaged,
     FindTime,
     FoundTime,
+    FramesTicket,
+    PlanUpload,
     PutAck,
     PutBatch,
     PutOpen,
     RangeTicket,
     TopicNames,
     TopicStatus,
+    UploadPlanned,
     WatermarksRequest,
     carries_error,
     decode_appended,
@@ -32,6 +35,7 @@ from ister.client.contract import (
     encode_appended,
     encode_error,
     encode_settings,
+    parse_ticket,
 )
 from ister.config import load_config
 from ister.errors import (
@@ -110,6 +114,69 @@ def test_status_arrives_as_it_was_sent(topic, incarnation, numbers, codec, ack):
     arrived = TopicStatus.from_json(status.to_json())
     assert arrived == status
     assert (type(arrived.codec), type(arrived.ack)) == (Codec, AckLevel)
+
+
+@EXAMPLES
+@given(topic=NAMES, offsets=RANGES, incarnation=TEXTS)
+def test_tickets_of_both_kinds_are_told_apart(topic, offsets, incarnation):
+    start, end = offsets
+    frames = FramesTicket(topic=topic, start=start, end=end, incarnation=incarnation)
+    rows = RangeTicket(topic=topic, start=start, end=end, incarnation=incarnation)
+    assert parse_ticket(frames.to_json()) == FramesTicket.from_json(frames.to_json()) == frames
+    assert parse_ticket(rows.to_json()) == rows
+    for decode, other in ((RangeTicket.from_json, frames), (FramesTicket.from_json, rows)):
+        with pytest.raises(InvalidRequestError):
+            decode(other.to_json())
+
+
+@EXAMPLES
+@given(
+    topic=NAMES,
+    incarnation=TEXTS,
+    start=st.none() | NUMBERS,
+    size=NUMBERS.filter(bool),
+    span=NUMBERS,
+    objects=st.integers(1, 10_000),
+)
+def test_question_for_a_plan_arrives_as_it_was_sent(topic, incarnation, start, size, span, objects):
+    asked = PlanUpload(
+        topic=topic,
+        incarnation=incarnation,
+        start=start,
+        bytes_max=size,
+        span_ms_max=span,
+        objects_max=objects,
+    )
+    assert PlanUpload.from_json(asked.to_json()) == asked
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"objects_max": 0}, {"objects_max": 10_001}, {"bytes_max": 0}, {"topic": "x"}]
+)
+def test_question_for_no_plan_is_refused(wrong):
+    fields = {
+        "topic": TOPIC,
+        "incarnation": "a",
+        "start": 1,
+        "bytes_max": 2,
+        "span_ms_max": 3,
+        "objects_max": 4,
+    }
+    with pytest.raises((InvalidRequestError, TopicNameError)):
+        PlanUpload(**{**fields, **wrong})
+
+
+@EXAMPLES
+@given(
+    start=NUMBERS,
+    synced=NUMBERS,
+    codec=st.sampled_from(Codec),
+    objects=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=5).map(tuple),
+    error=st.none() | TEXTS,
+)
+def test_plan_arrives_as_it_was_sent(start, synced, codec, objects, error):
+    planned = UploadPlanned(start=start, synced=synced, codec=codec, objects=objects, error=error)
+    assert UploadPlanned.from_json(planned.to_json()) == planned
 
 
 @EXAMPLES
@@ -256,6 +323,25 @@ DECODERS = {
     ),
     "put_batch": (PutBatch.from_json, PutBatch(sequence=1).to_json()),
     "put_ack": (PutAck.from_json, PutAck(sequence=1, start=2, end=3, known=1).to_json()),
+    "frames": (
+        FramesTicket.from_json,
+        FramesTicket(topic=TOPIC, start=1, end=2, incarnation="a").to_json(),
+    ),
+    "any_ticket": (parse_ticket, A_TICKET.to_json()),
+    "any_ticket_for_frames": (
+        parse_ticket,
+        FramesTicket(topic=TOPIC, start=1, end=2, incarnation="a").to_json(),
+    ),
+    "plan_upload": (
+        PlanUpload.from_json,
+        PlanUpload(
+            topic=TOPIC, incarnation="a", start=1, bytes_max=2, span_ms_max=3, objects_max=4
+        ).to_json(),
+    ),
+    "upload_planned": (
+        UploadPlanned.from_json,
+        UploadPlanned(start=1, synced=9, codec=Codec.BINCODE2, objects=((5, 100),)).to_json(),
+    ),
     "storage": (decode_settings, encode_settings(load_config("/data", {}))),
 }
 STRANGE = [

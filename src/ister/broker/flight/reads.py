@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from ister.client.contract import (
     FRAMES_COLUMN,
+    HOLES,
     FindTime,
     FramesTicket,
     PlanUpload,
@@ -24,6 +25,7 @@ from ister.client.contract import (
     encode_error,
 )
 from ister.errors import ConflictError, OffsetOutOfRangeError
+from ister.format.columnar import arrow_schema
 from ister.limits import MIB
 from ister.topic.topic import Topic
 from ister.topic.upload_plan import plan_topic
@@ -35,6 +37,7 @@ __all__ = [
     "find_time",
     "frames_schema",
     "plan_upload",
+    "range_schema",
     "read_frames",
     "read_range",
     "status_of",
@@ -96,12 +99,25 @@ def check_range(topic: Topic, start: int, end: int) -> None:
         )
 
 
+def range_schema(topic: Topic, asked: RangeTicket) -> pa.Schema:
+    """What an answer looks like; says whether messages of the range were left out on purpose."""
+    schema = arrow_schema(asked.columns)
+    tier = topic.tier
+    if tier is None or asked.start >= min(asked.end, tier.owned.tiered):
+        return schema
+    described = tier.owned.catalog.descriptors(asked.start, asked.end)
+    return schema.with_metadata({HOLES: b"1"}) if any(d.kept for d, _ in described) else schema
+
+
 def read_range(
-    topic: Topic, asked: RangeTicket, still_allowed: Callable[[], None]
+    topic: Topic, asked: RangeTicket, still_allowed: Callable[[], None], schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
     """The messages of a range, which was checked; `still_allowed` raises to end it."""
     if asked.start == asked.end:
         return
+    if schema.metadata:
+        # A client reads what the schema says with the first batch, and there may be no other one.
+        yield pa.RecordBatch.from_pylist([], schema)
     for batch in topic.read_arrow(asked.start, end=asked.end, columns=asked.columns):
         still_allowed()
         yield batch

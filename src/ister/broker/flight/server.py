@@ -31,6 +31,7 @@ from ister.broker.flight.reads import (
     find_time,
     frames_schema,
     plan_upload,
+    range_schema,
     read_frames,
     read_range,
     status_of,
@@ -64,7 +65,6 @@ from ister.errors import (
     IsterError,
     UnavailableError,
 )
-from ister.format.columnar import arrow_schema
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX
 from ister.topic.topic import Topic
 
@@ -222,18 +222,22 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
                 schema = frames_schema(topic)
             else:
                 check_range(topic, asked.start, asked.end)
-                schema = arrow_schema(asked.columns)
-            return flight.GeneratorStream(schema, self._batches(topic, asked, caller))
+                schema = range_schema(topic, asked)
+            return flight.GeneratorStream(schema, self._batches(topic, asked, caller, schema))
 
     def _batches(
-        self, topic: Topic, asked: RangeTicket | FramesTicket, caller: Caller
+        self,
+        topic: Topic,
+        asked: RangeTicket | FramesTicket,
+        caller: Caller,
+        schema: pa.Schema,
     ) -> Iterator[pa.RecordBatch]:
         with sent(), self.streams.one_of(caller.name):
             allowed = partial(caller.check, Permission.CONSUME, topic=asked.topic)
             if isinstance(asked, FramesTicket):
                 yield from read_frames(topic, asked, allowed)
             else:
-                yield from read_range(topic, asked, allowed)
+                yield from read_range(topic, asked, allowed, schema)
 
     def do_action(self, context: Any, action: Any) -> Any:  # noqa: ANN401
         self._on_call(action.type)

@@ -39,10 +39,10 @@ def register(jobs: Subparsers) -> None:
     parser = jobs.add_parser(
         "scrub",
         help="check every object and descriptor; --repair heals what can be healed",
-        description="Reads every object of the topics and compares it with what the metadata store\n"
-        "says about it: size, checksum, each frame or row group, offsets, counts, times,\n"
-        "index. Tells of gaps and overlaps between descriptors, and of objects that\n"
-        "nobody names.\n\n"
+        description="Reads every object of the topics and compares it with what the metadata\n"
+        "store says about it: size, checksum, each frame or row group, offsets, counts,\n"
+        "times, index. Tells of gaps and overlaps between descriptors, and of objects\n"
+        "that nobody names.\n\n"
         "With --repair what is lost, damaged or wrongly described is made again, under\n"
         "new names: from the local files of the topic's owner where they are on this\n"
         "machine, from the broker (--broker), or from another copy in the bucket. Exit\n"

@@ -36,6 +36,7 @@ from ister.errors import (
     IsterError,
     NotFoundError,
 )
+from ister.limits import KIB
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
@@ -61,6 +62,8 @@ _log = logging.getLogger("ister.spark.jobs")
 _RENEWALS_PER_LEASE: Final = 3
 _REPORTED_TOPICS_MAX: Final = 200
 _REPORTED_ERRORS_MAX: Final = 100
+_REPORTED_ITEMS_MAX: Final = 50
+_REPORT_BYTES_MAX: Final = 256 * KIB
 
 
 class Job:
@@ -248,14 +251,27 @@ def _keep(fence: Fence, every: float, stop: threading.Event) -> None:
 
 def _save_report(job: Job) -> None:
     """For `ister pipeline status` and the dashboard: the last report of each job, in short."""
-    report = job.report.as_json()
-    report["topics_total"] = len(report["topics"])
-    report["topics"] = report["topics"][:_REPORTED_TOPICS_MAX]
-    report["errors"] = report["errors"][:_REPORTED_ERRORS_MAX]
     try:
-        job.store.put(job.keys.report(job.name), json.dumps(report).encode())
+        job.store.put(job.keys.report(job.name), _in_short(job.report))
     except IsterError as error:
         _log.warning("a report was not saved", extra={"job": job.name, "error": str(error)})
+
+
+def _in_short(report: JobReport) -> bytes:
+    """A report that fits into the metadata store: long lists are cut, and where need be topics."""
+    fields = report.as_json()
+    fields["topics_total"] = len(fields["topics"])
+    fields["errors"] = fields["errors"][:_REPORTED_ERRORS_MAX]
+    topics, shown = fields["topics"][:_REPORTED_TOPICS_MAX], _REPORTED_ITEMS_MAX
+    while True:
+        fields["topics"] = [
+            {k: v[:shown] if isinstance(v, list) else v for k, v in topic.items()}
+            for topic in topics
+        ]
+        data = json.dumps(fields).encode()
+        if len(data) <= _REPORT_BYTES_MAX or not topics:
+            return data
+        topics, shown = topics[: len(topics) // 2], shown // 2
 
 
 def parse_topics(text: str | Sequence[str] | None) -> list[str]:

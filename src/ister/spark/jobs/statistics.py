@@ -24,7 +24,7 @@ from ister.spark.jobs.job import Job, open_job, parse_topics
 from ister.spark.jobs.plotting import check_plot, save_plot
 from ister.spark.jobs.progress import Progress
 from ister.spark.jobs.report import JobReport
-from ister.spark.jobs.topic_stats import COLUMNS, TopicStats
+from ister.spark.jobs.topic_stats import COLUMNS, TopicStats, take_sample
 from ister.spark.options import ReadOptions
 from ister.spark.place import Place
 from ister.spark.planner import Partition, TopicRange, plan
@@ -188,9 +188,12 @@ def count_messages(place: Place, item: StatItem) -> TopicStats:
         UnavailableError: A store or the broker does not answer.
     """
     task = ReadTask(place=place, columns=COLUMNS, fail_on_data_loss=True)
-    found = TopicStats()
+    found, sample = TopicStats(), bytearray()
     for batch in task.read(item.partition, {item.topic: item.identity}):
-        found.add(batch, samples=item.samples and not found.sample_bytes)
+        found.add(batch)
+        if item.samples:
+            take_sample(batch, sample)
+    found.add_sample(sample)
     return found
 
 

@@ -36,8 +36,10 @@ __all__ = ["Done", "run_tasks"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_BUNDLE_WEIGHT: Final = 32 * MIB
-_WAVES: Final = 8
+_BUNDLE_WEIGHT: Final = 64 * MIB
+# A wave costs a Spark job, some tenths of a second: it is worth that from this much work on.
+_WAVE_WEIGHT: Final = 256 * MIB
+_WAVES_MAX: Final = 8
 _WAVES_AT_ONCE: Final = 2
 
 
@@ -78,7 +80,9 @@ def run_tasks(
         return
     parallel = max(spark.sparkContext.defaultParallelism, 1)
     bundles = _bundle(items, weigh, parallel)
-    wave_size = max(parallel, -(-len(bundles) // _WAVES))
+    weight = sum(max(weigh(item), 1) for item in items)
+    count = min(max(weight // (parallel * _WAVE_WEIGHT), 1), _WAVES_MAX)
+    wave_size = max(parallel, -(-len(bundles) // count))
     waves = [bundles[at : at + wave_size] for at in range(0, len(bundles), wave_size)]
     run = partial(_run_wave, spark, work, name)
     with ThreadPoolExecutor(_WAVES_AT_ONCE, thread_name_prefix="ister-wave") as pool:

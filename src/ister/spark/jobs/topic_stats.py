@@ -24,9 +24,19 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ister.format.crc import Buffer
 from ister.limits import MIB
 
-__all__ = ["COLUMNS", "KEYS_EXACT_MAX", "PRODUCERS_MAX", "Counted", "TopicStats", "format_time"]
+__all__ = [
+    "COLUMNS",
+    "KEYS_EXACT_MAX",
+    "PRODUCERS_MAX",
+    "SAMPLE_BYTES",
+    "Counted",
+    "TopicStats",
+    "format_time",
+    "take_sample",
+]
 
 COLUMNS: Final = ("publish_time", "producer_name", "payload", "routing_key")
 """What is read of each message."""
@@ -34,7 +44,8 @@ PRODUCERS_MAX: Final = 2000
 KEYS_EXACT_MAX: Final = 2048
 _HASH_END: Final = 1 << 64
 _HOUR_US: Final = 3_600_000_000
-_SAMPLE_BYTES_MAX: Final = MIB
+SAMPLE_BYTES: Final = MIB
+"""How much is compressed of a partition, about."""
 _ZSTD_LEVEL: Final = 3
 _TOP: Final = 20
 
@@ -80,13 +91,8 @@ class TopicStats:
 
     # -- gathering --------------------------------------------------------------------------
 
-    def add(self, batch: pa.RecordBatch, *, samples: bool = False) -> None:
-        """Counts the messages of a batch with the columns `COLUMNS`.
-
-        Args:
-            batch: The messages.
-            samples: Also compress some of it.
-        """
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Counts the messages of a batch with the columns `COLUMNS`."""
         if not batch.num_rows:
             return
         sizes = pc.binary_length(batch.column("payload")).cast(pa.int64())
@@ -109,8 +115,6 @@ class TopicStats:
         if keys.null_count < batch.num_rows:
             found = pc.unique(keys.drop_null()).to_pylist()
             self._add_hashes(map(_hash, found))
-        if samples:
-            self._sample(batch.column("payload"))
 
     def _bound_producers(self) -> None:
         if len(self.producers) <= 2 * PRODUCERS_MAX:
@@ -123,13 +127,12 @@ class TopicStats:
     def _add_hashes(self, hashes: Iterable[int]) -> None:
         self.key_hashes = heapq.nsmallest(KEYS_EXACT_MAX, {*self.key_hashes, *hashes})
 
-    def _sample(self, payloads: pa.Array) -> None:
-        """Compresses the first payloads of a batch, one after the other as a chunk has them."""
-        data = b"".join(payloads.slice(0, _rows_within(payloads)).drop_null().to_pylist())
+    def add_sample(self, data: Buffer) -> None:
+        """Sees how well some payloads, one after the other, compress."""
         if data:
             codec = pa.Codec("zstd", compression_level=_ZSTD_LEVEL)
             self.sample_bytes += len(data)
-            self.sample_compressed_bytes += len(codec.compress(data))
+            self.sample_compressed_bytes += len(codec.compress(bytes(data)))
 
     def merge(self, other: TopicStats) -> None:
         """Adds what was gathered elsewhere."""
@@ -239,10 +242,12 @@ def _bits(sizes: pa.Array) -> pa.Array:
     return pc.if_else(pc.equal(sizes, 0), 0, pc.add(logs.cast(pa.int64()), 1))
 
 
-def _rows_within(payloads: pa.Array) -> int:
-    """How many rows make up a sample; one at least."""
-    lengths = pc.cumulative_sum(pc.fill_null(pc.binary_length(payloads), 0).cast(pa.int64()))
-    return max(pc.sum(pc.less_equal(lengths, _SAMPLE_BYTES_MAX)).as_py() or 0, 1)
+def take_sample(batch: pa.RecordBatch, sample: bytearray) -> None:
+    """Adds payloads of a batch to a sample, until it is large enough."""
+    for payload in batch.column("payload"):
+        if len(sample) >= SAMPLE_BYTES:
+            return
+        sample += payload.as_buffer() or b""
 
 
 def _hash(key: str) -> int:

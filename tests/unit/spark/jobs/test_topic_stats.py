@@ -7,7 +7,14 @@ from datetime import UTC, datetime
 import pyarrow as pa
 import pytest
 
-from ister.spark.jobs.topic_stats import KEYS_EXACT_MAX, PRODUCERS_MAX, TopicStats, format_time
+from ister.spark.jobs.topic_stats import (
+    KEYS_EXACT_MAX,
+    PRODUCERS_MAX,
+    SAMPLE_BYTES,
+    TopicStats,
+    format_time,
+    take_sample,
+)
 
 _US = 1_000_000
 _SCHEMA = pa.schema(
@@ -130,25 +137,33 @@ def test_very_many_producers_take_no_memory_for_each():
     assert listed + said["other_producers"]["messages"] == said["messages"]
 
 
+def sampled(*batches):
+    """The numbers of a sample of batches."""
+    found, sample = TopicStats(), bytearray()
+    for batch in batches:
+        take_sample(batch, sample)
+    found.add_sample(sample)
+    return found.as_json()["compression"]
+
+
 def test_compression_is_measured():
     rng = random.Random(1)
-    same, noise = TopicStats(), TopicStats()
-    same.add(batch_of([(0, "p", b"abc" * 1000, None)] * 10), samples=True)
-    noise.add(batch_of([(0, "p", rng.randbytes(3000), None) for _ in range(10)]), samples=True)
-    assert same.as_json()["compression"]["ratio"] > 20
-    assert 0.9 < noise.as_json()["compression"]["ratio"] <= 1.01
-    assert same.as_json()["compression"]["sample_bytes"] == 30_000
+    same = sampled(*[batch_of([(0, "p", b"abc" * 1000, None)] * 5)] * 2)
+    noise = sampled(batch_of([(0, "p", rng.randbytes(3000), None) for _ in range(10)]))
+    assert same["ratio"] > 20
+    assert 0.9 < noise["ratio"] <= 1.01
+    assert same["sample_bytes"] == 30_000
 
 
-def test_one_payload_larger_than_a_sample_is_sampled():
-    found = TopicStats()
-    found.add(batch_of([(0, "p", bytes(3 << 20), None)] * 2), samples=True)
-    assert found.sample_bytes == 3 << 20
+def test_a_sample_is_bounded():
+    payload = bytes(SAMPLE_BYTES // 2 + 1)
+    assert sampled(batch_of([(0, "p", payload, None)] * 5))["sample_bytes"] == 2 * len(payload)
 
 
 def test_nothing_at_all():
     found = TopicStats()
-    found.add(batch_of([]), samples=True)
+    found.add(batch_of([]))
+    found.add_sample(b"")
     said = found.as_json()
     assert (said["messages"], said["hours"], said["sizes"]) == (0, [], [])
     assert said["compression"]["ratio"] is None

@@ -1,0 +1,100 @@
+"""An export killed at every named step, again and again: each offset is in the table once.
+
+Tasks run in the killed process itself, without Spark: many rounds in little time. What becomes of
+executors is for the tests of the jobs on Spark.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from export_rig import FORMATS, offsets_in, tasks_here, where
+from integration.spark_topics import PUBLISHED_MS, SparkPlace
+from ister.spark.jobs.exporting import export
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow]
+
+TOPIC = "/default/orders"
+SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
+_ROUNDS = int(os.environ.get("ISTER_ROUNDS", "8"))
+_LEASE_SECONDS = 2
+_TESTS = Path(__file__).resolve().parents[1]
+_POINTS = (
+    "pipeline.after_lease=kill@1",
+    "pipeline.after_plan=kill@1",
+    "pipeline.after_task=kill@1",
+    "export.before_table_commit=kill@1",
+    "export.after_table_commit=kill@1",
+    "export.after_publish=kill@1",
+    "export.after_dead_letters=kill@1",
+    "pipeline.before_commit=kill@1",
+    "export.before_table_commit=kill@2",
+    "export.after_table_commit=kill@2",
+    "export.after_publish=kill@2",
+    "pipeline.after_commit=kill@1",
+    "pipeline.before_report=kill@1",
+)
+_SCRIPT = textwrap.dedent("""
+    import sys, json
+    sys.path.insert(0, sys.argv[1])
+    from export_rig import tasks_here
+    from ister.spark.jobs.exporting import export
+    with tasks_here() as spark:
+        report = export(spark, sys.argv[2], to=sys.argv[3], format=sys.argv[4],
+                        schema=json.loads(sys.argv[5]))
+    assert report.ok, report.errors
+""")
+
+
+def _publish(place: SparkPlace, first: int, count: int, bad: set[int]) -> None:
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True)
+        for number in range(first, first + count):
+            payload = b"?" if number in bad else b'{"id":%d,"name":"n"}' % number
+            topic.append(payload, publish_time=PUBLISHED_MS + number * 3_600_000)
+        topic.flush()
+        topic.upload()
+
+
+def _run(place: SparkPlace, to: str, format: str, point: str) -> int:
+    arguments = [str(_TESTS), place.config, to, format, json.dumps(SCHEMA)]
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *arguments],
+        env={**os.environ, "ISTER_FAILPOINTS": point},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()[-2000:]
+    return done.returncode
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_killed_and_run_again(tmp_path, format):
+    seed = int(os.environ.get("ISTER_SEED") or random.SystemRandom().randrange(2**32))
+    print(f"ISTER_SEED={seed} ISTER_ROUNDS={_ROUNDS} pytest tests/fault/test_export.py -k {format}")
+    rng = random.Random(f"{seed} {format}")
+    place = SparkPlace(tmp_path / "data", metadata={"lease_ttl_seconds": _LEASE_SECONDS})
+    count, bad = 0, set()
+    for _ in range(_ROUNDS):
+        size = rng.randrange(1, 60)
+        bad.update(rng.sample(range(count, count + size), min(2, size)))
+        _publish(place, count, size, bad)
+        count += size
+        if _run(place, where(tmp_path, format), format, rng.choice(_POINTS)):
+            # The keys of a killed export end by themselves.
+            threading.Event().wait(_LEASE_SECONDS + 0.5)
+    with tasks_here() as spark:
+        to = where(tmp_path, format)
+        report = export(spark, place.config, to=to, format=format, schema=SCHEMA)
+        assert report.ok, report.errors
+    assert offsets_in(tmp_path, format) == [n for n in range(count) if n not in bad]
+    assert offsets_in(tmp_path, format, "orders_dead_letters") == sorted(bad)

@@ -1,0 +1,92 @@
+"""A job's frame: which topics are meant, its lease, its report, how work is divided."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ister.clock import ManualClock
+from ister.errors import ConflictError, FencedError, NotFoundError
+from ister.metadata.memory import MemoryMetadata
+from ister.spark.jobs import job as jobs
+from ister.spark.jobs.report import JobReport
+from ister.spark.jobs.tasks import _bundle
+from ister.tier.fence import Fence
+
+TOPICS = ["/a/orders", "/a/prices", "/b/orders"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        (None, TOPICS),
+        ("", TOPICS),
+        ("/a/*", ["/a/orders", "/a/prices"]),
+        ("/b/orders, /a/orders", ["/a/orders", "/b/orders"]),
+        ("*/orders,/a/orders", ["/a/orders", "/b/orders"]),
+        (["/a/price?"], ["/a/prices"]),
+        ("/c/*", []),
+    ],
+)
+def test_topics_are_names_and_patterns(wanted, chosen):
+    assert jobs.choose_topics(jobs.parse_topics(wanted), TOPICS) == chosen
+
+
+def test_name_of_no_topic_is_refused_with_those_that_there_are():
+    with pytest.raises(NotFoundError, match="/a/order") as refused:
+        jobs.choose_topics(["/a/order"], TOPICS)
+    assert "/a/orders" in refused.value.hint
+
+
+def test_only_one_has_an_exclusive_key_and_the_other_is_told_who():
+    clock = ManualClock()
+    store = MemoryMetadata(clock)
+    config = jobs.MetadataConfig()
+    first = jobs._take(store, config, "tier", "/danube/pipeline/lease", clock)
+    with pytest.raises(ConflictError, match="tier on") as refused:
+        jobs._take(store, config, "run", "/danube/pipeline/lease", clock)
+    assert "15 seconds" in refused.value.hint
+    first.release()
+    second = jobs._take(store, config, "run", "/danube/pipeline/lease", clock)
+    with pytest.raises(FencedError):
+        first.check()
+    second.check()
+
+
+def test_lease_that_ended_is_noticed():
+    clock = ManualClock()
+    store = MemoryMetadata(clock)
+    fence = Fence.take(store, "/k", id="a", about={}, ttl_seconds=10, clock=clock)
+    assert fence.is_valid
+    clock.advance(11)
+    assert not fence.is_valid
+    with pytest.raises(FencedError):
+        fence.renew()
+
+
+@pytest.mark.parametrize(("topics", "findings"), [(1, 100_000), (5000, 10), (300, 3000), (0, 0)])
+def test_saved_report_fits_into_the_metadata_store(topics, findings):
+    report = JobReport("scrub")
+    for number in range(topics):
+        report.of(f"/ns/{number}")["findings"] = [
+            {"kind": "gap", "offset": n} for n in range(findings)
+        ]
+        report.fail(NotFoundError("gone", topic=f"/ns/{number}"))
+    data = jobs._in_short(report)
+    assert len(data) <= 256 * 1024
+    short = json.loads(data)
+    assert short["topics_total"] == topics
+    assert short["ok"] is (topics == 0)
+    assert len(report.as_json()["topics"]) == topics, "the report itself stays whole"
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 16])
+@pytest.mark.parametrize("weights", [[1], [10] * 7, [5 << 20] * 300, [1 << 30, 1, 1], [0, 0]])
+def test_bundles_have_every_item_once_in_order(weights, parallel):
+    items = list(enumerate(weights))
+    bundles = _bundle(items, lambda item: item[1], parallel)
+    assert [item for bundle in bundles for item in bundle] == items
+    assert all(bundles)
+    if len(items) >= 2 * parallel and len(set(weights)) == 1 and weights[0]:
+        assert len(bundles) >= 2 * parallel
