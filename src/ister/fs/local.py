@@ -19,14 +19,14 @@ from ister.errors import CapacityError, DirectoryLockedError, DiskError, NotFoun
 from ister.format.crc import Buffer
 from ister.fs.base import File, FileLock
 
-__all__ = ["LocalFileSystem"]
+__all__ = ["DIRECTORY_MODE", "LocalFileSystem"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _FILE_MODE = 0o640
 # The kernel takes at most so many buffers in one call (IOV_MAX).
 _BUFFERS_MAX = 1024
-_DIRECTORY_MODE = 0o750
+DIRECTORY_MODE = 0o750
 
 
 @contextmanager
@@ -177,7 +177,7 @@ class LocalFileSystem:
             current = os.path.dirname(current)
         for directory in reversed(missing):
             with _mapped("make directory", directory), suppress(FileExistsError):
-                os.mkdir(directory, _DIRECTORY_MODE)
+                os.mkdir(directory, DIRECTORY_MODE)
             if not os.path.isdir(directory):
                 raise DiskError("make directory failed", errno=errno.ENOTDIR, path=directory)
             self.sync_directory(os.path.dirname(directory))

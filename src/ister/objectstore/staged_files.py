@@ -28,11 +28,12 @@ from ister.errors import (
     DiskError,
     IsterError,
     NotFoundError,
+    PermissionDeniedError,
     UnavailableError,
     UnsupportedOperationError,
 )
 from ister.fs.base import FileSystem
-from ister.fs.local import map_os_error
+from ister.fs.local import DIRECTORY_MODE, map_os_error
 from ister.objectstore.base import ObjectInfo
 from ister.objectstore.keys import STAGING_FOLDER
 
@@ -193,9 +194,52 @@ class StagedFiles:
             raise map_os_error(error, "link", target) from error
 
     def _make(self, directory: str) -> None:
+        """Makes a directory whose name is durable, and so are those above it."""
         with self._lock:
-            if directory in self._durable:
-                return
-        self._fs.make_directories(directory)
+            known = set(self._durable)
+        levels: list[str] = []
+        while directory not in known and directory.startswith(f"{self._root}/"):
+            levels.append(directory)
+            directory = os.path.dirname(directory)
+        if directory not in known:
+            self._fs.make_directories(directory)
+        for level in reversed(levels):
+            # Also where it exists: whoever made it may have died before its name was durable.
+            try:
+                with suppress(FileExistsError):
+                    os.mkdir(level, DIRECTORY_MODE)
+            except OSError as error:
+                raise map_os_error(error, "make directory", level) from error
+            if not os.path.isdir(level):
+                raise DiskError("make directory failed", errno=errno.ENOTDIR, path=level)
+            self._fs.sync_directory(os.path.dirname(level))
         with self._lock:
-            self._durable.add(directory)
+            self._durable.update([directory, *levels])
+
+    def read(self, key: str, start: int, size: int) -> bytes:
+        """Bytes of an object; fewer than `size` only at its end.
+
+        Raises:
+            NotFoundError: There is no such object.
+        """
+        path = f"{self._root}/{key}"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except NotADirectoryError as error:
+            raise NotFoundError("read failed: no such object", path=path) from error
+        except PermissionError as error:
+            raise PermissionDeniedError(f"read failed: {error.strerror}", path=path) from error
+        except OSError as error:
+            raise map_os_error(error, "read", path) from error
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise NotFoundError("read failed: a folder is no object", path=path)
+            parts: list[bytes] = []
+            while size and (part := os.pread(fd, size, start)):
+                parts.append(part)
+                start, size = start + len(part), size - len(part)
+        except OSError as error:
+            raise map_os_error(error, "read", path) from error
+        finally:
+            os.close(fd)
+        return parts[0] if len(parts) == 1 else b"".join(parts)

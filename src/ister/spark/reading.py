@@ -38,6 +38,7 @@ from ister.errors import (
 from ister.model import TopicName
 from ister.spark.place import Place
 from ister.spark.planner import ObjectSlice, Partition, Slice
+from ister.spark.workers import spare_collector
 from ister.tier.chunks import ObjectPart
 from ister.topic.columns import Decoders, Rows, decode_frames
 from ister.topic.history import HistoryTopic
@@ -85,6 +86,7 @@ class ReadTask:
             if found is None:
                 found = decoders[part.topic] = Decoders(part.topic, self.columns)
             yield from _SliceReader(self, part, identities[part.topic], found).read()
+        spare_collector()
 
 
 class _SliceReader:

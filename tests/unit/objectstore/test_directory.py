@@ -61,14 +61,28 @@ def test_bytes_are_synced_before_the_name_and_the_name_before_the_return(tmp_pat
     root, fs = str(tmp_path / "root"), RecordingFileSystem()
     files = StagedFiles(root, fs)
     key = staged(files, root)
+    # The root's own name is durable from the start.
+    assert ("sync_directory", os.path.dirname(root)) in fs.events
     fs.events.clear()
     files.publish(key, "a/b/object")
     assert fs.events[0] == ("sync", f"{root}/{key}")
     named = fs.events.index(("rename", f"{root}/a/b/object"))
-    # The folders are durable before anything is in them, up to the root's own.
-    for folder in (root, f"{root}/a", os.path.dirname(root)):
+    # The folders are durable before anything is in them.
+    for folder in (root, f"{root}/a"):
         assert ("sync_directory", folder) in fs.events[:named]
     assert fs.events[named + 1 :] == [("sync_directory", f"{root}/a/b")]
+
+
+def test_folders_are_made_durable_once_whoever_made_them(tmp_path):
+    root, fs = str(tmp_path / "root"), RecordingFileSystem()
+    files = StagedFiles(root, fs)
+    Path(root, "a").mkdir()  # by a process that died before it could sync its name
+    for number in range(3):
+        files.publish(staged(files, root), f"a/{number}/object")
+    synced = [path for kind, path in fs.events if kind == "sync_directory"]
+    assert synced.count(root) == 2, "the staging folder's name, and that of a"
+    assert synced.count(f"{root}/a") == 3
+    assert synced.count(os.path.dirname(root)) == 1
 
 
 def test_exclusive_name_is_synced_too_and_when_it_was_taken(tmp_path):

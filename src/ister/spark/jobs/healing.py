@@ -13,7 +13,8 @@ Invariants:
 
 - nothing is written over: a name has a random tag;
 - what is returned was read back from the bucket and checked, frame by frame;
-- an object that was uploaded once comes back byte for byte, or not at all: its checksum is on
+- an object that was uploaded once comes back byte for byte (or as the owner's own files have it),
+  or not at all: its checksum is on
   record. Objects of an owner that had been fenced, and files of another topic of the same name, are
   no source;
 - an object that somebody may be collecting at this moment is copied, and never named by a
@@ -325,7 +326,9 @@ class _Healer:
             return Healed(reason=f"offset {error.offset}: {error.reason}")
         except CorruptDataError as error:
             return Healed(reason=error.message)
-        if reason := self._differs(made, old):
+        # What the owner itself has is the topic, whatever a descriptor said about it.
+        is_the_owners = set(used) <= {_LOCAL, _BROKER}
+        if not is_the_owners and (reason := self._differs(made, old)):
             self._discard(made.object_id)
             return Healed(reason=f"{', '.join(used)}: {reason}")
         return Healed(objects=(made,), sources=used)

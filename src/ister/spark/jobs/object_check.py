@@ -19,10 +19,11 @@ import struct
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
@@ -56,6 +57,7 @@ _SEARCHED_MAX: Final = 64
 _SEARCHED_BYTES_MAX: Final = 64 * MIB
 _SEARCH_BYTES_MIN: Final = 64 * KIB
 # The last millisecond that columns can tell.
+_Array: TypeAlias = npt.NDArray[np.int64]
 _CALENDAR_END_MS: Final = 253_402_300_799_999
 _OFFSET = struct.Struct("<Q")
 
@@ -488,28 +490,28 @@ class _Sums:
         times = self._times(view, at, found)
         self._check_entries(view, at, found, times)
         if times is not None and len(times):
-            low, high = pc.min_max(times).as_py().values()
+            low, high = int(times.min()), int(times.max())
             self._time_min = low if self._time_min is None else min(self._time_min, low)
             self._time_max = max(self._time_max, high)
         self._crc = crc32(view[at : found.end], self._crc)
         self.bytes += found.end - at
         self.next_offset = found.next_offset
 
-    def _times(self, view: memoryview, at: int, found: DecodedFrames) -> pa.Array | None:
+    def _times(self, view: memoryview, at: int, found: DecodedFrames) -> _Array | None:
         """Publish times in milliseconds; None if there is one that no clock gives."""
         if not self._has_times or not found.batch.num_rows:
             return None
-        times = pc.divide(found.batch.column(0).view(pa.int64()), 1000)
-        if pc.max(times).as_py() >= _CALENDAR_END_MS:
+        times: _Array = found.batch.column(0).view(pa.int64()).to_numpy() // 1000
+        if int(times.max()) >= _CALENDAR_END_MS:
             # Columns hold none beyond it, and so do not tell which one it is.
             scan = scan_frames(view[: found.end], at, expected_offset=self.next_offset)
             exact = decode_publish_times(view, scan.starts, scan.end, self._codec or Codec.BINCODE2)
             self._has_times = exact is not None
-            times = None if exact is None else pa.array(exact, pa.int64())
+            return None if exact is None else np.array(exact, np.int64)
         return times
 
     def _check_entries(
-        self, view: memoryview, at: int, found: DecodedFrames, times: pa.Array | None
+        self, view: memoryview, at: int, found: DecodedFrames, times: _Array | None
     ) -> None:
         """Whether the entries of the index that fall among these frames point at them."""
         index, before = self._described.offset_index, self._described.publish_time_index
@@ -525,7 +527,7 @@ class _Sums:
             elif len(before) == len(index) and times is not None:
                 row = offset - self.next_offset
                 if row > seen:
-                    time_max = max(time_max, pc.max(times.slice(seen, row - seen)).as_py())
+                    time_max = max(time_max, int(times[seen:row].max()))
                     seen = row
                 self._wrong_times += before[self._entry] != time_max
             self._entry += 1

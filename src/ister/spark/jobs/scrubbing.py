@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ister import failpoints
-from ister.config import Config
+from ister.config import CloudBackend, Config
 from ister.errors import ConflictError, CorruptDataError, FencedError, InvariantError, IsterError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor, encode_descriptor
 from ister.limits import KIB
@@ -111,15 +111,17 @@ def scrub_topics(job: Job, topics: Sequence[str], *, repair: bool = False) -> No
         for item in pending:
             item.judge()
     else:
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
+            if number:
+                # What a look has found stands until the next one, so none comes after the last.
+                pending = [item for item in pending if item.has_changed and item.look()]
+            if not pending:
+                break
             _check(job, pending)
             for item in pending:
                 item.conclude()
             if repair:
                 _repair(job, pending)
-            pending = [item for item in pending if item.has_changed and item.look()]
-            if not pending:
-                break
     for item in scrubs:
         item.report(repair=repair)
 
@@ -153,7 +155,8 @@ def check_object(place: Place, item: CheckItem) -> Checked:
         history.objects,
         chunk_bytes=settings.cloud_reader.fetch_chunk_size,
         index_every_messages=settings.uploader.index_every_messages,
-        ahead=history.ahead,
+        # The kernel reads files ahead by itself, and other tasks have the other processors.
+        ahead=None if history.config.storage.cloud.backend in _DIRECTORIES else history.ahead,
         clock=history.clock,
         metrics=history.metrics,
     )
@@ -163,6 +166,7 @@ def check_object(place: Place, item: CheckItem) -> Checked:
 # -- checking -------------------------------------------------------------------------------
 
 
+_DIRECTORIES: Final = (CloudBackend.FS, CloudBackend.LOCAL)
 _Key: TypeAlias = tuple[str, int]
 """A descriptor's key and revision."""
 
@@ -208,6 +212,20 @@ class _Bad:
     entry: Entry
     checked: Checked
     findings: list[Finding]
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the object is whole and another one than its descriptor was made for.
+
+        Its checksum is the only thing that tells: somebody may have put other messages there.
+        """
+        right, said = self.checked.right, self.entry.described.checksum
+        return right is not None and said is not None and right.checksum != said
+
+    @property
+    def right(self) -> ObjectDescriptor | None:
+        """The true descriptor of an object that is whole, and surely the one that was meant."""
+        return None if self.is_suspect else self.checked.right
 
 
 @dataclass(slots=True)
@@ -374,8 +392,13 @@ class _TopicScrub:
         described = item.entry.described
         have = [*files, *self._ranges(self._candidates(described.start, described.end, item))]
         for finding in item.findings:
-            if item.checked.right is not None:
+            if item.right is not None:
                 finding.repairable = True
+                continue
+            if item.is_suspect:
+                finding.repairable = not _subtract(described.start, described.end, files)
+                finding.reason += "; whether the object or its descriptor is wrong, only another "
+                finding.reason += "copy can tell"
                 continue
             finding.lost = _subtract(finding.start or 0, finding.end or 0, have)
             finding.repairable = not finding.lost
@@ -471,7 +494,7 @@ class _TopicScrub:
         found: list[tuple[Wound, _Bad | _Hole]] = []
         for item in self.bad:
             described = item.entry.described
-            if item.checked.right is None:
+            if item.right is None:
                 others = self._candidates(described.start, described.end, item)
                 found.append((self._wound(described.start, described.end, others, described), item))
         for hole in self.holes:
@@ -527,7 +550,7 @@ class _TopicScrub:
     def describe_rightly(self) -> None:
         """Puts the true descriptors of objects that are whole in the place of wrong ones."""
         for item in self.bad:
-            right, entry = item.checked.right, item.entry
+            right, entry = item.right, item.entry
             if right is None:
                 continue
             is_same = (right.start, right.end) == (entry.described.start, entry.described.end)

@@ -27,6 +27,7 @@ from ister import failpoints
 from ister.errors import InvariantError, IsterError
 from ister.limits import MIB
 from ister.spark.jobs.report import error_as_fields
+from ister.spark.workers import spare_collector
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -139,6 +140,7 @@ def _run_bundle(
             continue
         failpoints.reach("pipeline.after_task")
         yield Done(item, result, None)
+    spare_collector()
 
 
 def _arm() -> None:
