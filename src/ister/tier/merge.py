@@ -154,6 +154,9 @@ def merge_objects(
     finally:
         # After a close that succeeded this does nothing.
         writer.abort()
+    # Those that it replaces go some day, and then this is the only copy: nothing that was only
+    # written is taken for one.
+    verify_content(store, key, described, chunk_bytes=settings.chunk_bytes)
     etag = verify_size(store, key, described.size_bytes)
     failpoints.reach("compact.after_object")
     return describe(

@@ -14,13 +14,16 @@ on S3 a lifecycle rule has to abort them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from ister.clock import Clock
+from ister.errors import NotFoundError
 from ister.format.records import decode_retired
 from ister.metadata.base import Delete, RevisionIs
 from ister.metrics import Metrics
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.tier.names import (
+    ObjectName,
     format_pending_id,
     objects_prefix,
     parse_object_id,
@@ -40,8 +43,18 @@ def collect_orphans(
     grace_seconds: float,
     clock: Clock,
     metrics: Metrics,
+    has_jobs: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     """Removes objects of the topic that no descriptor names.
+
+    Args:
+        owned: The topic.
+        store: Where its objects are.
+        grace_seconds: How long an object is kept that nobody names.
+        clock: Where time comes from.
+        metrics: What was removed is counted there.
+        has_jobs: Whether somebody may be making objects in this owner's name: what lies at or
+            behind the topic's end is left alone then.
 
     Returns:
         Their names.
@@ -66,7 +79,12 @@ def collect_orphans(
         if object_id in under_way or not _is_past(info, oldest):
             continue
         # In this order: a merge between the two questions shows in the second one.
-        if _is_garbage(owned, object_id) and object_id not in _retired(owned, now):
+        if (
+            _is_garbage(owned, object_id)
+            and object_id not in _retired(owned, now)
+            and not (_is_ahead(owned, object_id) and has_jobs())
+            and _is_unchanged(store, info)
+        ):
             owned.check()
             store.delete(info.key)
             removed.append(object_id)
@@ -100,6 +118,21 @@ def _is_past(info: ObjectInfo, oldest: float) -> bool:
     return info.modified_at is not None and info.modified_at < oldest
 
 
+def _is_ahead(owned: OwnedTopic, object_id: str) -> bool:
+    """Whether an object could be the next one that a job commits."""
+    name = parse_object_id(object_id)
+    return name is None or name.start >= owned.tiered
+
+
+def _is_unchanged(store: ObjectStore, info: ObjectInfo) -> bool:
+    """Whether an object is still the one that was listed: a job may make it again, of that name."""
+    try:
+        now = store.stat(info.key)
+    except NotFoundError:
+        return False
+    return (now.size, now.modified_at) == (info.size, info.modified_at)
+
+
 def _is_garbage(owned: OwnedTopic, object_id: str) -> bool:
     name = parse_object_id(object_id)
     if name is None:
@@ -111,7 +144,20 @@ def _is_garbage(owned: OwnedTopic, object_id: str) -> bool:
     described = owned.catalog.find(name.start)
     if described is not None and described.object_id == object_id:
         return False
+    if name.tag is not None and not _is_covered(owned, name):
+        # A merged object with more than the catalog has: the catalog is older than it.
+        return False
     is_held = described is not None and name.start < described.end
     # Offsets in the midst of the topic that no descriptor has: one was lost, and this may be the
     # object that it named.
     return is_held or not owned.record.expired_before <= name.start < owned.tiered
+
+
+def _is_covered(owned: OwnedTopic, name: ObjectName) -> bool:
+    """Whether the catalog has all offsets of an object, or they have expired."""
+    at = max(name.start, owned.record.expired_before)
+    for described, _ in owned.catalog.descriptors(at, name.end):
+        if described.start > at:
+            return False
+        at = max(at, described.end)
+    return at >= name.end

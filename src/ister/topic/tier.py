@@ -559,6 +559,16 @@ class TopicTier:
             IsterError: An object is bad and could not be uploaded again.
         """
         content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
+        assured: set[tuple[str, int]] = set()
+        # Objects may be merged while they are read: what has taken their place is looked at, too.
+        while self._assure_new(start, end, assured, content=content):
+            pass
+
+    def _assure_new(
+        self, start: int, end: int, assured: set[tuple[str, int]], *, content: bool
+    ) -> bool:
+        """Walks over a range and checks what is not in `assured`; whether there was such."""
+        has_new = False
         # What has expired in the bucket is not owed any more. But an expiry that was interrupted is
         # on record before its objects are out of the catalog, and those are still read.
         floor = self.owned.record.expired_before
@@ -566,13 +576,17 @@ class TopicTier:
         for described, revision in self.owned.catalog.descriptors(start, end):
             if described.start > max(at, floor):
                 break
-            self._assure_object(described, revision, content=content)
+            if (described.object_id, revision) not in assured:
+                self._assure_object(described, revision, content=content)
+                assured.add((described.object_id, revision))
+                has_new = True
             at = described.end
         at = max(at, floor)
         if at < end:
             raise DataGapError(
                 "no object holds the offset", start=at, end=end, topic=self.owned.topic
             )
+        return has_new
 
     def _assure_object(self, described: ObjectDescriptor, revision: int, *, content: bool) -> bool:
         """Checks an object, and uploads it again where it is bad; whether it was."""
@@ -584,7 +598,8 @@ class TopicTier:
             else:
                 verify_size(self._tiers.objects, key, described.size_bytes)
         except (NotFoundError, CorruptDataError) as error:
-            if described.start < self._wal.trimmed:
+            if described.start < self._wal.trimmed or described.kept:
+                # Local files may have what compaction has left out, and it would come back.
                 raise
             _log.error(
                 "an object is lost or damaged; uploading it again from the local files",
@@ -721,7 +736,9 @@ class TopicTier:
             objects = self._tiers.objects
             storage = self._tiers.storage
             grace_seconds = storage.cloud.orphan_grace_minutes * 60
-            if PipelineKeys(storage.metadata.root_prefix).has_jobs(self._tiers.metadata):
+            keys = PipelineKeys(storage.metadata.root_prefix)
+            has_jobs = partial(keys.has_jobs, self._tiers.metadata)
+            if has_jobs():
                 # Its objects are not named by anything until it commits them.
                 grace_seconds = max(grace_seconds, _JOB_GRACE_SECONDS)
             return [
@@ -731,6 +748,7 @@ class TopicTier:
                     grace_seconds=grace_seconds,
                     clock=self._clock,
                     metrics=self._metrics,
+                    has_jobs=has_jobs,
                 ),
                 *sweep_staging(self.owned, objects, grace_seconds=grace_seconds, clock=self._clock),
             ]
