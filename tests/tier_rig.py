@@ -7,7 +7,7 @@ from typing import Self
 
 from builders import a_message
 from ister.clock import Clock, ManualClock
-from ister.config import load_config
+from ister.config import UploaderConfig, load_config
 from ister.errors import CorruptDataError, IsterError
 from ister.format.crc import crc32
 from ister.format.descriptor import ObjectDescriptor, format_checksum
@@ -20,11 +20,17 @@ from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.memory import MemoryObjectStore
 from ister.tier.catalog import Catalog
 from ister.tier.claim import Membership, NewTopic, claim
+from ister.tier.fence import Fence
 from ister.tier.names import TopicKeys, format_object_id, object_key
+from ister.tier.object_maker import ObjectMaker
+from ister.tier.outside import act_outside
 from ister.tier.ownership import OwnedTopic
+from ister.tier.pipeline import PipelineKeys
 from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.uploader import Uploader, UploadSettings
+from ister.topic.local_tail import LocalTail
 from ister.topic.log import Log
+from ister.topic.tiers import upload_settings
 from ister.wal.scheduler import Threads
 from rig import ROOT
 
@@ -335,3 +341,65 @@ class Site:
     def key(self, offset: int) -> str:
         """The key of the object that holds an offset."""
         return object_key(NAME, self.catalog().find(offset).object_id)
+
+
+class Pipeline:
+    """Somebody who uploads a site's topics in their owners' names, with the pipeline's lease."""
+
+    def __init__(self, site: Site, *, key: str | None = None, ttl_seconds: float = 15.0) -> None:
+        self._site = site
+        self.fence = Fence.take(
+            site.metadata,
+            key if key is not None else PipelineKeys(PREFIX).lease,
+            id=key or "pipeline",
+            about={},
+            ttl_seconds=ttl_seconds,
+            clock=site.clock,
+        )
+
+    def acting(self, name: TopicName = NAME) -> OwnedTopic:
+        """The right to change a topic."""
+        return act_outside(
+            self._site.catalog(name), self.fence, clock=self._site.clock, metrics=Metrics()
+        )
+
+    def upload(
+        self, *, end: int | None = None, disk: str = "a", name: TopicName = NAME, **uploader
+    ) -> list[ObjectDescriptor]:
+        """Uploads what a disk's checkpoint calls synced, up to `end`; what was committed."""
+        site, owned = self._site, self.acting(name)
+        config = UploaderConfig(**uploader)
+        settings = upload_settings(config)
+        tail = LocalTail.find(
+            ROOT,
+            name,
+            owned.record.node,
+            owned.record.incarnation,
+            clock=site.clock,
+            metrics=Metrics(),
+            fs=site.disk(disk),
+        )
+        source, snapshot = tail.source(chunk_bytes=config.stream_chunk_size // 2)
+        maker = ObjectMaker(
+            name, site.objects, settings=settings, clock=site.clock, metrics=Metrics()
+        )
+        made: list[ObjectDescriptor] = []
+        try:
+            start = owned.tiered if owned.last is not None else snapshot.trimmed
+            stop = snapshot.synced if end is None else min(end, snapshot.synced)
+            while start < stop:
+                upto = source.plan(
+                    start,
+                    stop,
+                    bytes_max=settings.object_bytes_max,
+                    span_ms_max=settings.object_span_ms_max,
+                )
+                described = maker.make(
+                    source, start, upto, epoch=owned.epoch, incarnation=owned.record.incarnation
+                )
+                owned.commit(described)
+                made.append(described)
+                start = upto
+        finally:
+            source.close()
+        return made

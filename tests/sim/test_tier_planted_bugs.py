@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+import ister.tier.object_maker
 import ister.tier.orphans
 import ister.tier.ownership
 import ister.tier.uploader
@@ -19,6 +20,7 @@ import ister.topic.log
 import ister.topic.opening
 import ister.topic.tier
 from ister.errors import CommitUnknownError, UnavailableError
+from ister.metadata.base import Absent
 from ister.metadata.memory import MemoryMetadata
 from ister.tier.catalog import Catalog
 from ister.tier.claim import _Claimant
@@ -79,9 +81,15 @@ def descriptor_before_object(patch: pytest.MonkeyPatch) -> None:
         summary = ObjectSummary(start, index_every_messages=settings.index_every_messages)
         while summary.end < end:
             summary.add(source.fetch(summary.end, end, bytes_max=settings.read_bytes))
-        name = format_object_id(start, end, self._owned.epoch)
-        described = self._describe(summary, name, None)
-        self._owned.commit(described)
+        owned = self._owned
+        described = summary.describe(
+            format_object_id(start, end, owned.epoch),
+            epoch=owned.epoch,
+            incarnation=owned.record.incarnation,
+            created_at=self._clock.now_ns() // 1_000_000_000,
+            etag=None,
+        )
+        owned.commit(described)
         self._make_object(source, start, end)
         return described
 
@@ -256,9 +264,11 @@ def acknowledged_without_the_lease(patch: pytest.MonkeyPatch) -> None:
 
 
 def object_names_without_the_epoch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        ister.tier.uploader, "format_object_id", lambda start, end, epoch: f"data-{start}-0.dnb1"
-    )
+    def format_object_id(start: int, end: int, epoch: int, *, tag: str | None = None) -> str:
+        return f"data-{start}-0.dnb1"
+
+    for module in (ister.tier.uploader, ister.tier.object_maker):
+        patch.setattr(module, "format_object_id", format_object_id)
 
 
 def retention_takes_from_the_middle(patch: pytest.MonkeyPatch) -> None:
@@ -293,6 +303,60 @@ def a_deletion_leaves_the_objects(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tiers, "delete", delete)
 
 
+# -- somebody acts in the owner's name ------------------------------------------------------
+
+
+def a_lost_lease_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    """A pipeline goes on although its lease has ended."""
+    real = MemoryMetadata.transact
+
+    def transact(self: MemoryMetadata, compares, operations):
+        kept = [c for c in compares if "/pipeline/" not in c.key or isinstance(c, Absent)]
+        return real(self, kept, operations)
+
+    patch.setattr(MemoryMetadata, "transact", transact)
+
+
+def a_swap_forgets_the_pointer(patch: pytest.MonkeyPatch) -> None:
+    real = MemoryMetadata.transact
+
+    def transact(self: MemoryMetadata, compares, operations):
+        if any("/retired/" in operation.key for operation in operations):
+            operations = [o for o in operations if not o.key.endswith("/cur")]
+        return real(self, compares, operations)
+
+    patch.setattr(MemoryMetadata, "transact", transact)
+
+
+def a_swap_leaves_the_last_one(patch: pytest.MonkeyPatch) -> None:
+    real = OwnedTopic.swap
+    patch.setattr(
+        OwnedTopic, "swap", lambda self, old, new, *, until: real(self, old[:-1], new, until=until)
+    )
+    patch.setattr(ister.tier.ownership, "check", lambda holds, what: None)
+
+
+def a_commit_does_not_look_at_the_pointer(patch: pytest.MonkeyPatch) -> None:
+    real = MemoryMetadata.transact
+
+    def transact(self: MemoryMetadata, compares, operations):
+        if any("/objects/0" in o.key for o in operations):
+            compares = [c for c in compares if not c.key.endswith("/cur")]
+        return real(self, compares, operations)
+
+    patch.setattr(MemoryMetadata, "transact", transact)
+
+
+def a_successors_objects_are_taken_for_ones_own(patch: pytest.MonkeyPatch) -> None:
+    """An owner that was fenced believes that a pipeline has uploaded for it."""
+
+    def resync(self: OwnedTopic) -> None:
+        self._current_revision = self._read_current()
+        self.first, self.last = self.catalog.first(), self.catalog.last()
+
+    patch.setattr(OwnedTopic, "_resync", resync)
+
+
 BY_WORLDS: list[Plant] = [
     commit_without_comparing_the_epoch,
     claim_without_a_new_epoch,
@@ -317,6 +381,11 @@ BY_WORLDS: list[Plant] = [
     objects_expire_before_their_descriptors,
     a_deletion_is_not_marked,
     a_deletion_leaves_the_objects,
+    a_lost_lease_is_not_noticed,
+    a_swap_forgets_the_pointer,
+    a_swap_leaves_the_last_one,
+    a_commit_does_not_look_at_the_pointer,
+    a_successors_objects_are_taken_for_ones_own,
 ]
 
 

@@ -6,7 +6,8 @@ close; its machine may lose its disk. The stores outlive every process. A life e
 any operation on files, objects or metadata, or at a named failpoint. Answers of both stores get
 lost, changes of metadata land late or never, objects rot while a local copy is left. In the middle
 of one node's work the other one may get its turn, with time passing, so that an owner wakes up as
-one that was fenced.
+one that was fenced. In most worlds there is a pipeline, too, which uploads and merges objects in
+the owner's name, from outside of its process (`outsider`).
 
 What is checked, by looking at the stores directly after every turn (`Observer`) and by reading the
 whole topic through a chained reader after every opening (`TierWorld.check_opened`):
@@ -17,7 +18,9 @@ whole topic through a chained reader after every opening (`TierWorld.check_opene
 - descriptors follow each other without a hole or an overlap, each names an object that exists, with
   its size and checksum, and with the messages that were sent;
 - `trimmed` ≤ `tiered` ≤ `synced` ≤ `written` ≤ `next`;
-- an owner that was fenced changes nothing, and acknowledges nothing;
+- an owner that was fenced changes nothing, and acknowledges nothing; nor does a pipeline change
+  anything whose lease has ended;
+- objects may be replaced by one with the messages of all of them;
 - what a node had made durable and could not upload stays on its disk, in files set aside;
 - only bucket retention takes messages out of a topic, and only the oldest ones;
 - a deleted topic leaves nothing behind, and nothing of it comes back;
@@ -60,11 +63,18 @@ from ister.fs.memory import MemoryFileSystem, SimulatedCrash, _Directory
 from ister.metadata.memory import MemoryMetadata
 from ister.model import AckLevel, Codec, TopicName, TopicState
 from ister.objectstore.memory import MemoryObjectStore
-from ister.tier.names import TOPICS_PREFIX, TopicKeys, object_key, objects_prefix
+from ister.tier.names import (
+    TOPICS_PREFIX,
+    TopicKeys,
+    object_key,
+    objects_prefix,
+    parse_object_id,
+)
 from ister.topic.log import Log
 from ister.topic.message import MessageBatch
 from ister.topic.reader import Reader
 from ister.topic.topic import Topic
+from tests.sim.outsider import OUTSIDE_POINTS, Outsider
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 
 TOPIC: Final = "/ns/a"
@@ -83,6 +93,8 @@ _AROUND_A_COMMIT: Final = (
     "tier.before_commit",
     "tier.after_commit",
     "tier.after_mark_deleting",
+    "tier.before_swap",
+    "tier.after_expire",
 )
 # What leads to points that are rarely come by, where a world is made for one.
 _LEADING: Final = {
@@ -267,7 +279,14 @@ class Observer:
         *,
         may_expire: bool,
     ) -> None:
-        removed = sorted(before.keys() - now.keys())
+        merged = [new for new in now.values() if _is_merged(new)]
+        removed = sorted(
+            start
+            for start in before.keys() - now.keys()
+            if not any(new.start <= start and before[start].end <= new.end for new in merged)
+        )
+        for start in before.keys() - now.keys():
+            self.rotten.discard(before[start].object_id)
         if not removed:
             return
         if not now or removed[-1] > min(now):
@@ -275,8 +294,6 @@ class Observer:
         if not may_expire:
             raise BrokenPromiseError(f"the objects at {removed} expired, and nothing expires")
         self.promises.expired = max(self.promises.expired, min(now))
-        for start in removed:
-            self.rotten.discard(before[start].object_id)
         for offset in [o for o in self.promises.tiered if o < min(now)]:
             del self.promises.tiered[offset]
 
@@ -288,7 +305,8 @@ class Observer:
         ):
             raise BrokenPromiseError(f"{described} came from another owner than {record}")
         if before is not None:
-            if (before.start, before.end) != (described.start, described.end):
+            has_grown = _is_merged(described) and before.end < described.end
+            if before.end != described.end and not has_grown:
                 raise BrokenPromiseError(f"{before} became {described}")
             self.rotten.discard(before.object_id)
         self._check_content(described)
@@ -409,6 +427,9 @@ class TierWorld:
         self.config = self._make_config()
         self.nodes = [Node(number, self._make_disk()) for number in range(2)]
         self.seen = Observer(self.meta, self.store, TopicKeys("/danube", NAME))
+        self.outsider: Outsider | None = None
+        if rng.random() < 0.7 or failpoint in OUTSIDE_POINTS:
+            self.outsider = Outsider(self, self._make_outside)
         self.turns = self.sent = self.crashes = self.takeovers = self.faults = 0
         self.crashed_at: set[str] = set()
         self._running: list[Process | None] = []
@@ -480,6 +501,8 @@ class TierWorld:
             return
         if process.is_dead:
             raise SimulatedCrash(kind)
+        if when == "after" and kind == "transact" and self.outsider is not None:
+            self.outsider.check_change(process)
         plan = process.plan
         if plan.where == where:
             plan.left -= 1
@@ -493,6 +516,8 @@ class TierWorld:
                 self._interrupt(process)
         if self.fault_rate and self.rng.random() < self.fault_rate:
             self._fail(process, where, when, kind)
+        if when == "before" and kind == "transact" and self.outsider is not None:
+            self.outsider.note_change(process)
 
     def _die(self, process: Process, where: str) -> None:
         self.trace(f"node {process.node.number}: crash at {where}")
@@ -535,9 +560,13 @@ class TierWorld:
         self._depth += 1
         self.trace(f"node {process.node.number}: interrupted")
         self.look()
-        other = self.nodes[1 - process.node.number]
+        is_node = process.node in self.nodes
+        other = self.nodes[1 - process.node.number] if is_node else self._whose_turn()
         try:
             self.pass_time(self.rng.choice((0.0, 1.0, 7.0, 7.0, 150.0)))
+            if is_node and self.outsider is not None:
+                for _ in range(self.rng.randrange(3)):
+                    self.outsider.turn()
             for _ in range(self.rng.randrange(1, 5)):
                 self.turn(other)
             if self.rng.random() < 0.5:
@@ -587,7 +616,10 @@ class TierWorld:
         try:
             for _ in range(turns):
                 self.turns += 1
-                self.turn(self._whose_turn())
+                if self.outsider is not None and self.rng.random() < 0.3:
+                    self.outsider.turn()
+                else:
+                    self.turn(self._whose_turn())
             self.heal()
         finally:
             logging.disable(logging.NOTSET)
@@ -640,12 +672,7 @@ class TierWorld:
         self.trace(f"node {node.number}: start")
         process = node.process = Process(node, self._make_plan())
         node.fs.before = lambda kind, path: self._operation("fs", "before", kind)
-        if self.failpoint is not None or self.rng.random() < 0.4:
-            is_crash = self.failpoint is not None or self.rng.random() < 0.6
-            names = POINTS if is_crash else _AROUND_A_COMMIT
-            name = self.failpoint or self.rng.choice(names)
-            visit = 1 if name in _LEADING or "recovery" in name else self.rng.randrange(1, 4)
-            self._arm_failpoint(process, name, visit, is_crash=is_crash)
+        self._arm_some(process)
         if self.failpoint is not None and "_cut" in self.failpoint:
             # A torn tail comes first.
             self._arm_failpoint(process, "wal.after_write", 2, is_crash=True)
@@ -661,6 +688,26 @@ class TierWorld:
             self._judge(process, error)
         finally:
             self.look()
+
+    def _arm_some(self, process: Process) -> None:
+        wanted = self.failpoint
+        if wanted in OUTSIDE_POINTS and process.node in self.nodes:
+            return
+        if wanted is None and self.rng.random() >= 0.4:
+            return
+        is_crash = wanted is not None or self.rng.random() < 0.6
+        names = POINTS if is_crash else _AROUND_A_COMMIT
+        if process.node not in self.nodes:
+            names = [name for name in names if name.startswith("tier.")]
+        name = wanted or self.rng.choice(names)
+        visit = 1 if name in _LEADING or "recovery" in name else self.rng.randrange(1, 4)
+        self._arm_failpoint(process, name, visit, is_crash=is_crash)
+
+    def _make_outside(self) -> Process:
+        """A process of the pipeline, on a machine of its own."""
+        process = Process(Node(len(self.nodes), self._make_disk()), self._make_plan())
+        self._arm_some(process)
+        return process
 
     def _open_log(self, process: Process) -> None:
         process.log = Log(
@@ -778,13 +825,15 @@ class TierWorld:
         actions: dict[Callable[[Process], None], float] = {
             self.append: 8,
             self.wait: 5,
-            self.upload: 5,
+            self.upload: 5 if self.outsider is None else 2.5,
             self.read: 3,
             self.follow: 2,
             self.idle: 3,
             self.renew: 3,
             self.trim: 2.5,
-            self.expire: 1 if self.expires else 0,
+            self.note_outside: 3 if self.outsider is not None else 0,
+            self.save: 4 if self.outsider is not None else 0,
+            self.expire: (1 if self.outsider is None else 3) if self.expires else 0,
             self.collect: 1,
             self.rot: 0.8,
             self.repair: 0.5,
@@ -840,6 +889,22 @@ class TierWorld:
         self.look()
         if self.is_right(process) and self.seen.end != target and tiered.end != target:
             raise BrokenPromiseError(f"{tiered}, the bucket: {self.seen.end}, log: {target}")
+
+    def save(self, process: Process) -> None:
+        """What is synced shows to others, as it does within a second."""
+        wal = self.open_topic(process).wal
+        wal.wait(wal.next - 1, AckLevel.SYNCED)
+        wal.save_checkpoint()
+
+    def note_outside(self, process: Process) -> None:
+        """The owner looks how far a pipeline has come."""
+        topic = self.open_topic(process)
+        self.look()
+        expected = min(self.seen.end, topic.watermarks.synced)
+        tiered = topic.tier.follow()
+        self.look()
+        if self.is_right(process) and tiered < expected:
+            raise BrokenPromiseError(f"follows up to {tiered}, and the bucket had {expected}")
 
     def read(self, process: Process) -> None:
         """A reader from anywhere, to the end."""
@@ -990,6 +1055,8 @@ class TierWorld:
         self.fault_rate = 0.0
         self.failpoint = None
         self.deliver_late()
+        if self.outsider is not None:
+            self.outsider.end()
         for node in self.nodes:
             if node.process is not None:
                 self.end_life(node)
@@ -1065,6 +1132,11 @@ class TierWorld:
         if topic.append(b"next") != next_offset:
             raise BrokenPromiseError(f"sealed at {next_offset}, and goes on elsewhere")
         process.log.close()
+
+
+def _is_merged(described: ObjectDescriptor) -> bool:
+    name = parse_object_id(described.object_id)
+    return name is not None and name.tag is not None
 
 
 def _check_order(topic: Topic, bucket_end: int) -> None:

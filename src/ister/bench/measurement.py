@@ -44,7 +44,9 @@ __all__ = [
     "open_tiered_log",
     "payloads",
     "quantile",
+    "spread",
     "stopwatch",
+    "take_turns",
     "warm_page_cache",
 ]
 
@@ -198,6 +200,21 @@ def stopwatch() -> Callable[[], float]:
     """A stop watch: seconds since it was made."""
     started = time.perf_counter()
     return lambda: time.perf_counter() - started
+
+
+def take_turns(rounds: int, sides: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """What each side returns in every round; the first one is the last in every other round."""
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(rounds):
+        order = list(sides) if number % 2 == 0 else list(reversed(list(sides)))
+        for side in order:
+            found[side].append(sides[side]())
+    return found
+
+
+def spread(values: Sequence[float]) -> str:
+    """The least and the most, for a note."""
+    return f"{min(values):.4g} to {max(values):.4g}"
 
 
 def payloads(count: int, size_bytes: int = MESSAGE_BYTES) -> list[bytes]:

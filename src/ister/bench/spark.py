@@ -10,8 +10,7 @@ writer with the same rows. Sides take turns, the first one last in every other r
 in the page cache, and what was written is on the disk before the next turn.
 
 Spark runs in a process of its own (`python -m ister.bench.spark spark DIRECTORY SIZES`), so that
-no session of this one is touched and its JVM ends with it. That process prints a result per line,
-and ends with this one, however that ends.
+no session of this one is touched and its JVM ends with it; see `spark_process`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -36,9 +33,11 @@ from ister.bench.measurement import (
     file_paths,
     median,
     open_tiered_log,
+    spread,
     stopwatch,
+    take_turns,
 )
-from ister.errors import ConfigError, InvariantError, UnavailableError, check
+from ister.errors import UnavailableError, check
 from ister.extras import missing_extra
 from ister.format.crc import crc32
 from ister.limits import KIB, MIB
@@ -47,6 +46,14 @@ from ister.model import Codec
 try:
     from pyspark.sql import SparkSession
 
+    from ister.bench.spark_process import (
+        check_java,
+        hand_over,
+        open_session,
+        results_output,
+        run_process,
+        time_work,
+    )
     from ister.bench.spark_sources import NullSource, WatchedSource, make_rows, read_notes
     from ister.format import columnar
     from ister.spark.batch import PlannedPartition
@@ -78,7 +85,6 @@ _WRITE_TARGET: Final = 0.5
 _GROWTH_TARGET_MIB: Final = 200.0
 _WRITE_COLUMNS: Final = "publish_time,producer_name,payload"
 _WRITE_PARTITIONS: Final = 4
-_SHOWN_LINES: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,7 @@ class _Sizes:
 
 def run(run: Run) -> None:
     """Measures everything; the results are in `run`."""
-    _check_java()
+    check_java("ister bench spark")
     topic_bytes = run.scaled(_TOPIC_BYTES)
     sizes = _Sizes(
         rounds=_ROUNDS,
@@ -120,17 +126,6 @@ def run(run: Run) -> None:
         run.say(f"{result.name}: {result.value:.4g} {result.unit}")
 
 
-def _check_java() -> None:
-    home = os.environ.get("JAVA_HOME")
-    program = os.path.join(home, "bin", "java") if home else shutil.which("java")
-    if program is None or not os.access(program, os.X_OK):
-        raise ConfigError(
-            "ister bench spark needs Java, and there is none",
-            path=program,
-            hint="install Java 17 or later; JAVA_HOME may say where it is",
-        )
-
-
 def _say(message_bytes: int) -> str:
     return "1 KiB messages" if message_bytes == KIB else f"{message_bytes} B messages"
 
@@ -148,20 +143,6 @@ def _rows_per_batch(message_bytes: int) -> int:
     return COPY_BYTES // (message_bytes + _ENVELOPE_BYTES)
 
 
-def _take_turns(rounds: int, sides: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """What each side returns in every round."""
-    found: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(rounds):
-        order = list(sides) if number % 2 == 0 else list(reversed(list(sides)))
-        for side in order:
-            found[side].append(sides[side]())
-    return found
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{min(values):.4g} to {max(values):.4g}"
-
-
 # -- frames and columns ---------------------------------------------------------------------
 
 
@@ -171,7 +152,7 @@ def _measure_frames(run: Run, message_bytes: int) -> None:
     chunks, count = _make_chunks(run.scaled(_FRAMES_BYTES, at_least=2 * COPY_BYTES), rows)
     total = sum(map(len, chunks))
     batches = count // rows.num_rows
-    seconds = _take_turns(
+    seconds = take_turns(
         _ROUNDS,
         {
             "plain": lambda: _crc_and_copy(chunks),
@@ -193,7 +174,7 @@ def _measure_frames(run: Run, message_bytes: int) -> None:
         limit_name=limit_name,
         at_least=target,
         note=f"processor time; 9 columns, {total / count:.0f} bytes per frame; median of {_ROUNDS} "
-        f"rounds, {_spread(rates)}; {count / median(seconds['decode']) / 1e6:.2f} M messages/s, "
+        f"rounds, {spread(rates)}; {count / median(seconds['decode']) / 1e6:.2f} M messages/s, "
         f"{total / 1e6 / median(seconds['decode']):.0f} MB/s",
     )
     rates = [amount / elapsed for elapsed in seconds["encode"]]
@@ -203,7 +184,7 @@ def _measure_frames(run: Run, message_bytes: int) -> None:
         unit,
         limit=amount / median(seconds["plain"]),
         limit_name=limit_name,
-        note=f"processor time; median of {_ROUNDS} rounds, {_spread(rates)}",
+        note=f"processor time; median of {_ROUNDS} rounds, {spread(rates)}",
     )
 
 
@@ -212,7 +193,7 @@ def _measure_rich_frames(run: Run) -> None:
     message_bytes = _MESSAGE_SIZES[0]
     rows = make_rows(_rows_per_batch(message_bytes), message_bytes, topic=_TOPIC, is_rich=True)
     chunks, count = _make_chunks(run.scaled(_FRAMES_BYTES, at_least=2 * COPY_BYTES), rows)
-    seconds = _take_turns(
+    seconds = take_turns(
         _ROUNDS,
         {"plain": lambda: _crc_and_copy(chunks), "decode": lambda: _decode(chunks, count)},
     )
@@ -292,7 +273,7 @@ def _measure_start(run: Run) -> None:
     """How long it takes in a new process until the loops are there."""
     cache = run.path("numba-cache")
     first = _start_child("start", cache=cache)
-    seconds = _take_turns(
+    seconds = take_turns(
         _STARTS,
         {
             "numba": lambda: _start_child("numba", cache=cache),
@@ -387,7 +368,7 @@ def _measure_history(run: Run, message_bytes: int) -> None:
             check(rows == count, "every message is read")
             return seconds
 
-        seconds = _take_turns(_ROUNDS, {"plain": lambda: _read_and_crc(paths), "arrow": read_arrow})
+        seconds = take_turns(_ROUNDS, {"plain": lambda: _read_and_crc(paths), "arrow": read_arrow})
     rates = [total / 1e6 / elapsed for elapsed in seconds["arrow"]]
     run.add(
         f"history as Arrow, {_say(message_bytes)}",
@@ -396,7 +377,7 @@ def _measure_history(run: Run, message_bytes: int) -> None:
         limit=total / 1e6 / median(seconds["plain"]),
         limit_name="reading the same files in chunks of 4 MiB, with crc32",
         note=f"{total / 1e6:.0f} MB in {len(paths)} objects in a directory, median of {_ROUNDS} "
-        f"rounds, {_spread(rates)}; {count / median(seconds['arrow']) / 1e6:.2f} M messages/s",
+        f"rounds, {spread(rates)}; {count / median(seconds['arrow']) / 1e6:.2f} M messages/s",
     )
 
 
@@ -416,60 +397,8 @@ def _read_and_crc(paths: Sequence[str]) -> float:
 
 
 def _run_spark(run: Run, sizes: _Sizes) -> Iterator[Result]:
-    """The results of a process with Spark, as they come.
-
-    Raises:
-        UnavailableError: It failed; the error has the end of what it said.
-    """
-    said = run.path("spark.log")
-    temporary = run.path("tmp")
-    os.mkdir(temporary)
-    environment = {
-        **os.environ,
-        "PYSPARK_PYTHON": sys.executable,
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "TMPDIR": temporary,
-    }
-    with (
-        open(said, "w", encoding="utf-8") as log,
-        subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [
-                *(sys.executable, "-m", "ister.bench.spark", "spark"),
-                *(run.directory, json.dumps(asdict(sizes))),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=run.directory,
-            env=environment,
-        ) as child,
-    ):
-        try:
-            if child.stdout is None:
-                raise InvariantError("the process has an output")
-            for line in child.stdout:
-                yield Result(**json.loads(line))
-            child.wait()
-        finally:
-            child.kill()
-    if child.returncode != 0:
-        with open(said, encoding="utf-8", errors="replace") as log:
-            # Neither Python's nor the JVM's stack: what both say at their end.
-            lines = [line.rstrip() for line in log if not line[:1].isspace()]
-        raise UnavailableError(
-            "the process with Spark failed: " + " | ".join(lines[-_SHOWN_LINES:])
-        )
-
-
-def _end_with_parent() -> None:
-    """Ends this process with the one that started it; the JVM then ends with this one."""
-
-    def wait() -> None:
-        os.read(0, 1)  # nothing is ever written: this is its end
-        os._exit(1)
-
-    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+    """The results of a process with Spark, as they come; as `run_process`."""
+    return run_process(run, "ister.bench.spark", "spark", run.directory, json.dumps(asdict(sizes)))
 
 
 def _be_spark(directory: str, told: str, output: TextIO) -> None:
@@ -478,7 +407,9 @@ def _be_spark(directory: str, told: str, output: TextIO) -> None:
     run = Run("spark", directory, is_quick=False, progress=False)
     report = run.path("report")
     os.mkdir(report)
-    with _session(directory) as spark:
+    with open_session("ister bench spark", directory) as spark:
+        spark.dataSource.register(NullSource)
+        spark.dataSource.register(WatchedSource)
         measurements: list[Callable[[], None]] = [
             # First: memory that other tasks have left behind would hide growth.
             lambda: _measure_memory(run, spark, sizes, report),
@@ -490,73 +421,7 @@ def _be_spark(directory: str, told: str, output: TextIO) -> None:
         ]
         for measure in measurements:
             measure()
-            for result in run.results:
-                print(json.dumps(asdict(result)), file=output, flush=True)
-            run.results.clear()
-
-
-@contextmanager
-def _session(directory: str) -> Iterator[SparkSession]:
-    """A session with a JVM of its own, which has ended when the block has."""
-    temporary = os.path.join(directory, "tmp")
-    settings = {
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={temporary}",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.memory": "2g",
-        "spark.local.dir": temporary,
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.shuffle.partitions": "2",
-        "spark.sql.warehouse.dir": os.path.join(directory, "warehouse"),
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-    }
-    builder = SparkSession.builder.master("local[2]").appName("ister bench spark")
-    for name, value in settings.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-    gateway: Any = spark.sparkContext._gateway  # noqa: SLF001 - it alone knows the JVM's process
-    try:
-        spark.sparkContext.setLogLevel("ERROR")
-        spark.dataSource.register(NullSource)
-        spark.dataSource.register(WatchedSource)
-        yield spark
-    finally:
-        spark.stop()
-        gateway.shutdown()
-        # The JVM ends with its standard input, and removes its files before.
-        gateway.proc.stdin.close()
-        gateway.proc.wait()
-
-
-def _time(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds, and seconds of all processors together, in this process and all below it."""
-    before, elapsed = _cpu_seconds(), stopwatch()
-    work()
-    seconds = elapsed()
-    return seconds, _cpu_seconds() - before
-
-
-def _cpu_seconds() -> float:
-    """What this process and all below it have used, with those that have ended."""
-    ticks: dict[int, int] = {}
-    below: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
-                fields = stat.read().rpartition(")")[2].split()
-        except OSError:
-            continue
-        below.setdefault(int(fields[1]), []).append(int(name))
-        ticks[int(name)] = sum(map(int, fields[11:15]))
-    waiting, total = [os.getpid()], 0
-    while waiting:
-        pid = waiting.pop()
-        total += ticks.get(pid, 0)
-        waiting += below.get(pid, ())
-    return total / os.sysconf("SC_CLK_TCK")
+            hand_over(run, output)
 
 
 # -- reading with Spark ---------------------------------------------------------------------
@@ -576,7 +441,7 @@ def _measure_scan(run: Run, spark: SparkSession, sizes: _Sizes, message_bytes: i
             rows = spark.read.format(source).options(**given).load()
             rows.write.format("noop").mode("overwrite").save()
 
-        seconds, used = _time(read)
+        seconds, used = time_work(read)
         cpu[side].append(used)
         return seconds
 
@@ -584,9 +449,9 @@ def _measure_scan(run: Run, spark: SparkSession, sizes: _Sizes, message_bytes: i
         "ister": lambda: scan("ister", "ister", options),
         "null": lambda: scan("null", NullSource.name(), null),
     }
-    _take_turns(1, sides)  # compiles what the JVM compiles
+    take_turns(1, sides)  # compiles what the JVM compiles
     cpu = {"ister": [], "null": []}
-    seconds = _take_turns(sizes.rounds, sides)
+    seconds = take_turns(sizes.rounds, sides)
     rates = [count / elapsed for elapsed in seconds["ister"]]
     limits = [count / elapsed for elapsed in seconds["null"]]
     total = sum(map(os.path.getsize, _object_paths(run.directory, name)))
@@ -600,7 +465,7 @@ def _measure_scan(run: Run, spark: SparkSession, sizes: _Sizes, message_bytes: i
         on="ratio",
         note=f"local[2] into noop, {count} messages in {len(plan)} partitions, "
         f"{total / 1e6 / median(seconds['ister']):.0f} MB/s of objects; median of {sizes.rounds} "
-        f"rounds, {_spread(rates)} (limit {_spread(limits)}); processor time "
+        f"rounds, {spread(rates)} (limit {spread(limits)}); processor time "
         f"{median(cpu['ister']):.2f} s (limit {median(cpu['null']):.2f} s)",
     )
 
@@ -635,7 +500,7 @@ def _measure_write(
     def write(side: str, save: Callable[[], None]) -> float:
         shutil.rmtree(target, ignore_errors=True)
         os.sync()
-        seconds, used = _time(save)
+        seconds, used = time_work(save)
         cpu[side].append(used)
         return seconds
 
@@ -647,11 +512,11 @@ def _measure_write(
         "ister": lambda: write("ister", to_topic),
         "parquet": lambda: write("parquet", lambda: rows.write.parquet(target)),
     }
-    _take_turns(1, sides)  # compiles what the JVM compiles
+    take_turns(1, sides)  # compiles what the JVM compiles
     for what in ("write", "commit"):
         read_notes(report, what)
     cpu = {"ister": [], "parquet": []}
-    seconds = _take_turns(sizes.rounds, sides)
+    seconds = take_turns(sizes.rounds, sides)
     shutil.rmtree(target)
     staging = [note["seconds"] - note["waiting_seconds"] for note in read_notes(report, "write")]
     commits = [note["seconds"] for note in read_notes(report, "commit")]
@@ -668,7 +533,7 @@ def _measure_write(
         on="ratio",
         note=f"local[2], {count} rows in {_WRITE_PARTITIONS} partitions, "
         f"{count * message_bytes / 1e6 / median(seconds['ister']):.0f} MB/s of payloads; median "
-        f"of {sizes.rounds} rounds, {_spread(rates)} (limit {_spread(limits)}); processor time "
+        f"of {sizes.rounds} rounds, {spread(rates)} (limit {spread(limits)}); processor time "
         f"{median(cpu['ister']):.2f} s (limit {median(cpu['parquet']):.2f} s); of "
         f"{median(seconds['ister']):.2f} s the commit has {median(commits):.2f} s, staging "
         f"{sum(staging) / sizes.rounds:.2f} s over all tasks",
@@ -715,10 +580,7 @@ def main() -> int:
     """Does what a side does; see the module header."""
     side, *arguments = sys.argv[1:]
     if side == "spark":
-        # Only results go where results go, whatever the JVM prints.
-        with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
-            os.dup2(2, 1)
-            _end_with_parent()
+        with results_output() as output:
             _be_spark(arguments[0], arguments[1], output)
     else:
         print({"start": _start_loops, "numba": _import_numba}[side]())

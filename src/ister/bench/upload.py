@@ -22,11 +22,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from ister.bench.copying import copy_files
 from ister.bench.filling import fill
 from ister.bench.measurement import (
     GIB,
@@ -47,9 +48,6 @@ from ister.errors import UnavailableError, check
 from ister.format import compiled
 from ister.limits import MIB
 from ister.topic.log import Log
-
-if TYPE_CHECKING:
-    import opendal
 
 __all__ = ["run"]
 
@@ -245,59 +243,15 @@ def _measure_copy(target: str, groups: list[list[str]], *, threads: int) -> _Fig
     import opendal  # noqa: PLC0415 - an optional library
 
     operator = opendal.Operator("fs", root=target)
+    settings = UploaderConfig()
     memory, elapsed = PeakMemory(), stopwatch()
     with ThreadPoolExecutor(threads) as pool:
         copies = [
-            pool.submit(_copy_files, operator, target, f"copy-{number}", group)
+            pool.submit(copy_files, operator, target, f"copy-{number}", group, settings)
             for number, group in enumerate(groups)
         ]
         size_bytes = sum(copy.result() for copy in copies)
     return _Figures(size_bytes=size_bytes, seconds=elapsed(), growth_mib=memory.growth_mib)
-
-
-def _copy_files(operator: opendal.Operator, target: str, name: str, paths: Sequence[str]) -> int:
-    """Streams files into objects and has each on the disk; returns their size."""
-    settings = UploaderConfig()
-    writer: opendal.file.File | None = None
-    total = room = count = 0
-    for chunk in _chunks(paths, settings.stream_chunk_size):
-        if writer is None:
-            writer = operator.open(
-                f"{name}-{count}",
-                "wb",
-                chunk=settings.stream_chunk_size,
-                concurrent=settings.concurrent_parts,
-            )
-            room = settings.max_object_bytes
-        writer.write(chunk)
-        total += len(chunk)
-        room -= len(chunk)
-        if room < settings.stream_chunk_size:
-            _complete(writer, target, f"{name}-{count}")
-            writer, count = None, count + 1
-    if writer is not None:
-        _complete(writer, target, f"{name}-{count}")
-    return total
-
-
-def _complete(writer: opendal.file.File, target: str, name: str) -> None:
-    writer.close()
-    for path in (f"{target}/{name}", target):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _chunks(paths: Sequence[str], size: int) -> Iterator[bytes]:
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while chunk := os.read(fd, size):
-                yield chunk
-        finally:
-            os.close(fd)
 
 
 _SIDES: Final[dict[str, Callable[..., _Figures | None]]] = {

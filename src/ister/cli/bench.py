@@ -33,6 +33,7 @@ _BENCHES: Final = {
     "chain": "reading from the bucket to the live tail while the topic is written",
     "broker": "Danube's client on a broker: sends, consuming, latency; bulk publishing by Flight",
     "spark": "topics as Arrow and as Spark's tables, reading and writing",
+    "jobs": "the pipeline's jobs on Spark: tier, compact, export and scrub, and their memory",
 }
 
 

@@ -92,8 +92,8 @@ class StagedFiles:
         try:
             # opendal syncs a file when it closes it, without promising to; again costs nothing.
             self.sync(staged)
-            self._make(directory)
             try:
+                self._make(directory)
                 self._name(source, target, is_exclusive=is_exclusive)
             except NotFoundError:
                 # Someone removed the directory after this process had made it.

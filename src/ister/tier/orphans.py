@@ -83,7 +83,7 @@ def collect_orphans(
             _is_garbage(owned, object_id)
             and object_id not in _retired(owned, now)
             and not (_is_ahead(owned, object_id) and has_jobs())
-            and _is_unchanged(store, info)
+            and _is_still_past(store, info.key, oldest)
         ):
             owned.check()
             store.delete(info.key)
@@ -124,13 +124,12 @@ def _is_ahead(owned: OwnedTopic, object_id: str) -> bool:
     return name is None or name.start >= owned.tiered
 
 
-def _is_unchanged(store: ObjectStore, info: ObjectInfo) -> bool:
-    """Whether an object is still the one that was listed: a job may make it again, of that name."""
+def _is_still_past(store: ObjectStore, key: str, oldest: float) -> bool:
+    """Whether an object is as old as the listing said: a job may have made it again meanwhile."""
     try:
-        now = store.stat(info.key)
+        return _is_past(store.stat(key), oldest)
     except NotFoundError:
         return False
-    return (now.size, now.modified_at) == (info.size, info.modified_at)
 
 
 def _is_garbage(owned: OwnedTopic, object_id: str) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.bench.measurement import Run, file_paths, payloads, quantile
+from ister.bench.measurement import Run, file_paths, payloads, quantile, spread, take_turns
 from ister.errors import UnavailableError
 
 
@@ -71,3 +71,16 @@ def test_directory_that_cannot_be_made_is_an_error(tmp_path):
         Run.begin("x", str(tmp_path / "none"), is_quick=True),
     ):
         pass
+
+
+def test_sides_take_turns_in_both_orders():
+    order = []
+    found = take_turns(
+        2, {"a": lambda: order.append("a") or 1.0, "b": lambda: order.append("b") or 2.0}
+    )
+    assert order == ["a", "b", "b", "a"]
+    assert found == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
+
+
+def test_spread_is_the_least_and_the_most():
+    assert spread([3.0, 1.25, 2.0]) == "1.25 to 3"

@@ -129,15 +129,6 @@ def test_start_is_measured_in_a_new_process(tmp_path):
         spark._start_child("nonsense", cache=str(tmp_path))
 
 
-def test_sides_take_turns_in_both_orders():
-    order = []
-    found = spark._take_turns(
-        2, {"a": lambda: order.append("a") or 1.0, "b": lambda: order.append("b") or 2.0}
-    )
-    assert order == ["a", "b", "b", "a"]
-    assert found == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
-
-
 # -- what is watched ------------------------------------------------------------------------
 
 
@@ -158,14 +149,6 @@ def test_memory_is_measured_with_one_task_and_one_object_only(tmp_path):
         spark._check_one_object({**options, "splitBytes": "1t"})
     spark._fill(str(tmp_path), f"{TOPIC}-2", 12 * MIB, KIB, max_object_bytes=64 * MIB)
     spark._check_one_object({**options, "topic": f"{TOPIC}-2", "splitBytes": "1t"})
-
-
-def test_processor_time_of_a_child_counts():
-    before = spark._cpu_seconds()
-    subprocess.run(
-        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True
-    )
-    assert spark._cpu_seconds() - before >= 0.25
 
 
 # -- what is missing ------------------------------------------------------------------------
@@ -220,22 +203,3 @@ def test_spark_that_does_not_start_is_an_error_that_says_why(tmp_path, monkeypat
     ):
         list(spark._run_spark(run, sizes))
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
-
-
-def test_process_with_spark_ends_with_the_one_that_started_it():
-    script = (
-        "import time\n"
-        "from ister.bench.spark import _end_with_parent\n"
-        "_end_with_parent()\n"
-        "print('up', flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        try:
-            assert child.stdout.readline() == b"up\n"
-            child.stdin.close()
-            assert child.wait(timeout=60) == 1
-        finally:
-            child.kill()

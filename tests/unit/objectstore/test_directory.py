@@ -1,6 +1,7 @@
 """The `fs` backend: objects appear whole, exclusively and for good."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,15 @@ def test_folders_are_made_durable_once_whoever_made_them(tmp_path):
     assert synced.count(root) == 2, "the staging folder's name, and that of a"
     assert synced.count(f"{root}/a") == 3
     assert synced.count(os.path.dirname(root)) == 1
+
+
+def test_folder_that_somebody_removes_is_made_again(tmp_path):
+    root = str(tmp_path / "root")
+    files = StagedFiles(root, RecordingFileSystem())
+    files.publish(staged(files, root), "a/b/object")
+    shutil.rmtree(f"{root}/a")
+    files.publish(staged(files, root), "a/c/object")
+    assert Path(root, "a/c/object").read_bytes() == b"data"
 
 
 def test_exclusive_name_is_synced_too_and_when_it_was_taken(tmp_path):

@@ -28,8 +28,8 @@ __all__ = ["balance", "run_balanced"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_SLICE_BYTES_PER_SLOT: Final = 2 * GIB
-_GROUPS_PER_SLOT: Final = 1
+_SLICE_BYTES_PER_SLOT: Final = 8 * GIB
+_GROUPS_PER_SLOT: Final = 3
 
 
 def run_balanced(

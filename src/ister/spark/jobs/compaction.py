@@ -55,6 +55,7 @@ from ister.spark.jobs.progress import Progress
 from ister.spark.jobs.report import JobReport, error_as_fields
 from ister.spark.jobs.tasks import Done, run_tasks
 from ister.spark.place import Place
+from ister.spark.workers import compile_for
 from ister.tier.compaction_plan import MergeGroup, PlanSettings, plan_compaction
 from ister.tier.merge import merge_objects
 from ister.tier.names import object_key, objects_prefix, parse_object_id, staging_prefix
@@ -730,6 +731,7 @@ def _is_covered(start: int, end: int, covered: Sequence[tuple[int, int]]) -> boo
 
 def _merge(place: Place, kind: str, zstd_level: int, item: _MergeItem) -> ObjectDescriptor:
     """Makes one object of several; nobody knows of it yet."""
+    compile_for(sum(described.size_bytes for described in item.objects))
     history = place.history()
     uploader = place.config.storage.uploader
     topic = TopicName.parse(item.topic)

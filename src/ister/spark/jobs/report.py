@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from ister.errors import IsterError
+from ister.errors import InvariantError, IsterError
 
-__all__ = ["JobReport", "error_as_fields"]
+__all__ = ["JobReport", "error_as_fields", "unexpected_as_fields"]
+
+# Spark puts whole stacks of Java into its errors.
+_TEXT_MAX: Final = 2000
 
 
 def error_as_fields(error: IsterError) -> dict[str, Any]:
@@ -27,6 +30,12 @@ def error_as_fields(error: IsterError) -> dict[str, Any]:
         "path": error.path,
         "hint": error.hint,
     }
+
+
+def unexpected_as_fields(error: BaseException) -> dict[str, Any]:
+    """An error that is none of Ister's, as JSON has it."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return error_as_fields(InvariantError(text[:_TEXT_MAX]))
 
 
 @dataclass(slots=True)
@@ -75,13 +84,14 @@ class JobReport:
 
     def as_json(self) -> dict[str, Any]:
         """The report; topics by their names."""
-        return {
-            "ok": self.ok,
-            "job": self.job,
-            "dry_run": self.dry_run,
-            "started_at": self.started_at,
-            "seconds": round(self.seconds, 3),
-            **self.more,
-            "topics": [self.topics[name] for name in sorted(self.topics)],
-            "errors": self.errors,
-        }
+        with self._lock:
+            return {
+                "ok": self.ok,
+                "job": self.job,
+                "dry_run": self.dry_run,
+                "started_at": self.started_at,
+                "seconds": round(self.seconds, 3),
+                **self.more,
+                "topics": [dict(self.topics[name]) for name in sorted(self.topics)],
+                "errors": list(self.errors),
+            }

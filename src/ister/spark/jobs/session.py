@@ -50,7 +50,8 @@ def open_session(
         name: Of the application.
 
     Raises:
-        ConfigError: PySpark is missing, or the master makes no sense to Spark.
+        ConfigError: PySpark is missing, the master makes no sense to Spark, or there is a session
+            in this process already.
         UnavailableError: Spark does not start; without Java, for example.
     """
     try:
@@ -58,6 +59,10 @@ def open_session(
         from pyspark.sql import SparkSession  # noqa: PLC0415
     except ImportError as error:
         raise missing_extra("`ister pipeline`", "spark", error) from error
+    if SparkSession.getActiveSession() is not None:
+        raise ConfigError(
+            "a Spark session is running in this process", hint="give that one to the job"
+        )
     local = _LOCAL.fullmatch(master)
     settings = dict(_CONF)
     if local is not None:

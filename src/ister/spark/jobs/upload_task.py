@@ -24,6 +24,7 @@ from ister.format.descriptor import ObjectDescriptor
 from ister.model import TopicName
 from ister.spark.jobs.report import error_as_fields
 from ister.spark.place import Place
+from ister.spark.workers import compile_for
 from ister.tier.object_maker import FrameSource, ObjectMaker
 from ister.topic.local_tail import LocalTail
 from ister.topic.tiers import upload_settings
@@ -65,6 +66,7 @@ def make_object(place: Place, item: UploadItem) -> MadeObject:
         UnavailableError: Neither this machine nor the broker has the frames, or a store does not
             answer.
     """
+    compile_for(item.size_bytes)
     history = place.history()
     settings = upload_settings(place.config.storage.uploader)
     maker = ObjectMaker(
@@ -121,7 +123,7 @@ def _frames_of(place: Place, item: UploadItem) -> Iterator[FrameSource]:
                 offset=item.start,
                 hint="give the address of the topic's broker to serve them",
             )
-        source = BrokerFrames(client, item.topic, item.incarnation)
+        source = BrokerFrames(client, item.topic, item.incarnation, item.epoch)
     try:
         yield source
     finally:

@@ -46,9 +46,9 @@ def test_an_item_that_fails_fails_alone():
 
 def test_heavy_items_come_slice_by_slice():
     done = run_balanced(
-        SparkHere(), list(range(10)), partial(_double, -1), weigh=lambda item: GIB, name="test"
+        SparkHere(), list(range(10)), partial(_double, -1), weigh=lambda item: 4 * GIB, name="test"
     )
-    assert sorted(next(done).item for _ in range(4)) == [0, 1, 2, 3], "two slots of two GiB"
+    assert sorted(next(done).item for _ in range(4)) == [0, 1, 2, 3], "two slots of eight GiB"
     assert len(list(done)) == 6
 
 
