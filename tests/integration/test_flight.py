@@ -8,6 +8,7 @@ import random
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,9 @@ from pyarrow import flight
 
 import ister
 from integration.places import flip_byte
+from ister.broker.flight.server import FlightServer
+from ister.broker.flight.source import LogSource
+from ister.broker.security.rights import Permission
 from ister.client.contract import (
     Action,
     AppendStaged,
@@ -231,6 +235,54 @@ def test_messages_that_were_left_out_on_purpose_are_no_loss(log, client, columns
     rows = rows_of(client.read(a_ticket(client, 0, 300, columns)))
     assert rows == [{k: v for k, v in row.items() if k in (columns or row)} for row in left]
     assert list(client.read(a_ticket(client, 10, trimmed - 3, columns))) == []
+
+
+class Interrupted:
+    """May do everything; something happens when its first rows are on their way."""
+
+    name = "reader"
+
+    def __init__(self, happens):
+        self._happens = happens
+        self._looks = 0
+
+    def check(self, permission, *, topic=None):
+        if permission is Permission.CONSUME:
+            self._looks += 1
+            if self._looks == 2:
+                self._happens()
+
+    def allows(self, permission, *, topic):
+        return True
+
+
+@pytest.mark.parametrize("columns", [None, ("payload",), ()], ids=["all", "payload", "none"])
+@pytest.mark.parametrize("is_at_end", [False, True], ids=["inside", "at its end"])
+def test_messages_that_are_left_out_meanwhile_end_the_stream(log, columns, is_at_end):
+    """Goal: compaction during a stream makes nobody take a hole for damage, or for no hole."""
+    topic = in_both_tiers(log)
+    wanted = as_rows(topic, 0, 300)
+    trimmed = topic.watermarks.trimmed
+    gone = list(range(trimmed - 15, trimmed - 5))
+    end = trimmed - 5 if is_at_end else 300
+    caller = Interrupted(lambda: thin_out(topic, gone))
+    access = SimpleNamespace(middleware={}, caller=lambda context: caller)
+
+    def as_asked(rows):
+        return [{k: v for k, v in row.items() if columns is None or k in columns} for row in rows]
+
+    with (
+        FlightServer(LogSource(log), access=access) as server,
+        FlightClient(server.address) as client,
+    ):
+        ticket = a_ticket(client, 0, end, columns)
+        found, error = collect(client.read(ticket))
+        assert rows_of(found) == as_asked(wanted[: gone[0]])
+        assert type(error) is UnavailableError
+        assert (error.offset, error.topic) == (gone[0], TOPIC)
+        assert "left out" in error.message
+        rest = rows_of(client.read(replace(ticket, start=error.offset)))
+    assert rest == as_asked(wanted[gone[-1] + 1 : end])
 
 
 def test_one_client_serves_many_threads(log, server, client):

@@ -70,7 +70,13 @@ def incarnation_of(topic):
 
 
 def a_ticket(topic, start, end, **fields):
-    ticket = FramesTicket(topic=topic.name, start=start, end=end, incarnation=incarnation_of(topic))
+    ticket = FramesTicket(
+        topic=topic.name,
+        start=start,
+        end=end,
+        incarnation=incarnation_of(topic),
+        epoch=topic.tier.owned.epoch,
+    )
     return replace(ticket, **fields)
 
 
@@ -79,6 +85,7 @@ def a_question(topic, start=None, **fields):
     asked = PlanUpload(
         topic=topic.name,
         incarnation=incarnation_of(topic),
+        epoch=topic.tier.owned.epoch,
         start=start,
         bytes_max=settings.object_bytes_max,
         span_ms_max=settings.object_span_ms_max,
@@ -183,6 +190,24 @@ def test_topic_that_was_made_anew_is_another_one(log, client, ask):
         calls[ask]()
 
 
+def test_owner_of_another_epoch_is_refused(log, client):
+    topic = log.topic(TOPIC, create=True)
+    fill(topic, 5)
+    other = topic.tier.owned.epoch + 1
+    with pytest.raises(ConflictError, match="epoch"):
+        list(client.frames(a_ticket(topic, 0, 5, epoch=other)))
+    with pytest.raises(ConflictError, match="epoch"):
+        list(client.frames(a_ticket(topic, 5, 5, epoch=other)))
+    with pytest.raises(ConflictError, match="epoch"):
+        client.plan_upload(a_question(topic, epoch=other))
+    source = BrokerFrames(client, TOPIC, incarnation_of(topic), other)
+    with pytest.raises(ConflictError):
+        source.fetch(0, 5, bytes_max=1)
+    with pytest.raises(ConflictError):
+        source.plan(0, 5, bytes_max=1, span_ms_max=1)
+    source.close()
+
+
 # -- plans ----------------------------------------------------------------------------------------
 
 
@@ -235,7 +260,7 @@ def test_object_made_through_flight_is_the_owners(log, client, codec):
         clock=SystemClock(),
         metrics=Metrics(),
     )
-    source = BrokerFrames(client, TOPIC, incarnation_of(topic))
+    source = BrokerFrames(client, TOPIC, incarnation_of(topic), topic.tier.owned.epoch)
     made, start = [], planned.start
     try:
         for end, _ in planned.objects:
@@ -258,7 +283,7 @@ def test_object_made_through_flight_is_the_owners(log, client, codec):
 def test_source_goes_on_from_any_offset(log, client, tmp_path):
     topic = log.topic(TOPIC, create=True)
     fill(topic, 100)
-    source = BrokerFrames(client, TOPIC, incarnation_of(topic))
+    source = BrokerFrames(client, TOPIC, incarnation_of(topic), topic.tier.owned.epoch)
     try:
         first = source.fetch(0, 100, bytes_max=1 << 20)
         again = source.fetch(0, 100, bytes_max=1 << 20)
@@ -349,7 +374,7 @@ class Liar(flight.FlightServerBase):
         return [flight.Result(self._answer)]
 
 
-TICKET = FramesTicket(topic=TOPIC, start=0, end=10, incarnation="a")
+TICKET = FramesTicket(topic=TOPIC, start=0, end=10, incarnation="a", epoch=1)
 
 
 def read_from(liar):
@@ -395,7 +420,7 @@ def test_other_columns_or_codecs_are_not_taken(schema):
 def test_plan_that_makes_no_sense_is_not_taken(planned):
     answer = replace(UploadPlanned(start=0, synced=10, codec=Codec.BINCODE2, objects=()), **planned)
     asked = PlanUpload(
-        topic=TOPIC, incarnation="a", start=0, bytes_max=1, span_ms_max=1, objects_max=3
+        topic=TOPIC, incarnation="a", epoch=1, start=0, bytes_max=1, span_ms_max=1, objects_max=3
     )
     with (
         Liar(answer=answer.to_json()) as liar,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ister.errors import OffsetOutOfRangeError, UnavailableError
 from tests.sim.tier_world import Node, Plan, Process, TierWorld
 from tests.sim.world import BrokenPromiseError
 
@@ -69,6 +70,50 @@ def trim_late(
     world.pass_time(61)
     world.renew(process)
     world.trim(process)
+
+
+def follow_and_stop_expiring(world: TierWorld, change: int) -> Process:
+    """Readers at the beginning, an expiry that stops at a change, local files that are gone."""
+    process = begin(world, world.nodes[0])
+    fill(world, process, 3)
+    process.readers = [process.topic.reader("earliest"), process.topic.reader("earliest")]
+    left = change
+
+    def stop(kind: str, key: str) -> None:
+        nonlocal left
+        left -= kind == "transact"
+        if left == 0:
+            raise UnavailableError("no answer")
+
+    world.pass_time(200)
+    world.renew(process)
+    world.meta.before = stop
+    with pytest.raises(UnavailableError):
+        world.expire(process)
+    world.meta.before = lambda kind, key: None
+    world.trim(process)
+    assert process.topic.wal.trimmed > 0
+    assert world.seen.promises.expired == 0
+    return process
+
+
+@pytest.mark.sim
+def test_reader_is_refused_what_may_be_gone_because_an_expiry_got_no_answer(world) -> None:
+    process = follow_and_stop_expiring(world, change=2)
+    world.follow(process)
+    assert len(process.readers) == 1
+
+
+@pytest.mark.sim
+def test_reader_is_not_refused_what_is_not_on_record_as_going(world) -> None:
+    process = follow_and_stop_expiring(world, change=1)
+    world.follow(process)
+    assert len(process.readers) == 2
+    # An owner that refuses them all the same is blamed.
+    process.readers = [process.topic.reader("earliest"), process.topic.reader("earliest")]
+    process.topic.tier.owned.first = process.topic.tier.owned.last
+    with pytest.raises(OffsetOutOfRangeError):
+        world.follow(process)
 
 
 @pytest.mark.sim

@@ -391,6 +391,9 @@ class Process:
         self.had_fault = False
         self.has_unknown = False
         """Whether a change of this life has landed, or may yet land, without anybody knowing."""
+        self.has_cut_expiry = False
+        """Whether an expiry got no answer: what is on record as going may be gone, and is refused
+        to readers."""
 
 
 @dataclass
@@ -796,6 +799,7 @@ class TierWorld:
             self.takeovers += take_over
             process.topic = topic
             process.readers = []
+            process.has_cut_expiry = False
             process.current = {}
             self.check_opened(process)
         return topic
@@ -924,7 +928,11 @@ class TierWorld:
             self._poll(process, topic, reader)
         except OffsetOutOfRangeError:
             process.readers.remove(reader)
-            if self.is_right(process) and reader.next_offset >= self.seen.promises.expired:
+            self.look()
+            kept_from = self.seen.promises.expired
+            if process.has_cut_expiry:
+                kept_from = max(kept_from, self.seen.record.expired_before)
+            if self.is_right(process) and reader.next_offset >= kept_from:
                 raise
 
     def _poll(self, process: Process, topic: Topic, reader: Reader) -> bool:
@@ -969,7 +977,12 @@ class TierWorld:
                 raise BrokenPromiseError(f"{offset} was removed by an owner that was fenced")
 
     def expire(self, process: Process) -> None:
-        self.open_topic(process).tier.expire()
+        topic = self.open_topic(process)
+        try:
+            topic.tier.expire()
+        except UnavailableError:
+            process.has_cut_expiry = True
+            raise
 
     def collect(self, process: Process) -> None:
         self.open_topic(process).tier.collect_orphans()
@@ -1145,6 +1158,9 @@ def _check_order(topic: Topic, bucket_end: int) -> None:
     order = (marks.trimmed, marks.tiered, marks.synced, marks.written, marks.next)
     if list(order) != sorted(order):
         raise BrokenPromiseError(f"watermarks out of order: {marks}")
+    if wal.state is TopicState.OPEN and wal.trimmed > marks.tiered:
+        # The watermarks hide it; readers would find it.
+        raise BrokenPromiseError(f"a gap between the tiers: trimmed {wal.trimmed}, {marks}")
     if marks.tiered > max(bucket_end, 0):
         raise BrokenPromiseError(f"tiered is {marks.tiered}, the bucket ends at {bucket_end}")
     if wal.state is TopicState.OPEN and bucket_end > marks.synced:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ister.errors import DataGapError, InvariantError, IsterError
 from ister.tier.names import parse_object_id
 
 __all__ = ["answer", "error_as_json", "print_errors", "print_json"]
+
+_TEXT_MAX: Final = 2000
 
 
 def error_as_json(error: IsterError) -> dict[str, Any]:
@@ -62,6 +65,8 @@ def answer(
 ) -> int:
     """Runs a command; where it fails before it could print, its JSON holds the error.
 
+    So it does for our own faults and for those of libraries; tracebacks go to standard error.
+
     Args:
         work: The command; returns the exit code, after printing.
         as_json: Whether JSON was asked for.
@@ -72,12 +77,23 @@ def answer(
     """
     try:
         return work()
-    except InvariantError:
-        raise
-    except IsterError as error:
-        if as_json:
-            print_json(on_error(error))
-        raise
+    except BrokenPipeError:
+        raise  # nobody reads what is printed
+    except Exception as error:
+        is_expected = isinstance(error, IsterError) and not isinstance(error, InvariantError)
+        if not as_json:
+            raise
+        print_json(on_error(error if isinstance(error, IsterError) else _unexpected(error)))
+        if is_expected:
+            raise
+        traceback.print_exc()
+        return 1
+
+
+def _unexpected(error: Exception) -> IsterError:
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    # Libraries put whole stacks into their errors.
+    return InvariantError(text[:_TEXT_MAX])
 
 
 def _range_of(error: IsterError) -> tuple[int, int] | None:

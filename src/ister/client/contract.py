@@ -375,6 +375,8 @@ class FramesTicket:
     end: int
     incarnation: str
     """Which topic of that name is meant."""
+    epoch: int
+    """Whose frames are meant: only the owner of that epoch answers."""
 
     def __post_init__(self) -> None:
         _check_range(self.topic, self.start, self.end)
@@ -387,6 +389,7 @@ class FramesTicket:
             start=self.start,
             end=self.end,
             incarnation=self.incarnation,
+            epoch=self.epoch,
         )
 
     @classmethod
@@ -400,6 +403,7 @@ class FramesTicket:
             start=message.number("start"),
             end=message.number("end"),
             incarnation=message.text("incarnation"),
+            epoch=message.number("epoch"),
         )
 
 
@@ -417,6 +421,8 @@ class PlanUpload:
     topic: str
     incarnation: str
     """Which topic of that name is meant."""
+    epoch: int
+    """Whose files are meant: only the owner of that epoch answers."""
     start: int | None
     """Where the newest object ends; None if there is none."""
     bytes_max: int
@@ -446,6 +452,7 @@ class PlanUpload:
         return cls(
             topic=message.text("topic"),
             incarnation=message.text("incarnation"),
+            epoch=message.number("epoch"),
             start=None if message.is_null("start") else message.number("start"),
             bytes_max=message.number("bytes_max"),
             span_ms_max=message.number("span_ms_max"),

@@ -210,9 +210,11 @@ class FlightClient:
 
         Raises:
             NotFoundError: There is no such topic.
-            ConflictError: The topic is not the one of that incarnation.
+            ConflictError: The topic is not the one of that incarnation, or the server not its owner
+                of that epoch.
+            FencedError: The server was its owner once.
             DataGapError: The owner's files begin after `start`.
-            UnavailableError: The server does not answer.
+            UnavailableError: The server does not answer, or is not sure that it still is the owner.
         """
         answer = self._ask(Action.PLAN_UPLOAD, asked.to_json(), topic=asked.topic)
         planned = self._decoded(UploadPlanned.from_json, answer)
@@ -277,7 +279,8 @@ class FlightClient:
             NotFoundError: There is no such topic.
             ConflictError: The topic is not the one of that incarnation.
             OffsetOutOfRangeError: Not all of the range is there and synced.
-            UnavailableError: The server does not answer, or has ended before the end of the range.
+            UnavailableError: The server does not answer, or has ended before the end of the range:
+                also where messages were left out on purpose after it had begun.
             CorruptDataError: A message is damaged, or the answer is not what was asked for.
         """
         self._check_open()
@@ -317,9 +320,12 @@ class FlightClient:
 
         Raises:
             NotFoundError: There is no such topic.
-            ConflictError: The topic is not the one of that incarnation.
+            ConflictError: The topic is not the one of that incarnation, or the server not its owner
+                of that epoch.
+            FencedError: The server was its owner once.
             OffsetOutOfRangeError: Not all of the range is in the owner's files and synced.
-            UnavailableError: The server does not answer, or has ended before the end of the range.
+            UnavailableError: The server does not answer, is not sure that it still is the owner,
+                or has ended before the end of the range.
             CorruptDataError: A frame is damaged, or the answer is not what was asked for.
         """
         self._check_open()

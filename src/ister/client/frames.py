@@ -4,6 +4,9 @@
 
 Owns: one stream under way. Does not own: the connection (`ister.client.flight`), the plan of the
 range: that is asked for before (`FlightClient.plan_upload`).
+
+Invariant: every frame is of the owner of one epoch. Another one, before it or after it, may have
+given out the same offsets to other messages.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ __all__ = ["BrokerFrames"]
 class BrokerFrames:
     """A `ister.tier.object_maker.FrameSource`. Used by one thread at a time."""
 
-    def __init__(self, client: FlightClient, topic: str, incarnation: str) -> None:
+    def __init__(self, client: FlightClient, topic: str, incarnation: str, epoch: int) -> None:
         self._client = client
         self._topic = topic
         self._incarnation = incarnation
+        self._epoch = epoch
         self._stream: Generator[FrameBatch, None, None] | None = None
         self._next = self._end = -1
 
@@ -35,6 +39,7 @@ class BrokerFrames:
             PlanUpload(
                 topic=self._topic,
                 incarnation=self._incarnation,
+                epoch=self._epoch,
                 start=start,
                 bytes_max=bytes_max,
                 span_ms_max=span_ms_max,
@@ -52,7 +57,11 @@ class BrokerFrames:
         if self._stream is None or (self._next, self._end) != (start, end):
             self.close()
             ticket = FramesTicket(
-                topic=self._topic, start=start, end=end, incarnation=self._incarnation
+                topic=self._topic,
+                start=start,
+                end=end,
+                incarnation=self._incarnation,
+                epoch=self._epoch,
             )
             self._stream = cast("Generator[FrameBatch, None, None]", self._client.frames(ticket))
             self._end = end

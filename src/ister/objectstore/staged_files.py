@@ -225,8 +225,8 @@ class StagedFiles:
         path = f"{self._root}/{key}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except NotADirectoryError as error:
-            raise NotFoundError("read failed: no such object", path=path) from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFoundError("read failed: not found", path=path) from error
         except PermissionError as error:
             raise PermissionDeniedError(f"read failed: {error.strerror}", path=path) from error
         except OSError as error:

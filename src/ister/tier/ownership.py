@@ -422,26 +422,30 @@ class OwnedTopic:
         """Takes the oldest objects, ascending, out of the topic. The newest one stays, always.
 
         Returns:
-            Those that went; an object that was merged with others meanwhile is not among them.
+            Those that went; an object that was merged with others meanwhile is not among them, nor
+            is one that does not lie before the newest object of now.
 
         Raises:
             FencedError: Somebody else owns the topic.
-            UnavailableError: The metadata store does not answer. What was to go may be gone, and is
-                not offered to readers any more.
+            UnavailableError: The metadata store does not answer. If it is on record that they go,
+                they may be gone, and are not offered to readers any more.
         """
         with self._lock:
             self.check()
-            check(
-                self.last is not None and all(d.end <= self.last.start for d in descriptors),
-                "the newest object stays",
-            )
-            # Before the change, whose answer may be lost: what may be gone is not offered.
+            # By what is known now, not when this was planned: the newest one may be a merged one.
+            newest = self.last.start if self.last is not None else 0
+            descriptors = [described for described in descriptors if described.end <= newest]
+            if not descriptors:
+                return []
             floor = descriptors[-1].end
-            self.first = self.catalog.holding(floor)
-            # And on record before it, so that nobody takes them for lost.
+            first = self.catalog.holding(floor)
+            # On record before it happens, so that nobody takes them for lost.
             self._put_record(
                 lambda record: replace(record, expired_before=max(record.expired_before, floor))
             )
+            # Before the change, whose answer may be lost: what may be gone is not offered. And not
+            # sooner: what nothing was done about is still offered.
+            self.first = first
             expired: list[ObjectDescriptor] = []
             for at in range(0, len(descriptors), _BATCH):
                 expired += self._expire(descriptors[at : at + _BATCH])

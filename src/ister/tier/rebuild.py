@@ -8,6 +8,8 @@ without a gap. What fits nowhere is left out and reported.
 
 A merged object may lie there beside those that it was made of. It has the same messages, so that
 either will do, unless some were left out of it: then it is taken only where the others are gone.
+One that is damaged, or was never finished, is left out wherever others make up its range, whatever
+their epochs: its name alone proves nothing.
 
 Commit point: the topic's record, written last and only if there is none. What a crash leaves
 before it: descriptors without a record, which the next run writes again.
@@ -235,6 +237,16 @@ def _overlaps(ranges: list[tuple[int, int]], name: ObjectName) -> bool:
     return at > 0 and ranges[at - 1][1] > name.start
 
 
+def _ranges(names: Iterable[ObjectName]) -> list[tuple[int, int]]:
+    """What objects cover: disjoint, ascending."""
+    return _merge([(name.start, name.end) for name in names])
+
+
+def _is_within(ranges: list[tuple[int, int]], start: int, end: int) -> bool:
+    at = bisect_left(ranges, (start + 1,))
+    return at > 0 and ranges[at - 1][1] >= end
+
+
 def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
@@ -243,6 +255,107 @@ def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, end))
     return merged
+
+
+class _Descriptions:
+    """What objects are found to be; each is read once."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        topic: TopicName,
+        named: Mapping[ObjectName, ObjectInfo],
+        *,
+        incarnation: str,
+        on_object: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._store = store
+        self._topic = topic
+        self._named = named
+        self._on_object = on_object
+        self._found: dict[ObjectName, ObjectDescriptor | CorruptDataError | NotFoundError] = {}
+
+    def of(self, name: ObjectName) -> ObjectDescriptor:
+        """An object's descriptor; raises as `describe_object`."""
+        if name not in self._found:
+            info = self._named[name]
+            try:
+                self._found[name] = describe_object(
+                    self._store,
+                    self._topic,
+                    info.key.removeprefix(objects_prefix(self._topic)),
+                    name,
+                    incarnation=self._incarnation,
+                    created_at=int(info.modified_at or 0),
+                )
+            except (CorruptDataError, NotFoundError) as error:
+                self._found[name] = error
+            self._on_object()
+        found = self._found[name]
+        if isinstance(found, ObjectDescriptor):
+            return found
+        raise found
+
+    def is_sound(self, name: ObjectName) -> bool:
+        """Whether an object is what its name says."""
+        try:
+            self.of(name)
+        except (CorruptDataError, NotFoundError):
+            return False
+        return True
+
+
+def _choose_sound(
+    store: ObjectStore,
+    named: Mapping[ObjectName, ObjectInfo],
+    descriptions: _Descriptions,
+    *,
+    start: int | None = None,
+) -> tuple[list[ObjectName], list[ObjectName], list[tuple[int, int]]]:
+    """As `choose_objects`, but merged objects that are not sound give way to others.
+
+    Nothing says that a merged object was ever part of its topic: a merge that was killed may have
+    left it half-written. So it keeps others out only if it is sound, or if nobody else has what it
+    should have.
+    """
+    partial = _find_partial(store, named)
+    names = set(named)
+    needed: set[ObjectName] = set()
+    while True:
+        chosen, rest, gaps = choose_objects(names, start=start, partial=partial)
+        for name in _suspects(names, chosen):
+            if name in needed or descriptions.is_sound(name):
+                continue
+            others = _ranges(choose_objects(names - {name}, start=start, partial=partial)[0])
+            if all(_is_within(others, *covered) for covered in _ranges(chosen)):
+                _log.warning(
+                    "a merged object is not sound: others are taken",
+                    extra={"path": named[name].key},
+                )
+                names.discard(name)
+                break
+            needed.add(name)
+        else:
+            return chosen, [*rest, *(name for name in named if name not in names)], gaps
+
+
+def _suspects(names: Collection[ObjectName], chosen: list[ObjectName]) -> list[ObjectName]:
+    """Merged objects that a choice depends on: those in it, and those that keep others out."""
+    suspects = [name for name in chosen if name.tag is not None]
+    covered = _ranges(chosen)
+    earlier: list[tuple[int, int]] = []  # what earlier epochs cover
+    for epoch in sorted({name.epoch for name in names}):
+        group = [name for name in names if name.epoch == epoch]
+        suspects += [
+            name
+            for name in sorted(group, key=lambda n: (n.start, n.end, n.tag or "", n.format))
+            if name.tag is not None
+            and not _is_within(covered, name.start, name.end)
+            and _overlaps(earlier, name)
+        ]
+        earlier = _merge([*earlier, *((name.start, name.end) for name in group)])
+    return suspects
 
 
 def describe_object(
@@ -343,21 +456,12 @@ def find_continuation(
         name = parse_object_id(info.key.removeprefix(prefix))
         if name is not None and name.start >= start and name.epoch >= epoch_min:
             names[name] = info
-    chosen, _, _ = choose_objects(names, start=start, partial=_find_partial(store, names))
+    descriptions = _Descriptions(store, topic, names, incarnation=incarnation)
+    chosen, _, _ = _choose_sound(store, names, descriptions, start=start)
     found: list[ObjectDescriptor] = []
     for name in chosen:
-        info = names[name]
         try:
-            found.append(
-                describe_object(
-                    store,
-                    topic,
-                    info.key.removeprefix(prefix),
-                    name,
-                    incarnation=incarnation,
-                    created_at=int(info.modified_at or 0),
-                )
-            )
+            found.append(descriptions.of(name))
         except (CorruptDataError, NotFoundError):
             break
     return found
@@ -398,15 +502,17 @@ def rebuild_topic(
             report.left_out.append(info.key.removeprefix(prefix))
         else:
             named[name] = info
-    chosen, rest, report.gaps = choose_objects(named, partial=_find_partial(store, named))
-    report.left_out += [named[name].key.removeprefix(prefix) for name in rest]
     manifest = load_manifest(store, topic)
     incarnation = manifest.incarnation if manifest is not None else secrets.token_hex(8)
+    descriptions = _Descriptions(store, topic, named, incarnation=incarnation, on_object=on_object)
+    chosen, rest, report.gaps = _choose_sound(store, named, descriptions)
+    report.left_out += [named[name].key.removeprefix(prefix) for name in rest]
     for name in chosen:
-        report.objects.append(
-            _describe_anyway(store, topic, name, named[name], incarnation, report)
-        )
-        on_object()
+        try:
+            report.objects.append(descriptions.of(name))
+        except CorruptDataError as error:
+            report.errors.append(error)
+            report.objects.append(_describe_unread(store, topic, name, named[name], incarnation))
     if metadata.get(keys.record) is not None:
         report.errors.append(
             AlreadyExistsError("the metadata store knows this topic", topic=str(topic))
@@ -443,38 +549,26 @@ def manifest_of(record: TopicRecord) -> Manifest:
     )
 
 
-def _describe_anyway(  # noqa: PLR0917
-    store: ObjectStore,
-    topic: TopicName,
-    name: ObjectName,
-    info: ObjectInfo,
-    incarnation: str,
-    report: TopicReport,
+def _describe_unread(
+    store: ObjectStore, topic: TopicName, name: ObjectName, info: ObjectInfo, incarnation: str
 ) -> ObjectDescriptor:
-    object_id = info.key.removeprefix(objects_prefix(topic))
-    created_at = int(info.modified_at or 0)
-    try:
-        return describe_object(
-            store, topic, object_id, name, incarnation=incarnation, created_at=created_at
-        )
-    except CorruptDataError as error:
-        report.errors.append(error)
-        kept = ""
-        if name.format == FORMAT_PARQUET:
-            with suppress(CorruptDataError):
-                kept = _open_archive(store, info.key, info.size).kept
-        return ObjectDescriptor(
-            object_id=object_id,
-            start=name.start,
-            end=name.end,
-            size_bytes=info.size,
-            created_at=created_at,
-            epoch=name.epoch,
-            incarnation=incarnation,
-            messages=name.end - name.start,
-            format=name.format,
-            kept=kept,
-        )
+    """A descriptor of a damaged object, by its name."""
+    kept = ""
+    if name.format == FORMAT_PARQUET:
+        with suppress(CorruptDataError):
+            kept = _open_archive(store, info.key, info.size).kept
+    return ObjectDescriptor(
+        object_id=info.key.removeprefix(objects_prefix(topic)),
+        start=name.start,
+        end=name.end,
+        size_bytes=info.size,
+        created_at=int(info.modified_at or 0),
+        epoch=name.epoch,
+        incarnation=incarnation,
+        messages=name.end - name.start,
+        format=name.format,
+        kept=kept,
+    )
 
 
 def _write(

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Final
 
 from ister.config import Verify
@@ -71,6 +72,8 @@ _FOLLOW_SECONDS: Final = 1.0
 _PATIENCE_SECONDS: Final = 60.0
 # A hold on producers ends when the lag is clearly below its limit, not just under it.
 _RELIEF: Final = 0.9
+_WALKS_MAX: Final = 5
+"""How often objects are listed anew because some were merged meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -488,7 +491,9 @@ class TopicTier:
                 return 0
             before = plan_trim(
                 self._local_files(),
-                safe_before=min(self.owned.tiered, self._subscription_floor()),
+                # The catalog's end may be known before the log's own mark says so, for a moment or,
+                # where an answer was lost, until the next upload. Readers go by the mark.
+                safe_before=min(self.owned.tiered, wal.tiered or 0, self._subscription_floor()),
                 now_ms=self._clock.now_ns() // 1_000_000,
                 time_minutes=retention.time_minutes,
                 size_mb=retention.size_mb,
@@ -710,20 +715,34 @@ class TopicTier:
             if self._stopping.is_set():
                 return 0
             self.owned.check()
-            known = self.owned.tiered
+            found = self._all_known()
+            if found is None:
+                _log.warning("retention waits: objects overlap", extra={"topic": self.owned.topic})
+                return 0
             planned = plan_expiry(
-                # Without their indexes: a topic may have very many objects. And without what was
-                # committed although the answer was lost: the newest one that is known stays.
-                (
-                    replace(described, offset_index=(), publish_time_index=())
-                    for described, _ in self.owned.catalog.descriptors()
-                    if described.end <= known
-                ),
+                found,
                 now_ms=self._clock.now_ns() // 1_000_000,
                 time_minutes=retention.time_minutes,
                 size_mb=retention.size_mb,
             )
             return expire(self.owned, self._tiers.objects, planned, metrics=self._metrics)
+
+    def _all_known(self) -> list[ObjectDescriptor] | None:
+        """The topic's objects, ascending; None if they are merged faster than they are read."""
+        for _ in range(_WALKS_MAX):
+            known = self.owned.tiered
+            found = [
+                # Without their indexes: a topic may have very many objects. And without what was
+                # committed although the answer was lost: the newest one that is known stays.
+                replace(described, offset_index=(), publish_time_index=())
+                for described, _ in self.owned.catalog.descriptors()
+                if described.end <= known
+            ]
+            # Objects that are merged under the walk may come as they were, and merged: their bytes
+            # would count twice.
+            if all(before.end <= after.start for before, after in pairwise(found)):
+                return found
+        return None
 
     def collect_orphans(self) -> list[str]:
         """Removes objects that belong to nothing, after their grace period; their names.

@@ -117,10 +117,10 @@ def test_status_arrives_as_it_was_sent(topic, incarnation, numbers, codec, ack):
 
 
 @EXAMPLES
-@given(topic=NAMES, offsets=RANGES, incarnation=TEXTS)
-def test_tickets_of_both_kinds_are_told_apart(topic, offsets, incarnation):
+@given(topic=NAMES, offsets=RANGES, incarnation=TEXTS, epoch=NUMBERS)
+def test_tickets_of_both_kinds_are_told_apart(topic, offsets, incarnation, epoch):
     start, end = offsets
-    frames = FramesTicket(topic=topic, start=start, end=end, incarnation=incarnation)
+    frames = FramesTicket(topic=topic, start=start, end=end, incarnation=incarnation, epoch=epoch)
     rows = RangeTicket(topic=topic, start=start, end=end, incarnation=incarnation)
     assert parse_ticket(frames.to_json()) == FramesTicket.from_json(frames.to_json()) == frames
     assert parse_ticket(rows.to_json()) == rows
@@ -133,15 +133,19 @@ def test_tickets_of_both_kinds_are_told_apart(topic, offsets, incarnation):
 @given(
     topic=NAMES,
     incarnation=TEXTS,
+    epoch=NUMBERS,
     start=st.none() | NUMBERS,
     size=NUMBERS.filter(bool),
     span=NUMBERS,
     objects=st.integers(1, 10_000),
 )
-def test_question_for_a_plan_arrives_as_it_was_sent(topic, incarnation, start, size, span, objects):
+def test_question_for_a_plan_arrives_as_it_was_sent(
+    topic, incarnation, epoch, start, size, span, objects
+):
     asked = PlanUpload(
         topic=topic,
         incarnation=incarnation,
+        epoch=epoch,
         start=start,
         bytes_max=size,
         span_ms_max=span,
@@ -157,6 +161,7 @@ def test_question_for_no_plan_is_refused(wrong):
     fields = {
         "topic": TOPIC,
         "incarnation": "a",
+        "epoch": 1,
         "start": 1,
         "bytes_max": 2,
         "span_ms_max": 3,
@@ -325,17 +330,23 @@ DECODERS = {
     "put_ack": (PutAck.from_json, PutAck(sequence=1, start=2, end=3, known=1).to_json()),
     "frames": (
         FramesTicket.from_json,
-        FramesTicket(topic=TOPIC, start=1, end=2, incarnation="a").to_json(),
+        FramesTicket(topic=TOPIC, start=1, end=2, incarnation="a", epoch=3).to_json(),
     ),
     "any_ticket": (parse_ticket, A_TICKET.to_json()),
     "any_ticket_for_frames": (
         parse_ticket,
-        FramesTicket(topic=TOPIC, start=1, end=2, incarnation="a").to_json(),
+        FramesTicket(topic=TOPIC, start=1, end=2, incarnation="a", epoch=3).to_json(),
     ),
     "plan_upload": (
         PlanUpload.from_json,
         PlanUpload(
-            topic=TOPIC, incarnation="a", start=1, bytes_max=2, span_ms_max=3, objects_max=4
+            topic=TOPIC,
+            incarnation="a",
+            epoch=5,
+            start=1,
+            bytes_max=2,
+            span_ms_max=3,
+            objects_max=4,
         ).to_json(),
     ),
     "upload_planned": (

@@ -461,10 +461,34 @@ def test_expired_objects_leave_and_the_newest_stays(cluster):
     owned.expire(everything[:2])
     assert ranges(cluster) == [(20, 30)]
     assert (owned.first.start, owned.tiered) == (20, 30)
-    with pytest.raises(InvariantError):
-        owned.expire(everything)
+    assert owned.expire(everything) == []
+    assert ranges(cluster) == [(20, 30)]
+    assert owned.record.expired_before == 20
     chain(owned, 40)
     assert ranges(cluster) == [(20, 30), (30, 40)]
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["the note in the record", "the deletion"])
+def test_objects_are_offered_until_it_is_on_record_that_they_go(cluster, number):
+    """Goal: a reader is refused only what may be gone."""
+    owned = cluster.claim("a")
+    chain(owned, 10, 20, 30)
+    changes = 0
+
+    def fail(kind, key):
+        nonlocal changes
+        changes += kind == "transact"
+        if changes == number:
+            raise UnavailableError("no answer")
+
+    cluster.metadata.before = fail
+    with pytest.raises(UnavailableError):
+        owned.expire([d for d, _ in cluster.catalog().descriptors()][:2])
+    cluster.metadata.before = lambda kind, key: None
+    is_on_record = number == 2
+    assert cluster.catalog().record()[0].expired_before == (20 if is_on_record else 0)
+    assert owned.first.start == (20 if is_on_record else 0)
+    assert ranges(cluster) == [(0, 10), (10, 20), (20, 30)]
 
 
 def test_more_objects_expire_than_one_transaction_takes(cluster):

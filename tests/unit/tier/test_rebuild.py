@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ister.errors import AlreadyExistsError, ConflictError, CorruptDataError, NotFoundError
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectInfo
+from ister.tier.merge import merge_objects
 from ister.tier.names import ObjectName, manifest_key, object_key
 from ister.tier.rebuild import (
     Manifest,
@@ -21,6 +22,7 @@ from ister.tier.rebuild import (
     rebuild_topic,
     save_manifest,
 )
+from ister.tier.uploader import UploadSettings
 from tier_rig import KIB, NAME, Cluster, Frames, frames_of, read_all
 
 
@@ -387,6 +389,177 @@ def test_topic_made_meanwhile_is_not_overwritten(cluster):
     with pytest.raises(ConflictError):
         rebuild(cluster)
     assert cluster.catalog().record()[0].lineage[0].node == "b"
+
+
+# -- merged objects that are not sound ----------------------------------------------------------
+
+FORMATS = ["dnb1", "parquet"]
+TAG = "0123abcd"
+
+
+def merge(cluster, first, last, *, kind="dnb1", epoch=1, tag=TAG):
+    """An object of those that the catalog has from one number up to another; its name."""
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    objects = [described for described, _ in cluster.catalog().descriptors()]
+    settings = UploadSettings(
+        copies=False,
+        chunk_bytes=128 * KIB,
+        concurrent_parts=2,
+        index_every_messages=10,
+        object_bytes_max=1 << 30,
+        object_span_ms_max=1 << 40,
+    )
+    return merge_objects(
+        NAME,
+        objects[first:last],
+        store=cluster.objects,
+        settings=settings,
+        format=kind,
+        epoch=epoch,
+        incarnation=objects[0].incarnation,
+        tag=tag,
+        created_at=5,
+    ).object_id
+
+
+def spoil(cluster, object_id, how):
+    """Changes a byte of an object, or leaves a half of it."""
+    data = bytearray(cluster.object_bytes(object_id))
+    if how == "half":
+        del data[len(data) // 2 :]
+    else:
+        data[100] ^= 1
+    cluster.objects.put(cluster.key(object_id), bytes(data))
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("how", ["byte", "half"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_merged_object_that_is_not_sound_gives_way_to_others(cluster, kind, how, epoch):
+    frames = Frames(payloads(400))
+    cluster.filled(frames, 100, 200, 300, 400)
+    new = merge(cluster, 1, 3, kind=kind, epoch=epoch)
+    spoil(cluster, new, how)
+    forget(cluster)
+    report = rebuild(cluster)
+    assert [(d.start, d.end) for d in report.objects] == [
+        (0, 100),
+        (100, 200),
+        (200, 300),
+        (300, 400),
+    ]
+    assert (report.left_out, report.errors, report.gaps) == ([new], [], [])
+    assert [frame for _, frame in read_all(cluster.reader(), 0, 400)] == frames.frames
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_merged_object_that_is_not_sound_is_taken_where_others_are_gone(cluster, kind):
+    cluster.filled(Frames(payloads(400)), 100, 200, 300, 400)
+    new = merge(cluster, 1, 3, kind=kind)
+    spoil(cluster, new, "byte")
+    cluster.objects.drop(cluster.key("data-200-299.dnb1"))
+    forget(cluster)
+    report = rebuild(cluster)
+    assert [(d.start, d.end) for d in report.objects] == [(0, 100), (100, 300), (300, 400)]
+    assert report.left_out == ["data-100-199.dnb1"]
+    assert [error.path for error in report.errors] == [cluster.key(new)]
+
+
+def test_of_several_merged_objects_a_sound_one_is_taken(cluster):
+    frames = Frames(payloads(400))
+    cluster.filled(frames, 100, 200, 300, 400)
+    small = merge(cluster, 0, 2, epoch=2, tag="00000001")
+    large = merge(cluster, 0, 4, epoch=3, tag="00000002")
+    spoil(cluster, large, "half")
+    for object_id in ("data-0-99.dnb1", "data-100-199.dnb1"):
+        cluster.objects.drop(cluster.key(object_id))
+    forget(cluster)
+    report = rebuild(cluster)
+    assert [d.object_id for d in report.objects] == [
+        small,
+        "data-200-299.dnb1",
+        "data-300-399.dnb1",
+    ]
+    assert (report.left_out, report.errors) == ([large], [])
+    assert [frame for _, frame in read_all(cluster.reader(), 0, 400)] == frames.frames
+
+
+def test_merged_object_that_vanishes_meanwhile_gives_way_too(cluster):
+    cluster.filled(Frames(payloads(200)), 100, 200)
+    new = merge(cluster, 0, 2)
+    objects = find_topics(cluster.objects)[NAME]
+    cluster.objects.drop(cluster.key(new))
+    forget(cluster)
+    report = rebuild_topic(
+        cluster.objects,
+        cluster.metadata,
+        cluster.keys,
+        objects,
+        clock=cluster.clock,
+        dry_run=False,
+    )
+    assert [(d.start, d.end) for d in report.objects] == [(0, 100), (100, 200)]
+
+
+def test_each_object_is_read_once(cluster):
+    cluster.filled(Frames(payloads(300)), 100, 200, 300)
+    spoil(cluster, merge(cluster, 0, 2), "byte")
+    read = []
+    forget(cluster)
+    rebuild_topic(
+        cluster.objects,
+        cluster.metadata,
+        cluster.keys,
+        find_topics(cluster.objects)[NAME],
+        clock=cluster.clock,
+        dry_run=True,
+        on_object=lambda: read.append(1),
+    )
+    assert len(read) == 4
+
+
+def test_sound_merged_object_of_a_later_epoch_keeps_others_out(cluster):
+    frames = Frames(payloads(200))
+    cluster.filled(frames, 100, 200)
+    new = merge(cluster, 0, 2, epoch=2)
+    # Of an owner that had been fenced, and went on.
+    cluster.objects.put(cluster.key("data-150-250.dnb1"), b"other")
+    forget(cluster)
+    report = rebuild(cluster)
+    assert [d.object_id for d in report.objects] == [new]
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_continuation_goes_around_merged_objects_that_are_not_sound(cluster, kind, epoch):
+    owned = cluster.filled(Frames(payloads(400)), 100, 200, 300, 400)
+    incarnation = owned.record.incarnation
+    new = merge(cluster, 1, 3, kind=kind, epoch=epoch)
+
+    def found():
+        objects = find_continuation(cluster.objects, NAME, 100, incarnation=incarnation)
+        return [(d.start, d.end) for d in objects]
+
+    assert found() == [(100, 300), (300, 400)]
+    spoil(cluster, new, "half")
+    assert found() == [(100, 200), (200, 300), (300, 400)]
+    # Nothing else has it: what is damaged is not taken into a catalog.
+    cluster.objects.drop(cluster.key("data-200-299.dnb1"))
+    assert found() == []
+
+
+def test_name_of_an_object_that_is_not_sound_keeps_nothing_out(cluster):
+    """Goal: no merged object that is in no history cuts one short by its name."""
+    owned = cluster.filled(Frames(payloads(400)), 100, 200, 300, 400)
+    incarnation = owned.record.incarnation
+    cluster.objects.put(cluster.key(f"data-150-249-2-c{TAG}.dnb1"), b"half of something")
+    found = find_continuation(cluster.objects, NAME, 0, incarnation=incarnation)
+    assert [(d.start, d.end) for d in found] == [(0, 100), (100, 200), (200, 300), (300, 400)]
+    forget(cluster)
+    report = rebuild(cluster)
+    assert len(report.objects) == 4
+    assert (report.gaps, report.errors) == ([], [])
 
 
 # -- topics and manifests -----------------------------------------------------------------------

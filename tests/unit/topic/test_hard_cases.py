@@ -2,20 +2,29 @@
 
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 import ister.topic.log as topic_log
 from ister.clock import SystemClock
-from ister.errors import ConflictError, DataGapError, FencedError, UnavailableError
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    DataGapError,
+    FencedError,
+    UnavailableError,
+)
 from ister.format.records import Progress, encode_topic
 from ister.fs.memory import SimulatedCrash
 from ister.model import TopicState
+from ister.tier.catalog import Catalog
 from ister.tier.cursors import load_progress, save_progress
+from ister.tier.names import format_object_id
 from ister.topic.background import Background
 from rig import ROOT, eventually, payloads
-from tier_rig import NAME, Site
+from tier_rig import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -215,6 +224,83 @@ def test_object_whose_commit_got_no_answer_is_not_counted_by_expiry(site):
     log.tiers.membership.renew()
     assert topic.tier.expire() == 1
     assert site.ranges() == [(30, 60), (60, 90)]
+
+
+def merge_under_walk(site, monkeypatch, *groups):
+    """Whenever the catalog has been read up to an object, it and its neighbours are merged."""
+    acting, merges = Pipeline(site, key="/danube/pipeline/jobs/merger").acting(), iter(groups)
+    real = Catalog.descriptors
+
+    def descriptors(self, *args):
+        merge = next(merges, None) if not args else None
+        for described, revision in real(self, *args):
+            yield described, revision
+            if merge is not None and described.start == merge[0]:
+                old = list(real(self, *merge))
+                size = sum(d.size_bytes for d, _ in old)
+                tag = f"{merge[1]:08x}"
+                name = format_object_id(*merge, acting.epoch, tag=tag)
+                new = replace(old[0][0], object_id=name, end=merge[1], size_bytes=size)
+                assert acting.swap(old, replace(new, messages=merge[1] - merge[0]), until=0)
+                # What was read before stays read, and the next page has it once more.
+                yield from ((d, r) for d, r in real(self, merge[0], None))
+                return
+
+    monkeypatch.setattr(Catalog, "descriptors", descriptors)
+
+
+@pytest.mark.parametrize("walks", [1, 2, 9])
+def test_objects_that_are_merged_under_the_walk_do_not_count_twice(site, monkeypatch, walks):
+    settings = {"cloud": {"retention": {"size_mb": 1}}}
+    log = site.open(storage=settings)
+    topic = log.topic(TEXT, create=True)
+    for _ in range(12):
+        fill(topic, [b"x" * 8500] * 10)
+        topic.upload()
+    before = site.ranges()
+    assert len(before) == 12
+    merge_under_walk(site, monkeypatch, *((20, 40 + 10 * number) for number in range(walks)))
+    assert topic.tier.expire() == 0
+    monkeypatch.undo()
+    assert site.ranges()[0][0] == 0, "all of it is less than 1 MiB"
+    assert topic.tier.owned.record.expired_before == 0
+
+
+def test_object_whose_commit_got_no_answer_leaves_no_gap_between_the_tiers(site):
+    """Goal: local files stay until readers are sent to the bucket for what is in them.
+
+    Method: a commit happens, its answer is lost, and so is the look at what became of it. Its owner
+    comes by it in the catalog, and local retention comes before the log takes note of it.
+    """
+    log = site.open(cache_capacity=1, rotate_max_bytes=65536, retention={"time_minutes": 1})
+    topic = log.topic(TEXT, create=True)
+    for _ in range(2):
+        fill(topic, [b"x" * 3000] * 30)
+        topic.upload()
+    fill(topic, [b"x" * 3000] * 30)
+    commits = []
+
+    def no_answer(kind, key):
+        if commits or (kind == "transact" and len(site.ranges()) == 3):
+            commits.append(kind)
+            raise CommitUnknownError("no answer")
+
+    site.metadata.after = no_answer
+    with pytest.raises(UnavailableError):
+        topic.upload()
+    site.metadata.after = lambda kind, key: None
+    fill(topic, [b"x" * 3000] * 30)
+    topic.tier.owned.refresh()
+    assert topic.tier.owned.tiered == 90
+    site.clock.advance(3600)
+    log.tiers.membership.renew()
+    assert topic.tier.trim() > 0
+    assert topic.wal.trimmed <= topic.wal.tiered == 60
+    assert payloads(topic.read(0)) == [b"x" * 3000] * 120
+    topic.upload()
+    assert topic.tier.trim() > 0
+    assert topic.wal.trimmed > 60
+    assert payloads(topic.read(0)) == [b"x" * 3000] * 120
 
 
 def test_time_query_beside_expiry_begins_with_what_is_left(site):

@@ -1,7 +1,8 @@
 """What clients read: ranges of messages or frames, watermarks, where a time is, plans of uploads.
 
 A range is answered only if all of it is there, visible, and safe from a crash: no client holds
-what its topic does not.
+what its topic does not. Plans and frames are for objects that are committed in an owner's name, so
+that they are answered by this owner alone, and only for as long as it surely is the owner.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ister.client.contract import (
     UploadPlanned,
     encode_error,
 )
-from ister.errors import ConflictError, OffsetOutOfRangeError
+from ister.errors import ConflictError, OffsetOutOfRangeError, UnavailableError
 from ister.format.columnar import arrow_schema
 from ister.limits import MIB
 from ister.topic.topic import Topic
@@ -33,6 +34,7 @@ from ister.topic.upload_plan import read_frames as read_stored
 
 __all__ = [
     "check_incarnation",
+    "check_owner",
     "check_range",
     "find_time",
     "frames_schema",
@@ -82,6 +84,26 @@ def check_incarnation(topic: Topic, incarnation: str) -> None:
         )
 
 
+def check_owner(topic: Topic, asked: PlanUpload | FramesTicket) -> None:
+    """Refuses what is asked of another owner, or while this one may have been replaced.
+
+    Raises:
+        ConflictError: It is asked of another owner.
+        FencedError: Another owner has the topic.
+        UnavailableError: Another owner may have it.
+    """
+    tier = topic.tier
+    epoch = tier.owned.epoch if tier is not None else 0
+    if asked.epoch != epoch:
+        raise ConflictError(
+            f"the files here are of the owner of epoch {epoch}, not {asked.epoch}",
+            topic=topic.name,
+            hint="ask the topic's owner; if this is it, read the topic's record again",
+        )
+    if tier is not None:
+        tier.check_owner()
+
+
 def check_range(topic: Topic, start: int, end: int) -> None:
     """Refuses what is not there, not visible, or not safe from a crash.
 
@@ -112,15 +134,38 @@ def range_schema(topic: Topic, asked: RangeTicket) -> pa.Schema:
 def read_range(
     topic: Topic, asked: RangeTicket, still_allowed: Callable[[], None], schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    """The messages of a range, which was checked; `still_allowed` raises to end it."""
+    """The messages of a range, which was checked; `still_allowed` raises to end it.
+
+    Raises:
+        UnavailableError: Messages were left out of the range after its schema had been sent.
+    """
     if asked.start == asked.end:
         return
     if schema.metadata:
         # A client reads what the schema says with the first batch, and there may be no other one.
         yield pa.RecordBatch.from_pylist([], schema)
-    for batch in topic.read_arrow(asked.start, end=asked.end, columns=asked.columns):
+    columns = tuple(schema.names)
+    hides_offsets = "offset" not in columns
+    if hides_offsets:
+        columns = (*columns, "offset")
+    at = asked.start
+    for batch in topic.read_arrow(asked.start, end=asked.end, columns=columns):
         still_allowed()
-        yield batch
+        if not batch.num_rows:
+            continue
+        offsets = batch["offset"]
+        # Within a batch there are no holes.
+        if offsets[0].as_py() != at and not schema.metadata:
+            break
+        at = offsets[-1].as_py() + 1
+        yield batch.drop_columns(["offset"]) if hides_offsets else batch
+    if at < asked.end and not schema.metadata:
+        # An object took another one's place after the schema had been sent.
+        raise UnavailableError(
+            "messages were left out meanwhile; ask again from this offset on",
+            topic=topic.name,
+            offset=at,
+        )
 
 
 def find_time(topic: Topic, asked: FindTime) -> int | None:
@@ -148,7 +193,12 @@ def find_time(topic: Topic, asked: FindTime) -> int | None:
 
 
 def plan_upload(topic: Topic, asked: PlanUpload) -> UploadPlanned:
-    """Which objects an upload of a topic would make now."""
+    """Which objects an upload of a topic would make now.
+
+    Raises:
+        As `check_owner` and `ister.topic.upload_plan.plan_topic`.
+    """
+    check_owner(topic, asked)
     plan = plan_topic(
         topic,
         asked.start,
@@ -175,10 +225,16 @@ def frames_schema(topic: Topic) -> pa.Schema:
 def read_frames(
     topic: Topic, asked: FramesTicket, still_allowed: Callable[[], None]
 ) -> Iterator[pa.RecordBatch]:
-    """The frames of a range, some whole ones a row; `still_allowed` raises to end it."""
+    """The frames of a range, some whole ones a row; `still_allowed` raises to end it.
+
+    Raises:
+        As `check_owner`, which is asked again and again, and `ister.topic.upload_plan.read_frames`.
+    """
+    check_owner(topic, asked)
     schema = frames_schema(topic)
     for frames in read_stored(topic, asked.start, asked.end, chunk_bytes=_FRAMES_BYTES):
         still_allowed()
+        check_owner(topic, asked)
         first = frames.starts[0]
         data = pa.py_buffer(frames.chunk)[first : frames.end]
         offsets = pa.array([0, data.size], pa.int32()).buffers()[1]

@@ -27,6 +27,7 @@ from ister.broker.flight.failures import sent
 from ister.broker.flight.publish import Publishing, check_schema
 from ister.broker.flight.reads import (
     check_incarnation,
+    check_owner,
     check_range,
     find_time,
     frames_schema,
@@ -219,6 +220,7 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
             topic = self._source.open(asked.topic).topic
             check_incarnation(topic, asked.incarnation)
             if isinstance(asked, FramesTicket):
+                check_owner(topic, asked)
                 schema = frames_schema(topic)
             else:
                 check_range(topic, asked.start, asked.end)

@@ -17,6 +17,8 @@ Invariants:
   or not at all: its checksum is on
   record. Objects of an owner that had been fenced, and files of another topic of the same name, are
   no source;
+- in the place of an object that messages were left out of on purpose comes nothing but a copy of
+  the same bytes: whoever else has its offsets has messages, too, that were removed for good;
 - an object that somebody may be collecting at this moment is copied, and never named by a
   descriptor itself.
 
@@ -35,6 +37,7 @@ from typing import Final
 from ister.client.frames import BrokerFrames
 from ister.clock import Clock
 from ister.errors import (
+    ConflictError,
     CorruptDataError,
     IsterError,
     NotFoundError,
@@ -42,7 +45,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.format.descriptor import FORMAT_FRAMES, ObjectDescriptor
+from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
 from ister.format.frame import FrameBatch
 from ister.format.records import TopicRecord
 from ister.model import Codec, TopicName
@@ -57,12 +60,18 @@ from ister.topic.history import History
 from ister.topic.local_tail import LocalTail
 from ister.topic.tiers import upload_settings
 
-__all__ = ["Healed", "Wound", "epoch_floor", "heal"]
+__all__ = ["KEPT_HINT", "Healed", "Wound", "epoch_floor", "heal"]
 
 _log = logging.getLogger("ister.spark.jobs.healing")
 
 _LOCAL: Final = "local files"
 _BROKER: Final = "the broker"
+
+KEPT_HINT: Final = (
+    "compaction has left messages out of it, which local files and older objects would bring back: "
+    "put the object back from a copy of the bucket"
+)
+"""What to do about an object that only a copy of itself can replace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +104,8 @@ class Healed:
     """Offsets that nobody has."""
     reason: str = ""
     """Why it is not healed, where it is not."""
+    hint: str | None = None
+    """What somebody can do about that."""
     has_local_files: bool = False
 
 
@@ -164,7 +175,8 @@ class _Patchwork:
             except (CorruptDataError, NotFoundError, OffsetOutOfRangeError) as error:
                 reason = f"{source.name}: {error.message}"
                 continue
-            except UnavailableError as error:
+            except (UnavailableError, ConflictError) as error:
+                # A broker that is not the owner any more has other messages.
                 if source.name != _BROKER:
                     raise
                 reason = f"{source.name}: {error.message}"
@@ -226,7 +238,7 @@ def _sources(place: Place, wound: Wound) -> Iterator[list[_Source]]:
                 found.append(_object_source(history, keys, described))
         client = place.flight()
         if client is not None:
-            broker = BrokerFrames(client, wound.topic, wound.incarnation)
+            broker = BrokerFrames(client, wound.topic, wound.incarnation, wound.epoch)
             found.append(_Source(_BROKER, 0, 1 << 63, broker))
         if wound.old is not None:
             # Last: what is still whole of the object itself.
@@ -308,16 +320,29 @@ class _Healer:
 
     def restore(self, old: ObjectDescriptor) -> Healed:
         """An object with exactly the offsets of another one."""
+        if old.kept:
+            return self._restore_kept(old)
         local = next((source for source in self._sources if source.name == _LOCAL), None)
         has_files = local is not None and local.start <= old.start and old.end <= local.end
         healed = self._restore_from_frames(old) if has_files else Healed()
         if healed.objects:
             return healed
         for source in self._sources:
-            made = self._copy(source, old.start, old.end, old=old, allows_kept=bool(old.kept))
+            made = self._copy(source, old.start, old.end, old=old, allows_kept=False)
             if made is not None:
                 return Healed(objects=(made,), sources=(source.name,))
         return healed if has_files else self._restore_from_frames(old)
+
+    def _restore_kept(self, old: ObjectDescriptor) -> Healed:
+        """The same bytes from elsewhere, or from the object itself if it has all of them."""
+        for source in self._sources:
+            made = self._copy(source, old.start, old.end, old=old, allows_kept=True)
+            if made is not None:
+                return Healed(objects=(made,), sources=(source.name,))
+        return Healed(
+            reason="messages were left out of it, and there is no copy of what was left",
+            hint=KEPT_HINT,
+        )
 
     def _restore_from_frames(self, old: ObjectDescriptor) -> Healed:
         try:
@@ -335,6 +360,12 @@ class _Healer:
 
     def _differs(self, made: ObjectDescriptor, old: ObjectDescriptor) -> str:
         """Why an object is not the one that another was, if that can be told."""
+        if old.kept:
+            # Another compaction of the same range may have left out less, or more.
+            if (made.kept, made.messages) != (old.kept, old.messages):
+                return "other messages were left out of it"
+            is_same = old.checksum in (None, made.checksum)
+            return "" if is_same else f"it has the checksum {made.checksum}, not {old.checksum}"
         name = parse_object_id(old.object_id)
         is_as_uploaded = name is not None and name.tag is None and old.format == FORMAT_FRAMES
         if made.format != FORMAT_FRAMES or not is_as_uploaded or old.checksum is None:
@@ -380,10 +411,20 @@ class _Healer:
         """The object that begins at an offset."""
         limit = self._wound.end if self._wound.end is not None else 1 << 63
         for source in self._sources:
+            # First of all what compaction has made: from anybody else, messages that it has left
+            # out would come back.
+            name = parse_object_id(source.name)
+            if name is None or name.tag is None or name.format != FORMAT_PARQUET:
+                continue
+            if made := self._copy_whole(source, at, limit, allows_kept=True):
+                return made, (source.name,)
+        for source in self._sources:
             if not source.start <= at < source.end:
                 continue
             if source.name in (_LOCAL, _BROKER):
-                with suppress(CorruptDataError, OffsetOutOfRangeError, NotFoundError):
+                with suppress(
+                    CorruptDataError, OffsetOutOfRangeError, NotFoundError, ConflictError
+                ):
                     return self._make(at, self._plan(source, at, limit))
             elif made := self._copy_whole(source, at, limit, allows_kept=False):
                 return made, (source.name,)
@@ -442,14 +483,17 @@ class _Healer:
     ) -> ObjectDescriptor | None:
         """A copy of another object with exactly these offsets; None if it is not a good one."""
         name = parse_object_id(source.name)
-        is_itself = old is not None and source.name == old.object_id
-        if name is None or is_itself or (name.start, name.end) != (start, end):
+        itself = old if old is not None and source.name == old.object_id else None
+        if name is None or (name.start, name.end) != (start, end):
+            return None
+        if itself is not None and (not itself.kept or itself.checksum is None):
             return None
         object_id = format_object_id(
             start, end, self._wound.epoch, format=name.format, tag=secrets.token_hex(4)
         )
         try:
-            self._copy_bytes(source.name, object_id)
+            size_bytes = itself.size_bytes if itself is not None else None
+            self._copy_bytes(source.name, object_id, size_bytes)
             # Of the copy: every byte of it is read and checked.
             made = describe_object(
                 self._store,
@@ -470,24 +514,31 @@ class _Healer:
         self._discard(object_id)
         return None
 
-    def _copy_bytes(self, source_id: str, target_id: str) -> None:
+    def _copy_bytes(self, source_id: str, target_id: str, size_bytes: int | None) -> None:
+        """Copies an object, or so much of it from its beginning."""
         source, target = (object_key(self._topic, item) for item in (source_id, target_id))
+        if size_bytes is None:
+            with suppress(UnsupportedOperationError):
+                self._store.copy(source, target)
+                return
+        limit = 1 << 63 if size_bytes is None else size_bytes
+        writer = self._store.open_writer(
+            target,
+            chunk_bytes=self._settings.chunk_bytes,
+            concurrent_parts=self._settings.concurrent_parts,
+        )
         try:
-            self._store.copy(source, target)
-        except UnsupportedOperationError:
-            writer = self._store.open_writer(
-                target,
-                chunk_bytes=self._settings.chunk_bytes,
-                concurrent_parts=self._settings.concurrent_parts,
-            )
-            try:
-                position = 0
-                while chunk := self._store.read(source, position, self._settings.read_bytes):
-                    writer.write(chunk)
-                    position += len(chunk)
-                writer.close()
-            finally:
-                writer.abort()
+            position = 0
+            while position < limit:
+                size = min(self._settings.read_bytes, limit - position)
+                chunk = self._store.read(source, position, size)
+                if not chunk:
+                    break
+                writer.write(chunk)
+                position += len(chunk)
+            writer.close()
+        finally:
+            writer.abort()
 
     def _verify(self, made: ObjectDescriptor) -> None:
         """Reads an object back.

@@ -41,7 +41,7 @@ from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.spark.jobs.progress import NoProgress, Progress
-from ister.spark.jobs.report import JobReport
+from ister.spark.jobs.report import JobReport, error_as_fields, unexpected_as_fields
 from ister.spark.place import Place, find_place, place_of
 from ister.tier.catalog import Catalog, list_topics
 from ister.tier.fence import Fence, read_holder
@@ -140,6 +140,8 @@ def open_job(
 ) -> Iterator[Job]:
     """Begins a job, and ends it: its report is complete then, and saved.
 
+    An exception that ends the job is in its report, and goes on.
+
     Args:
         name: The job's.
         spark: A classic session.
@@ -186,6 +188,9 @@ def open_job(
             failpoints.reach("pipeline.after_lease")
             yield job
             failpoints.reach("pipeline.before_report")
+        except BaseException as error:
+            _note_end(job.report, error)
+            raise
         finally:
             job.report.seconds = clock.monotonic() - began
             stop.set()
@@ -247,6 +252,13 @@ def _keep(fence: Fence, every: float, stop: threading.Event) -> None:
             return  # the job finds out at its next commit
         except IsterError as error:
             _log.warning("a job's lease was not renewed", extra={"error": str(error)})
+
+
+def _note_end(report: JobReport, error: BaseException) -> None:
+    """Takes note of what has ended a job, unless the job has done so."""
+    fields = error_as_fields(error) if isinstance(error, IsterError) else None
+    if fields is None or fields not in report.errors:
+        report.fail(fields or unexpected_as_fields(error))
 
 
 def _save_report(job: Job) -> None:

@@ -34,9 +34,11 @@ from ister.topic.arguments import as_milliseconds, as_offset
 __all__ = [
     "ReplayPlan",
     "Where",
+    "asked_range",
     "cut_chunks",
     "decode_plan",
     "encode_plan",
+    "find_differences",
     "finish",
     "name_replay",
     "parse_place",
@@ -50,6 +52,7 @@ _VERSION: Final = 1
 _WORDS: Final = ("earliest", "latest")
 # A plan is one value of the metadata store, which takes 1 MiB.
 _CHUNKS_MAX: Final = 20_000
+_SHOWN_MAX: Final = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,8 @@ class ReplayPlan:
     """The incarnation of the target that has all of it."""
     messages: int = 0
     """How many messages the target got, once it is done."""
+    asked: tuple[str, str] | None = None
+    """Where it was to begin and to end, as it was asked for; None if that is not known."""
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -84,6 +89,50 @@ def name_replay(
     """The default name of a replay: the same for the same request."""
     texts = (source, incarnation, target, transform, _text(start), _text(end))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:20]
+
+
+def asked_range(start: Where, end: Where) -> tuple[str, str]:
+    """A range as a plan remembers that it was asked for."""
+    return _text(start) or "earliest", _text(end) or "latest"
+
+
+def find_differences(
+    made: ReplayPlan,
+    *,
+    source: str,
+    incarnation: str,
+    transform: str,
+    start: Where,
+    end: Where,
+) -> list[str]:
+    """What a request wants otherwise than the plan of its name, in words."""
+    found: list[str] = []
+    if made.source != source:
+        found.append(f"its source is {made.source}, not {source}")
+    elif made.incarnation != incarnation:
+        found.append(f"its source was a topic {source} that has been deleted since")
+    if made.transform != transform:
+        found.append(f"its transform is {_shorten(made.transform)}, not {_shorten(transform)}")
+    for what, number, place, planned in (
+        ("begins at", 0, start, made.start),
+        ("ends at", 1, end, made.end),
+    ):
+        text = asked_range(start, end)[number]
+        if isinstance(place, int):
+            is_same = place == planned
+        else:
+            is_same = made.asked is None or made.asked[number] == text
+        if not is_same:
+            asked = made.asked[number] if made.asked is not None else ""
+            known = f"{planned}" if asked in ("", str(planned)) else f"{planned} ({asked})"
+            found.append(f"it {what} {known}, not {text}")
+    return found
+
+
+def _shorten(text: str) -> str:
+    # By both ends: long queries differ anywhere, and often at their end.
+    half = _SHOWN_MAX // 2
+    return repr(text if len(text) <= _SHOWN_MAX else f"{text[:half]} … {text[-half:]}")
 
 
 def _text(place: Where) -> str:
@@ -195,6 +244,7 @@ def encode_plan(made: ReplayPlan) -> bytes:
             "bytes": made.bytes,
             "done": made.done,
             "messages": made.messages,
+            "asked": made.asked,
         },
         separators=(",", ":"),
     ).encode()
@@ -221,6 +271,9 @@ def decode_plan(data: bytes, *, key: str) -> ReplayPlan:
         for distance in distances:
             boundaries.append(boundaries[-1] + distance)
         done = fields["done"]
+        asked = fields.get("asked")
+        if asked is not None:
+            asked_start, asked_end = map(str, _list(asked))
         made = ReplayPlan(
             source=str(fields["source"]),
             incarnation=str(fields["incarnation"]),
@@ -232,6 +285,7 @@ def decode_plan(data: bytes, *, key: str) -> ReplayPlan:
             bytes=_number(fields["bytes"]),
             done=str(done) if done is not None else None,
             messages=_number(fields["messages"]),
+            asked=(asked_start, asked_end) if asked is not None else None,
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptDataError(f"not a replay's plan: {error!r}", path=key) from error

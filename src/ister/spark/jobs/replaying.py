@@ -267,9 +267,15 @@ class _Request:
             found = parsed = parse_transform(transform)
             identity = parsed.identity
         elif transform is not None:
-            identity = identify(transform) if name is None else f"named {name}"
+            try:
+                identity = identify(transform)
+            except InvalidRequestError:
+                if name is None:
+                    raise
+                identity = f"named {name}"
         else:
-            identity = f"sql {' '.join(sql.split())}" if sql is not None else "copy"
+            # As it was written: a space, or the end of a line, may be a part of what it says.
+            identity = f"sql {sql.strip()}" if sql is not None else "copy"
         if others["is_marked"]:
             identity += " marked"
         return cls(
@@ -513,9 +519,17 @@ class _Replaying:
             found = patiently(lambda: store.get(key))
             if found is not None:
                 made = replay_plan.decode_plan(found.value, key=key)
-                if (made.source, made.incarnation) != (request.source, head.incarnation):
+                differences = replay_plan.find_differences(
+                    made,
+                    source=request.source,
+                    incarnation=head.incarnation,
+                    transform=request.identity,
+                    start=request.start,
+                    end=request.end,
+                )
+                if differences:
                     raise ConflictError(
-                        f"the name {name} is that of another replay, of {made.source}",
+                        f"the name {name} is that of another replay: {'; '.join(differences)}",
                         topic=request.target,
                         hint="give this one another name",
                     )
@@ -540,6 +554,7 @@ class _Replaying:
             end=end,
             boundaries=boundaries,
             bytes=size,
+            asked=replay_plan.asked_range(request.start, request.end),
         )
 
     def _plan_anew(self, key: str, head: Head, made: ReplayPlan) -> ReplayPlan:
@@ -578,6 +593,7 @@ class _Replaying:
             report.more["newer_messages"] = newer
             report.more["hint"] = (
                 f"the source has {newer} messages after the replay's end: --from {made.end}"
+                + (", and another --name" if self._request.name is not None else "")
             )
 
     def _find_next(self, incarnation: str | None) -> int:

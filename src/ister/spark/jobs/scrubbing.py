@@ -34,7 +34,7 @@ from ister.limits import KIB
 from ister.metadata.base import Delete, Put, RevisionIs
 from ister.model import TopicName
 from ister.spark.jobs.balance import run_balanced
-from ister.spark.jobs.healing import Healed, Wound, epoch_floor, heal
+from ister.spark.jobs.healing import KEPT_HINT, Healed, Wound, epoch_floor, heal
 from ister.spark.jobs.job import Job, open_job, parse_topics
 from ister.spark.jobs.object_check import Checked, ObjectChecker
 from ister.spark.jobs.progress import Progress
@@ -390,10 +390,17 @@ class _TopicScrub:
 
     def _judge_object(self, item: _Bad, files: list[tuple[int, int]]) -> None:
         described = item.entry.described
-        have = [*files, *self._ranges(self._candidates(described.start, described.end, item))]
+        others = self._ranges(self._candidates(described.start, described.end, item))
+        have = [*files, *others]
         for finding in item.findings:
             if item.right is not None:
                 finding.repairable = True
+                continue
+            if described.kept:
+                # Everybody else has messages that were removed.
+                finding.lost = _subtract(finding.start or 0, finding.end or 0, have)
+                finding.repairable = (described.start, described.end) in others
+                finding.hint = None if finding.repairable else KEPT_HINT
                 continue
             if item.is_suspect:
                 finding.repairable = not _subtract(described.start, described.end, files)
@@ -592,6 +599,7 @@ class _TopicScrub:
             for finding in item.findings:
                 finding.reason += f"; not healed: {healed.reason}"
                 finding.repairable = False
+                finding.hint = healed.hint
             return
         with _Commit(self):
             is_done = self.owned().replace(
@@ -747,6 +755,7 @@ class _TopicScrub:
         elif finding.lost:
             ranges = ", ".join(f"{start} up to {end}" for start, end in finding.lost)
             hint = f"nobody has the offsets {ranges}"
+        hint = finding.hint or hint
         return {
             "code": CorruptDataError.code,
             "message": f"{what}{where}{span}{at}: {finding.reason}",

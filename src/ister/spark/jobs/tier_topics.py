@@ -125,7 +125,8 @@ class TopicBook:
         """
         self._report, self._says_all = report, interval_seconds is None
         for name in self._topics.keys() - set(topics):
-            del self._topics[name]
+            # Nobody would ever say that it came right.
+            self._forget_error(self._topics.pop(name))
         now = self._clock.monotonic()
         looked: list[Known] = []
         for name in topics:

@@ -185,7 +185,11 @@ class _Tiering:
             raise UnavailableError("the topic's files are not here any more")
         planned = client.plan_upload(
             PlanUpload(
-                topic=known.topic, incarnation=known.record.incarnation, start=start, **limits
+                topic=known.topic,
+                incarnation=known.record.incarnation,
+                epoch=known.record.epoch,
+                start=start,
+                **limits,
             )
         )
         starts = (planned.start, *(end for end, _ in planned.objects))

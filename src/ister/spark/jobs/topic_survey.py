@@ -79,6 +79,8 @@ class Finding:
     repaired: bool = False
     lost: list[tuple[int, int]] = field(default_factory=list)
     """Offsets that nobody has, as far as is known."""
+    hint: str | None = None
+    """What somebody can do about it, where that is something of its own."""
 
     @property
     def is_fault(self) -> bool:

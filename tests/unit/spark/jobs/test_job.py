@@ -6,13 +6,17 @@ import json
 
 import pytest
 
-from ister.clock import ManualClock
+from integration.spark_topics import SparkPlace
+from ister.clock import ManualClock, SystemClock
+from ister.config import load_config
 from ister.errors import ConflictError, FencedError, NotFoundError
 from ister.metadata.memory import MemoryMetadata
 from ister.spark.jobs import job as jobs
 from ister.spark.jobs.report import JobReport
 from ister.spark.jobs.tasks import _bundle
 from ister.tier.fence import Fence
+from ister.tier.pipeline import PipelineKeys
+from ister.topic.tiers import open_metadata
 
 TOPICS = ["/a/orders", "/a/prices", "/b/orders"]
 
@@ -79,6 +83,49 @@ def test_saved_report_fits_into_the_metadata_store(topics, findings):
     assert short["topics_total"] == topics
     assert short["ok"] is (topics == 0)
     assert len(report.as_json()["topics"]) == topics, "the report itself stays whole"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (NotFoundError("no such thing", hint="look"), "NOT_FOUND", "no such thing"),
+        (RuntimeError("Spark is gone"), "INTERNAL", "Spark is gone"),
+        (RuntimeError("x" * 1_000_000), "INTERNAL", "xxx"),
+        (KeyboardInterrupt(), "INTERNAL", "KeyboardInterrupt"),
+    ],
+    ids=["ours", "another", "a long one", "interrupted"],
+)
+def test_report_of_a_job_that_an_exception_ended_is_not_ok(tmp_path, error, code, said):
+    config = SparkPlace(tmp_path).config
+
+    def work():
+        with jobs.open_job("compact", None, config) as job:
+            job.report.add("/a/orders", objects=3)
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        work()
+    assert raised.value is error
+    metadata = load_config(config).storage.metadata
+    store = open_metadata(metadata, SystemClock())
+    try:
+        found = store.get(PipelineKeys(metadata.root_prefix).report("compact")).value
+    finally:
+        store.close()
+    assert len(found) < 10_000
+    saved = json.loads(found)
+    assert saved["ok"] is False
+    (told,) = saved["errors"]
+    assert told["code"] == code
+    assert said in told["message"]
+    assert saved["topics"][0]["objects"] == 3
+
+
+def test_error_that_a_job_has_told_itself_is_told_once():
+    report, error = JobReport("compact"), NotFoundError("no such thing")
+    report.fail(error)
+    jobs._note_end(report, error)
+    assert len(report.errors) == 1
 
 
 @pytest.mark.parametrize("parallel", [1, 2, 16])

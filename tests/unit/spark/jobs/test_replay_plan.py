@@ -1,5 +1,6 @@
 """A replay's name, its range and its chunks."""
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
@@ -16,9 +17,11 @@ from ister.spark.heads import Head
 from ister.spark.jobs import replay_plan
 from ister.spark.jobs.replay_plan import (
     ReplayPlan,
+    asked_range,
     cut_chunks,
     decode_plan,
     encode_plan,
+    find_differences,
     finish,
     name_replay,
     parse_place,
@@ -186,10 +189,59 @@ def test_plan_does_not_outgrow_the_metadata_store(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "plan", [PLAN, finish(PLAN, incarnation="t", messages=7), replace(PLAN, boundaries=())]
+    "plan",
+    [
+        PLAN,
+        replace(PLAN, asked=("earliest", "40")),
+        finish(PLAN, incarnation="t", messages=7),
+        replace(PLAN, boundaries=()),
+    ],
 )
 def test_plan_is_read_as_it_was_written(plan):
     assert decode_plan(encode_plan(plan), key="k") == plan
+
+
+def test_plan_that_does_not_say_what_was_asked_for():
+    data = json.loads(encode_plan(PLAN))
+    del data["asked"]
+    assert decode_plan(json.dumps(data).encode(), key="k") == PLAN
+
+
+# -- the same name ------------------------------------------------------------------------------
+
+ASKED = replace(PLAN, asked=asked_range(None, "latest"))
+SAME = {"source": A, "incarnation": "i", "transform": "m:f", "start": None, "end": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, None),
+        ({"start": "earliest", "end": "latest"}, None),
+        ({"start": 10, "end": 40}, None),
+        ({"source": "/default/c"}, "/default/c"),
+        ({"incarnation": "j"}, "deleted"),
+        ({"transform": "m:g"}, "m:g"),
+        ({"transform": "sql SELECT 1"}, "SELECT 1"),
+        ({"start": 11}, "begins at 10 (earliest), not 11"),
+        ({"end": 39}, "ends at 40 (latest), not 39"),
+        ({"end": NOON}, "not time"),
+        ({"start": "latest"}, "not latest"),
+    ],
+)
+def test_what_another_request_of_the_same_name_wants(change, told):
+    found = find_differences(ASKED, **{**SAME, **change})
+    assert len(found) == (told is not None)
+    assert told is None or told in found[0]
+
+
+def test_older_plan_is_compared_by_what_it_says():
+    assert find_differences(PLAN, **SAME) == []
+    assert find_differences(PLAN, **{**SAME, "start": NOON}) == []
+    assert find_differences(PLAN, **{**SAME, "start": 11, "end": 41}) == [
+        "it begins at 10, not 11",
+        "it ends at 40, not 41",
+    ]
 
 
 def test_chunks_of_a_plan():

@@ -8,6 +8,7 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
 from integration.spark_topics import SparkPlace, fill, without_spark
@@ -18,9 +19,10 @@ from ister.format.frame import decode_frame, encode_frame, scan_frames
 from ister.format.records import RetiredObjects, encode_retired
 from ister.objectstore.opendal_store import OpendalStore
 from ister.spark.jobs import scrubbing
-from ister.spark.jobs.healing import epoch_floor
+from ister.spark.jobs.healing import Wound, epoch_floor, heal
 from ister.spark.jobs.scrubbing import _merge, _subtract, scrub
 from ister.spark.jobs.topic_survey import find_superfluous
+from ister.spark.place import place_of
 from ister.tier.merge import merge_objects
 from ister.tier.names import format_object_id
 from ister.topic.history import History
@@ -474,6 +476,111 @@ def test_a_damaged_archive_is_made_again(spark, place, patient):
         patient.lose(described)
     assert scrub(spark, place.config, repair=True).ok
     assert patient.rows() == rows
+
+
+# -- objects that messages were left out of -----------------------------------------------------
+
+
+def keep_some(place, patient, every, left_out, tag="0123abcd"):
+    """The object that compaction makes of others, without the messages of some offsets."""
+    config = load_config(place.config)
+    with History(config) as history:
+        return merge_objects(
+            patient.name,
+            every,
+            store=history.objects,
+            settings=upload_settings(config.storage.uploader),
+            format="parquet",
+            epoch=1,
+            incarnation=every[0].incarnation,
+            tag=tag,
+            created_at=1,
+            survives=lambda batch: pa.array([o.as_py() not in left_out for o in batch["offset"]]),
+        )
+
+
+@pytest.fixture
+def originals(patient):
+    """Objects with all messages, which stay in the bucket."""
+    return patient.descriptors()[2:5]
+
+
+@pytest.fixture
+def kept(place, patient, originals):
+    """An object without some of its messages, in the place of those."""
+    made = keep_some(place, patient, originals, {30, 31})
+    for described in originals:
+        patient.forget(described)
+    patient.put(made)
+    assert made.kept
+    return made
+
+
+def offsets_of(patient):
+    return [row["offset"] for row in patient.rows()]
+
+
+@pytest.mark.parametrize("fault", ["damaged", "lost"])
+def test_messages_that_were_left_out_do_not_come_back(
+    spark, place, patient, originals, kept, fault
+):
+    """Local files and the objects it was made of have them all: none of these is a copy."""
+    # Nor is what an earlier compaction of the same offsets has made, which left out less.
+    keep_some(place, patient, originals, {30}, tag="0123abce")
+    if fault == "lost":
+        patient.lose(kept)
+    else:
+        patient.flip_bit(kept, 300)
+    report = scrub(spark, place.config, repair=True)
+    assert not report.ok
+    (error,) = report.errors
+    assert "copy of the bucket" in error["hint"]
+    assert "not healed" in error["message"]
+    assert patient.stored(kept.start) == kept
+    (finding,) = report.as_json()["topics"][0]["findings"]
+    assert (finding["repaired"], finding["repairable"]) == (False, False)
+
+
+def test_an_object_with_less_is_no_copy(spark, place, patient, kept):
+    less = keep_some(place, patient, [kept], {30, 31, 32}, tag="0123abce")
+    patient.flip_bit(kept, 300)
+    assert not scrub(spark, place.config, repair=True).ok
+    assert patient.stored(kept.start) == kept
+    assert patient.path(less.object_id).exists()
+
+
+def test_a_copy_of_what_was_left_heals(spark, place, patient, kept):
+    rows = patient.rows()
+    assert not {30, 31} & {row["offset"] for row in rows}
+    again = keep_some(place, patient, [kept], set(), tag="0123abce")
+    assert again.checksum == kept.checksum, "nothing but the name differs"
+    patient.flip_bit(kept, 300)
+    assert scrub(spark, place.config, repair=True).ok
+    made = patient.stored(kept.start)
+    assert (made.kept, made.checksum) == (kept.kept, kept.checksum)
+    assert made.object_id not in (kept.object_id, again.object_id)
+    assert patient.rows() == rows
+
+
+@pytest.mark.parametrize("extra", [b"", b"rubbish"], ids=["read wrongly once", "with more behind"])
+def test_an_object_that_has_all_of_itself_heals_itself(place, patient, kept, extra):
+    path = patient.path(kept.object_id)
+    path.write_bytes(path.read_bytes() + extra)
+    wound = Wound(
+        topic=TOPIC,
+        epoch=1,
+        incarnation=kept.incarnation,
+        node="nobody",
+        start=kept.start,
+        end=kept.end,
+        old=kept,
+    )
+    healed = heal(place_of(load_config(place.config), None), wound)
+    (made,) = healed.objects
+    assert made.object_id != kept.object_id
+    assert (made.kept, made.checksum, made.messages) == (kept.kept, kept.checksum, kept.messages)
+    patient.put(made)
+    assert not {30, 31} & set(offsets_of(patient))
 
 
 def test_what_changes_under_the_scrub_is_no_fault(spark, place, patient, monkeypatch):

@@ -14,14 +14,18 @@ from integration.spark_topics import SparkPlace, fill, without_spark
 from ister import failpoints
 from ister.clock import ManualClock
 from ister.errors import FencedError, IsterError, UnavailableError
+from ister.format.records import decode_topic, encode_topic
+from ister.model import TopicName
 from ister.spark.jobs import tiering
 from ister.spark.jobs.job import open_job
 from ister.spark.jobs.report import error_as_fields
 from ister.spark.jobs.tasks import Done
 from ister.spark.jobs.tier_topics import Cycle, TopicBook
 from ister.spark.jobs.tiering import _stoppable, tier_cycle
+from ister.tier.names import TopicKeys
 from ister.tier.ownership import OwnedTopic
 from ister.tier.pipeline import PipelineKeys
+from servers.flight import FlightTopics
 
 A, B = "/default/a", "/default/b"
 LEASE = PipelineKeys("/danube").lease
@@ -108,6 +112,39 @@ def check_chain(place, count, name=A):
 def object_files(place, name=A):
     folder = Path(f"{place.root}/objects/storage/topics{name}/objects")
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+# -- owners ---------------------------------------------------------------------------------------
+
+
+def test_broker_that_was_replaced_is_no_source(place, tasks, monkeypatch):
+    """Goal: what it has is never committed in its successor's name."""
+    pytest.importorskip("pyarrow")
+    key = TopicKeys("/danube", TopicName.parse(A)).record
+    with place.open() as log, FlightTopics(log) as server:
+        topic = log.topic(A, create=True)
+        fill(topic, 20)
+        metadata = topic.tier._tiers.metadata
+        mine = metadata.get(key).value
+        # Another owner takes it, and this one has not noticed.
+        metadata.put(key, encode_topic(replace(decode_topic(mine, key=key), epoch=2)))
+        report = tiering.tier(SPARK, place.elsewhere, broker=server.address)
+        assert [error["code"] for error in report.errors] == ["ABORTED"]
+        assert "epoch" in report.errors[0]["message"]
+        metadata.put(key, mine)
+        assert (ranges(place), object_files(place)) == ([], [])
+
+        # It happens between the plan and the upload: the task is refused.
+        def replaced(spark, items, work, **more):
+            return tasks.run(spark, items, lambda item: work(replace(item, epoch=2)), **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tiering, "run_tasks", replaced)
+            report = tiering.tier(SPARK, place.elsewhere, broker=server.address)
+        assert [error["code"] for error in report.errors] == ["ABORTED"]
+        assert (ranges(place), object_files(place)) == ([], [])
+        assert tiering.tier(SPARK, place.elsewhere, broker=server.address).ok
+    check_chain(place, 20)
 
 
 # -- order ----------------------------------------------------------------------------------------
@@ -380,6 +417,17 @@ def test_failure_to_look_at_a_topic_is_its_own(place, tasks):
         (error,) = job.report.errors
         assert error["topic"] == A
     check_chain(place, 20, B)
+
+
+def test_error_of_a_topic_that_is_gone_goes_with_it(place, tasks):
+    for name in (A, B):
+        place.fill(name, 20)
+    tasks.fails = {(A, 0): UnavailableError("silent")}
+    with a_job(place) as job:
+        tier_cycle(job, [A, B])
+        assert [error["topic"] for error in job.report.errors] == [A]
+        tier_cycle(job, [B], only_due=True)
+        assert job.report.ok
 
 
 # -- the end --------------------------------------------------------------------------------------

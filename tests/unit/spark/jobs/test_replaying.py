@@ -1,0 +1,109 @@
+"""What a replay is, by its name; with tasks in this process."""
+
+import pytest
+
+from integration.spark_topics import SparkPlace, without_spark
+from ister.errors import ConflictError, InvalidRequestError
+from ister.spark.jobs.replaying import _Request, replay
+from spark_here import SparkHere
+
+A, B = "/default/a", "/default/b"
+
+
+def shout(message):
+    """A transform."""
+    return message.text.upper()
+
+
+def whisper(message):
+    """Another one."""
+    return message.text.lower()
+
+
+def request(**more):
+    """A request, checked."""
+    fields = {
+        "source": A,
+        "target": B,
+        "transform": None,
+        "sql": None,
+        "per_message": None,
+        "start": None,
+        "end": None,
+        "name": None,
+        "is_created": True,
+        "is_marked": False,
+        "sample": 1,
+        "chunk_bytes": 1,
+    }
+    return _Request.of(**{**fields, **more})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("SELECT 'a  b' AS payload FROM messages", "SELECT 'a b' AS payload FROM messages"),
+        (
+            "SELECT payload -- x\n, offset FROM messages",
+            "SELECT payload -- x , offset\nFROM messages",
+        ),
+        ("SELECT payload FROM messages", None),
+    ],
+)
+def test_queries_that_differ_are_different_replays(one, other):
+    assert request(sql=one).name_for("i") != request(sql=other).name_for("i")
+    assert request(sql=one).name_for("i") == request(sql=f" {one}\n").name_for("i")
+
+
+def test_function_with_a_name_of_its_own_is_known_by_it():
+    assert request(transform=shout, name="n").identity.endswith(":shout")
+    assert request(transform=lambda message: message, name="n").identity == "named n"
+    with pytest.raises(InvalidRequestError, match="no name"):
+        request(transform=lambda message: message)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A topic of which a part was replayed, under a name."""
+    place = SparkPlace(tmp_path_factory.mktemp("data"))
+    place.fill(A, 30, uploaded=30)
+    place.fill("/default/c", 30, uploaded=30)
+    report = again(place)
+    assert report.ok, report.errors
+    assert report.more["state"] == "done"
+    return place
+
+
+def again(place, **more):
+    """The same replay, or another one of its name."""
+    wanted = {"source": A, "target": B, "transform": shout, "name": "x", "end": 10, **more}
+    with without_spark():
+        return replay(SparkHere(), place.config, **wanted)
+
+
+@pytest.mark.parametrize("change", [{}, {"start": 0}, {"start": "earliest"}])
+def test_the_same_replay_is_done_already(place, change):
+    report = again(place, **change)
+    assert report.ok, report.errors
+    assert report.more["state"] == "already done"
+    assert len(place.payloads(B)) == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"start": 10, "end": 30}, "it ends at 10, not 30"),
+        ({"end": None}, "not latest"),
+        ({"transform": whisper}, "whisper"),
+        ({"transform": None}, "'copy'"),
+        ({"mark": True}, "marked"),
+        ({"source": "/default/c"}, "/default/c"),
+    ],
+)
+def test_another_replay_of_the_same_name_is_refused(place, change, told):
+    report = again(place, **change)
+    (error,) = report.errors
+    assert error["code"] == ConflictError.code
+    assert told in error["message"]
+    assert "another name" in error["hint"]
+    assert len(place.payloads(B)) == 10
