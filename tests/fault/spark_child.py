@@ -69,6 +69,7 @@ class SparkChild:
         master: Spark's.
         conf: More settings of the session.
         failpoints: For ISTER_FAILPOINTS.
+        program: What it runs, if not `spark_process.py`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SparkChild:
         master: str = "local[2,3]",
         conf: Mapping[str, str] | None = None,
         failpoints: str | None = None,
+        program: str = _PROGRAM,
     ) -> None:
         environment = spark_environment(directory)
         if failpoints:
@@ -90,7 +92,7 @@ class SparkChild:
         self._complaints = (directory / f"driver-{time.monotonic_ns()}.log").open("w+b")
         settings = {"spark.master": master, **_CONF, **(conf or {})}
         self._process = subprocess.Popen(
-            [sys.executable, _PROGRAM, json.dumps(settings)],
+            [sys.executable, program, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

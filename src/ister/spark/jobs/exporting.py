@@ -20,6 +20,9 @@ has rows of the old one refuses it, unless `accept_remade` says that both may be
 table with offsets that a new owner gave out again after a disk was lost, which can happen to what
 was exported from the tail only.
 
+Files are removed only if they surely will not be in the table: a commit was not tried, or the table
+refused it. After anything else they stay: the table may have them, and the next run finds out.
+
 What a crash leaves: files that no commit names, which tables collect in their own ways, and leased
 keys, which end.
 """
@@ -34,8 +37,8 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -47,6 +50,7 @@ from ister.config import Config, ExportConfig, TableFormat
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
+    FencedError,
     InvalidRequestError,
     IsterError,
     OffsetOutOfRangeError,
@@ -67,7 +71,15 @@ from ister.spark.tables.base import Addition, Table
 from ister.spark.tables.columns import ENVELOPE, ENVELOPE_WITHOUT_PAYLOAD, LETTERS
 from ister.spark.tables.json_schema import Member, columns_of, load_schema, with_types
 from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
-from ister.spark.tables.ranges import Coverage, Ranges, count, intersect, normalise, subtract
+from ister.spark.tables.ranges import (
+    ANY_INCARNATION,
+    Coverage,
+    Ranges,
+    count,
+    intersect,
+    normalise,
+    subtract,
+)
 from ister.tier.fence import Fence, read_holder
 from ister.topic.arguments import as_milliseconds
 
@@ -83,9 +95,13 @@ _COMMIT_BYTES: Final = 1 * GIB
 _TASK_BYTES_MIN: Final = 8 * MIB
 """Less than this is not divided among tasks."""
 _RENEWALS_PER_LEASE: Final = 3
+_RUN_RENEWAL_SECONDS: Final = 60.0
+_INTERVAL_SECONDS: Final = 60.0
 _FILE_MB_MAX: Final = 4096
 _ZSTD_LEVEL_MAX: Final = 22
 _SHOWN_RANGES: Final = 20
+_LETTERS_MARK: Final = "@"
+"""No topic's incarnation has it: it tells what is recorded of dead letters from that of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,16 +223,67 @@ def export(
         zstd_level=zstd_level,
         accept_remade=accept_remade,
     )
-    ending = stop if stop is not None else threading.Event()
-    with open_job(
-        "export", spark, config, broker=broker, dry_run=dry_run, progress=progress
-    ) as job:
-        while True:
+
+    def begin() -> AbstractContextManager[Job]:
+        return open_job("export", spark, config, broker=broker, dry_run=dry_run, progress=progress)
+
+    if available_now or dry_run:
+        with begin() as job:
             export_topics(job, settings, topics=topics)
-            if available_now or dry_run or ending.wait(60.0 if interval is None else interval):
-                return job.report
-            # What failed is tried again, and told again if it fails again.
-            job.report.errors.clear()
+            return job.report
+    pause = _INTERVAL_SECONDS if interval is None else interval
+    ending = stop if stop is not None else threading.Event()
+    return _go_on(begin, settings, topics, pause, ending)
+
+
+def _go_on(
+    begin: Callable[[], AbstractContextManager[Job]],
+    settings: ExportSettings,
+    topics: str | Sequence[str] | None,
+    pause: float,
+    ending: threading.Event,
+) -> JobReport:
+    """Round after round: a store that does not answer for a while does not end it."""
+    report: JobReport | None = None
+    while True:
+        try:
+            with begin() as job:
+                if report is not None:
+                    job.report.started_at = report.started_at
+                    job.report.topics.update(report.topics)
+                report = job.report
+                while True:
+                    # What failed is tried again, and told again if it fails again.
+                    report.errors.clear()
+                    _round(job, settings, topics)
+                    if ending.wait(pause):
+                        return report
+        except IsterError as error:
+            if report is None or not (error.retriable or isinstance(error, FencedError)):
+                raise
+            # The job as a whole begins anew: its lease has ended, or its store is not there.
+            _log.warning("the export begins anew", extra={"error": str(error)})
+            report.errors.clear()
+            report.fail(error)
+            if ending.wait(pause):
+                return report
+
+
+def _round(job: Job, settings: ExportSettings, topics: str | Sequence[str] | None) -> None:
+    """A round of an export that goes on.
+
+    Raises:
+        FencedError: The job's lease has ended: no round could commit anything any more.
+        IsterError: What does not become better by waiting.
+    """
+    try:
+        job.check()
+        export_topics(job, settings, topics=topics)
+    except IsterError as error:
+        if not error.retriable:
+            raise
+        _log.warning("a round failed", extra={"error": str(error)})
+        job.report.fail(error)
 
 
 def _format(name: str | TableFormat) -> TableFormat:
@@ -257,6 +324,10 @@ class _Destination:
     coverage: Coverage = field(default_factory=Coverage)
     lettered: Coverage = field(default_factory=Coverage)
 
+    @property
+    def tables(self) -> list[Table]:
+        return [self.table] if self.letters is None else [self.table, self.letters]
+
 
 @dataclass(slots=True, kw_only=True)
 class _TopicExport:
@@ -264,7 +335,7 @@ class _TopicExport:
 
     head: Head
     destination: _Destination
-    fence: Fence | None
+    fences: Sequence[Fence] = ()
     missing: Ranges = ()
     partitions: Sequence[Partition] = ()
     items_left: int = 0
@@ -312,18 +383,17 @@ class _Round:
 
     def run(self, topics: Sequence[str]) -> None:
         job = self._job
-        with _Guards(job) as guards:
-            try:
+        try:
+            with _Guards(job) as guards:
                 exports = self._prepare(topics, guards)
                 failpoints.reach("pipeline.after_plan")
                 if not job.dry_run:
                     self._export(exports)
-                    self._tidy()
-            finally:
-                for destination in self._destinations.values():
-                    destination.table.close()
-                    if destination.letters is not None:
-                        destination.letters.close()
+                    self._end(exports)
+        finally:
+            for destination in self._destinations.values():
+                for table in destination.tables:
+                    table.close()
 
     # -- the plan ---------------------------------------------------------------------------
 
@@ -335,12 +405,13 @@ class _Round:
         for head in found:
             with self._failing(head.topic):
                 destination = self._destination(head.topic)
-                fence = None
+                fences: list[Fence] = []
                 if not self._job.dry_run:
-                    fence = guards.take(self._guarded(destination, head.topic), head.topic)
-                # After the key is taken: nobody else changes it now.
-                self._refresh(destination)
-                item = _TopicExport(head=head, destination=destination, fence=fence)
+                    names = self._guarded(destination, head.topic)
+                    fences = [guards.take(name, head.topic) for name in names]
+                # After the keys are taken: nobody else changes it now.
+                self._refresh(destination, guards)
+                item = _TopicExport(head=head, destination=destination, fences=fences)
                 self._plan(heads, item)
                 exports.append(item)
         return exports
@@ -383,23 +454,43 @@ class _Round:
                 given = settings.dead_letters
                 other = None if given is None else table_name(given, topic, settings.format)
                 where = dead_letters_name(name, other)
-                if where == name:
-                    raise InvalidRequestError("dead letters need a table of their own")
                 letters = open_table(where, self._place, clock=clock)
             known = _Destination(
                 name=name, table=open_table(name, self._place, clock=clock), letters=letters
             )
+            self._check_apart(known)
             self._destinations[name] = known
         return known
 
-    def _guarded(self, destination: _Destination, topic: str) -> str:
-        """What only one export may do at a time."""
-        table = destination.table
-        if not table.has_exclusive_commits():
-            return table.location  # nobody but us sees to it
-        return f"{table.location}\n{topic}"
+    def _check_apart(self, new: _Destination) -> None:
+        """Makes sure that no table has both rows and dead letters.
 
-    def _refresh(self, destination: _Destination) -> None:
+        Raises:
+            InvalidRequestError: The dead letters of one topic would go among the rows of another.
+        """
+        every = [*self._destinations.values(), new]
+        rows = {item.table.location for item in every}
+        letters = {item.letters.location for item in every if item.letters is not None}
+        both = rows & letters
+        if both:
+            raise InvalidRequestError(
+                "dead letters need a table of their own: here they would be among the rows of "
+                "a topic",
+                path=min(both),
+                hint="dead_letters (--dead-letters) names another one",
+            )
+
+    def _guarded(self, destination: _Destination, topic: str) -> list[str]:
+        """What only one export may do at a time."""
+        names = []
+        for table in destination.tables:
+            if not table.has_exclusive_commits():
+                names.append(table.location)  # nobody but us sees to it
+            elif table is destination.table:
+                names.append(f"{table.location}\n{topic}")
+        return names
+
+    def _refresh(self, destination: _Destination, guards: _Guards) -> None:
         """Opens a table for this round, and reads what it has."""
         if destination.output is None and not self._job.dry_run:
             wanted = ENVELOPE
@@ -415,9 +506,37 @@ class _Round:
                 destination.letters_output = Output(target=target, layout=letters)
             target = destination.table.target(self._run)
             destination.output = Output(target=target, layout=layout)
+            for table in destination.tables:
+                guards.keep(partial(table.renew, self._run))
         destination.coverage = patiently(destination.table.coverage)
         if destination.letters is not None:
             destination.lettered = patiently(destination.letters.coverage)
+        self._check_kinds(destination)
+
+    def _check_kinds(self, destination: _Destination) -> None:
+        """Makes sure that a table of rows has no dead letters, and the other way round.
+
+        Raises:
+            ConflictError: An earlier export has used it for the other kind.
+        """
+        for table, coverage, is_letters in (
+            (destination.table, destination.coverage, False),
+            (destination.letters, destination.lettered, True),
+        ):
+            known = {
+                _LETTERS_MARK in name
+                for incarnations in coverage.topics.values()
+                for name in incarnations
+                if name != ANY_INCARNATION
+            }
+            if table is not None and (not is_letters) in known:
+                raise ConflictError(
+                    "the table has rows, and no dead letters"
+                    if is_letters
+                    else "the table has dead letters, and no rows",
+                    path=table.location,
+                    hint="dead_letters (--dead-letters) names another table for them",
+                )
 
     def _plan(self, heads: Heads, item: _TopicExport) -> None:
         """What is to be read: what there is, without what the table has."""
@@ -440,12 +559,24 @@ class _Round:
         fields = job.report.of(head.topic)
         fields["table"] = item.destination.table.location
         fields["end"] = end
+        if gap := self._gap(head, covered):
+            _log.warning("retention was faster", extra={"topic": head.topic, "gap": str(gap)})
+            fields["gap"] = [list(one) for one in gap[:_SHOWN_RANGES]]
         if job.dry_run:
             fields["messages"] = count(item.missing)
             fields["bytes"] = item.bytes
             fields["ranges"] = [list(one) for one in item.missing[:_SHOWN_RANGES]]
         else:
             job.report.add(head.topic, messages=0, dead_letters=0, files=0, bytes=0, commits=0)
+
+    def _gap(self, head: Head, covered: Ranges) -> Ranges:
+        """What retention took after the table's first rows, and before it was exported."""
+        if not covered:
+            return ()
+        first = covered[0][0]
+        if isinstance(self._settings.start, int):
+            first = max(first, self._settings.start)
+        return subtract(normalise([(first, head.earliest)]), covered)
 
     def _check_same(self, item: _TopicExport) -> None:
         """Makes sure that the table's rows are of this very topic.
@@ -566,7 +697,7 @@ class _Round:
 
     def _letters_of(self, head: Head) -> str:
         """What dead letters are recorded under: the topic, and the schema that refused them."""
-        return f"{head.incarnation}@{self._schema_id}"
+        return f"{head.incarnation}{_LETTERS_MARK}{self._schema_id}"
 
     def _commit(self, export: _TopicExport) -> None:
         """Commits what is done of a topic: dead letters, then rows."""
@@ -575,17 +706,17 @@ class _Round:
         if export.is_given_up or not done:
             self._discard(export, done)
             return
-        uncommitted = done
+        letters, rows = _Attempt(self._check(export)), _Attempt(self._check(export))
         try:
-            if self._commit_letters(export, done):
-                uncommitted = [(item, replace(result, letters=())) for item, result in done]
+            self._commit_letters(export, done, letters)
             failpoints.reach("pipeline.before_commit")
-            self._commit_rows(export, done)
-        except CommitUnknownError:
-            raise
-        except IsterError:
-            export.is_given_up = True
-            self._discard(export, uncommitted)
+            self._commit_rows(export, done, rows)
+        except IsterError as error:
+            if not isinstance(error, CommitUnknownError):
+                export.is_given_up = True
+            self._discard(
+                export, done, rows=rows.is_refused(error), letters=letters.is_refused(error)
+            )
             raise
         failpoints.reach("pipeline.after_commit")
         for _, result in done:
@@ -599,16 +730,16 @@ class _Round:
         self._job.report.add(export.topic, commits=1)
 
     def _commit_letters(
-        self, export: _TopicExport, done: Sequence[tuple[ExportItem, Exported]]
-    ) -> bool:
-        """Whether there were any.
-
-        Only ranges that have some are recorded: others have nothing to be written twice.
-        """
+        self,
+        export: _TopicExport,
+        done: Sequence[tuple[ExportItem, Exported]],
+        attempt: _Attempt,
+    ) -> None:
+        """Only ranges that have some are recorded: others have nothing to be written twice."""
         letters, head = export.destination.letters, export.head
         written = [(item, result) for item, result in done if result.letters]
         if letters is None or not written:
-            return False
+            return
         ranges = normalise(one for item, _ in written for one in item.ranges)
         lettered = export.destination.lettered.of(head.topic, self._letters_of(head))
         addition = Addition(
@@ -619,12 +750,15 @@ class _Round:
             ranges=subtract(ranges, lettered),
             files=[file for _, result in written for file in result.letters],
         )
-        letters.commit(addition, check=self._check(export))
+        letters.commit(addition, check=attempt.check)
+        attempt.is_committed = True
         failpoints.reach("export.after_dead_letters")
-        return True
 
     def _commit_rows(
-        self, export: _TopicExport, done: Sequence[tuple[ExportItem, Exported]]
+        self,
+        export: _TopicExport,
+        done: Sequence[tuple[ExportItem, Exported]],
+        attempt: _Attempt,
     ) -> None:
         head = export.head
         addition = Addition(
@@ -635,35 +769,47 @@ class _Round:
             ranges=normalise(one for item, _ in done for one in item.ranges),
             files=[file for _, result in done for file in result.files],
         )
-        export.destination.table.commit(addition, check=self._check(export))
+        export.destination.table.commit(addition, check=attempt.check)
+        attempt.is_committed = True
 
     def _check(self, export: _TopicExport) -> Callable[[], None]:
         def check() -> None:
             self._job.fence.check(export.topic)
-            if export.fence is not None:
-                export.fence.check(export.topic)
+            for fence in export.fences:
+                fence.check(export.topic)
 
         return check
 
     @staticmethod
-    def _discard(export: _TopicExport, done: Sequence[tuple[ExportItem, Exported]]) -> None:
+    def _discard(
+        export: _TopicExport,
+        done: Sequence[tuple[ExportItem, Exported]],
+        *,
+        rows: bool = True,
+        letters: bool = True,
+    ) -> None:
         """Removes what was written and will not be committed."""
         destination = export.destination
-        if destination.output is not None:
+        if rows and destination.output is not None:
             files = [file for _, result in done for file in result.files]
             destination.table.discard(destination.output.target, files)
-        if destination.letters is not None and destination.letters_output is not None:
+        if letters and destination.letters is not None and destination.letters_output is not None:
             files = [file for _, result in done for file in result.letters]
             destination.letters.discard(destination.letters_output.target, files)
 
-    def _tidy(self) -> None:
+    def _end(self, exports: Sequence[_TopicExport]) -> None:
+        """The round is over: leftovers of earlier ones go."""
         grace = self._job.place.config.storage.cloud.orphan_grace_minutes * 60.0
         for destination in self._destinations.values():
-            for table in (destination.table, destination.letters):
-                if table is None or destination.output is None:
+            if destination.output is None:
+                continue
+            some = next((item for item in exports if item.destination is destination), None)
+            for table in destination.tables:
+                table.end(self._run)
+                if some is None:
                     continue
                 try:
-                    table.tidy(grace)
+                    table.tidy(grace, check=self._check(some))
                 except IsterError as error:
                     _log.info("not tidied", extra={"path": table.location, "error": str(error)})
 
@@ -677,11 +823,31 @@ class _Round:
             self._job.report.fail(error, topic)
 
 
+class _Attempt:
+    """Whether a table may have a commit: what `Table.commit` says about `check` and errors."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._was_tried = False
+        self.is_committed = False
+
+    def check(self) -> None:
+        """Asked by the table right before each attempt."""
+        self._check()
+        self._was_tried = True
+
+    def is_refused(self, error: IsterError) -> bool:
+        """Whether the table surely will never have it."""
+        if self.is_committed:
+            return False
+        return not self._was_tried or isinstance(error, ConflictError)
+
+
 # -- leases -----------------------------------------------------------------------------------
 
 
 class _Guards:
-    """The leased keys of the exports of one round, renewed by a thread."""
+    """The leased keys of the exports of one round, and its marks in tables, renewed by a thread."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -689,6 +855,7 @@ class _Guards:
         self._lock = threading.Lock()
         self._fences: list[Fence] = []
         self._by_name: dict[str, Fence] = {}
+        self._marks: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="ister-export-lease", daemon=True)
 
@@ -740,13 +907,23 @@ class _Guards:
         self._by_name[name] = fence
         return fence
 
+    def keep(self, renew: Callable[[], None]) -> None:
+        """Has a mark renewed now and then, until the round is over."""
+        with self._lock:
+            self._marks.append(renew)
+
     def _keep(self) -> None:
+        clock = self._job.clock
+        renewed_at = clock.monotonic()
         while not self._stop.wait(self._ttl / _RENEWALS_PER_LEASE):
             with self._lock:
-                fences = list(self._fences)
-            for fence in fences:
+                renewals = [fence.renew for fence in self._fences]
+                if clock.monotonic() - renewed_at >= _RUN_RENEWAL_SECONDS:
+                    renewed_at = clock.monotonic()
+                    renewals += self._marks
+            for renew in renewals:
                 try:
-                    fence.renew()
+                    renew()
                 except IsterError as error:
                     # If it has ended, the export finds out at its next commit.
-                    _log.warning("a lease was not renewed", extra={"error": str(error)})
+                    _log.warning("not renewed", extra={"error": str(error)})

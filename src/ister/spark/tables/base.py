@@ -6,7 +6,9 @@ Owns: the words. Does not own: formats.
 
 Invariants of every table: `commit` is one step that either has happened or has not, an answer that
 got lost is found out by reading back, a file counts from its commit on, and a commit whose offsets
-the table has already is refused, by the table and not by whoever asks.
+the table has already is refused, by the table and not by whoever asks. Before each attempt, every
+file is proved to be there. Once an attempt was made, only a `ConflictError` says that the commit
+will never be: after any other error its files stay, and the next export finds out.
 
 What a crash leaves: files that no commit names.
 """
@@ -104,7 +106,26 @@ class Table(Protocol):
         ...
 
     def target(self, run: str) -> FileTarget:
-        """Where tasks write its files; `run` is unlike that of any other export."""
+        """Where tasks write its files; `run` is unlike that of any other export.
+
+        The run is under way from now on: what it writes is left alone by others' `tidy`, as long
+        as `renew` is called now and then, and until `end`.
+
+        Raises:
+            UnavailableError: Its store or catalog does not answer.
+        """
+        ...
+
+    def renew(self, run: str) -> None:
+        """Says that a run is still under way. From any thread.
+
+        Raises:
+            UnavailableError: Its store does not answer.
+        """
+        ...
+
+    def end(self, run: str) -> None:
+        """Says that a run writes and commits no more. Raises nothing."""
         ...
 
     def commit(self, addition: Addition, *, check: Callable[[], None]) -> None:
@@ -112,12 +133,16 @@ class Table(Protocol):
 
         Args:
             addition: What to add.
-            check: Asked right before each attempt; raises if the export may not go on.
+            check: Asked right before each attempt; raises if the export may not go on. As long as
+                it was not asked, nothing has happened.
 
         Raises:
-            ConflictError: The table has some of the offsets already.
-            CommitUnknownError: Whether it has happened could not be found out.
-            UnavailableError: Its store or catalog does not answer; nothing has happened.
+            ConflictError: The table has some of the offsets already, or `check` said no: it has not
+                happened, and never will.
+            NotFoundError: A file is not where tasks should have written it.
+            CommitUnknownError: Whether it has happened could not be found out; or it has, and not
+                all of it is to be seen yet. The next `open` sees to that.
+            IsterError: Anything else. If `check` was asked before, it may have happened.
         """
         ...
 
@@ -125,8 +150,16 @@ class Table(Protocol):
         """Removes files that no commit will ever name. Raises nothing."""
         ...
 
-    def tidy(self, grace_seconds: float) -> int:
-        """Removes what killed exports have left, where only Ister can; how many files."""
+    def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
+        """Removes what killed exports have left, where only Ister can; how many files.
+
+        Args:
+            grace_seconds: What is younger stays.
+            check: As for `commit`.
+
+        Raises:
+            IsterError: It could not be done, or not all of it.
+        """
         ...
 
     def close(self) -> None:

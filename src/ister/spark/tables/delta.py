@@ -20,9 +20,10 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,6 +35,7 @@ from ister.errors import (
     ConflictError,
     CorruptDataError,
     IsterError,
+    NotFoundError,
     UnavailableError,
 )
 from ister.extras import missing_extra
@@ -41,6 +43,7 @@ from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
 from ister.spark.tables.columns import fit
+from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import (
     ANY_INCARNATION,
     Coverage,
@@ -106,46 +109,44 @@ class DeltaTable:
 
     def open(self, wanted: pa.Schema) -> Layout:
         """Makes the table, by `publish_date`, or adds the columns that it lacks."""
-        library = _library()
-        table = self._load()
-        if table is None:
-            schema = pa.schema([*wanted, pa.field(PUBLISH_DATE, pa.date32())])
-            try:
-                table = library.DeltaTable.create(
-                    self._uri,
-                    schema=library.Schema.from_arrow(schema),
-                    mode="ignore",
-                    partition_by=[PUBLISH_DATE],
-                    storage_options=self._storage_options(),
+        with self._errors("the table cannot be opened"):
+            table = self._load()
+            if table is None:
+                table = self._make(wanted)
+            partitions = list(table.metadata().partition_columns)
+            existing, required = self._columns(table)
+            if partitions not in ([], [PUBLISH_DATE]):
+                raise ConflictError(
+                    f"the table is partitioned by {', '.join(partitions)}",
+                    path=self.location,
+                    hint=f"an export takes tables that are partitioned by {PUBLISH_DATE}, or not",
                 )
-            except library.exceptions.DeltaError as error:
-                raise self._unavailable("the table was not made", error) from error
-            table = self._load() or table
-        partitions = list(table.metadata().partition_columns)
-        if partitions not in ([], [PUBLISH_DATE]):
-            raise ConflictError(
-                f"the table is partitioned by {', '.join(partitions)}",
+            schema, added = fit(
+                existing,
+                wanted,
                 path=self.location,
-                hint=f"an export takes tables that are partitioned by {PUBLISH_DATE}, or not",
+                nested=False,
+                is_required=required.__contains__,
             )
-        existing, required = self._columns(table)
-        schema, added = fit(
-            existing,
-            wanted,
-            path=self.location,
-            nested=False,
-            is_required=required.__contains__,
-        )
-        if added:
-            fields = library.Schema.from_arrow(pa.schema(added)).fields
-            try:
+            if added:
+                fields = _library().Schema.from_arrow(pa.schema(added)).fields
                 table.alter.add_columns(fields)
-            except library.exceptions.DeltaError as error:
-                raise self._unavailable("the table's columns were not added", error) from error
         by_date = partitions == [PUBLISH_DATE]
         if not by_date and PUBLISH_DATE in existing.names:
             schema = schema.append(pa.field(PUBLISH_DATE, pa.date32()))
         return Layout(schema=schema, by_date=by_date)
+
+    def _make(self, wanted: pa.Schema) -> _Delta:
+        library = _library()
+        schema = pa.schema([*wanted, pa.field(PUBLISH_DATE, pa.date32())])
+        made = library.DeltaTable.create(
+            self._uri,
+            schema=library.Schema.from_arrow(schema),
+            mode="ignore",
+            partition_by=[PUBLISH_DATE],
+            storage_options=self._storage_options(),
+        )
+        return self._load() or made
 
     def _columns(self, table: _Delta) -> tuple[pa.Schema, set[str]]:
         schema = table.schema()
@@ -165,15 +166,20 @@ class DeltaTable:
         """In the table's folders by date."""
         return StoreTarget(storage=self._storage, partition=PUBLISH_DATE)
 
+    def renew(self, run: str) -> None:
+        """Nothing: what is not committed is left alone by us."""
+
+    def end(self, run: str) -> None:
+        """Nothing."""
+
     def _load(self) -> _Delta | None:
         library = _library()
         options = self._storage_options()
-        try:
-            return library.DeltaTable(self._uri, storage_options=options)
-        except library.exceptions.TableNotFoundError:
-            return None
-        except (library.exceptions.DeltaError, OSError) as error:
-            raise self._unavailable("the table cannot be read", error) from error
+        with self._errors("the table cannot be read"):
+            try:
+                return library.DeltaTable(self._uri, storage_options=options)
+            except library.exceptions.TableNotFoundError:
+                return None
 
     def _storage_options(self) -> dict[str, str] | None:
         given = self._storage.options
@@ -193,16 +199,21 @@ class DeltaTable:
             table = self._load()
             if table is None:
                 raise ConflictError("the table is gone", path=self.location)
-            number = table.transaction_version(_APP)
+            number = self._number(table)
             after = self._coverage(table).add(
                 addition.topic, addition.incarnation, addition.epoch, addition.ranges
             )
+            prove_files(
+                addition, self._size_of, location=self.location, is_local=self._storage.is_local
+            )
+            actions = [self._add_action(file) for file in addition.files]
             check()
             failpoints.reach("export.before_table_commit")
+            version = table.version()
             try:
-                self._write(table, addition, after, 0 if number is None else number + 1)
-            except (library.exceptions.DeltaError, OSError) as error:
-                if self._has(addition.id):
+                self._write(table, addition, actions, after, 0 if number is None else number + 1)
+            except Exception as error:  # delta-rs has errors of many kinds
+                if self._has(addition.id, after=version):
                     break
                 if not isinstance(error, library.exceptions.CommitFailedError):
                     raise self._unknown() from error  # it may still come
@@ -215,11 +226,18 @@ class DeltaTable:
             )
         failpoints.reach("export.after_table_commit")
 
-    def _write(self, table: _Delta, addition: Addition, after: Coverage, number: int) -> None:
+    def _write(
+        self,
+        table: _Delta,
+        addition: Addition,
+        actions: Sequence[AddAction],
+        after: Coverage,
+        number: int,
+    ) -> None:
         library = _library()
         partitions = list(table.metadata().partition_columns)
         table.create_write_transaction(
-            [self._add_action(file) for file in addition.files],
+            list(actions),
             "append",
             table.schema(),
             partitions,
@@ -236,16 +254,18 @@ class DeltaTable:
         )
 
     def _add_action(self, file: DataFile) -> AddAction:
+        least: dict[str, int | str] = {"offset": file.first_offset}
+        most: dict[str, int | str] = {"offset": file.last_offset}
+        for values, millis in (
+            (least, file.first_time_us // 1000),
+            (most, -(-file.last_time_us // 1000)),
+        ):
+            if (shown := _show_time(millis)) is not None:
+                values["publish_time"] = shown
         stats = {
             "numRecords": file.rows,
-            "minValues": {
-                "offset": file.first_offset,
-                "publish_time": _show_time(file.first_time_us // 1000),
-            },
-            "maxValues": {
-                "offset": file.last_offset,
-                "publish_time": _show_time(-(-file.last_time_us // 1000)),
-            },
+            "minValues": least,
+            "maxValues": most,
             "nullCount": {"offset": 0, "publish_time": 0},
         }
         return _library().AddAction(
@@ -257,26 +277,53 @@ class DeltaTable:
             json.dumps(stats),
         )
 
-    def _has(self, id: str) -> bool:
+    def _size_of(self, path: str) -> int | None:
+        try:
+            return self._storage.store().stat(path).size
+        except NotFoundError:
+            return None
+
+    def _has(self, id: str, *, after: int) -> bool:
         """Whether a commit is in the table whose answer was an error.
+
+        Args:
+            id: The commit's.
+            after: The version that it should have followed: all since then are looked through.
 
         Raises:
             CommitUnknownError: That cannot be found out.
         """
         try:
             table = self._load()
-            found = table.history(_HISTORY[0]) if table is not None else []
-        except (IsterError, _library().exceptions.DeltaError, OSError) as error:
+            if table is None or table.version() <= after:
+                return False
+            wanted = table.version() - after
+            found = table.history(wanted)
+        except Exception as error:
             raise self._unknown() from error
-        return any(item.get(_ID) == id for item in found)
+        if any(item.get(_ID) == id for item in found):
+            return True
+        if len(found) < wanted:
+            raise self._unknown()  # the log was cleaned meanwhile
+        return False
+
+    def _number(self, table: _Delta) -> int | None:
+        """That of the newest of our commits."""
+        with self._errors("the table cannot be read"):
+            number: int | None = table.transaction_version(_APP)
+        return number
+
+    def _history(self, table: _Delta, limit: int | None) -> list[dict[str, Any]]:
+        with self._errors("the table's log cannot be read"):
+            return table.history(limit)
 
     def _coverage(self, table: _Delta) -> Coverage:
-        number = table.transaction_version(_APP)
+        number = self._number(table)
         if number is None:
             return Coverage()
         seen = 0
         for limit in _HISTORY:
-            found = table.history(limit)
+            found = self._history(table, limit)
             for item in found[seen:]:
                 if item.get(_NUMBER) == str(number) and _COVERAGE in item:
                     return Coverage.from_json(item[_COVERAGE], path=self.location)
@@ -318,7 +365,7 @@ class DeltaTable:
             except IsterError as error:
                 _log.info("a file stays", extra={"path": file.path, "error": str(error)})
 
-    def tidy(self, grace_seconds: float) -> int:
+    def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
         """Nothing: the table's own `vacuum` does it."""
         return 0
 
@@ -331,6 +378,16 @@ class DeltaTable:
             path=self.location,
             hint="run it again: it finds out",
         )
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Errors of delta-rs, which are of many kinds, in our words."""
+        try:
+            yield
+        except IsterError:
+            raise
+        except Exception as error:
+            raise self._unavailable(what, error) from error
 
     def _unavailable(self, what: str, error: Exception) -> UnavailableError:
         text = redact(str(error), hidden_values(self._storage.options)).partition("\n")[0]
@@ -381,8 +438,11 @@ def _runs(offsets: pa.Array) -> Ranges:
     )
 
 
-def _show_time(millis: int) -> str:
-    """As statistics have it; milliseconds are as fine as that goes."""
+def _show_time(millis: int) -> str | None:
+    """As statistics have it, milliseconds being as fine as that goes; None beyond year 9999."""
     seconds, rest = divmod(millis, 1000)
-    when = datetime.fromtimestamp(0, UTC) + timedelta(seconds=seconds)
+    try:
+        when = datetime.fromtimestamp(0, UTC) + timedelta(seconds=seconds)
+    except OverflowError:
+        return None
     return f"{when:%Y-%m-%dT%H:%M:%S}.{rest:03d}Z"

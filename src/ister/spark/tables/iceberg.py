@@ -9,9 +9,11 @@ The ranges are properties of the table, which outlive its snapshots. Each commit
 snapshot that was looked at and to no other one (an append without files, too, if all that there is
 to say is that offsets were passed over): whoever else commits in between makes it fail, and it is
 checked and tried anew. pyiceberg's own repetitions are off for our commits: they would put our
-ranges over those of another export.
+ranges over those of another export. So is its tidying after a commit that was called a failure: a
+request that was repeated on its way fails although it has happened, and its manifests are the
+table's. Whether it has, the table itself is asked.
 
-What a crash leaves: files, and manifests, that no snapshot names.
+What a crash leaves, and a commit that came second: files, and manifests, that no snapshot names.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
 
@@ -40,6 +42,7 @@ from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
 from ister.spark.tables.columns import fit
+from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import (
     FileTarget,
@@ -51,8 +54,8 @@ from ister.spark.tables.targets import (
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
+    from pyiceberg.table import CommitTableResponse, Transaction
     from pyiceberg.table import Table as _Iceberg
-    from pyiceberg.table import Transaction
 
 __all__ = ["IcebergTable"]
 
@@ -67,6 +70,28 @@ _PAUSE_SECONDS: Final = 0.05
 _SHOWN_CHARACTERS: Final = 300
 _SQLITE: Final = "sqlite:///"
 _DAY_FIELD: Final = "publish_time_day"
+
+
+class _RefusedError(Exception):
+    """A catalog says that a commit has not happened: pyiceberg does not know this word."""
+
+
+class _NothingIsTidied:
+    """A catalog whose refusals do not make pyiceberg delete what it takes for uncommitted."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def commit_table(self, *arguments: Any) -> CommitTableResponse:  # noqa: ANN401 - its own
+        from pyiceberg.exceptions import CommitFailedException  # noqa: PLC0415 - an extra
+
+        try:
+            return self._catalog.commit_table(*arguments)
+        except CommitFailedException as error:
+            raise _RefusedError(str(error)) from error
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever it has
+        return getattr(self._catalog, name)
 
 
 class IcebergTable:
@@ -194,6 +219,12 @@ class IcebergTable:
             return StoreTarget(storage=storage, folder="data", partition=_DAY_FIELD)
         return IcebergTarget(location=table.location(), properties=dict(table.io.properties))
 
+    def renew(self, run: str) -> None:
+        """Nothing: what is not committed is left alone by us."""
+
+    def end(self, run: str) -> None:
+        """Nothing."""
+
     def _sqlite(self) -> str | None:
         """The file of a catalog in SQLite; None for any other."""
         uri = self._properties.get("uri", "")
@@ -244,13 +275,14 @@ class IcebergTable:
             after = self._coverage(table).add(
                 addition.topic, addition.incarnation, addition.epoch, addition.ranges
             )
-            check()
-            failpoints.reach("export.before_table_commit")
+            self._prove(table, addition)
             with self._errors("the table does not take the files"):
                 transaction = self._prepare(table, addition, after)
+            check()
+            failpoints.reach("export.before_table_commit")
             try:
                 transaction.commit_transaction()
-            except CommitFailedException:
+            except (CommitFailedException, _RefusedError):
                 if self._has(addition.id):
                     break
                 pause.wait(_PAUSE_SECONDS * self._rng.uniform(0, 2 ** min(attempt, 6)))
@@ -266,10 +298,25 @@ class IcebergTable:
             )
         failpoints.reach("export.after_table_commit")
 
+    def _prove(self, table: _Iceberg, addition: Addition) -> None:
+        base = table.location().rstrip("/")
+
+        def size_of(path: str) -> int | None:
+            with self._errors("a file of the table cannot be looked at"):
+                try:
+                    return len(table.io.new_input(f"{base}/{path}"))
+                except FileNotFoundError:
+                    return None
+
+        prove_files(
+            addition, size_of, location=base, is_local=local_path(table.location()) is not None
+        )
+
     def _prepare(self, table: _Iceberg, addition: Addition, after: Coverage) -> Transaction:
         # Only this value says so, not the table.
         properties = {**table.metadata.properties, _RETRIES: "0", _PAYLOAD_METRICS: "none"}
         table.metadata = table.metadata.model_copy(update={"properties": properties})
+        table.catalog = cast("Catalog", _NothingIsTidied(table.catalog))
         base = table.location().rstrip("/")
         transaction = table.transaction()
         transaction.set_properties(
@@ -314,7 +361,7 @@ class IcebergTable:
             except IsterError as error:
                 _log.info("a file stays", extra={"path": file.path, "error": str(error)})
 
-    def tidy(self, grace_seconds: float) -> int:
+    def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
         """Nothing: what removes orphan files of the catalog's tables does it."""
         return 0
 

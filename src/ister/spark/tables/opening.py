@@ -20,11 +20,12 @@ from ister.clock import Clock
 from ister.config import CloudBackend, Config, TableFormat
 from ister.errors import InvalidRequestError
 from ister.model import TopicName
+from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import Table
 from ister.spark.tables.delta import DeltaTable
 from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
-from ister.spark.tables.targets import local_path, storage_of
+from ister.spark.tables.targets import check_address, local_path, storage_of
 
 __all__ = ["TablePlace", "dead_letters_name", "open_table", "table_name"]
 
@@ -59,15 +60,20 @@ def table_name(to: str, topic: str, format: TableFormat) -> str:
     Raises:
         InvalidRequestError: `to` has other fields than `{namespace}` and `{topic}`.
     """
+    # An address may have credentials in it.
+    shown = redact(to, ())
     try:
-        fields = {name for _, name, _, _ in string.Formatter().parse(to) if name is not None}
+        parts = [part for part in string.Formatter().parse(to) if part[1] is not None]
     except ValueError as error:
-        raise InvalidRequestError(f"{to!r} is not a table: {error}") from error
-    if fields - _FIELDS:
-        raise InvalidRequestError(
-            f"{to!r} is not a table: there is no {{{min(fields - _FIELDS)}}}",
-            hint="{namespace} and {topic} stand for a topic's names",
-        )
+        raise InvalidRequestError(f"{shown!r} is not a table: {error}") from error
+    for _, field_name, specification, conversion in parts:
+        if field_name not in _FIELDS or specification or conversion:
+            raise InvalidRequestError(
+                f"{shown!r} is not a table: there is no {{{field_name}}}"
+                if field_name not in _FIELDS
+                else f"{shown!r} is not a table: {{{field_name}}} stands alone in its braces",
+                hint="{namespace} and {topic} stand for a topic's names",
+            )
     name = TopicName.parse(topic)
     namespace, short = name.namespace, name.topic
     if format is TableFormat.ICEBERG:
@@ -101,6 +107,7 @@ def _iceberg(name: str, place: TablePlace) -> IcebergTable:
     properties = dict(place.catalog or {})
     if "/" in name or os.sep in name:
         # A path: the folder is the warehouse.
+        check_address(name)
         warehouse, _, name = name.rstrip("/").rpartition("/")
         properties.setdefault("warehouse", warehouse or "/")
     if "." not in name:

@@ -3,6 +3,8 @@
     <table>/publish_date=2026-03-01/<file>.parquet      what readers read
     <table>/_ister/commits/<number, 20 digits>.json     what is in the table, and since when
     <table>/_ister/pending/<run>/…                      files before their commit
+    <table>/_ister/runs/<run>                           renewed while an export is under way
+    <table>/_ister/published/<number>                   all files of a commit have their names
 
 Owns: these names, the order of commits, and that files get their final names. Does not own: what is
 in the files.
@@ -10,7 +12,13 @@ in the files.
 The commit point is the commit record, created under a name that only one can have. Its files get
 their final names after it, so readers never see a file that does not count; they may see some files
 of a commit a moment before others. Each record says all that the table has, so the newest is
-enough, and older ones go after a while.
+enough, and older ones go after a while. It also names the one before it: that is how an export
+whose record has got a follower in the meantime knows that it counts.
+
+Invariants: a file that a record names is never deleted before it has its final name. Only the
+newest record can have files without one: whoever commits next sees to that first. Before `tidy`
+removes files of a run that was not heard of, it commits that the run has ended: a run that wakes up
+either had committed before, and its files have got their names, or is refused.
 
 What a crash leaves: files below `pending`, which `tidy` removes after a grace; or, after the commit
 record, files that do not have their final names yet: the next export finishes that first.
@@ -24,9 +32,10 @@ import base64
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pyarrow as pa
@@ -49,6 +58,7 @@ from ister.limits import MIB
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
 from ister.spark.tables.columns import fit
+from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import FileTarget, Storage, StoreTarget
 
@@ -58,13 +68,35 @@ _log = logging.getLogger("ister.spark.tables")
 
 _COMMITS: Final = "_ister/commits/"
 _PENDING: Final = "_ister/pending/"
+_RUNS: Final = "_ister/runs/"
+_PUBLISHED: Final = "_ister/published/"
 _ATTEMPTS: Final = 20
 _TRIES: Final = 3
 _RECORD_BYTES_MAX: Final = 256 * MIB
 _COPY_BYTES: Final = 8 * MIB
+_MARK_BYTES_MAX: Final = 4096
 _KEPT_RECORDS: Final = 100
 _KEPT_SECONDS: Final = 7 * 86_400
 """Longer than any export could be paused and still go on: a number is never given twice."""
+_ALIVE_SECONDS: Final = 900.0
+"""A run that was renewed so recently is under way, however short the grace is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Move:
+    """A file on its way to its final name."""
+
+    pending: str
+    final: str
+    bytes: int | None = None
+    first_offset: int | None = None
+    last_offset: int | None = None
+
+    @property
+    def shown(self) -> str:
+        if self.first_offset is None or self.last_offset is None:
+            return self.final
+        return f"{self.first_offset} up to {self.last_offset + 1}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +107,13 @@ class _Record:
     id: str
     coverage: Coverage
     schema: pa.Schema
-    moves: tuple[tuple[str, str], ...]
-    """(pending, final) names of the commit's files."""
+    moves: tuple[_Move, ...] = ()
+    topic: str | None = None
+    """That of the files."""
+    previous: str | None = None
+    """The id of the commit before."""
+    ended: Mapping[str, int] = field(default_factory=dict)
+    """Runs whose files `tidy` has removed, and when, in seconds since the Unix epoch."""
 
 
 class ParquetDirectory:
@@ -116,7 +153,17 @@ class ParquetDirectory:
 
     def target(self, run: str) -> FileTarget:
         """Below `pending`."""
+        self.renew(run)
         return StoreTarget(storage=self._storage, folder=f"{_PENDING}{run}", partition=None)
+
+    def renew(self, run: str) -> None:
+        """Writes the run's mark anew; the store's time of it is what counts."""
+        self._store.put(f"{_RUNS}{run}", b"{}")
+
+    def end(self, run: str) -> None:
+        """Removes the run's mark."""
+        with suppress(IsterError):  # else `tidy` does, later
+            self._store.delete(f"{_RUNS}{run}")
 
     @property
     def _store(self) -> ObjectStore:
@@ -131,23 +178,62 @@ class ParquetDirectory:
         for _ in range(_ATTEMPTS):
             last = self._last()
             if last is not None and last.id == addition.id:
-                self._publish(last)  # an answer got lost
+                self._finish(last)  # an answer got lost
                 return
             if last is not None:
                 self._publish(last)
             record = self._following(last, addition)
+            prove_files(
+                addition, self._size_of, location=self.location, is_local=self._storage.is_local
+            )
             check()
             failpoints.reach("export.before_table_commit")
             if self._create(record):
                 failpoints.reach("export.after_table_commit")
-                self._publish(record)
+                self._finish(record)
                 return
         raise UnavailableError(
             f"{_ATTEMPTS} other commits came first", path=self.location, hint="run it again"
         )
 
+    def _size_of(self, path: str) -> int | None:
+        try:
+            return self._store.stat(path).size
+        except NotFoundError:
+            return None
+
+    def _finish(self, record: _Record) -> None:
+        """Gives the files of a commit that is in the table their names."""
+        with self._unknown("the commit is in the table, but not all files have their names yet"):
+            self._publish(record)
+
+    @contextmanager
+    def _unknown(self, what: str) -> Iterator[None]:
+        """Whatever fails from the moment on when a record may exist takes nothing back."""
+        try:
+            yield
+        except (CommitUnknownError, CorruptDataError):
+            raise
+        except IsterError as error:
+            raise CommitUnknownError(
+                f"{what}: {error.message}",
+                topic=error.topic,
+                path=error.path or self.location,
+                hint="run it again: it finds out, and goes on from there",
+            ) from error
+
     def _following(self, last: _Record | None, addition: Addition) -> _Record:
         before = Coverage() if last is None else last.coverage
+        ended = self._still_ended(last)
+        gone = sorted({_run_of(file.path) for file in addition.files} & set(ended))
+        if gone:
+            raise ConflictError(
+                "another export took this one for dead and has removed its files",
+                topic=addition.topic,
+                path=f"{self.location}/{_PENDING}{gone[0]}",
+                hint="it was stopped for too long, or could not reach the table's store; "
+                "run it again: it adds what is missing",
+            )
         return _Record(
             number=0 if last is None else last.number + 1,
             id=addition.id,
@@ -155,22 +241,44 @@ class ParquetDirectory:
                 addition.topic, addition.incarnation, addition.epoch, addition.ranges
             ),
             schema=self._schema if self._schema is not None else pa.schema([]),
-            moves=tuple((file.path, _final(file)) for file in addition.files),
+            moves=tuple(
+                _Move(
+                    pending=file.path,
+                    final=_final(file),
+                    bytes=file.bytes,
+                    first_offset=file.first_offset,
+                    last_offset=file.last_offset,
+                )
+                for file in addition.files
+            ),
+            topic=addition.topic,
+            previous=None if last is None else last.id,
+            ended=ended,
         )
+
+    def _still_ended(self, last: _Record | None) -> dict[str, int]:
+        """Runs that have ended, as long as one of them could still wake up."""
+        if last is None:
+            return {}
+        since = self._clock.now_ns() // 1_000_000_000 - _KEPT_SECONDS
+        return {run: when for run, when in last.ended.items() if when > since}
 
     def _create(self, record: _Record) -> bool:
         """Creates a commit record; False if somebody else has the number.
 
         Raises:
+            ConflictError: The number is an old one: the record does not count, and is gone again.
             CommitUnknownError: Whether it exists could not be found out, or may still change.
+            IsterError: The store refused it; it may exist all the same.
         """
-        key, data = f"{_COMMITS}{record.number:020d}.json", _encode(record)
+        key, data = _record_key(record.number), _encode(record)
         for _ in range(_TRIES):
             try:
                 self._put(key, data)
             except AlreadyExistsError:
-                if not self._is_own(key, record):
-                    return False
+                with self._unknown("whether the commit is in the table is not known"):
+                    if not self._is_own(key, record):
+                        return False
             except UnavailableError as error:
                 _log.info("a commit got no answer", extra={"path": key, "error": str(error)})
                 continue  # the next try finds it, if it is there
@@ -181,11 +289,32 @@ class ParquetDirectory:
                 path=key,
                 hint="run it again: it finds out",
             )
-        if self._numbers()[-1] > record.number:
-            # Only if the export was paused for so long that its number was forgotten.
-            self._store.delete(key)
-            raise ConflictError("the table has newer commits", path=self.location)
+        with self._unknown("whether the commit counts is not known"):
+            counts = self._counts(record)
+            if not counts:
+                self._store.delete(key)
+        if not counts:
+            raise ConflictError(
+                "the table has newer commits: this export was stopped for too long",
+                path=self.location,
+                hint="run it again: it adds what is missing",
+            )
         return True
+
+    def _counts(self, record: _Record) -> bool:
+        """Whether a record that exists is one of the table's.
+
+        It is not if its number had been given before, long ago, and was forgotten since.
+        """
+        if max(self._numbers(), default=record.number) <= record.number:
+            return True
+        try:
+            follower = self._read(_record_key(record.number + 1), record.number + 1)
+        except NotFoundError:
+            # Records are forgotten from the oldest on: if the follower is, ours would be as well.
+            self._store.stat(_record_key(record.number))
+            return False
+        return follower.previous == record.id
 
     def _put(self, key: str, data: bytes) -> None:
         store = self._store
@@ -201,7 +330,10 @@ class ParquetDirectory:
                 raise AlreadyExistsError("there is such a commit", path=key) from None
 
     def _is_own(self, key: str, record: _Record) -> bool:
-        return self._read(key, record.number).id == record.id
+        try:
+            return self._read(key, record.number).id == record.id
+        except NotFoundError:
+            return False  # somebody else took theirs back
 
     def _numbers(self) -> list[int]:
         return [number for number, _ in self._records()]
@@ -220,7 +352,7 @@ class ParquetDirectory:
             if not numbers:
                 return None
             try:
-                return self._read(f"{_COMMITS}{numbers[-1]:020d}.json", numbers[-1])
+                return self._read(_record_key(numbers[-1]), numbers[-1])
             except NotFoundError:
                 continue  # taken back between the two
         raise UnavailableError("the table's commits keep changing", path=self.location)
@@ -231,32 +363,70 @@ class ParquetDirectory:
     # -- names ------------------------------------------------------------------------------
 
     def _publish(self, record: _Record) -> None:
-        """Gives the files of a commit their final names, as far as they have not got them."""
-        if not record.moves:
+        """Gives the files of a commit their final names, as far as they have not got them.
+
+        Raises:
+            CorruptDataError: A file is there under neither name.
+            IsterError: The store does not answer, or refuses.
+        """
+        if not record.moves or self._is_published(record):
             return
-        folders = {pending.rpartition("/")[0] for pending, _ in record.moves}
-        waiting: set[str] = set()
-        for folder in folders:
-            waiting.update(info.key for info in self._store.list(f"{folder}/"))
-        for pending, final in record.moves:
-            if pending in waiting:
-                self._move(pending, final)
-                failpoints.reach("export.after_publish")
+        missing = []
+        for move in record.moves:
+            try:
+                self._move(move)
+            except NotFoundError:
+                missing.append(move)
+            failpoints.reach("export.after_publish")
+        if missing:
+            raise CorruptDataError(
+                f"the table says that it has offsets of {record.topic}, and the file with "
+                f"{missing[0].shown} is gone, and {len(missing) - 1} more: somebody deleted "
+                "them before they had their final names",
+                topic=record.topic,
+                offset=missing[0].first_offset,
+                path=f"{self.location}/{missing[0].pending}",
+                hint="put the file back, or export into another directory",
+            )
+        try:
+            self._store.put(_published_key(record.number), record.id.encode())
+        except IsterError as error:
+            _log.info("not marked", extra={"path": self.location, "error": str(error)})
         if self._storage.is_local:
-            for folder in folders:
+            for folder in {move.pending.rpartition("/")[0] for move in record.moves}:
                 with suppress(IsterError):  # others may have files in there
                     LocalFileSystem().remove_directory(f"{self._storage.root}/{folder}")
 
-    def _move(self, pending: str, final: str) -> None:
+    def _is_published(self, record: _Record) -> bool:
+        """Whether all files have had their names: from then on, who deletes some means it."""
+        try:
+            found = self._store.read(_published_key(record.number), 0, _MARK_BYTES_MAX)
+        except NotFoundError:
+            return False
+        return found == record.id.encode()
+
+    def _move(self, move: _Move) -> None:
+        """Gives a file its name.
+
+        Raises:
+            NotFoundError: It is there under neither.
+        """
         if self._storage.is_local:
-            _rename(self._storage.root, pending, final)
+            _rename(self._storage.root, move.pending, move.final)
             return
         try:
-            self._copy(pending, final)
+            self._copy(move.pending, move.final)
         except NotFoundError:
-            self._store.stat(final)  # another export was faster
+            self._store.stat(move.final)  # another export was faster
             return
-        self._store.delete(pending)
+        found = self._store.stat(move.final)
+        if move.bytes is not None and found.size != move.bytes:
+            raise UnavailableError(
+                f"a copy has {found.size} bytes, and {move.bytes} were written",
+                path=f"{self.location}/{move.final}",
+                hint="run it again: it is copied anew",
+            )
+        self._store.delete(move.pending)
 
     def _copy(self, source: str, target: str) -> None:
         try:
@@ -282,22 +452,71 @@ class ParquetDirectory:
             except IsterError as error:
                 _log.info("a file stays", extra={"path": file.path, "error": str(error)})
 
-    def tidy(self, grace_seconds: float) -> int:
+    def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
         """Removes pending files of exports that are over, and records that nobody needs."""
-        last = self._last()
-        needed = {pending for pending, _ in last.moves} if last is not None else set()
         now = self._clock.now_ns() / 1e9
-        count = 0
+        marks = {info.key[len(_RUNS) :]: _age(info, now) for info in self._store.list(_RUNS)}
+        alive = {run for run, age in marks.items() if age <= max(grace_seconds, _ALIVE_SECONDS)}
+        files: dict[str, list[ObjectInfo]] = {}
         for info in self._store.list(_PENDING):
-            age = now - info.modified_at if info.modified_at is not None else 0.0
-            if info.key not in needed and age > grace_seconds:
+            files.setdefault(_run_of(info.key), []).append(info)
+        over = {
+            run
+            for run, found in files.items()
+            if run not in alive and all(_age(info, now) > grace_seconds for info in found)
+        }
+        count = 0
+        if over:
+            self._commit_end(over, check)
+            for info in (info for run in sorted(over) for info in files[run]):
                 self._store.delete(info.key)
                 count += 1
-        for _, info in self._records()[:-_KEPT_RECORDS]:
-            if info.modified_at is not None and now - info.modified_at > _KEPT_SECONDS:
-                self._store.delete(info.key)
+        for run in set(marks) - alive:
+            self._store.delete(f"{_RUNS}{run}")
+        self._forget(now)
         self._store.remove_stale_parts(grace_seconds)
         return count
+
+    def _commit_end(self, runs: set[str], check: Callable[[], None] | None) -> None:
+        """From here on none of the runs commits; what they had committed has its names.
+
+        Raises:
+            UnavailableError: Others commit all the time.
+        """
+        for _ in range(_ATTEMPTS):
+            last = self._last()
+            if last is not None:
+                self._publish(last)
+            ended = self._still_ended(last)
+            if runs <= set(ended):
+                return
+            now = self._clock.now_ns() // 1_000_000_000
+            record = _Record(
+                number=0 if last is None else last.number + 1,
+                id=secrets.token_hex(8),
+                coverage=Coverage() if last is None else last.coverage,
+                schema=self._foreign_schema() if last is None else last.schema,
+                previous=None if last is None else last.id,
+                ended={**ended, **dict.fromkeys(sorted(runs), now)},
+            )
+            if check is not None:
+                check()
+            if self._create(record):
+                return
+        raise UnavailableError(f"{_ATTEMPTS} other commits came first", path=self.location)
+
+    def _forget(self, now: float) -> None:
+        """Removes old records, the oldest first, and marks of others than the newest."""
+        records = self._records()
+        newest = records[-1][0] if records else 0
+        for info in self._store.list(_PUBLISHED):
+            number = info.key[len(_PUBLISHED) :]
+            if number.isdigit() and int(number) < newest:
+                self._store.delete(info.key)
+        for _, info in records[:-_KEPT_RECORDS]:
+            if _age(info, now) <= _KEPT_SECONDS:
+                break
+            self._store.delete(info.key)
 
     def close(self) -> None:
         """Closes its store."""
@@ -341,6 +560,24 @@ class ParquetDirectory:
         return schema.remove_metadata()
 
 
+def _record_key(number: int) -> str:
+    return f"{_COMMITS}{number:020d}.json"
+
+
+def _published_key(number: int) -> str:
+    return f"{_PUBLISHED}{number:020d}"
+
+
+def _run_of(pending: str) -> str:
+    """The run that a pending file is of."""
+    return pending.removeprefix(_PENDING).partition("/")[0]
+
+
+def _age(info: ObjectInfo, now: float) -> float:
+    """In seconds; 0 if the store does not say."""
+    return now - info.modified_at if info.modified_at is not None else 0.0
+
+
 def _final(file: DataFile) -> str:
     return f"{PUBLISH_DATE}={file.date}/{file.path.rpartition('/')[2]}"
 
@@ -372,7 +609,19 @@ def _encode(record: _Record) -> bytes:
         "id": record.id,
         "coverage": json.loads(record.coverage.to_json()),
         "schema": base64.b64encode(record.schema.serialize().to_pybytes()).decode(),
-        "files": [{"pending": pending, "path": final} for pending, final in record.moves],
+        "topic": record.topic,
+        "previous": record.previous,
+        "ended": dict(record.ended),
+        "files": [
+            {
+                "pending": move.pending,
+                "path": move.final,
+                "bytes": move.bytes,
+                "first_offset": move.first_offset,
+                "last_offset": move.last_offset,
+            }
+            for move in record.moves
+        ],
     }
     return json.dumps(fields, separators=(",", ":")).encode()
 
@@ -386,9 +635,21 @@ def _decode(data: bytes, number: int, *, path: str) -> _Record:
             id=str(fields["id"]),
             coverage=Coverage.from_json(json.dumps(fields["coverage"]), path=path),
             schema=schema,
-            moves=tuple((str(item["pending"]), str(item["path"])) for item in fields["files"]),
+            moves=tuple(
+                _Move(
+                    pending=str(item["pending"]),
+                    final=str(item["path"]),
+                    bytes=item.get("bytes"),
+                    first_offset=item.get("first_offset"),
+                    last_offset=item.get("last_offset"),
+                )
+                for item in fields["files"]
+            ),
+            topic=fields.get("topic"),
+            previous=fields.get("previous"),
+            ended={str(run): int(when) for run, when in fields.get("ended", {}).items()},
         )
-    except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, pa.ArrowException) as error:
         raise CorruptDataError(
             f"a table's commit cannot be read: {error!r}",
             path=path,

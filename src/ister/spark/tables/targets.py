@@ -37,6 +37,7 @@ __all__ = [
     "IcebergTarget",
     "Storage",
     "StoreTarget",
+    "check_address",
     "close_stores",
     "local_path",
     "storage_of",
@@ -141,10 +142,24 @@ def storage_of(
             "a table's place is neither a directory nor an address that is known here",
             hint="a path, s3://bucket/prefix, gs://bucket/prefix or azblob://container/prefix",
         )
+    check_address(location)
     options = given
     if options is None:
         options = cloud.options if cloud is not None and cloud.backend is backend else {}
     return Storage(backend.value, location.rstrip("/"), dict(options))
+
+
+def check_address(location: str) -> None:
+    """Refuses an address with credentials: it is shown, and stored, in many places.
+
+    Raises:
+        InvalidRequestError: It has some.
+    """
+    if "@" in location.partition("://")[2].partition("/")[0]:
+        raise InvalidRequestError(
+            "a table's address has credentials in it",
+            hint="give them as storage options: access_key=…, secret_key=…",
+        )
 
 
 class FileTarget(Protocol):

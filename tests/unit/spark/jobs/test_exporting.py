@@ -12,11 +12,25 @@ from export_rig import FORMATS, offsets_in, read_table, table_at, tasks_here, wh
 from integration.spark_topics import PUBLISHED_MS, SparkPlace, expire_before, fill
 from ister import failpoints
 from ister.cli.pipeline import export as command
-from ister.errors import ConflictError, DataGapError, InvalidRequestError, NotFoundError
+from ister.errors import (
+    CapacityError,
+    ConflictError,
+    DataGapError,
+    DiskError,
+    FencedError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from ister.spark.jobs import exporting
 from ister.spark.jobs.exporting import ExportSettings, export
-from ister.spark.jobs.job import open_job
+from ister.spark.jobs.job import Job, open_job
+from ister.spark.tables import parquet_directory
 from ister.spark.tables.columns import ENVELOPE
+from ister.spark.tables.delta import DeltaTable
+from ister.spark.tables.iceberg import IcebergTable
+from ister.spark.tables.parquet_directory import ParquetDirectory
 from ister.tier.fence import Fence
 
 TOPIC = "/default/orders"
@@ -243,6 +257,149 @@ def test_another_schema_after_such_a_crash_loses_nothing(spark, place, tmp_path)
     assert set(letters) == set(range(60))
 
 
+# -- what is committed stays --------------------------------------------------------------------
+
+_TABLES = {"parquet": ParquetDirectory, "iceberg": IcebergTable, "delta": DeltaTable}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CapacityError("disk full"),
+        UnavailableError("no answer"),
+        DiskError("input/output error", errno=5),
+        PermissionDeniedError("no"),
+        ConflictError("somebody"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_names_that_cannot_be_given_cost_no_rows(spark, place, tmp_path, monkeypatch, error):
+    _fill_json(place, 60, bad={3, 40})
+    real = parquet_directory._rename
+
+    def broken(*_: str) -> None:
+        raise error.again()
+
+    monkeypatch.setattr(parquet_directory, "_rename", broken)
+    for _ in range(3):
+        assert not _export(spark, place, tmp_path, schema=SCHEMA).ok
+    monkeypatch.setattr(parquet_directory, "_rename", real)
+    assert _export(spark, place, tmp_path, schema=SCHEMA).ok
+    assert offsets_in(tmp_path, "parquet") == [n for n in range(60) if n not in (3, 40)]
+    assert offsets_in(tmp_path, "parquet", "orders_dead_letters") == [3, 40]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("is_in", [True, False])
+def test_an_outcome_that_is_not_known_costs_no_rows(
+    spark, place, tmp_path, monkeypatch, format, is_in
+):
+    """Whatever a table raises once it has tried, but a refusal: it may have the files."""
+    place.fill(TOPIC, 100, uploaded=100)
+    real = _TABLES[format].commit
+
+    def lossy(self, addition, *, check) -> None:
+        check()
+        if is_in:
+            real(self, addition, check=check)
+        raise CapacityError("whatever")
+
+    monkeypatch.setattr(_TABLES[format], "commit", lossy)
+    assert not _export(spark, place, tmp_path, format).ok
+    monkeypatch.undo()
+    assert len(list((tmp_path / format).rglob("default-orders-*.parquet"))) == 1
+    assert _export(spark, place, tmp_path, format).ok
+    assert offsets_in(tmp_path, format) == list(range(100))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_was_not_tried_is_removed(spark, place, tmp_path, monkeypatch, format):
+    place.fill(TOPIC, 30, uploaded=30)
+
+    def unavailable(self, addition, *, check) -> None:
+        raise UnavailableError("the catalog does not answer")
+
+    monkeypatch.setattr(_TABLES[format], "commit", unavailable)
+    assert not _export(spark, place, tmp_path, format).ok
+    assert not list((tmp_path / format).rglob("default-orders-*.parquet"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_dead_letters_that_are_in_stay_when_the_rows_are_refused(
+    spark, place, tmp_path, monkeypatch, format
+):
+    _fill_json(place, 60, bad={3, 40})
+    real = _TABLES[format].commit
+
+    def refuse(self, addition, *, check) -> None:
+        if "@" in addition.incarnation:
+            real(self, addition, check=check)
+            return
+        check()
+        raise ConflictError("another export was faster")
+
+    monkeypatch.setattr(_TABLES[format], "commit", refuse)
+    assert not _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    monkeypatch.undo()
+    assert offsets_in(tmp_path, format, "orders_dead_letters") == [3, 40]
+    assert _export(spark, place, tmp_path, format, schema=SCHEMA).ok
+    assert offsets_in(tmp_path, format, "orders_dead_letters") == [3, 40]
+    assert offsets_in(tmp_path, format) == [n for n in range(60) if n not in (3, 40)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_that_are_on_other_machines_are_refused(spark, place, tmp_path, monkeypatch, format):
+    """A directory as `to`, and executors that have one of their own of that name."""
+    place.fill(TOPIC, 100, uploaded=100)
+    real = exporting._Round._commit
+
+    def elsewhere(self, item) -> None:
+        for path in (tmp_path / format).rglob("default-orders-*.parquet"):
+            path.unlink()
+        real(self, item)
+
+    monkeypatch.setattr(exporting._Round, "_commit", elsewhere)
+    report = _export(spark, place, tmp_path, format)
+    [error] = report.errors
+    assert (error["code"], error["topic"], error["offset"]) == ("NOT_FOUND", TOPIC, 0)
+    assert "0 up to 100" in error["message"]
+    assert "share" in error["hint"]
+    assert report.total("messages") == 0
+    monkeypatch.undo()
+    assert _export(spark, place, tmp_path, format).total("messages") == 100
+    assert offsets_in(tmp_path, format) == list(range(100))
+
+
+def test_a_round_says_in_its_tables_that_it_is_under_way(spark, place, tmp_path):
+    """And no longer, when it is over."""
+    _fill_json(place, 10, bad={3})
+    seen = []
+
+    def look() -> None:
+        seen.extend(path.parents[2].name for path in tmp_path.rglob("_ister/runs/*"))
+
+    failpoints.arm("pipeline.before_commit", look)
+    assert _export(spark, place, tmp_path, schema=SCHEMA).ok
+    assert sorted(seen) == ["orders", "orders_dead_letters"]
+    assert not list(tmp_path.rglob("_ister/runs/*"))
+
+
+def test_marks_are_renewed_beside_leases(spark, place, monkeypatch):
+    monkeypatch.setattr(exporting, "_RUN_RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(exporting, "_RENEWALS_PER_LEASE", 10_000)
+    renewed, again = [], threading.Event()
+
+    def renew() -> None:
+        renewed.append(1)
+        if len(renewed) == 1:
+            raise UnavailableError("once")
+        again.set()
+
+    with open_job("export", spark, place.config) as job, exporting._Guards(job) as guards:
+        guards.keep(renew)
+        assert again.wait(30)
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -324,6 +481,45 @@ def test_a_table_that_is_ahead_of_the_plan_refuses(spark, place, tmp_path):
     assert offsets_in(tmp_path, "parquet") == list(range(30))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("together", [True, False])
+def test_dead_letters_do_not_go_among_the_rows_of_another_topic(
+    spark, place, tmp_path, format, together
+):
+    names = ("/default/orders", "/default/orders_dead_letters")
+    with place.open() as log:
+        for name in names:
+            topic = log.topic(name, create=True)
+            topic.append(b"?", publish_time=PUBLISHED_MS)
+            topic.append(b'{"id":1}', publish_time=PUBLISHED_MS)
+            topic.flush()
+            topic.upload()
+    to = str(tmp_path / format / "{topic}")
+    errors = []
+    for topics in [names] if together else names:
+        report = export(
+            spark, place.config, to=to, format=format, schema=SCHEMA, topics=list_of(topics)
+        )
+        errors += report.errors
+    assert [error["topic"] for error in errors] == [names[1]]
+    assert "dead letters" in errors[0]["message"]
+    assert set(read_table(tmp_path, format, "orders_dead_letters")["topic"].to_pylist()) == {
+        names[0]
+    }
+    # And the other way round.
+    letters = str(tmp_path / format / "orders")
+    report = export(
+        spark, place.config, to=f"{to}_2", format=format, schema=SCHEMA, dead_letters=letters
+    )
+    assert {error["code"] for error in report.errors} == {"ABORTED"}
+    assert "the table has rows" in report.errors[0]["message"]
+
+
+def list_of(names) -> list[str]:
+    """A name, or several."""
+    return [names] if isinstance(names, str) else list(names)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -374,6 +570,69 @@ def test_an_export_that_goes_on(spark, place, tmp_path):
     assert len(rounds) == 4
     assert offsets_in(tmp_path, "parquet") == list(range(30))
     assert report.topics[TOPIC]["messages"] == 30
+
+
+@pytest.mark.parametrize("error", [UnavailableError("an election"), FencedError("it has ended")])
+def test_an_export_that_goes_on_outlives_a_store_that_does_not(
+    spark, place, tmp_path, monkeypatch, error
+):
+    place.fill(TOPIC, 10, uploaded=10)
+    stop, rounds, real = threading.Event(), [], Job.topics
+
+    def topics(self, wanted):
+        rounds.append(self)
+        if len(rounds) in (2, 3):
+            raise error.again()
+        if len(rounds) == 4:
+            place.fill(TOPIC, 20, uploaded=20)
+        if len(rounds) == 5:
+            stop.set()
+        return real(self, wanted)
+
+    monkeypatch.setattr(Job, "topics", topics)
+    report = _export(spark, place, tmp_path, available_now=False, interval=0.01, stop=stop)
+    assert (report.ok, len(rounds)) == (True, 5)
+    assert offsets_in(tmp_path, "parquet") == list(range(30))
+    assert report.topics[TOPIC]["messages"] == 30
+    # A lease that has ended is taken anew: without it no round could commit.
+    assert len(set(rounds)) == (3 if isinstance(error, FencedError) else 1)
+
+
+def test_an_export_that_goes_on_ends_with_what_waiting_does_not_heal(spark, place, tmp_path):
+    place.fill(TOPIC, 10, uploaded=10)
+    with pytest.raises(NotFoundError):
+        _export(spark, place, tmp_path, available_now=False, interval=0.01, topics="/default/none")
+
+
+def test_an_export_that_is_ended_while_a_store_does_not_answer_says_so(spark, place, tmp_path):
+    place.fill(TOPIC, 10, uploaded=10)
+    stop = threading.Event()
+
+    def fail() -> None:
+        stop.set()
+        raise UnavailableError("an election")
+
+    failpoints.arm("pipeline.after_plan", fail)
+    report = _export(spark, place, tmp_path, available_now=False, interval=0.01, stop=stop)
+    assert [error["message"] for error in report.errors] == ["an election"]
+
+
+def test_what_retention_took_between_two_exports_is_told(spark, place, tmp_path):
+    with place.open() as log:
+        topic = log.topic(TOPIC, create=True)
+        fill(topic, 200)
+        topic.upload()
+    assert "gap" not in _export(spark, place, tmp_path, end=150).topics[TOPIC]
+    with place.open() as log:
+        topic = log.topic(TOPIC)
+        for first in (200, 400):
+            fill(topic, 200, first=first)
+            topic.upload()
+        earliest = expire_before(log, topic, 300)
+    assert earliest > 150
+    report = _export(spark, place, tmp_path)
+    assert report.topics[TOPIC]["gap"] == [[150, earliest]]
+    assert offsets_in(tmp_path, "parquet") == [*range(150), *range(earliest, 600)]
 
 
 def test_the_gap_that_compaction_left_is_covered(spark, place, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import deltalake
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
+from deltalake.exceptions import CommitFailedError
 
 from export_rig import (
     TOPIC,
@@ -53,6 +54,53 @@ def test_a_lost_answer_is_found_out(tmp_path, monkeypatch, when):
         table.commit(adding(files, (5, 9), id="b"), check=lambda: None)
     assert offsets_in(tmp_path, "delta") == list(range(9))
     assert table.coverage().of(TOPIC, "i") == ((0, 9),)
+
+
+def test_a_lost_answer_is_found_out_beyond_many_commits_of_others(tmp_path, monkeypatch):
+    """A store's client that asks twice is told that the version is taken: by itself."""
+    table = table_at(tmp_path, "delta")
+    add_rows(table, 0, 5)
+    files = write_files(table.target("b"), table.open(ENVELOPE), rows_of(5, 9))
+    real = DeltaTable.create_write_transaction
+    begun = []
+
+    def lossy(self, *arguments, **named):
+        real(self, *arguments, **named)
+        if not begun:
+            begun.append(1)
+            for number in range(12):
+                DeltaTable(where(tmp_path, "delta")).alter.set_table_properties(
+                    {"some.thing": str(number)}, raise_if_not_exists=False
+                )
+            raise CommitFailedError("there is such a version")
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", lossy)
+    table.commit(adding(files, (5, 9), id="b"), check=lambda: None)
+    assert offsets_in(tmp_path, "delta") == list(range(9))
+
+
+def test_a_lost_answer_that_cannot_be_found_out_is_told(tmp_path, monkeypatch):
+    """The log was cleaned since: what was committed is not taken for refused."""
+    table = table_at(tmp_path, "delta")
+    add_rows(table, 0, 5)
+    files = write_files(table.target("b"), table.open(ENVELOPE), rows_of(5, 9))
+
+    def lossy(self, *arguments, **named):
+        monkeypatch.setattr(DeltaTable, "version", lambda self: 50)
+        raise CommitFailedError("there is such a version")
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", lossy)
+    with pytest.raises(CommitUnknownError):
+        table.commit(adding(files, (5, 9), id="b"), check=lambda: None)
+
+
+def test_times_that_no_calendar_has(tmp_path):
+    table = table_at(tmp_path, "delta")
+    layout = table.open(ENVELOPE)
+    rows = rows_of(0, 3, time_us=253_402_300_799_000_000, step_us=10**6)
+    files = write_files(table.target("a"), layout, rows)
+    table.commit(adding(files, (0, 3)), check=lambda: None)
+    assert offsets_in(tmp_path, "delta") == [0, 1, 2]
 
 
 def test_whoever_else_writes_does_not_get_in_the_way(tmp_path):

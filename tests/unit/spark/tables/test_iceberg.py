@@ -85,6 +85,8 @@ def test_a_commit_that_was_called_a_failure_and_is_there_counts_once(tmp_path, m
     table.commit(adding(files, (0, 5)), check=lambda: None)
     monkeypatch.undo()
     assert table.coverage().of(TOPIC, "i") == ((0, 5),)
+    # What pyiceberg takes for uncommitted is not deleted.
+    assert offsets_in(tmp_path, "iceberg") == list(range(5))
     table.close()
 
 

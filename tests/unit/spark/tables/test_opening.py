@@ -33,7 +33,7 @@ def test_names():
     )
     assert table_name("{namespace}.{topic}", "/shop/or-ders", TableFormat.ICEBERG) == "shop.or_ders"
     assert table_name("all", "/shop/orders", TableFormat.PARQUET) == "all"
-    for wrong in ("{other}", "{", "{topic", "{0}"):
+    for wrong in ("{other}", "{", "{topic", "{0}", "{topic:{x}}", "{topic:>9}", "{topic!r}", "{}"):
         with pytest.raises(InvalidRequestError):
             table_name(wrong, "/shop/orders", TableFormat.PARQUET)
     assert dead_letters_name("a/b/", None) == "a/b_dead_letters"
@@ -47,6 +47,20 @@ def test_directories_and_addresses(tmp_path):
     with pytest.raises(InvalidRequestError) as caught:
         storage_of("hdfs://user:secret@x/y", None, None)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("format", ["parquet", "delta", "iceberg"])
+def test_an_address_with_credentials_is_refused_and_not_repeated(tmp_path, format):
+    with pytest.raises(InvalidRequestError) as caught:
+        table_name("s3://AKIA:hunter2@bucket/{y}", "/shop/orders", TableFormat(format))
+    assert "hunter2" not in str(caught.value)
+    place = _place(tmp_path, format)
+    with pytest.raises(InvalidRequestError) as caught:
+        open_table("s3://AKIA:hunter2@bucket/x", place, clock=SystemClock())
+    assert "hunter2" not in str(caught.value)
+    assert open_table(
+        "s3://bucket/a@b", _place(tmp_path, "delta"), clock=SystemClock()
+    ).location.endswith("a@b")
 
 
 def test_a_bucket_of_the_same_kind_has_the_logs_own_options(tmp_path):

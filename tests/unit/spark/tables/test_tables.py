@@ -18,7 +18,7 @@ from export_rig import (
     write_files,
 )
 from ister import failpoints
-from ister.errors import ConflictError, FencedError
+from ister.errors import ConflictError, CorruptDataError, FencedError, NotFoundError
 from ister.spark.tables.columns import ENVELOPE, LETTERS
 
 
@@ -177,6 +177,63 @@ def test_a_commit_is_one_step(tmp_path, format, point, is_in):
     assert again.coverage().of(TOPIC, "i") == (((0, 10),) if is_in else ((0, 5),))
     assert offsets_in(tmp_path, format) == list(range(10 if is_in else 5))
     again.close()
+
+
+def _paths(root, files):
+    """Where files are, whatever they are relative to."""
+    names = {file.path.rpartition("/")[2] for file in files}
+    return [path for path in root.rglob("*.parquet") if path.name in names]
+
+
+@pytest.mark.parametrize("how", ["gone", "short"])
+@pytest.mark.parametrize("days", [1, 9])
+def test_files_that_are_not_there_are_not_committed(tmp_path, format, how, days):
+    """Written on another machine, tidied away, cut short: the ranges would never come again."""
+    table = table_at(tmp_path, format)
+    layout = table.open(ENVELOPE)
+    rows = rows_of(10, 10 + days, step_us=DAY_US)
+    files = write_files(table.target("a"), layout, rows)
+    assert len(files) == days
+    path = next(p for p in _paths(tmp_path, files) if p.name in files[-1].path)
+    data = path.read_bytes()
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1])
+    asked = []
+    kind = NotFoundError if how == "gone" else CorruptDataError
+    with pytest.raises(kind, match=f"{9 + days} up to {10 + days}") as caught:
+        table.commit(adding(files, (10, 10 + days)), check=lambda: asked.append(1))
+    assert asked == []
+    assert (caught.value.topic, caught.value.offset) == (TOPIC, 9 + days)
+    if how == "gone":
+        assert "machines" in caught.value.hint
+    assert table.coverage().topics == {}
+    assert offsets_in(tmp_path, format) == []
+    path.write_bytes(data)
+    table.commit(adding(files, (10, 10 + days)), check=lambda: None)
+    assert offsets_in(tmp_path, format) == list(range(10, 10 + days))
+    table.close()
+
+
+def test_files_are_looked_at_before_each_attempt(tmp_path, format):
+    one, other = table_at(tmp_path, format), table_at(tmp_path, format)
+    layout = one.open(ENVELOPE)
+    files = write_files(one.target("a"), layout, rows_of(0, 5))
+    begun = []
+
+    def meanwhile() -> None:
+        assert not begun
+        begun.append(1)
+        add_rows(other, 0, 5, run="b", topic="/default/b")
+        _paths(tmp_path, files)[0].unlink()
+
+    with pytest.raises(NotFoundError):
+        one.commit(adding(files, (0, 5), id="a"), check=meanwhile)
+    assert begun
+    assert one.coverage().of(TOPIC, "i") == ()
+    one.close()
+    other.close()
 
 
 def test_new_columns_are_added(tmp_path, format):

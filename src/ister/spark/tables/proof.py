@@ -1,0 +1,79 @@
+"""Proof that the files of a commit are there, whole, before a table says that it has them.
+
+Owns: the question, asked right before each attempt at a commit, and what is said if the answer is
+no. Does not own: how a store is asked.
+
+A task that says it wrote a file may have written it somewhere else: a directory of its own machine,
+say. And what was written may be gone: somebody tidied up. Ranges that were committed over files
+that are not there would never be exported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from ister.errors import CorruptDataError, NotFoundError
+from ister.spark.tables.base import Addition, DataFile
+
+__all__ = ["prove_files"]
+
+_THREADS: Final = 8
+_FEW: Final = 4
+_ON_A_DISK: Final = (
+    "if tasks ran on other machines, each has a directory of this name of its own: export to a "
+    "bucket, or to a directory that all machines share"
+)
+_IN_A_BUCKET: Final = "something else removes files of the table; run it again, it writes them anew"
+
+
+def prove_files(
+    addition: Addition, size_of: Callable[[str], int | None], *, location: str, is_local: bool
+) -> None:
+    """Makes sure that all files of a commit are there, with the sizes that tasks wrote.
+
+    Args:
+        addition: The commit.
+        size_of: The size of a file in bytes, None if there is none; from several threads.
+        location: The table, for people.
+        is_local: Whether it is in a directory.
+
+    Raises:
+        NotFoundError: A file is not there.
+        CorruptDataError: A file is there with another size.
+        UnavailableError: The store does not answer.
+    """
+    files = list(addition.files)
+    sizes = _sizes(files, size_of)
+    missing = [file for file, size in zip(files, sizes, strict=True) if size is None]
+    if missing:
+        raise NotFoundError(
+            f"{len(missing)} of {len(files)} files that tasks have written are not in the table's "
+            f"place, among them one with the offsets {_shown(missing[0])}; nothing was committed",
+            topic=addition.topic,
+            offset=missing[0].first_offset,
+            path=f"{location}/{missing[0].path}",
+            hint=_ON_A_DISK if is_local else _IN_A_BUCKET,
+        )
+    for file, size in zip(files, sizes, strict=True):
+        if size != file.bytes:
+            raise CorruptDataError(
+                f"a file with the offsets {_shown(file)} has {size} bytes, and {file.bytes} were "
+                "written; nothing was committed",
+                topic=addition.topic,
+                offset=file.first_offset,
+                path=f"{location}/{file.path}",
+                hint="run it again: it writes the file anew",
+            )
+
+
+def _sizes(files: Sequence[DataFile], size_of: Callable[[str], int | None]) -> list[int | None]:
+    if len(files) <= _FEW:
+        return [size_of(file.path) for file in files]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ister-export-proof") as pool:
+        return list(pool.map(size_of, [file.path for file in files]))
+
+
+def _shown(file: DataFile) -> str:
+    return f"{file.first_offset} up to {file.last_offset + 1}"
