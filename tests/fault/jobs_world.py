@@ -16,6 +16,7 @@ without them.
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -358,6 +359,13 @@ class World:
         assert there == named, f"left: {sorted(there - named)}, gone: {sorted(named - there)}"
         return {"objects": len(named), "collected": collected, "stale_parts": stale}
 
+    def age_tables(self) -> None:
+        """Two days go by for whatever dead exports have left in directories of Parquet."""
+        then = time.time() - 2 * 86_400
+        for path in (self.tables / "parquet").rglob("*"):
+            if path.is_file():
+                os.utime(path, (then, then))
+
     def check_files_of_tables(self) -> int:
         """Every file of every table is named by it, or is for the table's own cleaning.
 
@@ -376,8 +384,10 @@ class World:
         place = Path(where(self.tables, format, short))
         there = {path for path in place.rglob("*.parquet") if path.is_file()}
         if format == "parquet":
-            pending = [path for path in (place / "_ister/pending").rglob("*") if path.is_file()]
-            assert not pending, f"left behind: {pending}"
+            names = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
+            kept = ("publish_date=", "_ister/commits/", "_ister/published/")
+            left = [name for name in names if not name.startswith(kept)]
+            assert not left, f"left behind in {place}: {left}"
             return 0
         if format == "delta":
             table = DeltaTable(str(place))

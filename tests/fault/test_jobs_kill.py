@@ -223,6 +223,8 @@ class Round:
     def finish(self) -> dict:
         """What deaths have left is collected; figures."""
         world = self.world
+        world.wait_for_leases()
+        world.age_tables()
         for kind in sorted(world.exported):
             export = WORKS[f"export to {kind}"](world)
             export.prepare()

@@ -34,7 +34,8 @@ examples:
   ister pipeline export --topics '/shop/*' --format iceberg --to ./lake/events --interval 300
 
 Each offset is exported once: the table's own commits say which it has, so the command may be
-stopped and run again at any moment, and adds what is missing. Read a Parquet directory with
+stopped and run again at any moment, and adds what is missing. With executors on other machines,
+--to is a bucket or a directory that all of them share. Read a Parquet directory with
 spark.read.parquet("lake/default/orders"), or in DuckDB with
 read_parquet('lake/default/orders/publish_date=*/*.parquet', hive_partitioning=true).
 """

@@ -474,7 +474,7 @@ class ParquetDirectory:
         for run in set(marks) - alive:
             self._store.delete(f"{_RUNS}{run}")
         self._forget(now)
-        self._store.remove_stale_parts(grace_seconds)
+        self._store.remove_stale_parts(max(grace_seconds, _ALIVE_SECONDS))
         return count
 
     def _commit_end(self, runs: set[str], check: Callable[[], None] | None) -> None:
