@@ -188,7 +188,7 @@ def the_checkpoint_is_trusted_over_the_catalog(patch: pytest.MonkeyPatch) -> Non
 def garbage_collection_asks_nobody(patch: pytest.MonkeyPatch) -> None:
     """What the catalog does not name goes, whoever owns the topic and is about to commit it."""
 
-    def collect(owned: OwnedTopic, store, *, grace_seconds, clock, metrics) -> list[str]:
+    def collect(owned: OwnedTopic, store, *, grace_seconds, clock, metrics, has_jobs) -> list[str]:
         prefix = objects_prefix(owned.catalog.keys.topic)
         oldest = clock.now_ns() / 1e9 - grace_seconds
         named = {described.object_id for described, _ in owned.catalog.descriptors()}
