@@ -24,7 +24,7 @@ from fault.writer_child import HEAVY, new_seed, say_replay
 from ister.failpoints import FAILPOINTS
 from ister.tier.names import format_object_id
 
-ROUNDS = 20 if HEAVY else 3
+ROUNDS = 20 if HEAVY else 2
 _DRIVERS_EACH, _TASKS_EACH = 2, 1
 """How many deaths a round has where not all steps are asked for."""
 _ATTEMPTS = 6
