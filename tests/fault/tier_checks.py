@@ -87,8 +87,8 @@ def memory_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def eventually(condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:
-    """Waits until something is so."""
+def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Waits until something is so, by default for as long as a busy machine may take."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not in {seconds} s: {what}"
@@ -128,7 +128,7 @@ class Producer:
                 self.history.unknown(self._name, message_id)
             return offsets
         try:
-            topic.wait(offsets[-1], level, timeout=20)
+            topic.wait(offsets[-1], level, timeout=60)
         except ister.IsterError:
             for message_id, _ in sent:
                 self.history.unknown(self._name, message_id)

@@ -541,9 +541,14 @@ class OwnedTopic:
 
         Raises:
             FencedError: Somebody has.
+            ConflictError: The topic was handed over.
             UnavailableError: The metadata store does not answer.
         """
-        self._change([], [self._owner_put(lease)])
+        # A seal leaves the record as it is: without this, a request that lands late would make a
+        # topic that was handed over this node's again, for as long as it lives.
+        is_kept = Absent(self.catalog.keys.sealed)
+        if not self.transact([is_kept], [self._owner_put(lease)]):
+            raise ConflictError("the topic was handed over", topic=self.topic)
 
     def mark_deleting(self) -> None:
         """Ends the topic: from here on nobody opens it, and its deletion goes on after a crash."""

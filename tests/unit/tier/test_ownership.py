@@ -540,6 +540,27 @@ def test_seal_that_lands_after_the_next_claim_changes_nothing(cluster):
     successor.check()
 
 
+def test_owner_key_that_is_put_back_late_does_not_take_back_what_was_handed_over(cluster):
+    node = cluster.node("a")
+    owned = cluster.claim(node)
+    cluster.metadata.delay_next_change()
+    # Its first request is under way for a long time; the second one is answered.
+    owned.reassert(node.lease)
+    owned.seal(0)
+    assert cluster.metadata.deliver_delayed() == [None]
+    assert cluster.catalog().owner() is None
+    cluster.claim("b", create=False)
+
+
+def test_owner_key_of_a_topic_that_was_handed_over_is_not_put_back(cluster):
+    node = cluster.node("a")
+    owned = cluster.claim(node)
+    owned.seal(0)
+    with pytest.raises(ConflictError, match="handed over"):
+        owned.reassert(node.lease)
+    assert cluster.catalog().owner() is None
+
+
 def test_topic_sealed_without_its_own_messages_keeps_the_next_offset(cluster):
     first = cluster.claim("a")
     chain(first, 10)
