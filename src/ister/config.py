@@ -1,96 +1,16 @@
 """Settings: one tree, from a mapping, a YAML file or a directory, frozen and checked.
 
-    broker:                       # what `ister serve` does; the log itself needs none of it
-      host: 127.0.0.1
-      ports: {grpc: 6650, flight: 6651, http: 9040}
-      advertised: {broker_url: null, connect_url: null, flight_url: null}
-      auto_create_topics: true
-      bootstrap_namespaces: [default]
-      allow_insecure: false       # listen beyond this machine without auth
-      drain_seconds: 8
-      consumer_grace_seconds: 3600
-      tls: {cert_file: null, key_file: null, ca_file: null, client_auth: none}
-      auth:
-        mode: none                # none | token
-        jwt: {algorithm: null, secret: null, public_key_file: null, issuer: null, audience: null}
-        api_keys_file: null
-        mtls_principal: false
-        super_admins: []
-        audit_file: null
-      policies:                   # 0 is no limit
-        max_producers_per_topic: 0
-        max_subscriptions_per_topic: 0
-        max_consumers_per_topic: 0
-        max_consumers_per_subscription: 0
-        max_publish_rate: 0       # messages a second; more wait
-        max_subscription_dispatch_rate: 0
-        max_message_size: 0       # storage.max_message_size holds in any case
-      limits:
-        max_streams_per_connection: 1024
-        max_connections: 2048
-        max_requests_in_flight: 1024
-        max_topics: 100000
-        max_grpc_message_bytes: 4194304
-    dispatch:
-      max_unacked_messages: 1000
-      progress_flush_interval_seconds: 5
-      progress_min_offset_delta: 1000
+Owns: every setting with its default, its bounds and the sentence that says what it is about; how
+settings are read and checked. Does not own: how they are shown (`ister.config_reference`), nor
+what they lead to. `ister config example` prints the whole tree.
+
     storage:
-      mode: wal_cloud             # wal_cloud | local_only | memory
-      ack: synced                 # memory | written | synced | tiered: of topics that name none
-      codec: bincode2             # bincode2 | bincode1: of topics made from now on
-      max_message_size: 10485760
-      wal:
-        dir: ./ister-data/wal
-        cache_capacity: 1024
-        cache_max_bytes: 16777216
-        fsync_interval_ms: 5000
-        fsync_max_batch_bytes: 10485760
-        rotate_max_bytes: 536870912
-        rotate_max_seconds: 3600
-        stream_chunk_size: 4194304
-        buffer_max_bytes: 67108864
-        buffer_full: block        # block | refuse
-        writer_threads: 4
-        max_open_files: 256
-        retention:                # local files; only what is in the bucket ever goes
-          check_interval_minutes: 5
-          time_minutes: 1440
-          size_mb: 10240
-          active_subscription_grace_seconds: 300
-          verify: content         # content | size: how the bucket's copy is checked before
-      uploader:
-        engine: auto              # auto | embedded | spark | none
-        interval_seconds: 10
-        max_batch_bytes: 8388608
-        max_object_bytes: 134217728
-        max_object_seconds: 300
-        finalize: direct          # direct | copy
-        stream_chunk_size: 8388608
-        concurrent_parts: 4
-        index_every_messages: 1000
-        threads: 4
-        max_lag_bytes: 8589934592
+      ack: synced
+      wal: {dir: ./ister-data/wal}
       cloud:
-        backend: fs               # fs (alias local) | s3 | gcs | azblob | memory
-        root: ./ister-data/objects
-        options: {}               # region, endpoint, access_key, secret_key, …
-        call_timeout_seconds: 60
-        retention: {time_minutes: null, size_mb: null}
-        orphan_grace_minutes: 1440
-      cloud_reader:
-        fetch_chunk_size: 4194304
-        enable_ranged_reads: true
-        read_ahead: true
-        on_damage: error          # error | skip
-      metadata:
-        backend: sqlite           # sqlite | etcd | memory
-        path: ./ister-data/metadata.db
-        endpoints: []             # of etcd, host:port
-        username: null
-        password: null
-        root_prefix: /danube
-        lease_ttl_seconds: 15
+        backend: s3
+        root: s3://bucket/prefix
+        options: {region: eu-central-1, secret_key: "${SECRET}"}
 
 `${NAME}` in a value is replaced by the environment variable of that name (`${NAME:-text}` has a
 default), and `ISTER_STORAGE__WAL__DIR` overrides `storage.wal.dir`. A key that does not exist is
@@ -103,10 +23,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import yaml
 
@@ -138,6 +58,7 @@ __all__ = [
     "Config",
     "DispatchConfig",
     "Engine",
+    "Examined",
     "ExportConfig",
     "Finalize",
     "JwtConfig",
@@ -146,7 +67,9 @@ __all__ = [
     "MetadataConfig",
     "ObjectFormat",
     "OnDamage",
+    "Origin",
     "PipelineConfig",
+    "Problem",
     "ScrubConfig",
     "StorageConfig",
     "StorageMode",
@@ -156,6 +79,7 @@ __all__ = [
     "Verify",
     "WalConfig",
     "WalRetentionConfig",
+    "examine_config",
     "load_config",
 ]
 
@@ -244,61 +168,127 @@ class BufferFull(StrEnum):
     REFUSE = "refuse"
 
 
-def _setting(default: Any, *, low: int | None = None, high: int | None = None) -> Any:
-    return field(default=default, metadata={"low": low, "high": high})
+def _setting(
+    default: Any,
+    *,
+    says: str,
+    low: int | None = None,
+    high: int | None = None,
+    is_number: bool = False,
+    is_secret: bool = False,
+) -> Any:
+    """One setting.
 
-
-def _optional(*, low: int | None = None, high: int | None = None) -> Any:
-    """A whole number, or null for "no limit"."""
-    return field(default=None, metadata={"low": low, "high": high, "is_number": True})
+    Args:
+        default: What it is unless said otherwise; its kind is that of the setting.
+        says: What it is about, for `ister config` and the reference.
+        low: A number's least value.
+        high: A number's largest value.
+        is_number: It is a number or null, which a default of null does not tell.
+        is_secret: It is never shown, nor is anything of it.
+    """
+    return field(
+        **({"default_factory": dict} if default == {} else {"default": default}),
+        repr=not is_secret,
+        metadata={
+            "says": says,
+            "low": low,
+            "high": high,
+            "is_number": is_number,
+            "is_secret": is_secret,
+        },
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalRetentionConfig:
     """`storage.wal.retention`: when local files go. Only what the bucket has ever does."""
 
-    check_interval_minutes: int = _setting(5, low=1, high=100_000)
-    """How often files are looked at."""
-    time_minutes: int | None = field(
-        default=1440, metadata={"low": 0, "high": None, "is_number": True}
+    check_interval_minutes: int = _setting(
+        5, low=1, high=100_000, says="How often local files and objects are looked at."
     )
-    """A rotated file that was last written to so long ago goes; null keeps it."""
-    size_mb: int | None = field(default=10240, metadata={"low": 0, "high": None, "is_number": True})
-    """The oldest rotated files of a topic go while all of them take more; null keeps them."""
-    active_subscription_grace_seconds: int = _setting(300, low=0)
-    """A subscription that moved within this time keeps the files that it has yet to read."""
-    verify: Verify = _setting(Verify.CONTENT)
-    """How the bucket's copy is checked before the local one goes."""
+    time_minutes: int | None = _setting(
+        1440,
+        low=0,
+        is_number=True,
+        says="A rotated file that was last written to so long ago goes; null keeps it.",
+    )
+    size_mb: int | None = _setting(
+        10240,
+        low=0,
+        is_number=True,
+        says="The oldest rotated files of a topic go while all of them take more; null keeps them.",
+    )
+    active_subscription_grace_seconds: int = _setting(
+        300,
+        low=0,
+        says="A subscription that moved within this time keeps the files that it has yet to read.",
+    )
+    verify: Verify = _setting(
+        Verify.CONTENT,
+        says="How the bucket's copy is checked before the local one goes: `content`, every byte, "
+        "or `size`.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalConfig:
-    """`storage.wal`."""
+    """`storage.wal`: messages in local files, where they are first."""
 
-    dir: str | None = _setting(None)
-    """The directory of all topics' logs. Without one, nothing is kept on disk."""
-    cache_capacity: int = _setting(1024, low=1, high=1 << 24)
-    """Messages kept in memory per topic for readers near the tail."""
-    cache_max_bytes: int = _setting(16 * MIB, low=KIB)
-    """The same in bytes, whichever is reached first."""
-    fsync_interval_ms: int = _setting(5000, low=1, high=3_600_000)
-    """How long written bytes may stay unsynced when nobody waits for `synced`."""
-    fsync_max_batch_bytes: int = _setting(10 * MIB, low=1)
-    """How many written bytes may stay unsynced when nobody waits for `synced`."""
-    rotate_max_bytes: int = _setting(512 * MIB, low=4 * KIB)
-    """A file of this size is followed by a new one."""
-    rotate_max_seconds: int = _setting(3600, low=1)
-    """A file of this age is followed by a new one at the next append."""
-    stream_chunk_size: int = _setting(4 * MIB, low=64 * KIB, high=64 * MIB)
-    """How much a reader reads from a file at once, and so its memory."""
-    buffer_max_bytes: int = _setting(64 * MIB, low=64 * KIB)
-    """Appended and not yet written bytes per topic."""
-    buffer_full: BufferFull = _setting(BufferFull.BLOCK)
-    """Whether an append waits for room in the buffer or is refused."""
-    writer_threads: int = _setting(4, low=1, high=64)
-    """Threads that write and sync for all topics together."""
-    max_open_files: int = _setting(256, low=1)
-    """Writer handles open at once; the longest idle ones are closed beyond that."""
+    dir: str | None = _setting(
+        None,
+        says="The directory of all topics' logs; `wal_cloud` needs one, and without one nothing "
+        "is kept on disk.",
+    )
+    cache_capacity: int = _setting(
+        1024,
+        low=1,
+        high=1 << 24,
+        says="Messages kept in memory per topic for readers near the tail.",
+    )
+    cache_max_bytes: int = _setting(
+        16 * MIB, low=KIB, says="The same in bytes, whichever is reached first."
+    )
+    fsync_interval_ms: int = _setting(
+        5000,
+        low=1,
+        high=3_600_000,
+        says="How long written bytes may stay unsynced when nobody waits for `synced`.",
+    )
+    fsync_max_batch_bytes: int = _setting(
+        10 * MIB,
+        low=1,
+        says="How many written bytes may stay unsynced when nobody waits for `synced`.",
+    )
+    rotate_max_bytes: int = _setting(
+        512 * MIB,
+        low=4 * KIB,
+        says="A file of this size is followed by a new one; one write (8 MiB) may go over it.",
+    )
+    rotate_max_seconds: int = _setting(
+        3600, low=1, says="A file of this age is followed by a new one at the next append."
+    )
+    stream_chunk_size: int = _setting(
+        4 * MIB,
+        low=64 * KIB,
+        high=64 * MIB,
+        says="How much a reader reads from a file at once, and so its memory.",
+    )
+    buffer_max_bytes: int = _setting(
+        64 * MIB, low=64 * KIB, says="Appended and not yet written bytes per topic."
+    )
+    buffer_full: BufferFull = _setting(
+        BufferFull.BLOCK,
+        says="Whether an append waits for room in the buffer, or is refused with `CapacityError`.",
+    )
+    writer_threads: int = _setting(
+        4, low=1, high=64, says="Threads that write and sync for all topics together."
+    )
+    max_open_files: int = _setting(
+        256,
+        low=1,
+        says="Writer handles open at once; beyond that the longest idle are synced and closed.",
+    )
     retention: WalRetentionConfig = field(default_factory=WalRetentionConfig)
 
 
@@ -306,98 +296,172 @@ class WalConfig:
 class UploaderConfig:
     """`storage.uploader`: how synced messages become objects."""
 
-    engine: Engine = _setting(Engine.AUTO)
-    """Who uploads; `none` leaves it to calls of `Topic.upload`."""
-    interval_seconds: int = _setting(10, low=1, high=86_400)
-    """What is synced waits at most so long for its upload to begin."""
-    max_batch_bytes: int = _setting(8 * MIB, low=1)
-    """So many bytes are uploaded before their time."""
-    max_object_bytes: int = _setting(128 * MIB, low=4 * KIB)
-    """An object is cut before it becomes larger; a larger message has one of its own."""
-    max_object_seconds: int = _setting(300, low=1)
-    """An object is cut before a message published so much later than its first."""
-    finalize: Finalize = _setting(Finalize.DIRECT)
-    """How an object gets its final name."""
-    stream_chunk_size: int = _setting(8 * MIB, low=64 * KIB, high=512 * MIB)
-    """The size of a part of an upload; S3 wants at least 5 MiB."""
-    concurrent_parts: int = _setting(4, low=1, high=64)
-    """Parts of one object in flight at once."""
-    index_every_messages: int = _setting(1000, low=1)
-    """The distance of entries in an object's index; widens so that there are at most 512."""
-    threads: int = _setting(4, low=1, high=64)
-    """Topics uploaded at once, and so the memory that uploads take."""
-    max_lag_bytes: int = _setting(8 * GIB, low=1)
-    """Synced bytes of a topic that are not in the bucket; beyond that its producers are slowed."""
+    engine: Engine = _setting(
+        Engine.AUTO,
+        says="Who uploads: `auto`, this process unless a pipeline holds the lease; `embedded`, "
+        "this process in any case; `spark`, a pipeline in any case; `none`, calls of "
+        "`Topic.upload`.",
+    )
+    interval_seconds: int = _setting(
+        10, low=1, high=86_400, says="What is synced waits at most so long for its upload to begin."
+    )
+    max_batch_bytes: int = _setting(
+        8 * MIB, low=1, says="So many bytes are uploaded before their time."
+    )
+    max_object_bytes: int = _setting(
+        128 * MIB,
+        low=4 * KIB,
+        says="An object is cut before it becomes larger; a larger message has one of its own.",
+    )
+    max_object_seconds: int = _setting(
+        300, low=1, says="An object is cut before a message published so much later than its first."
+    )
+    finalize: Finalize = _setting(
+        Finalize.DIRECT,
+        says="How an object gets its final name: `direct`, or `copy` from a pending one, for "
+        "stores that show objects under way.",
+    )
+    stream_chunk_size: int = _setting(
+        8 * MIB,
+        low=64 * KIB,
+        high=512 * MIB,
+        says="The size of a part of an upload; S3 wants at least 5 MiB.",
+    )
+    concurrent_parts: int = _setting(
+        4, low=1, high=64, says="Parts of one object in flight at once."
+    )
+    index_every_messages: int = _setting(
+        1000,
+        low=1,
+        says="The distance of entries in an object's index, or 1 MiB; widens so that there are "
+        "at most 512.",
+    )
+    threads: int = _setting(
+        4, low=1, high=64, says="Topics uploaded at once, and so the memory that uploads take."
+    )
+    max_lag_bytes: int = _setting(
+        8 * GIB,
+        low=1,
+        says="Synced bytes of a topic that are not in the bucket; beyond that producers wait, or "
+        "are refused as `buffer_full` says.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudRetentionConfig:
     """`storage.cloud.retention`: when objects go. By default they stay."""
 
-    time_minutes: int | None = _optional(low=1)
-    """An object whose last message is so old goes; null keeps it."""
-    size_mb: int | None = _optional(low=1)
-    """The oldest objects of a topic go while all of them take more; null keeps them."""
+    time_minutes: int | None = _setting(
+        None,
+        low=1,
+        is_number=True,
+        says="An object whose last message is so old goes; null keeps it.",
+    )
+    size_mb: int | None = _setting(
+        None,
+        low=1,
+        is_number=True,
+        says="The oldest objects of a topic go while all of them take more; null keeps them.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudConfig:
     """`storage.cloud`: where objects live."""
 
-    backend: CloudBackend = _setting(CloudBackend.FS)
-    root: str | None = _setting(None)
-    """A directory for `fs` (`objects` beside `wal.dir` unless set), `s3://bucket/prefix`, …"""
-    options: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """What the backend needs, credentials among it; never shown."""
-    call_timeout_seconds: int = _setting(60, low=1, high=3600)
-    """The deadline of a call to the store."""
+    backend: CloudBackend = _setting(
+        CloudBackend.FS, says="Which kind of object store; `local` is another word for `fs`."
+    )
+    root: str | None = _setting(
+        None,
+        says="A directory for `fs` (`objects` beside `wal.dir` unless set), "
+        "`s3://bucket/prefix`, `gs://…`, `azblob://…`",
+    )
+    options: Mapping[str, str] = _setting(
+        {},
+        is_secret=True,
+        says="What the store needs: `region`, `endpoint`, `access_key`, `secret_key`, …; never "
+        "shown.",
+    )
+    call_timeout_seconds: int = _setting(
+        60, low=1, high=3600, says="The deadline of a call to the store."
+    )
     retention: CloudRetentionConfig = field(default_factory=CloudRetentionConfig)
-    orphan_grace_minutes: int = _setting(1440, low=0)
-    """Objects that belong to no topic any more, or never did, are removed after so long."""
+    orphan_grace_minutes: int = _setting(
+        1440,
+        low=0,
+        says="Objects that belong to no topic any more, or never did, are removed after so long.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudReaderConfig:
     """`storage.cloud_reader`: how history is read."""
 
-    fetch_chunk_size: int = _setting(4 * MIB, low=64 * KIB, high=64 * MIB)
-    """How much of an object is read at once, and so a reader's memory."""
-    enable_ranged_reads: bool = _setting(True)
-    """Read parts of objects; off, whole ones, for stores that cannot."""
-    read_ahead: bool = _setting(True)
-    """Fetch the next chunk while this one is used."""
-    on_damage: OnDamage = _setting(OnDamage.ERROR)
-    """Whether a damaged message is an error or is left out."""
+    fetch_chunk_size: int = _setting(
+        4 * MIB,
+        low=64 * KIB,
+        high=64 * MIB,
+        says="How much of an object is read at once, and so a reader's memory.",
+    )
+    enable_ranged_reads: bool = _setting(
+        True, says="Whether parts of objects are read; off, whole ones, for stores that cannot."
+    )
+    read_ahead: bool = _setting(
+        True, says="Whether the next chunk is fetched while this one is used."
+    )
+    on_damage: OnDamage = _setting(
+        OnDamage.ERROR,
+        says="Whether a damaged message of an object is an error, or is left out and logged.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataConfig:
     """`storage.metadata`: who owns a topic, and which objects it consists of."""
 
-    backend: MetadataBackend = _setting(MetadataBackend.SQLITE)
-    path: str | None = _setting(None)
-    """SQLite's file; `metadata.db` beside `wal.dir` unless set."""
-    endpoints: tuple[str, ...] = ()
-    """etcd's, as host:port."""
-    username: str | None = _setting(None)
-    password: str | None = field(
-        default=None, repr=False, metadata={"low": None, "high": None, "is_secret": True}
+    backend: MetadataBackend = _setting(
+        MetadataBackend.SQLITE,
+        says="Which kind of metadata store; `etcd` needs the extra `ister[etcd]`.",
     )
-    root_prefix: str = _setting("/danube")
-    """What every key begins with."""
-    lease_ttl_seconds: int = _setting(15, low=2, high=3600)
-    """How long after its end a process still counts as the owner of its topics."""
+    path: str | None = _setting(
+        None, says="SQLite's file; `metadata.db` beside `wal.dir` unless set."
+    )
+    endpoints: tuple[str, ...] = _setting((), says="etcd's, as host:port.")
+    username: str | None = _setting(None, says="Who this is to etcd.")
+    password: str | None = _setting(None, is_secret=True, says="Its password; never shown.")
+    root_prefix: str = _setting("/danube", says="What every key begins with.")
+    lease_ttl_seconds: int = _setting(
+        15,
+        low=2,
+        high=3600,
+        says="How long after its end a process still counts as the owner of its topics.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """`storage`."""
+    """`storage`: where messages go, and how."""
 
-    mode: StorageMode = _setting(StorageMode.WAL_CLOUD)
-    ack: AckLevel = _setting(AckLevel.SYNCED)
-    codec: Codec = _setting(Codec.BINCODE2)
-    max_message_size: int = _setting(MESSAGE_SIZE_BYTES_DEFAULT, low=1, high=MESSAGE_SIZE_BYTES_MAX)
-    """The largest payload that an append takes."""
+    mode: StorageMode = _setting(
+        StorageMode.WAL_CLOUD,
+        says="Where messages go: `wal_cloud`, files and then a bucket; `local_only`, files "
+        "alone; `memory`, nothing is kept.",
+    )
+    ack: AckLevel = _setting(
+        AckLevel.SYNCED, says="When an append counts, for topics that do not say it themselves."
+    )
+    codec: Codec = _setting(
+        Codec.BINCODE2,
+        says="How messages of topics made from now on are encoded: `bincode2` (Danube 0.12 and "
+        "later) or `bincode1`.",
+    )
+    max_message_size: int = _setting(
+        MESSAGE_SIZE_BYTES_DEFAULT,
+        low=1,
+        high=MESSAGE_SIZE_BYTES_MAX,
+        says="The largest payload that an append takes, in bytes.",
+    )
     wal: WalConfig = field(default_factory=WalConfig)
     uploader: UploaderConfig = field(default_factory=UploaderConfig)
     cloud: CloudConfig = field(default_factory=CloudConfig)
@@ -422,133 +486,175 @@ class AuthMode(StrEnum):
     TOKEN = "token"  # noqa: S105 - a word, not one
 
 
-def _secret() -> Any:
-    return field(default=None, repr=False, metadata={"low": None, "high": None, "is_secret": True})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerPortsConfig:
-    """`broker.ports`; 0 takes any free one."""
+    """`broker.ports`: where it listens; 0 takes any free one."""
 
-    grpc: int = _setting(6650, low=0, high=65_535)
-    """Danube's protocol."""
-    flight: int = _setting(6651, low=0, high=65_535)
-    """Arrow Flight: bulk publishing, ranges, tails."""
-    http: int = _setting(9040, low=0, high=65_535)
-    """Health and metrics."""
+    grpc: int = _setting(
+        6650, low=0, high=65_535, says="Danube's protocol, for clients that publish and subscribe."
+    )
+    flight: int = _setting(
+        6651, low=0, high=65_535, says="Arrow Flight: bulk publishing, ranges, tails."
+    )
+    http: int = _setting(9040, low=0, high=65_535, says="The dashboard, health and metrics.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvertisedConfig:
     """`broker.advertised`: the addresses that clients are told; where it listens unless set."""
 
-    broker_url: str | None = _setting(None)
-    """The broker's own address, with http:// or https://."""
-    connect_url: str | None = _setting(None)
-    """Where clients connect to, if a proxy is in between."""
-    flight_url: str | None = _setting(None)
-    """Where Arrow Flight is, as grpc://host:port or grpc+tls://host:port."""
+    broker_url: str | None = _setting(
+        None, says="The broker's own address, with http:// or https://."
+    )
+    connect_url: str | None = _setting(
+        None, says="Where clients connect to, if a proxy is in between."
+    )
+    flight_url: str | None = _setting(
+        None, says="Where Arrow Flight is, as grpc://host:port or grpc+tls://host:port."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
     """`broker.tls`: with a certificate all three ports speak TLS alone."""
 
-    cert_file: str | None = _setting(None)
-    """The broker's certificate chain, PEM."""
-    key_file: str | None = _setting(None)
-    """Its private key, PEM."""
-    ca_file: str | None = _setting(None)
-    """Who signs the certificates of clients, PEM."""
-    client_auth: ClientAuth = _setting(ClientAuth.NONE)
-    """Whether clients show a certificate of their own."""
+    cert_file: str | None = _setting(None, says="The broker's certificate chain, PEM.")
+    key_file: str | None = _setting(None, says="Its private key, PEM.")
+    ca_file: str | None = _setting(None, says="Who signs the certificates of clients, PEM.")
+    client_auth: ClientAuth = _setting(
+        ClientAuth.NONE, says="Whether clients have to show a certificate of their own."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JwtConfig:
     """`broker.auth.jwt`: tokens that somebody else signs."""
 
-    algorithm: str | None = _setting(None)
-    """The only one that is taken: HS256, RS256, ES256, EdDSA, …"""
-    secret: str | None = _secret()
-    """The key of HS256, HS384 and HS512."""
-    public_key_file: str | None = _setting(None)
-    """The key of all others, PEM."""
-    issuer: str | None = _setting(None)
-    """What `iss` has to be."""
-    audience: str | None = _setting(None)
-    """What `aud` has to name."""
-    leeway_seconds: int = _setting(30, low=0, high=60)
-    """How far clocks may be apart."""
+    algorithm: str | None = _setting(
+        None, says="The only one that is taken: HS256, RS256, ES256, EdDSA, …"
+    )
+    secret: str | None = _setting(
+        None, is_secret=True, says="The key of HS256, HS384 and HS512; never shown."
+    )
+    public_key_file: str | None = _setting(None, says="The key of all other algorithms, PEM.")
+    issuer: str | None = _setting(None, says="What `iss` has to be.")
+    audience: str | None = _setting(None, says="What `aud` has to name.")
+    leeway_seconds: int = _setting(30, low=0, high=60, says="How far clocks may be apart.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthConfig:
     """`broker.auth`: who may call."""
 
-    mode: AuthMode = _setting(AuthMode.NONE)
+    mode: AuthMode = _setting(
+        AuthMode.NONE,
+        says="With `token` callers have to say who they are: by a token, a key or a certificate.",
+    )
     jwt: JwtConfig = field(default_factory=JwtConfig)
-    api_keys_file: str | None = _setting(None)
-    """A line per key: its name and its SHA-256; read again when it changes."""
-    mtls_principal: bool = _setting(False)
-    """Whether a client's certificate says who it is."""
-    super_admins: tuple[str, ...] = ()
-    """Who may do everything."""
-    audit_file: str | None = _setting(None)
-    """Where refusals and changes are noted, a JSON object a line; the logger "ister.audit" unless
-    set."""
+    api_keys_file: str | None = _setting(
+        None,
+        says="A file with a line per key: its name and its SHA-256; read again when it changes.",
+    )
+    mtls_principal: bool = _setting(False, says="Whether a client's certificate says who it is.")
+    super_admins: tuple[str, ...] = _setting((), says="Who may do everything.")
+    audit_file: str | None = _setting(
+        None,
+        says="Where refusals and changes are noted, a JSON object a line; the logger "
+        "`ister.audit` unless set.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerPoliciesConfig:
     """`broker.policies`: bounds of a topic, unless it or its namespace has its own; 0 is none."""
 
-    max_producers_per_topic: int = _setting(0, low=0)
-    max_subscriptions_per_topic: int = _setting(0, low=0)
-    max_consumers_per_topic: int = _setting(0, low=0)
-    max_consumers_per_subscription: int = _setting(0, low=0)
-    max_publish_rate: int = _setting(0, low=0)
-    """Messages a second into a topic; what is more waits."""
-    max_subscription_dispatch_rate: int = _setting(0, low=0)
-    """Messages a second out of a subscription; what is more waits."""
-    max_message_size: int = _setting(0, low=0, high=MESSAGE_SIZE_BYTES_MAX)
-    """Bytes of a payload, where that is less than `storage.max_message_size`."""
+    max_producers_per_topic: int = _setting(
+        0, low=0, says="Producers of a topic that were heard of within a minute; 0 is no limit."
+    )
+    max_subscriptions_per_topic: int = _setting(
+        0, low=0, says="Subscriptions of a topic; 0 is no limit."
+    )
+    max_consumers_per_topic: int = _setting(
+        0, low=0, says="Connected consumers of a topic; 0 is no limit."
+    )
+    max_consumers_per_subscription: int = _setting(
+        0, low=0, says="Connected consumers of a subscription; 0 is no limit."
+    )
+    max_publish_rate: int = _setting(
+        0, low=0, says="Messages a second into a topic; what is more waits; 0 is no limit."
+    )
+    max_subscription_dispatch_rate: int = _setting(
+        0, low=0, says="Messages a second out of a subscription; what is more waits; 0 is no limit."
+    )
+    max_message_size: int = _setting(
+        0,
+        low=0,
+        high=MESSAGE_SIZE_BYTES_MAX,
+        says="Bytes of a payload, where that is less than `storage.max_message_size`; 0 is no "
+        "limit.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerLimitsConfig:
     """`broker.limits`: what one broker takes on."""
 
-    max_streams_per_connection: int = _setting(1024, low=1, high=100_000)
-    """Calls under way on one connection; more of them wait in the client."""
-    max_connections: int = _setting(2048, low=1)
-    """Consumers with an open stream; more of them are refused."""
-    max_requests_in_flight: int = _setting(1024, low=1)
-    """Calls under way in all; more of them are refused."""
-    max_topics: int = _setting(100_000, low=1)
-    """Topics that clients make by using them; more of them are refused."""
-    max_grpc_message_bytes: int = _setting(4 * MIB, low=64 * KIB, high=MESSAGE_SIZE_BYTES_MAX)
-    """A message sent by gRPC; Danube's clients cannot receive larger ones than 4 MiB."""
+    max_streams_per_connection: int = _setting(
+        1024,
+        low=1,
+        high=100_000,
+        says="Calls under way on one connection; more of them wait in the client.",
+    )
+    max_connections: int = _setting(
+        2048, low=1, says="Consumers with an open stream; more of them are refused."
+    )
+    max_requests_in_flight: int = _setting(
+        1024,
+        low=1,
+        says="Calls under way in all; more are refused. Each may hold a message, so this bounds "
+        "memory together with `storage.max_message_size`.",
+    )
+    max_topics: int = _setting(
+        100_000, low=1, says="Topics that clients make by using them; more of them are refused."
+    )
+    max_grpc_message_bytes: int = _setting(
+        4 * MIB,
+        low=64 * KIB,
+        high=MESSAGE_SIZE_BYTES_MAX,
+        says="The largest message sent by gRPC; Danube's clients cannot receive larger ones than "
+        "4 MiB.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerConfig:
-    """`broker`: what `ister serve` does."""
+    """`broker`: what `ister serve` does; the log itself needs none of it."""
 
-    host: str = _setting("127.0.0.1")
-    """The address to listen on."""
+    host: str = _setting("127.0.0.1", says="The address to listen on.")
     ports: BrokerPortsConfig = field(default_factory=BrokerPortsConfig)
     advertised: AdvertisedConfig = field(default_factory=AdvertisedConfig)
-    auto_create_topics: bool = _setting(True)
-    """Whether a topic is made when a producer first names it."""
-    bootstrap_namespaces: tuple[str, ...] = ("default",)
-    """Namespaces that exist from the start, beside `default` and `system`."""
-    allow_insecure: bool = _setting(False)
-    """Whether to listen beyond this machine although callers need not say who they are."""
-    drain_seconds: int = _setting(8, low=1, high=3600)
-    """How long calls under way may take once the broker is told to end."""
-    consumer_grace_seconds: int = _setting(3600, low=1, high=31 * 86_400)
-    """How long after its stream ended a consumer's key filters still hold messages for it."""
+    auto_create_topics: bool = _setting(
+        True, says="Whether a topic is made when a producer first names it."
+    )
+    bootstrap_namespaces: tuple[str, ...] = _setting(
+        ("default",), says="Namespaces that exist from the start, beside `default` and `system`."
+    )
+    allow_insecure: bool = _setting(
+        False,
+        says="Whether to listen beyond this machine although callers need not say who they are.",
+    )
+    drain_seconds: int = _setting(
+        8,
+        low=1,
+        high=3600,
+        says="How long calls under way may take once the broker is told to end.",
+    )
+    consumer_grace_seconds: int = _setting(
+        3600,
+        low=1,
+        high=31 * 86_400,
+        says="How long after its stream ended a consumer's key filters still hold messages for it.",
+    )
     tls: TlsConfig = field(default_factory=TlsConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     policies: BrokerPoliciesConfig = field(default_factory=BrokerPoliciesConfig)
@@ -559,12 +665,18 @@ class BrokerConfig:
 class DispatchConfig:
     """`dispatch`: how subscriptions deliver, unless one says otherwise."""
 
-    max_unacked_messages: int = _setting(1000, low=1, high=100_000)
-    """Messages that a consumer may have and not have acknowledged."""
-    progress_flush_interval_seconds: int = _setting(5, low=1, high=3600)
-    """A cursor that moved is written after so long at the latest."""
-    progress_min_offset_delta: int = _setting(1000, low=1)
-    """A cursor that moved so far is written at once."""
+    max_unacked_messages: int = _setting(
+        1000,
+        low=1,
+        high=100_000,
+        says="Messages that a consumer may have and not have acknowledged.",
+    )
+    progress_flush_interval_seconds: int = _setting(
+        5, low=1, high=3600, says="A cursor that moved is written after so long at the latest."
+    )
+    progress_min_offset_delta: int = _setting(
+        1000, low=1, says="A cursor that moved so far is written at once."
+    )
 
 
 class ObjectFormat(StrEnum):
@@ -596,64 +708,73 @@ class TableFormat(StrEnum):
 class CompactConfig:
     """`pipeline.compact`: when and how small objects are merged."""
 
-    every_minutes: int | None = field(
-        default=60, metadata={"low": 1, "high": None, "is_number": True}
+    every_minutes: int | None = _setting(
+        60, low=1, is_number=True, says="How often small objects are merged; null never."
     )
-    """How often; null never."""
-    topics: tuple[str, ...] = ("*",)
-    """Names and patterns."""
-    format: ObjectFormat = _setting(ObjectFormat.DNB1)
-    """What they become."""
-    keep: Keep = _setting(Keep.ALL)
-    """Which messages stay; `latest-per-key` needs `format: parquet`."""
-    target_mb: int = _setting(128, low=1, high=2048)
-    """About how large merged objects become; objects of half that size are left alone."""
-    min_objects: int = _setting(4, low=2, high=100)
-    """Fewer neighbours than this are not worth it."""
+    topics: tuple[str, ...] = _setting(("*",), says="Of which topics: names and patterns.")
+    format: ObjectFormat = _setting(
+        ObjectFormat.DNB1,
+        says="What they become: `dnb1`, frames as uploads make them, or `parquet`, tables.",
+    )
+    keep: Keep = _setting(
+        Keep.ALL,
+        says="Which messages stay: `all`, or `latest-per-key`, which needs `format: parquet`.",
+    )
+    target_mb: int = _setting(
+        128,
+        low=1,
+        high=2048,
+        says="About how large merged objects become; objects of half that size are left alone.",
+    )
+    min_objects: int = _setting(
+        4, low=2, high=100, says="Fewer neighbours than this are not worth it."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig:
     """`pipeline.export`: topics as tables. Nothing is exported unless `to` is set."""
 
-    every_minutes: int = _setting(15, low=1)
-    """How often."""
-    topics: tuple[str, ...] = ("*",)
-    """Names and patterns."""
-    format: TableFormat = _setting(TableFormat.PARQUET)
-    to: str | None = _setting(None)
-    """A directory or URL (Parquet, Delta), a table's name (Iceberg); `{namespace}` and `{topic}`
-    stand for those of each topic."""
-    schema: str | None = _setting(None)
-    """A file with a JSON Schema: its properties become columns. Without one, the envelope's."""
-    catalog: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Iceberg: properties of its catalog (`type`, `uri`, `warehouse`, …)."""
+    every_minutes: int = _setting(15, low=1, says="How often topics are exported, if `to` is set.")
+    topics: tuple[str, ...] = _setting(("*",), says="Which topics: names and patterns.")
+    format: TableFormat = _setting(TableFormat.PARQUET, says="What they are exported to.")
+    to: str | None = _setting(
+        None,
+        says="A directory or URL (Parquet, Delta) or a table's name (Iceberg); `{namespace}` and "
+        "`{topic}` stand for those of each topic.",
+    )
+    schema: str | None = _setting(
+        None,
+        says="A file with a JSON Schema, whose properties become columns; without one, the "
+        "envelope's.",
+    )
+    catalog: Mapping[str, str] = _setting(
+        {},
+        is_secret=True,
+        says="Properties of Iceberg's catalog (`type`, `uri`, `warehouse`, …); never shown.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrubConfig:
     """`pipeline.scrub`: when everything is checked."""
 
-    every_minutes: int | None = field(
-        default=1440, metadata={"low": 1, "high": None, "is_number": True}
+    every_minutes: int | None = _setting(
+        1440, low=1, is_number=True, says="How often everything is checked; null never."
     )
-    """How often; null never."""
-    topics: tuple[str, ...] = ("*",)
-    """Names and patterns."""
-    repair: bool = _setting(False)
-    """Whether what can be healed is."""
+    topics: tuple[str, ...] = _setting(("*",), says="Of which topics: names and patterns.")
+    repair: bool = _setting(False, says="Whether what can be healed is.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     """`pipeline`: what `ister pipeline run` does, and how often."""
 
-    master: str = _setting("local[*]")
-    """Where Spark runs."""
-    conf: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Settings of Spark."""
-    broker: str | None = _setting(None)
-    """A broker's Flight address, for messages that are not on the pipeline's machine."""
+    master: str = _setting("local[*]", says="Where Spark runs.")
+    conf: Mapping[str, str] = _setting({}, is_secret=True, says="Settings of Spark; never shown.")
+    broker: str | None = _setting(
+        None, says="A broker's Flight address, for messages that are not on the pipeline's machine."
+    )
     compact: CompactConfig = field(default_factory=CompactConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     scrub: ScrubConfig = field(default_factory=ScrubConfig)
@@ -667,6 +788,41 @@ class Config:
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+
+
+class Origin(StrEnum):
+    """Where a setting's value comes from."""
+
+    DEFAULT = "default"
+    FILE = "file"
+    """The config file, or the mapping."""
+    DIRECTORY = "directory"
+    """The data directory that was named in place of a file."""
+    ENVIRONMENT = "environment"
+    """An `ISTER_…` variable; `${NAME}` in a file counts as the file's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that settings cannot be used with."""
+
+    key: str | None
+    """The setting concerned; None if it is the whole file."""
+    message: str
+    hint: str | None
+    near: str | None = None
+    """The key that was perhaps meant, where `key` does not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What `examine_config` found."""
+
+    config: Config | None
+    """The settings; None if there are problems."""
+    problems: tuple[Problem, ...]
+    origins: Mapping[str, Origin]
+    """Of every setting that was named somewhere; all others have their defaults."""
 
 
 def load_config(source: ConfigSource, environment: Mapping[str, str] | None = None) -> Config:
@@ -683,20 +839,97 @@ def load_config(source: ConfigSource, environment: Mapping[str, str] | None = No
             them contradict each other. Names the key.
     """
     environment = os.environ if environment is None else environment
+    tree = _read_tree(source)
+    _apply_environment(tree, environment, _refuse)
+    tree = _expand(tree, environment, "", _refuse)
+    config: Config = _build(Config, tree, "", _refuse)
+    for _, error in _contradictions(config, tree):
+        raise error
+    return _fill_in_places(config)
+
+
+def examine_config(source: ConfigSource, environment: Mapping[str, str] | None = None) -> Examined:
+    """Everything that is wrong with settings, where `load_config` stops at the first.
+
+    Args:
+        source: As for `load_config`.
+        environment: As for `load_config`.
+    """
+    environment = os.environ if environment is None else environment
+    problems: list[Problem] = []
+
+    def note(key: str | None, error: ConfigError, near: str | None = None) -> None:
+        message = error.message if error.path is None else f"{error.message} ({error.path})"
+        problems.append(Problem(key=key, message=message, hint=error.hint, near=near))
+
+    try:
+        tree = _read_tree(source)
+    except ConfigError as error:
+        note(None, error)
+        return Examined(config=None, problems=tuple(problems), origins={})
+    _apply_environment(tree, environment, note)
+    is_directory = not isinstance(source, Mapping | None) and not _is_yaml(_path_of(source))
+    origins = dict(_origins(tree, "", Origin.DIRECTORY if is_directory else Origin.FILE))
+    tree = _expand(tree, environment, "", note)
+    config: Config = _build(Config, tree, "", note)
+    # A value that cannot be used has left its default behind: what follows from that is no news.
+    doubtful = {problem.key for problem in problems} | {problem.near for problem in problems}
+    for keys, contradiction in _contradictions(config, tree):
+        if not doubtful & set(keys):
+            note(keys[0], contradiction)
+    return Examined(
+        config=None if problems else _fill_in_places(config),
+        problems=tuple(problems),
+        origins=origins,
+    )
+
+
+class _Note(Protocol):
+    """What becomes of an error: it is raised, or noted beside others."""
+
+    def __call__(self, key: str | None, error: ConfigError, near: str | None = None) -> None: ...
+
+
+def _refuse(key: str | None, error: ConfigError, near: str | None = None) -> None:
+    raise error
+
+
+_BACKENDS_WITH_A_PLACE: Final = (CloudBackend.FS, CloudBackend.LOCAL, CloudBackend.MEMORY)
+"""Those whose objects are beside `wal.dir` unless told otherwise."""
+
+
+def _read_tree(source: ConfigSource) -> dict[str, Any]:
     if source is None:
-        tree: dict[str, Any] = {"storage": {"mode": "memory"}}
-    elif isinstance(source, Mapping):
-        tree = _copy(source)
-    else:
-        path = _path_of(source)
-        if path.endswith(_YAML_SUFFIXES):
-            tree = _read_yaml(path)
-        else:
-            tree = {"storage": {"wal": {"dir": os.path.join(path, "wal")}}}
-    _apply_environment(tree, environment)
-    tree = _expand(tree, environment, "")
-    config: Config = _build(Config, tree, "")
-    return _check_together(config, tree)
+        return {"storage": {"mode": "memory"}}
+    if isinstance(source, Mapping):
+        return _copy(source)
+    path = _path_of(source)
+    if _is_yaml(path):
+        return _read_yaml(path)
+    return {"storage": {"wal": {"dir": os.path.join(path, "wal")}}}
+
+
+def _origins(tree: Mapping[str, Any], prefix: str, named: Origin) -> Iterator[tuple[str, Origin]]:
+    """Of every value in a tree that the environment was applied to."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield path, named
+            yield from _origins(value, f"{path}.", named)
+        elif value is not None or not _is_null_by_default(path):
+            is_override = isinstance(value, _FromEnvironment)
+            yield path, Origin.ENVIRONMENT if is_override else named
+
+
+def _is_null_by_default(path: str) -> bool:
+    value: Any = Config()
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value is None
+
+
+def _is_yaml(path: str) -> bool:
+    return path.endswith(_YAML_SUFFIXES)
 
 
 def _path_of(source: object) -> str:
@@ -728,7 +961,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return tree
 
 
-def _apply_environment(tree: dict[str, Any], environment: Mapping[str, str]) -> None:
+def _apply_environment(tree: dict[str, Any], environment: Mapping[str, str], note: _Note) -> None:
     for name, value in sorted(environment.items()):
         if not name.startswith(_ENVIRONMENT_PREFIX) or "__" not in name:
             continue
@@ -739,50 +972,60 @@ def _apply_environment(tree: dict[str, Any], environment: Mapping[str, str]) -> 
             if child is None:
                 child = node[parent] = {}
             if not isinstance(child, dict):
-                raise ConfigError(f"{name} goes below {parent!r}, which is a single value")
+                text = f"{name} goes below {parent!r}, which is a single value"
+                note(".".join((*parents, last)), ConfigError(text))
+                break
             node = child
-        node[last] = _FromEnvironment(value)
+        else:
+            node[last] = _FromEnvironment(value)
 
 
-def _expand(value: Any, environment: Mapping[str, str], key: str) -> Any:
+def _expand(value: Any, environment: Mapping[str, str], key: str, note: _Note) -> Any:
     if isinstance(value, dict):
         return {
-            k: _expand(v, environment, f"{key}.{k}" if key else str(k)) for k, v in value.items()
+            k: _expand(v, environment, f"{key}.{k}" if key else str(k), note)
+            for k, v in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_expand(item, environment, key) for item in value]
-    if not isinstance(value, str):
+        return [_expand(item, environment, key, note) for item in value]
+    if not isinstance(value, str) or _REFERENCE.search(value) is None:
         return value
 
     def look_up(match: re.Match[str]) -> str:
         name, default = match.groups()
-        found = environment.get(name, default)
+        found: str | None = environment.get(name, default)
         if found is None:
-            raise ConfigError(f"{key}: the environment has no variable {name}")
+            note(key, ConfigError(f"{key}: the environment has no variable {name}"))
+            return match[0]
         return found
 
-    if _REFERENCE.search(value) is None:
-        return value
     return _FromEnvironment(_REFERENCE.sub(look_up, value))
 
 
-def _build(kind: Any, tree: Any, prefix: str) -> Any:
+def _build(kind: Any, tree: Any, prefix: str, note: _Note) -> Any:
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{prefix or 'the config'} has to be a tree of keys, not {tree!r}")
+        text = f"{prefix or 'the config'} has to be a tree of keys, not {tree!r}"
+        note(prefix or None, ConfigError(text))
+        return kind()
     known = {item.name: item for item in fields(kind)}
     values: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         item = known.get(str(key))
         if item is None:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"unknown key {path!r}", hint=hint)
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}"
+            near = f"{prefix}.{nearest[0]}" if nearest and prefix else "".join(nearest) or None
+            note(path, ConfigError(f"unknown key {path!r}", hint=hint), near)
+            continue
         default = _default_of(item)
         if is_dataclass(default):
-            values[item.name] = _build(type(default), {} if value is None else value, path)
-        else:
+            values[item.name] = _build(type(default), {} if value is None else value, path, note)
+            continue
+        try:
             values[item.name] = _convert(value, default, item.metadata, path)
+        except ConfigError as error:
+            note(path, error)
     return kind(**values)
 
 
@@ -860,64 +1103,103 @@ def _as_options(value: Any, path: str) -> dict[str, str]:
     return options
 
 
-def _check_together(config: Config, tree: Mapping[str, Any]) -> Config:
+def _contradictions(
+    config: Config, tree: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """What does not go together, with the keys concerned."""
     storage = config.storage
-    named = tree.get("storage") or {}
+    named = tree.get("storage")
+    named = named if isinstance(named, Mapping) else {}
     is_in_memory = storage.mode is StorageMode.MEMORY or (
         storage.mode is StorageMode.LOCAL_ONLY and storage.wal.dir is None
     )
+    keys: tuple[str, ...] = ("storage.ack", "storage.mode", "storage.wal.dir")
     if is_in_memory and named.get("ack") is not None and storage.ack is not AckLevel.MEMORY:
-        raise ConfigError(
-            f"storage.ack is {storage.ack.value!r}, and this log keeps everything in memory",
-            hint="set storage.wal.dir, or use ack 'memory'",
+        yield (
+            keys,
+            ConfigError(
+                f"storage.ack is {storage.ack.value!r}, and this log keeps everything in memory",
+                hint="set storage.wal.dir, or use ack 'memory'",
+            ),
         )
     if storage.mode is StorageMode.MEMORY and storage.wal.dir is not None:
-        raise ConfigError(
-            "storage.mode is 'memory' and storage.wal.dir is set", hint="take one of them out"
+        yield (
+            ("storage.wal.dir", "storage.mode"),
+            ConfigError(
+                "storage.mode is 'memory' and storage.wal.dir is set", hint="take one of them out"
+            ),
         )
     if storage.mode is StorageMode.WAL_CLOUD:
-        return _check_tiers(config)
-    if storage.ack is AckLevel.TIERED:
-        raise ConfigError(
-            f"storage.ack is 'tiered', and storage.mode {storage.mode.value!r} has no object store",
-            hint="use 'synced', which survives power loss, or mode 'wal_cloud'",
+        yield from _contradictions_of_tiers(storage)
+        return
+    if storage.ack is AckLevel.TIERED and not is_in_memory:
+        yield (
+            ("storage.ack", "storage.mode"),
+            ConfigError(
+                f"storage.ack is 'tiered', and storage.mode {storage.mode.value!r} "
+                "has no object store",
+                hint="use 'synced', which survives power loss, or mode 'wal_cloud'",
+            ),
         )
     for section in ("uploader", "cloud", "cloud_reader", "metadata"):
         if named.get(section):
-            raise ConfigError(
-                f"storage.{section} is set, and storage.mode {storage.mode.value!r} has no bucket",
-                hint="take it out, or use mode 'wal_cloud'",
+            yield (
+                (f"storage.{section}", "storage.mode"),
+                ConfigError(
+                    f"storage.{section} is set, and storage.mode {storage.mode.value!r} "
+                    "has no bucket",
+                    hint="take it out, or use mode 'wal_cloud'",
+                ),
             )
-    return config
 
 
-def _check_tiers(config: Config) -> Config:
-    """Fills in places that follow from `wal.dir`, and refuses what cannot work together."""
-    storage = config.storage
+def _contradictions_of_tiers(
+    storage: StorageConfig,
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    cloud, metadata = storage.cloud, storage.metadata
     if storage.wal.dir is None:
-        raise ConfigError(
-            "storage.wal.dir is not set, and mode 'wal_cloud' keeps messages there first",
-            hint="set it, or use mode 'memory'",
+        yield (
+            ("storage.wal.dir", "storage.wal", "storage.mode"),
+            ConfigError(
+                "storage.wal.dir is not set, and mode 'wal_cloud' keeps messages there first",
+                hint="set it, or use mode 'memory'",
+            ),
         )
+    if cloud.root is None and cloud.backend not in _BACKENDS_WITH_A_PLACE:
+        yield (
+            ("storage.cloud.root", "storage.cloud.backend"),
+            ConfigError(
+                f"storage.cloud.root is not set, and backend {cloud.backend.value!r} needs one",
+                hint="for example s3://bucket/prefix",
+            ),
+        )
+    if metadata.backend is MetadataBackend.ETCD and not metadata.endpoints:
+        yield (
+            ("storage.metadata.endpoints", "storage.metadata.backend"),
+            ConfigError(
+                "storage.metadata.endpoints is empty, and backend 'etcd' needs at least one",
+                hint="for example ['127.0.0.1:2379']",
+            ),
+        )
+    if not metadata.root_prefix.startswith("/") or metadata.root_prefix.endswith("/"):
+        yield (
+            ("storage.metadata.root_prefix",),
+            ConfigError(
+                f"storage.metadata.root_prefix is {metadata.root_prefix!r}",
+                hint="it begins with '/' and does not end with one",
+            ),
+        )
+
+
+def _fill_in_places(config: Config) -> Config:
+    """Places that follow from `wal.dir`."""
+    storage = config.storage
+    if storage.mode is not StorageMode.WAL_CLOUD or storage.wal.dir is None:
+        return config
     home = os.path.dirname(os.path.abspath(storage.wal.dir))
     cloud, metadata = storage.cloud, storage.metadata
     if cloud.root is None:
-        if cloud.backend not in (CloudBackend.FS, CloudBackend.LOCAL, CloudBackend.MEMORY):
-            raise ConfigError(
-                f"storage.cloud.root is not set, and backend {cloud.backend.value!r} needs one",
-                hint="for example s3://bucket/prefix",
-            )
         cloud = replace(cloud, root=os.path.join(home, "objects"))
     if metadata.backend is MetadataBackend.SQLITE and metadata.path is None:
         metadata = replace(metadata, path=os.path.join(home, "metadata.db"))
-    if metadata.backend is MetadataBackend.ETCD and not metadata.endpoints:
-        raise ConfigError(
-            "storage.metadata.endpoints is empty, and backend 'etcd' needs at least one",
-            hint="for example ['127.0.0.1:2379']",
-        )
-    if not metadata.root_prefix.startswith("/") or metadata.root_prefix.endswith("/"):
-        raise ConfigError(
-            f"storage.metadata.root_prefix is {metadata.root_prefix!r}",
-            hint="it begins with '/' and does not end with one",
-        )
     return replace(config, storage=replace(storage, cloud=cloud, metadata=metadata))

@@ -1,21 +1,28 @@
-"""Every metric declared once: name, kind, unit, one sentence. Readable in-process.
+"""Every metric declared once: name, kind, unit, one sentence, labels. Readable in-process.
 
-`METRICS` is the list; a name that is not in it cannot be counted. Values are kept per open log
-(not per topic: a process may have thousands of topics) and read with `Metrics.snapshot`. What has
-to be cheap is not counted at all but derived when somebody looks (`register_gauge`).
+`METRICS` is the list; a name that is not in it cannot be counted, and a broker serves no other.
+
+- scope `log`: kept per open log (not per topic: a process may have thousands of topics) and read
+  with `Metrics.snapshot`. On a broker's `/metrics` they are called `Metric.exposed`;
+- scope `broker`: what a broker says beside these, by topic and subscription and of its process.
+  They are collected when somebody asks (`ister.broker.exposition`), from plain numbers on the
+  objects concerned. Those that Danube has too have Danube's names.
+
+What has to be cheap is not counted at all but derived when somebody looks (`register_gauge`,
+`register_counter`).
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from ister.errors import check
 
-__all__ = ["METRICS", "Histogram", "Metric", "Metrics"]
+__all__ = ["BY_NAME", "LEFT_OUT", "METRICS", "Histogram", "Metric", "Metrics", "bounds_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +33,39 @@ class Metric:
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
     description: str
+    labels: tuple[str, ...] = ()
+    scope: Literal["log", "broker"] = "log"
+
+    @property
+    def exposed(self) -> str:
+        """What it is called on `/metrics`."""
+        if self.scope == "broker":
+            return self.name
+        name = "ister_" + self.name.replace(".", "_")
+        is_bare = self.kind == "counter" and not name.endswith("_total")
+        return f"{name}_total" if is_bare else name
 
 
-METRICS: Final[tuple[Metric, ...]] = (
+def _of_broker(
+    kind: Literal["counter", "gauge", "histogram"],
+    labels: tuple[str, ...],
+    *metrics: tuple[str, str, str],
+) -> tuple[Metric, ...]:
+    return tuple(
+        Metric(name, kind, unit, description, labels, "broker")
+        for name, unit, description in metrics
+    )
+
+
+_LOG: Final[tuple[Metric, ...]] = (
     Metric("wal.append_enq_latency_us", "histogram", "µs", "append(), one call in 256 measured"),
     Metric("wal.append_refused", "counter", "calls", "appends refused: full, stalled or closed"),
     Metric("wal.writer_flush_latency_ms", "histogram", "ms", "one write to the active file"),
     Metric("wal.writer_flush_bytes", "counter", "bytes", "bytes handed to write(2)"),
     Metric("wal.writer_sync_latency_ms", "histogram", "ms", "one fdatasync of the active file"),
     Metric("wal.writer_rotate_events", "counter", "files", "files ended by size or age"),
+    Metric("wal.rotated_by_size", "counter", "files", "of these, files that were large enough"),
+    Metric("wal.rotated_by_time", "counter", "files", "of these, files that were old enough"),
     Metric("wal.rotate_errors", "counter", "files", "rotations put off because of an error"),
     Metric("wal.writer_failures", "counter", "topics", "writers stopped by a write or sync error"),
     Metric("wal.writer_stalls", "counter", "times", "a full disk met; goes on when room is back"),
@@ -58,6 +89,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("wal_reader.rotated_files_accessed", "counter", "files", "rotated files opened to read"),
     Metric("wal_reader.active_readers", "gauge", "readers", "readers open now"),
     Metric("uploader.cycle_duration_seconds", "histogram", "s", "one upload cycle of one topic"),
+    Metric("uploader.object_latency_ms", "histogram", "ms", "one object, from reading to commit"),
     Metric("uploader.bytes_uploaded_total", "counter", "bytes", "bytes of committed objects"),
     Metric("uploader.objects_created_total", "counter", "objects", "objects committed"),
     Metric("uploader.objects_repaired_total", "counter", "objects", "bad objects uploaded again"),
@@ -72,6 +104,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("cloud_reader.fetch_latency_ms", "histogram", "ms", "one read from an object"),
     Metric("cloud_reader.objects_opened_total", "counter", "objects", "objects begun to be read"),
     Metric("cloud_reader.errors_total", "counter", "objects", "lost or damaged objects met"),
+    Metric("reader.opened_hot_total", "counter", "readers", "readers opened at local messages"),
+    Metric("reader.opened_history_total", "counter", "readers", "readers opened in the bucket"),
     Metric("reader.history_entered_total", "counter", "times", "readers that went to the bucket"),
     Metric("reader.handoffs_total", "counter", "times", "readers that came back to local files"),
     Metric("metadata.put_latency_seconds", "histogram", "s", "one commit of a descriptor"),
@@ -81,7 +115,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("retention.errors_total", "counter", "times", "retention runs that failed"),
     Metric("broker.topics", "gauge", "topics", "topics that this broker serves now"),
     Metric("broker.consumers", "gauge", "consumers", "consumers with an open stream"),
-    Metric("broker.messages_in_total", "counter", "messages", "messages sent over gRPC"),
+    Metric(
+        "broker.messages_in_total", "counter", "messages", "messages published over gRPC and Flight"
+    ),
     Metric("broker.bytes_in_total", "counter", "bytes", "payloads of these"),
     Metric("broker.schema_misfits", "gauge", "messages", "messages that did not fit their schema"),
     Metric("subscription.nacks_total", "counter", "messages", "messages that consumers gave back"),
@@ -102,36 +138,310 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
 )
 
-_BY_NAME: Final = {metric.name: metric for metric in METRICS}
-check(len(_BY_NAME) == len(METRICS), "a metric is declared once")
+_TOPIC: Final = ("topic",)
+_SUBSCRIPTION: Final = ("topic", "subscription")
+
+_BROKER: Final[tuple[Metric, ...]] = (
+    # Topics.
+    *_of_broker(
+        "counter",
+        _TOPIC,
+        ("danube_topic_messages_in_total", "messages", "messages published, by gRPC or Flight"),
+        ("danube_topic_bytes_in_total", "bytes", "payloads of these"),
+        ("danube_wal_append_total", "messages", "messages appended to the topic's log"),
+        ("danube_wal_append_bytes_total", "bytes", "frames of these"),
+    ),
+    *_of_broker(
+        "counter",
+        ("topic", "result", "error_code"),
+        ("danube_producer_send_total", "messages", "sends over gRPC, and what became of them"),
+    ),
+    *_of_broker(
+        "histogram",
+        _TOPIC,
+        ("danube_topic_message_size_bytes", "bytes", "payloads of the messages published"),
+        ("danube_producer_send_latency_ms", "ms", "sends over gRPC that were acknowledged"),
+    ),
+    *_of_broker(
+        "gauge",
+        _TOPIC,
+        ("danube_topic_active_producers", "producers", "producers heard of in the last minute"),
+        ("danube_topic_active_consumers", "consumers", "consumers with an open stream"),
+        ("danube_topic_active_subscriptions", "subscriptions", "subscriptions of the topic"),
+        ("ister_upload_lag_messages", "messages", "synced and not in the bucket"),
+        ("ister_upload_lag_bytes", "bytes", "the same in bytes, about"),
+        ("ister_upload_lag_seconds", "s", "how long the oldest of these has been waiting, about"),
+        ("ister_upload_failures", "cycles", "upload cycles that failed since the last good one"),
+    ),
+    *_of_broker(
+        "gauge",
+        ("topic", "state"),
+        ("ister_topic_state", "1", "1 for the state that the topic is in"),
+    ),
+    *_of_broker(
+        "gauge",
+        ("state",),
+        ("ister_topics", "topics", "topics of this broker, by their state"),
+    ),
+    # Subscriptions.
+    *_of_broker(
+        "counter",
+        _SUBSCRIPTION,
+        ("danube_consumer_messages_out_total", "messages", "messages handed to consumers"),
+        ("danube_consumer_bytes_out_total", "bytes", "payloads of these"),
+        ("danube_subscription_nack_total", "messages", "messages that consumers gave back"),
+        ("danube_subscription_redelivery_total", "messages", "messages sent again"),
+        ("danube_subscription_ack_timeout_total", "messages", "messages not answered in time"),
+        ("danube_subscription_retry_exhausted_total", "messages", "messages that failed too often"),
+        ("danube_subscription_dlq_total", "messages", "messages dead-lettered"),
+        ("ister_subscription_lost_total", "messages", "messages dropped or no longer kept"),
+    ),
+    *_of_broker(
+        "gauge",
+        _SUBSCRIPTION,
+        ("danube_subscription_active_consumers", "consumers", "consumers with an open stream"),
+        ("danube_subscription_lag_messages", "messages", "messages from the cursor to the end"),
+        ("danube_subscription_pending_redelivery", "messages", "messages that wait to come again"),
+        ("danube_subscription_terminal_blocked", "1", "1 while a failed message stops it"),
+        ("ister_subscription_in_flight_messages", "messages", "sent and not acknowledged"),
+    ),
+    # Calls, rights, schemas.
+    *_of_broker(
+        "counter",
+        ("service", "method", "result"),
+        ("danube_broker_rpc_total", "calls", "gRPC calls by their result, a status or OK"),
+    ),
+    *_of_broker(
+        "histogram",
+        ("service", "method"),
+        ("ister_rpc_latency_seconds", "s", "gRPC calls that were answered, without streams"),
+    ),
+    *_of_broker(
+        "counter",
+        ("reason", "topic_ns"),
+        ("danube_client_redirects_total", "look-ups", "clients sent to another broker"),
+    ),
+    *_of_broker(
+        "counter",
+        (),
+        ("danube_authz_allow_total", "calls", "what callers were allowed"),
+        ("danube_authz_deny_total", "calls", "what callers had no right to"),
+        ("ister_auth_refused_total", "calls", "calls of callers nobody knows"),
+    ),
+    *_of_broker(
+        "counter",
+        _TOPIC,
+        ("danube_schema_validation_total", "messages", "messages held against a schema"),
+    ),
+    *_of_broker(
+        "counter",
+        ("topic", "reason"),
+        ("danube_schema_validation_failures_total", "messages", "messages that did not fit it"),
+    ),
+    *_of_broker(
+        "gauge",
+        (),
+        ("danube_broker_topics_owned", "topics", "topics that this broker serves now"),
+    ),
+    # What Danube and the first designs call the figures of the log.
+    *_of_broker(
+        "histogram",
+        (),
+        ("danube_wal_append_latency_seconds", "s", "append(), one call in 256 measured"),
+        ("danube_wal_fsync_latency_seconds", "s", "one fdatasync of a log's file"),
+        ("danube_wal_flush_latency_ms", "ms", "one write to a log's file"),
+        ("danube_uploader_cycle_duration_seconds", "s", "one upload cycle of one topic"),
+        ("danube_cloud_reader_query_duration_seconds", "s", "one look-up of descriptors"),
+        ("danube_etcd_put_latency_seconds", "s", "one commit of a descriptor, where that is etcd"),
+    ),
+    *_of_broker(
+        "counter",
+        (),
+        ("danube_wal_flush_total", "writes", "writes to logs' files"),
+        ("danube_wal_bytes_written_total", "bytes", "bytes of these"),
+        ("danube_wal_rotation_total", "files", "files ended by size or age"),
+        ("danube_wal_delete_total", "files", "local files removed by trim"),
+        ("danube_uploader_bytes_uploaded_total", "bytes", "bytes of committed objects"),
+        ("danube_uploader_objects_created_total", "objects", "objects committed"),
+        ("danube_uploader_errors_total", "cycles", "upload cycles that failed"),
+        ("danube_cloud_reader_bytes_read_total", "bytes", "bytes fetched from objects"),
+        ("danube_etcd_descriptor_write_total", "commits", "descriptors committed, to etcd"),
+        ("danube_handoff_durable_history_to_hot_total", "times", "readers back at local files"),
+    ),
+    *_of_broker("gauge", (), ("danube_wal_cache_size", "messages", "messages in all caches")),
+    *_of_broker(
+        "counter",
+        ("reason",),
+        ("danube_wal_file_rotate_total", "files", "files ended, by size or by time"),
+    ),
+    *_of_broker(
+        "counter",
+        ("mode",),
+        ("danube_wal_reader_create_total", "readers", "readers opened, by where they begin"),
+    ),
+    *_of_broker(
+        "counter",
+        ("provider", "result"),
+        ("danube_cloud_upload_objects_total", "objects", "objects committed, and cycles failed"),
+    ),
+    *_of_broker(
+        "counter",
+        ("provider",),
+        ("danube_cloud_upload_bytes_total", "bytes", "bytes of committed objects"),
+        ("danube_durable_history_segments_read_total", "objects", "objects begun to be read"),
+        ("danube_durable_history_read_bytes_total", "bytes", "bytes fetched from objects"),
+    ),
+    *_of_broker(
+        "histogram",
+        ("provider",),
+        ("danube_cloud_upload_latency_ms", "ms", "one object, from reading to commit"),
+    ),
+    *_of_broker(
+        "counter",
+        ("provider", "reason"),
+        ("danube_durable_history_reader_errors_total", "objects", "lost or damaged objects met"),
+    ),
+    # The broker and its machine.
+    *_of_broker(
+        "gauge",
+        ("version", "python"),
+        ("ister_build_info", "1", "always 1; the labels say what runs"),
+    ),
+    *_of_broker(
+        "gauge",
+        ("check",),
+        ("ister_health_state", "state", "0: well, 1: attention, 2: bad; one of each check"),
+    ),
+    *_of_broker(
+        "gauge",
+        (),
+        ("ister_broker_ready", "1", "1 while clients should come"),
+        ("ister_topics_summed", "topics", "topics that share the label _other"),
+        ("ister_disk_free_bytes", "bytes", "room for the log on its file system"),
+        ("ister_disk_size_bytes", "bytes", "size of that file system"),
+        ("ister_lease_valid", "1", "1 while this node surely owns its topics"),
+        ("ister_lease_seconds", "s", "how long the lease still holds"),
+        ("ister_metadata_up", "1", "1 while the metadata store answers"),
+        ("ister_certificate_expiry_timestamp_seconds", "s", "when the certificate ends"),
+        ("ister_pipeline_wanted", "1", "1 if uploads are a pipeline's (engine: spark)"),
+        ("ister_pipeline_running", "1", "1 while a pipeline holds its lease"),
+        ("process_resident_memory_bytes", "bytes", "memory of the process"),
+        ("process_open_fds", "files", "file descriptors open"),
+        ("process_max_fds", "files", "file descriptors that the process may have"),
+        ("process_start_time_seconds", "s", "when the process began, since 1970"),
+    ),
+    *_of_broker(
+        "counter", (), ("process_cpu_seconds_total", "s", "processor time, user and system")
+    ),
+    *_of_broker(
+        "gauge",
+        # Not `job`: that is Prometheus' own label of what it scrapes.
+        ("pipeline_job",),
+        ("ister_job_last_start_timestamp_seconds", "s", "when a job was last begun, since 1970"),
+        ("ister_job_last_duration_seconds", "s", "how long that took"),
+        ("ister_job_last_ok", "1", "1 if it ended without errors"),
+    ),
+)
+
+METRICS: Final[tuple[Metric, ...]] = (*_LOG, *_BROKER)
+
+LEFT_OUT: Final[tuple[tuple[str, str], ...]] = (
+    ("danube_leader_election_state", "brokers of Ister elect no leader"),
+    (
+        "danube_broker_assignments_total",
+        "nobody assigns topics: the broker that a client comes to claims a free one",
+    ),
+    ("danube_rebalancing_moves_total", "topics are not moved by load"),
+    ("danube_rebalancing_failures_total", "likewise"),
+    ("danube_rebalancing_cycle_duration_seconds", "likewise"),
+    ("danube_cluster_imbalance_cv", "likewise"),
+    ("danube_dispatcher_heartbeat_polls_total", "dispatchers are woken, they do not poll"),
+    ("danube_dispatcher_notifier_polls_total", "likewise"),
+    (
+        "danube_cloud_list_total",
+        "reading never lists the bucket: descriptors are in the metadata store",
+    ),
+    ("danube_cloud_list_latency_ms", "likewise"),
+    ("wal.append_latency_ms", "told as danube_wal_append_latency_seconds"),
+    ("wal.fsync_latency_ms", "told as danube_wal_fsync_latency_seconds"),
+    ("wal.bytes_total", "told as danube_wal_bytes_written_total"),
+    ("wal.truncate_events", "told as danube_wal_delete_total"),
+    (
+        "walcache.hit_ratio",
+        "ister_wal_reader_stitch_cache_items_total, beside ister_wal_reader_frames_parsed_total",
+    ),
+    ("wal.tail_read_latency_ms", "readers wait without reading; `ister bench tail` measures it"),
+)
+"""Metrics of Danube's, and of its designs, that are not told under their names, and why."""
+
+BY_NAME: Final = {metric.name: metric for metric in METRICS}
+check(len(BY_NAME) == len(METRICS), "a metric is declared once")
+
+
+def _steps(first: int, last: int) -> tuple[float, ...]:
+    """1-2-5 steps from one power of ten to another, that included."""
+    within = [float(f"{step}e{exponent}") for exponent in range(first, last) for step in (1, 2, 5)]
+    return (*within, float(f"1e{last}"))
+
 
 # 1-2-5 steps: wide enough for microseconds and for seconds in milliseconds.
-_BOUNDS: Final = tuple(
-    step * 10.0**exponent for exponent in range(-3, 6) for step in (1.0, 2.0, 5.0)
-)
+_BOUNDS: Final = (*_steps(-3, 5), 2e5, 5e5)
+_BOUNDS_BY_UNIT: Final = {
+    "µs": _steps(0, 6),
+    "ms": _steps(-1, 5),
+    "s": _steps(-3, 3),
+    # Powers of four: what `ister.broker.counters` relies on.
+    "bytes": tuple(float(4**exponent) for exponent in range(2, 14)),
+}
+
+
+def bounds_of(name: str) -> tuple[float, ...]:
+    """The steps of a histogram, by its unit."""
+    return _BOUNDS_BY_UNIT[BY_NAME[name].unit]
 
 
 class Histogram:
-    """Counts of values by size, in 1-2-5 steps."""
+    """Counts of values by size, in 1-2-5 steps unless others are given."""
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(_BOUNDS) + 1)
+    __slots__ = ("bounds", "count", "counts", "max", "sum")
+
+    def __init__(self, bounds: Sequence[float] = _BOUNDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.count = 0
         self.sum = 0.0
         self.max = 0.0
 
     def observe(self, value: float) -> None:
         """Adds one value."""
-        self.counts[bisect_left(_BOUNDS, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.count += 1
         self.sum += value
-        self.max = max(self.max, value)
+        if value > self.max:  # noqa: PLR1730 - a call to max() costs more
+            self.max = value
+
+    def add(self, other: Histogram) -> None:
+        """Adds all values of another one of the same steps."""
+        check(self.bounds == other.bounds, "histograms of the same steps")
+        self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
+        self.count += other.count
+        self.sum += other.sum
+        self.max = max(self.max, other.max)
+
+    def copy(self) -> Histogram:
+        """The same at this moment."""
+        made = Histogram(self.bounds)
+        made.counts = self.counts.copy()
+        # Whoever adds to it meanwhile may have done a part: buckets and count go together.
+        made.count = sum(made.counts)
+        made.sum, made.max = self.sum, self.max
+        return made
 
     def quantile(self, q: float) -> float:
         """An upper bound of the q-quantile, as fine as the steps; 0 without values."""
         rank = q * self.count
         seen = 0
-        for bound, count in zip(_BOUNDS, self.counts, strict=False):
+        for bound, count in zip(self.bounds, self.counts, strict=False):
             seen += count
             if count and seen >= rank:
                 return min(bound, self.max)
@@ -153,12 +463,15 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters = {m.name: 0 for m in METRICS if m.kind == "counter"}
-        self._histograms = {m.name: Histogram() for m in METRICS if m.kind == "histogram"}
+        self._counters = {m.name: 0 for m in _LOG if m.kind == "counter"}
+        self._histograms = {
+            m.name: Histogram(bounds_of(m.name)) for m in _LOG if m.kind == "histogram"
+        }
         # One that nobody computes is that of a part which this process does not have.
         self._gauges: dict[str, Callable[[], int]] = {
-            m.name: lambda: 0 for m in METRICS if m.kind == "gauge"
+            m.name: lambda: 0 for m in _LOG if m.kind == "gauge"
         }
+        self._derived: dict[str, Callable[[], int]] = {}
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to a counter."""
@@ -172,15 +485,26 @@ class Metrics:
 
     def register_gauge(self, name: str, read: Callable[[], int]) -> None:
         """Has a gauge computed by `read` whenever somebody looks."""
-        check(_BY_NAME[name].kind == "gauge", f"{name} is a gauge")
+        check(BY_NAME[name].kind == "gauge", f"{name} is a gauge")
         self._gauges[name] = read
+
+    def register_counter(self, name: str, read: Callable[[], int]) -> None:
+        """Has a counter computed, whose value never goes down; what is counted is added to it."""
+        check(name in self._counters, f"{name} is a counter")
+        self._derived[name] = read
 
     def snapshot(self) -> dict[str, int | dict[str, float]]:
         """All values by name: numbers, and summaries for histograms."""
+        numbers, histograms = self.values()
+        return {**numbers, **{name: one.summary() for name, one in histograms.items()}}
+
+    def values(self) -> tuple[dict[str, int], dict[str, Histogram]]:
+        """All counters and gauges, and copies of the histograms."""
         gauges = {name: read() for name, read in self._gauges.items()}
+        derived = {name: read() for name, read in self._derived.items()}
         with self._lock:
-            return {
-                **self._counters,
-                **gauges,
-                **{name: histogram.summary() for name, histogram in self._histograms.items()},
-            }
+            numbers = {**self._counters, **gauges}
+            histograms = {name: one.copy() for name, one in self._histograms.items()}
+        for name, value in derived.items():
+            numbers[name] += value
+        return numbers, histograms

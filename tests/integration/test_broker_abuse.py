@@ -1451,8 +1451,17 @@ def test_http_requests_that_are_none(broker):
 
     close = b"Host: x\r\nConnection: close\r\n"
     with storm(broker, mib=80):
-        for path in (b"/", b"/nothing", b"/metrics/../../etc/passwd", b"/" + b"x" * 4000):
+        for path in (
+            b"/nothing",
+            b"/metrics/../../etc/passwd",
+            b"/static/../../etc/passwd",
+            b"/static/%2e%2e/pages.py",
+            b"/" + b"x" * 4000,
+        ):
             assert b" 404 " in status(b"GET " + path + b" HTTP/1.1\r\n" + close + b"\r\n")
+        # By a name that is not this machine's, nothing is told.
+        for path in (b"/api/overview", b"/api/topics/default/t/messages", b"/api/" + b"x" * 4000):
+            assert b" 403 " in status(b"GET " + path + b" HTTP/1.1\r\n" + close + b"\r\n")
         for method in (b"POST", b"PUT", b"DELETE", b"PATCH"):
             assert b" 405 " in status(method + b" /health HTTP/1.1\r\n" + close + b"\r\n")
         for request in (

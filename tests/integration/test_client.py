@@ -324,6 +324,52 @@ def test_partitions_are_published_to_by_turns_or_by_key(broker, client, topic):
 # -- administration -------------------------------------------------------------------------
 
 
+def test_topics_and_brokers_as_dictionaries(client, broker, topic):
+    with pytest.raises(NotFoundError):
+        client.show_topic(topic)
+    client.create_topic(topic, ack="written")
+    with client.consumer(topic, "s", start="earliest"), client.producer(topic) as producer:
+        for _ in range(3):
+            producer.publish(b"a")
+        view = client.show_topic(topic)
+        assert (view["topic"], view["ack"], view["state"]) == (topic, "written", "open")
+        assert view["watermarks"]["next"] == 3
+        assert [one["name"] for one in view["subscriptions"]] == ["s"]
+        assert len(view["subscriptions"][0]["consumers"]) == 1
+        assert view["files"][-1]["next_offset"] == 3
+    [listed] = [one for one in client.list_topics("default") if one["topic"] == topic]
+    assert listed["watermarks"]["next"] == 3
+    assert listed["files_total"] == 1
+    assert "files" not in listed
+    assert client.list_topics("system") == []
+    parted = f"{topic}-parted"
+    client.create_topic(parted, partitions=2)
+    parts = client.partitions(parted)
+    assert client.show_topic(parted)["partitions"] == parts
+    names = [one["topic"] for one in client.list_topics()]
+    assert names == sorted(names)
+    assert set(parts) < set(names)
+    folded = {one["topic"]: one for one in client.list_topics(with_partitions=False)}
+    assert folded[parted]["partitions"] == parts
+    assert not set(parts) & set(folded)
+    [one] = client.brokers()
+    assert one["is_this"]
+    assert one["broker_url"] == broker.url
+    client.delete_topic(topic)
+    client.delete_topic(parted)
+
+
+def test_topics_and_brokers_as_dictionaries_asynchronously(broker, topic):
+    async def scenario():
+        async with AsyncClient(broker.address) as client:
+            await client.create_topic(topic)
+            assert (await client.show_topic(topic))["watermarks"]["next"] == 0
+            assert topic in [one["topic"] for one in await client.list_topics()]
+            assert [one["is_this"] for one in await client.brokers()] == [True]
+
+    asyncio.run(scenario())
+
+
 def test_administration(client, topic):
     with pytest.raises(NotFoundError):
         client.describe_topic(topic)

@@ -24,6 +24,7 @@ from ister.spark.jobs.tasks import run_tasks
 from ister.spark.place import place_of
 from ister.tier.fence import read_holder
 from ister.tier.pipeline import PipelineKeys
+from ister.tier.pipeline_requests import request_job
 
 A, B = "/default/a", "/default/b"
 TTL = 4
@@ -98,6 +99,14 @@ class Writer:
         found = self.metadata.get(self.keys.status)
         return json.loads(found.value) if found is not None else {}
 
+    def ask(self, job, topics):
+        request_job(self.metadata, self.keys, job, by="user:a", topics=topics, clock=SystemClock())
+
+    def done(self, job):
+        """What has become of a request, once it is done."""
+        found = (self.status.get("requests") or {}).get(job)
+        return found if found is not None and found["ended_at"] is not None else None
+
     def advances(self, what, *, within=LIMIT):
         """Waits until what is written now is tiered."""
         goals = [(topic, topic.watermarks.synced) for topic in self.topics]
@@ -153,6 +162,13 @@ def test_service_uploads_for_a_log_and_gives_uploads_back(spark, place):
             assert status["state"] == "running"
             assert status["memory"]["jvm_rss_bytes"] > 10**8
             assert set(status["jobs"]) == {"compact", "scrub"}
+            # What somebody asks for does not wait for its time, which is hours away.
+            for job, topics in (("scrub", [A]), ("tier", None)):
+                writer.ask(job, topics)
+                done = eventually(lambda: writer.done(job), f"{job} is done")  # noqa: B023
+                assert done["error"] is None, done
+            scrubbed = json.loads(writer.metadata.get(writer.keys.report("scrub")).value)
+            assert [topic["topic"] for topic in scrubbed["topics"]] == [A]
         assert not writer.has_pipeline
         [report] = reports
         assert report.ok
@@ -242,7 +258,13 @@ def figures(spark):
     }
 
 
+GROWTH_MAX = {"threads": 3, "files": 10, "jvm_threads": 20, "rss": 30 * 2**20}
+CYCLES, WINDOWS = 100, 4
+
+
 def test_hundreds_of_spark_jobs_leave_nothing_behind(spark, place):
+    # What a job leaves behind, every hundred jobs leave a hundred of. Spark's pools grow too while
+    # a machine is busy, each up to a bound: so one hundred without growth shows that there is none.
     found = place_of(load_config(place.config), None)
     service = Service(
         spark,
@@ -262,15 +284,21 @@ def test_hundreds_of_spark_jobs_leave_nothing_behind(spark, place):
     stop = threading.Event()
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
+    grown = []
     try:
         eventually(lambda: service.totals.cycles >= 30, "some cycles")
-        before = figures(spark)
-        eventually(lambda: service.totals.cycles >= 130, "many cycles", within=2 * LIMIT)
-        after = figures(spark)
+        for _ in range(WINDOWS):
+            before, goal = figures(spark), service.totals.cycles + CYCLES
+            eventually(lambda: service.totals.cycles >= goal, "many cycles", within=2 * LIMIT)  # noqa: B023
+            after = figures(spark)
+            grown.append({name: after[name] - before[name] for name in GROWTH_MAX})
+            if is_steady(grown[-1]):
+                break
     finally:
         stop.set()
         thread.join(LIMIT)
-    assert after["threads"] <= before["threads"] + 3
-    assert after["files"] <= before["files"] + 10
-    assert after["jvm_threads"] <= before["jvm_threads"] + 20
-    assert after["rss"] - before["rss"] < 30 * 2**20
+    assert is_steady(grown[-1]), grown
+
+
+def is_steady(grown):
+    return all(grown[name] <= most for name, most in GROWTH_MAX.items())

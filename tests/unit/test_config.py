@@ -17,9 +17,11 @@ from ister.config import (
     MetadataBackend,
     ObjectFormat,
     OnDamage,
+    Origin,
     StorageMode,
     TableFormat,
     Verify,
+    examine_config,
     load_config,
 )
 from ister.errors import ConfigError, InvalidRequestError
@@ -776,3 +778,70 @@ def test_level_that_a_log_in_memory_cannot_keep_is_refused(storage):
 def test_source_of_another_kind_is_refused(source):
     with pytest.raises(ConfigError, match="cannot open"):
         load_config(source, {})
+
+
+# -- all problems at once -------------------------------------------------------------------
+
+
+def test_examination_of_good_settings_is_what_loading_gives():
+    tree = {"storage": {"wal": {"dir": _DIR}}}
+    found = examine_config(tree, {"ISTER_BROKER__PORTS__GRPC": "7"})
+    assert found.config == load_config(tree, {"ISTER_BROKER__PORTS__GRPC": "7"})
+    assert found.problems == ()
+    assert found.origins["storage.wal.dir"] is Origin.FILE
+    assert found.origins["broker.ports.grpc"] is Origin.ENVIRONMENT
+    assert "storage.ack" not in found.origins
+
+
+def test_examination_finds_all_problems_and_loading_the_first():
+    tree = {
+        "storage": {"ack": "soon", "wal": {"dri": _DIR, "cache_capacity": 0}},
+        "broker": {"ports": 5, "host": ""},
+        "nonsense": 1,
+    }
+    found = examine_config(tree, {})
+    assert found.config is None
+    assert [(problem.key, problem.near) for problem in found.problems] == [
+        ("storage.ack", None),
+        ("storage.wal.dri", "storage.wal.dir"),
+        ("storage.wal.cache_capacity", None),
+        ("broker.ports", None),
+        ("broker.host", None),
+        ("nonsense", None),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree, {})
+    assert caught.value.message == found.problems[0].message
+    assert caught.value.hint == found.problems[0].hint
+
+
+def test_examination_does_not_tell_what_follows_from_a_problem():
+    """Goal: a misspelt `dir` is one problem, not two; a missing one is one."""
+    assert len(examine_config({"storage": {"wal": {"dri": _DIR}}}, {}).problems) == 1
+    (problem,) = examine_config({"storage": {"wal": {}}}, {}).problems
+    assert problem.key == "storage.wal.dir"
+
+
+@pytest.mark.parametrize("tree", [{"storage": 5}, {"storage": "x"}, {"storage": [1]}])
+def test_examination_goes_on_where_a_section_is_none(tree):
+    found = examine_config(tree, {})
+    assert found.problems[0].key == "storage"
+
+
+def test_examination_of_a_file_that_cannot_be_read_is_one_problem(tmp_path):
+    (problem,) = examine_config(str(tmp_path / "none.yml"), {}).problems
+    assert problem.key is None
+    assert "none.yml" in problem.message
+
+
+def test_examination_of_a_directory_says_where_its_place_comes_from(tmp_path):
+    assert examine_config(str(tmp_path), {}).origins["storage.wal.dir"] is Origin.DIRECTORY
+
+
+def test_null_in_a_file_is_a_value_only_where_it_changes_something():
+    tree = {
+        "storage": {"wal": {"dir": _DIR, "retention": {"size_mb": None}}, "cloud": {"root": None}}
+    }
+    origins = examine_config(tree, {}).origins
+    assert origins["storage.wal.retention.size_mb"] is Origin.FILE
+    assert "storage.cloud.root" not in origins

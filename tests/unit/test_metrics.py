@@ -8,7 +8,7 @@ import pytest
 
 import ister
 from ister.errors import InvariantError
-from ister.metrics import METRICS, Histogram, Metrics
+from ister.metrics import BY_NAME, LEFT_OUT, METRICS, Histogram, Metrics, bounds_of
 from rig import NAME, numbered
 
 _SOURCE = Path(ister.__file__).resolve().parent
@@ -17,8 +17,18 @@ _SOURCE = Path(ister.__file__).resolve().parent
 def test_every_metric_is_declared_once_and_described():
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
+    exposed = [metric.exposed for metric in METRICS]
+    assert len(exposed) == len(set(exposed))
+    assert not {name for name, _ in LEFT_OUT} & set(exposed)
     for metric in METRICS:
-        assert re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", metric.name)
+        if metric.scope == "log":
+            assert re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", metric.name)
+            assert not metric.labels
+        else:
+            assert re.fullmatch(r"(danube|ister|process)_[a-z_]+", metric.name)
+        assert re.fullmatch(r"[a-z_]+", metric.exposed)
+        assert metric.exposed.endswith("_total") == (metric.kind == "counter"), metric.exposed
+        assert all(re.fullmatch(r"[a-z_]+", label) for label in metric.labels)
         assert metric.unit
         assert metric.description
 
@@ -37,8 +47,9 @@ def test_every_metric_is_readable_through_a_log(machine):
     reader = topic.reader()
     reader.next_batch(max_messages=2)
     values = log.metrics.snapshot()
-    assert set(values) == {metric.name for metric in METRICS}
-    for metric in METRICS:
+    declared = [metric for metric in METRICS if metric.scope == "log"]
+    assert set(values) == {metric.name for metric in declared}
+    for metric in declared:
         is_summary = isinstance(values[metric.name], dict)
         assert is_summary == (metric.kind == "histogram"), metric.name
     assert values["wal.topics"] == 1
@@ -85,6 +96,42 @@ def test_counts_from_many_threads_add_up():
     values = metrics.snapshot()
     assert values["wal.append_refused"] == 16_000
     assert values["wal.append_enq_latency_us"]["count"] == 8000
+
+
+def test_derived_counter_is_computed_when_somebody_looks():
+    metrics = Metrics()
+    made = [3]
+    metrics.register_counter("broker.messages_in_total", lambda: made[0])
+    metrics.count("broker.messages_in_total", 2)
+    assert metrics.snapshot()["broker.messages_in_total"] == 5
+    made[0] = 10
+    assert metrics.snapshot()["broker.messages_in_total"] == 12
+    with pytest.raises(InvariantError):
+        metrics.register_counter("wal.topics", lambda: 1)
+
+
+def test_steps_of_a_histogram_go_by_its_unit():
+    for metric in METRICS:
+        if metric.kind == "histogram":
+            bounds = bounds_of(metric.name)
+            assert list(bounds) == sorted(set(bounds))
+            assert 8 < len(bounds) < 30
+    assert bounds_of("metadata.put_latency_seconds")[0] == 0.001
+    assert BY_NAME["danube_topic_message_size_bytes"].unit == "bytes"
+    assert bounds_of("danube_topic_message_size_bytes")[:3] == (16.0, 64.0, 256.0)
+
+
+def test_histograms_are_added_and_copied():
+    one, other = Histogram((1.0, 2.0)), Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 5.0):
+        one.observe(value)
+    other.observe(2.0)
+    copied = one.copy()
+    one.add(other)
+    assert (one.counts, one.count, one.sum, one.max) == ([2, 1, 1], 4, 8.5, 5.0)
+    assert (copied.counts, copied.count, copied.sum, copied.max) == ([2, 0, 1], 3, 6.5, 5.0)
+    with pytest.raises(InvariantError):
+        one.add(Histogram())
 
 
 def test_histogram_bounds_its_quantiles():

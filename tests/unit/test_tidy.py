@@ -30,6 +30,7 @@ _LAYERS = {
                 "limits",
                 "model",
                 "config",
+                "config_reference",
                 "clock",
                 "metrics",
                 "failpoints",
@@ -52,7 +53,8 @@ _LAYERS = {
     "ister.client": 5,
     "ister.spark": 5,
     "ister.bench": 5,
-    "ister.cli": 6,
+    "ister.demo": 6,
+    "ister.cli": 7,
 }
 _IO_MODULES = {"os", "io", "socket", "subprocess", "pathlib", "shutil", "tempfile", "mmap"}
 _IO_ALLOWED = {"ister.config": {"os"}, "ister.failpoints": {"os"}}

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ister.errors import IsterError, UnavailableError
+from ister.errors import CorruptDataError, IsterError, UnavailableError
+from ister.format.records import decode_owner
 from ister.model import TopicName
 from ister.topic.tiers import Tiers
 
@@ -96,6 +99,17 @@ class Cluster:
                 "another process has the topic, and it is not a broker", topic=str(topic)
             )
         return address
+
+    def count_topics(self) -> dict[str, int]:
+        """How many topics each node has open."""
+        if self._tiers is None:
+            return {}
+        tiers, counts = self._tiers, Counter[str]()
+        prefix = f"{tiers.storage.metadata.root_prefix}/cluster/owners/"
+        for item in tiers.metadata.range(prefix):
+            with suppress(CorruptDataError):
+                counts[decode_owner(item.value, key=item.key).node] += 1
+        return counts
 
     def _prefix(self, tiers: Tiers) -> str:
         return f"{tiers.storage.metadata.root_prefix}/cluster/brokers/"

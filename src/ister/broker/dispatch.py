@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ister import failpoints
+from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.broker.policies import Rate
 from ister.broker.tasks import to_the_end
@@ -87,8 +88,10 @@ class Dispatch:
         publish_dead_letter: PublishDeadLetter,
         on_fenced: Callable[[], None],
         metrics: Metrics,
+        counters: SubscriptionCounters | None = None,
     ) -> None:
         self.topic = topic
+        self.counters = counters or SubscriptionCounters(TopicCounters())
         self._parsed = TopicName.parse(topic.name)
         self.stored = stored
         self.rate = rate
@@ -256,16 +259,18 @@ class Dispatch:
         return await self._retrieve(offset)
 
     def readable(self, message: Message) -> StreamMessage | None:
-        """A message's fields; None if it has none, and then it counts as failed.
+        """The fields of a message that leaves; None if it has none, and then it counts as failed.
 
         Its frame is whole, so nothing is lost; another program wrote something else into it.
         """
         try:
-            return message.record
+            record = message.record
         except CorruptDataError as error:
             _log.error("a message is none", extra={"error": str(error), "offset": message.offset})
             self.fail(message.offset, "it cannot be decoded")
             return None
+        self.counters.note_out(len(record.payload))
+        return record
 
     async def _retrieve(self, offset: int) -> Message | None:
         """Reads one message again, for a redelivery."""
@@ -314,8 +319,12 @@ class Dispatch:
             extra={"topic": self.topic.name, "offset": offset},
         )
         self.delivery.ack(offset, end=offset + 1, now=self._loop.time())
-        self._metrics.count("subscription.messages_passed_over_total")
+        self._note_passed_over(1)
         self._pump()
+
+    def _note_passed_over(self, count: int) -> None:
+        self.counters.passed_over += count
+        self._metrics.count("subscription.messages_passed_over_total", count)
 
     # -- outcomes ---------------------------------------------------------------------------
 
@@ -354,6 +363,7 @@ class Dispatch:
         """Has a message come again later."""
         self._check_open()
         if self.delivery.nack(offset, delay_ms=delay_ms, reason=reason, now=self._loop.time()):
+            self.counters.nacks += 1
             self._metrics.count("subscription.nacks_total")
         self._pump()
 
@@ -503,7 +513,7 @@ class Dispatch:
                 "end": resume,
             },
         )
-        self._metrics.count("subscription.messages_passed_over_total", max(0, resume - start))
+        self._note_passed_over(max(0, resume - start))
         self._release_held()
         self.delivery.seek(resume, now=self._loop.time())
         self._pump()
@@ -519,10 +529,7 @@ class Dispatch:
                 return
         if messages[0].offset > delivery.next_offset:
             if damaged:
-                self._metrics.count(
-                    "subscription.messages_passed_over_total",
-                    messages[0].offset - delivery.next_offset,
-                )
+                self._note_passed_over(messages[0].offset - delivery.next_offset)
                 _log.error(
                     "damaged messages are left out",
                     extra={"start": delivery.next_offset, "end": messages[0].offset},
@@ -562,6 +569,7 @@ class Dispatch:
                     if outbox is not None:
                         outbox.push((instruction.offset, instruction.attempt))
                         if instruction.attempt > 1:
+                            self.counters.redeliveries += 1
                             self._metrics.count("subscription.redeliveries_total")
                 elif isinstance(instruction, DeadLetter):
                     target = delivery.policy.dead_letter_topic or ""
@@ -571,6 +579,7 @@ class Dispatch:
                         "a message was dropped after its last attempt",
                         extra={"topic": self.topic.name, "offset": instruction.offset},
                     )
+                    self.counters.dropped += 1
                     self._metrics.count("subscription.dropped_total")
                     self._discard(instruction.offset)
                     delivery.resolve(instruction.offset, now=now)
@@ -628,6 +637,7 @@ class Dispatch:
                     letter = self._letter(message, instruction, target, is_bare=True)
                     await self._publish_dead_letter(target, letter)
                 failpoints.reach("broker.after_dead_letter")
+                self.counters.dead_letters += 1
                 self._metrics.count("subscription.dead_letters_total")
         except IsterError as error:
             _log.warning(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.dispatch import key_of
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.errors import ClosedError, ConflictError, IsterError
@@ -55,8 +56,16 @@ class _Pushed(Outbox[StreamMessage]):
 class Fanout:
     """One subscription of one non-reliable topic. Used on the broker's loop alone."""
 
-    def __init__(self, topic: str, stored: StoredSubscription, *, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        topic: str,
+        stored: StoredSubscription,
+        *,
+        metrics: Metrics,
+        counters: SubscriptionCounters | None = None,
+    ) -> None:
         self.topic_name = topic
+        self.counters = counters or SubscriptionCounters(TopicCounters())
         self.stored = stored
         self._metrics = metrics
         self._outboxes: dict[int, Outbox[StreamMessage]] = {}
@@ -79,7 +88,8 @@ class Fanout:
     @property
     def attached(self) -> list[int]:
         """The consumers with a stream."""
-        return [one for one in self._outboxes if one not in self._expected]
+        # Of a copy: metrics look from another thread.
+        return [one for one in list(self._outboxes) if one not in self._expected]
 
     @property
     def active(self) -> int | None:
@@ -142,6 +152,7 @@ class Fanout:
         if outbox is not None:
             outbox.push(message)
         elif self._outboxes:
+            self.counters.dropped += 1
             self._metrics.count("subscription.non_reliable_dropped_total")
 
     def _choose(self, message: StreamMessage) -> Outbox[StreamMessage] | None:

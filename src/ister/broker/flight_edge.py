@@ -95,6 +95,12 @@ class BrokerSource:
                 raise UnavailableError("the broker is ending", topic=name)
             rows -= part
 
+    def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
+        """Counts rows that were appended."""
+        served = self._topics.find_open(topic.topic.name)
+        if served is not None:
+            served.counters.note_batch(batch)
+
     def _check_schemas(self, name: str, batch: pa.RecordBatch) -> None:
         columns = batch.schema.names
         for row in range(batch.num_rows):

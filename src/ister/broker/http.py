@@ -1,9 +1,11 @@
 """The HTTP port: whether the broker is there, whether it is ready, and its metrics.
 
 - `/live` is 200 while the process runs;
-- `/ready` is 200 once every topic is recovered, and 503 before that and while it ends;
-- `/health` is the same with reasons, as JSON;
-- `/metrics` has all metrics in Prometheus' text form.
+- `/ready` is 200 once every topic is recovered, and 503 before that and while it ends, with why;
+- `/health` is the same with everything that was looked at, as JSON. It is open to everybody, so
+  with auth on it names no topic, nor where it is asked for by a name that is not this broker's;
+- `/metrics` has all metrics in Prometheus' text form (`ister.broker.exposition`);
+- `/api` is what the dashboard is made of (`ister.broker.api`), and `/` the dashboard itself.
 
 Those who ask are few and quick. So connections are few as well: the oldest goes when there are too
 many, and each goes after a while, whatever it is doing. One that sends a byte now and then harms
@@ -13,25 +15,25 @@ nobody.
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from aiohttp import web
 
+from ister.broker.api import Api
+from ister.broker.dashboard import OPEN_PATHS as PAGE_PATHS
+from ister.broker.dashboard import add_pages
 from ister.broker.security.guard import Guard, current_principal
-from ister.broker.security.http_guard import http_guard
+from ister.broker.security.http_guard import OPEN_PATHS, http_guard
 from ister.broker.security.rights import Permission
-from ister.metrics import METRICS, Metrics
 
-__all__ = ["Connections", "Health", "format_metrics", "make_application"]
+__all__ = ["Connections", "Figures", "Health", "make_application"]
 
-_NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
 CONNECTIONS_MAX: Final = 256
 CONNECTION_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 5.0
-_QUANTILES: Final = {"p50": "0.5", "p99": "0.99", "p999": "0.999"}
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(Protocol):
@@ -42,29 +44,53 @@ class Health(Protocol):
         """Whether clients should come."""
         ...
 
-    def report(self) -> dict[str, Any]:
-        """How things are, with reasons."""
+    @property
+    def reasons(self) -> list[str]:
+        """Why they should not."""
+        ...
+
+    def report(self, *, names: bool) -> dict[str, Any]:
+        """How things are, with reasons; whether topics are named or only counted."""
         ...
 
 
-def make_application(health: Health, metrics: Metrics, guard: Guard) -> web.Application:
-    """What the port serves."""
+class Figures(Protocol):
+    """What is counted."""
+
+    async def text(self) -> str:
+        """All of it, in Prometheus' text form."""
+        ...
+
+
+def make_application(
+    health: Health, figures: Figures, guard: Guard, api: Api | None = None
+) -> web.Application:
+    """What the port serves; without an API, no dashboard either."""
 
     async def live(_: web.Request) -> web.Response:
         return web.Response(text="live\n")
 
     async def ready(_: web.Request) -> web.Response:
-        is_ready = health.is_ready
-        return web.Response(text="ready\n" if is_ready else "not ready\n", status=_status(is_ready))
+        if health.is_ready:
+            return web.Response(text="ready\n")
+        return web.Response(text=f"not ready: {'; '.join(health.reasons)}\n", status=503)
 
-    async def report(_: web.Request) -> web.Response:
-        return web.json_response(health.report(), status=_status(health.is_ready))
+    async def report(request: web.Request) -> web.Response:
+        # A page of somebody else's may have made its name point here.
+        is_asked_here = api is None or api.is_for_us(request)
+        report = health.report(names=is_asked_here and not guard.is_on)
+        return web.json_response(report, status=200 if report["ready"] else 503)
 
     async def show_metrics(_: web.Request) -> web.Response:
         guard.check(current_principal(), Permission.LOOKUP)
-        return web.Response(text=format_metrics(metrics), content_type="text/plain")
+        text = await figures.text()
+        response = web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
+        # Thousands of series are some megabytes, and much alike.
+        response.enable_compression()
+        return response
 
-    application = web.Application(middlewares=[http_guard(guard)])
+    open_paths = OPEN_PATHS if api is None else OPEN_PATHS | PAGE_PATHS
+    application = web.Application(middlewares=[http_guard(guard, open_paths=open_paths)])
     application.add_routes(
         [
             web.get("/live", live),
@@ -73,6 +99,9 @@ def make_application(health: Health, metrics: Metrics, guard: Guard) -> web.Appl
             web.get("/metrics", show_metrics),
         ]
     )
+    if api is not None:
+        api.add_routes(application)
+        add_pages(application)
     return application
 
 
@@ -140,29 +169,3 @@ class Connections:
             self._looking.cancel()
             with suppress(asyncio.CancelledError):
                 await self._looking
-
-
-def _status(is_ready: bool) -> int:
-    return 200 if is_ready else 503
-
-
-def format_metrics(metrics: Metrics) -> str:
-    """All metrics in Prometheus' text form."""
-    values = metrics.snapshot()
-    lines: list[str] = []
-    for metric in METRICS:
-        value = values.get(metric.name)
-        if value is None:
-            continue
-        name = "ister_" + _NAME.sub("_", metric.name)
-        kind = "summary" if metric.kind == "histogram" else metric.kind
-        lines.append(f"# HELP {name} {metric.description} ({metric.unit})")
-        lines.append(f"# TYPE {name} {kind}")
-        if isinstance(value, dict):
-            for key, quantile in _QUANTILES.items():
-                if key in value:
-                    lines.append(f'{name}{{quantile="{quantile}"}} {value[key]}')
-            lines.append(f"{name}_count {value.get('count', 0)}")
-        else:
-            lines.append(f"{name} {value}")
-    return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from ister.broker.counters import CallCounters
 from ister.errors import (
     CapacityError,
     FencedError,
@@ -130,20 +131,32 @@ def unary_handler(
     parse: Callable[[bytes], Any],
     where: str,
     gate: Gate,
+    counters: CallCounters | None = None,
 ) -> Callable[[bytes, Any], Awaitable[Any]]:
     """A method as gRPC calls it: bytes in, the answer or a status out."""
+    counters = counters or CallCounters()
 
     async def handle(data: bytes, context: Any) -> Any:  # noqa: ANN401 - gRPC has no types
+        now = asyncio.get_running_loop().time
+        began = now()
         try:
             gate.enter()
             try:
-                return await call(_parsed(parse, data), context)
+                answer = await call(_parsed(parse, data), context)
             finally:
                 gate.leave()
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except asyncio.CancelledError:
+            counters.refused["CANCELLED"] += 1
+            raise
+        except grpc.aio.AbortError:
+            counters.refused["ABORTED"] += 1
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
             status, text = _explained(error, where)
+            counters.refused[status.name] += 1
+        else:
+            counters.note_answer(now() - began)
+            return answer
         # gRPC keeps what `abort` raises until the collector comes by, and with it everything that
         # its frames hold. So not within `except`, and without the request.
         data = b""
@@ -158,8 +171,10 @@ def streaming_handler(
     where: str,
     *,
     is_stream: bool,
+    counters: CallCounters | None = None,
 ) -> Callable[[Any, Any], Awaitable[None]]:
     """The same for a method that answers with a stream."""
+    counters = counters or CallCounters()
 
     async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
@@ -173,10 +188,17 @@ def streaming_handler(
             answers = call(request, context)
             async for answer in answers:
                 await _write(context, answer)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except asyncio.CancelledError:
+            counters.refused["CANCELLED"] += 1
+            raise
+        except grpc.aio.AbortError:
+            counters.refused["ABORTED"] += 1
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
             refusal = _explained(error, where)
+            counters.refused[refusal[0].name] += 1
+        else:
+            counters.answered += 1
         finally:
             close = getattr(answers, "aclose", None)
             if close is not None:

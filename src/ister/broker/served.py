@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ister import failpoints
 from ister.broker.consumers import Consumer, Consumers, consumer_id
+from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.dispatch import Dispatch, PublishDeadLetter
 from ister.broker.fanout import Fanout
 from ister.broker.policies import Policies, Rate
@@ -107,6 +108,9 @@ class Surroundings:
         self.publish_dead_letter = publish_dead_letter
         self.on_lost = on_lost
         """Called with a topic's name when it turns out that another broker has it."""
+        self.closed_messages_in = 0
+        """Messages that topics have taken which are closed by now."""
+        self.closed_bytes_in = 0
 
 
 class ServedTopic:
@@ -134,6 +138,7 @@ class ServedTopic:
         self.topic = topic
         self.policies = policies
         self.producers = Producers(self.name, around.producers)
+        self.counters = TopicCounters()
         self.publish_rate = Rate(policies.max_publish_rate)
         self.sequenced = around.sequenced.of(topic) if topic is not None else None
         self.subscriptions: dict[str, AnySubscription] = {}
@@ -178,6 +183,11 @@ class ServedTopic:
             return False
         return topic.tier is None or not topic.tier.owned.is_fenced
 
+    @property
+    def next_offset(self) -> int:
+        """The offset that the next message gets; of a topic without a log, since it is open."""
+        return self.topic.wal.next if self.topic is not None else self._next_offset
+
     def set_policies(self, policies: Policies) -> None:
         """Changes the topic's bounds, from now on."""
         self.policies = policies
@@ -208,12 +218,12 @@ class ServedTopic:
         if size_max and size > size_max:
             raise self._too_large(size, size_max)
         await self._keep_rate()
-        metrics = self._around.metrics
-        metrics.count("broker.messages_in_total")
-        metrics.count("broker.bytes_in_total", size)
         if self.topic is None:
-            return self._push(message)
+            offset = self._push(message)
+            self.counters.note_message(size)
+            return offset
         offset = await self._append(message, sequence, epoch)
+        self.counters.note_message(size)
         failpoints.reach("broker.after_append")
         await self.topic.aio.wait(offset)
         failpoints.reach("broker.before_answer")
@@ -416,7 +426,12 @@ class ServedTopic:
         around = self._around
         subscription: AnySubscription
         if self.topic is None:
-            subscription = Fanout(self.name, stored, metrics=around.metrics)
+            subscription = Fanout(
+                self.name,
+                stored,
+                metrics=around.metrics,
+                counters=SubscriptionCounters(self.counters),
+            )
         else:
             dispatch = around.dispatch
             subscription = Dispatch(
@@ -433,6 +448,7 @@ class ServedTopic:
                 publish_dead_letter=around.publish_dead_letter,
                 on_fenced=lambda: around.on_lost(self.name),
                 metrics=around.metrics,
+                counters=SubscriptionCounters(self.counters),
             )
         self.subscriptions[stored.name] = subscription
         around.consumers.load(self.parsed, stored)
@@ -551,6 +567,9 @@ class ServedTopic:
 
     async def close(self, reason: IsterError | None, *, flush: bool = True) -> None:
         """Ends every stream and writes every cursor down; the log stays open."""
+        if not self.is_closed:
+            self._around.closed_messages_in += self.counters.messages_in
+            self._around.closed_bytes_in += self.counters.bytes_in
         self.is_closed = True
         await asyncio.gather(
             *(one.close(reason, flush=flush) for one in self.subscriptions.values())

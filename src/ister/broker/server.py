@@ -23,10 +23,17 @@ import grpc
 from aiohttp import web
 
 from ister import failpoints
+from ister.broker.api import Api, Served
+from ister.broker.browse import Browser
 from ister.broker.cluster import Address, Cluster
+from ister.broker.counters import Calls
+from ister.broker.exposition import Exposition
 from ister.broker.flight.server import FlightServer
 from ister.broker.flight_edge import BrokerSource
+from ister.broker.health import BrokerHealth, Watch
+from ister.broker.history import History
 from ister.broker.http import Connections, make_application
+from ister.broker.lookers import Lookers
 from ister.broker.rpc import Gate, Places
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.flight_guard import FlightAccess
@@ -48,6 +55,7 @@ from ister.broker.services.producer import ProducerService
 from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
 from ister.broker.topics import Topics
+from ister.broker.views import Views
 from ister.broker.wire import add_service
 from ister.clock import Clock, SystemClock
 from ister.config import (
@@ -131,10 +139,14 @@ class Broker:
         self.schemas: SchemaRegistry
         self.cluster: Cluster
         self.topics: Topics
+        self.health: BrokerHealth
+        self.history: History
+        self.views: Views
+        self._api: Api
         self._flight: RenewedFlight[FlightServer]
         self._source: BrokerSource
         self._is_ready = False
-        self._is_ending = False
+        self._calls = Calls()
         self._leaves_connections = False
         self._left: grpc.aio.Server | None = None
         self._gate = Gate()
@@ -169,6 +181,7 @@ class Broker:
         self._endings.push_async_callback(_close_log, opening)
         self._log = await asyncio.shield(opening)
         metadata = await asyncio.to_thread(self._metadata)
+        self._watch_health(metadata)
         self.guard = Guard.open(config, metadata, clock=clock)
         self._endings.push_async_callback(asyncio.to_thread, self.guard.close)
         await asyncio.to_thread(self.guard.start)
@@ -176,23 +189,26 @@ class Broker:
             metadata, root_prefix=config.storage.metadata.root_prefix, clock=clock
         )
         self._endings.push_async_callback(asyncio.to_thread, self.schemas.close)
+        self._api = Api(self.guard, config.broker)
         http = await self._start_http()
         server = self._make_grpc()
         port = self._bind_grpc(server)
         self._endings.push_async_callback(self._unbind, server)
         self.cluster = Cluster(self._address(port), self._log.tiers)
         self.topics = Topics(self._log, metadata, self.cluster, config=config, clock=clock)
+        self.health.topics = self.topics
         self._register_gauges()
         # First: whoever can connect finds every topic recovered.
         await self.topics.open_all()
         flight = await self._start_flight()
         await self._join(flight)
+        self._serve_api(metadata)
         self._add_services(server)
         failpoints.reach("broker.before_ready")
         await server.start()
         self._endings.push_async_callback(self._drain, server)
         listening = Listening(host=config.broker.host, grpc=port, flight=flight, http=http)
-        self._is_ready = True
+        self._is_ready = self.health.has_started = True
         _log.info("ready", extra=listening.to_json())
         return listening
 
@@ -208,6 +224,15 @@ class Broker:
         metadata = open_metadata(MetadataConfig(backend=backend, path=path), self._clock)
         self._endings.push_async_callback(asyncio.to_thread, metadata.close)
         return metadata
+
+    def _watch_health(self, metadata: MetadataStore) -> None:
+        """Has somebody look how the stores and the machine are, until the end."""
+        directory = self.config.storage.wal.dir if self._log.has_files else None
+        watch = Watch(metadata, self.config, clock=self._clock, directory=directory)
+        self.health = BrokerHealth(self.config, self._log, watch, clock=self._clock)
+        self.health.tls = self._tls
+        watch.start()
+        self._endings.push_async_callback(watch.stop)
 
     def _make_grpc(self) -> grpc.aio.Server:
         limits, storage = self.config.broker.limits, self.config.storage
@@ -311,10 +336,10 @@ class Broker:
             "danube_admin.TopicAdmin": TopicAdminService(topics, guard, self.schemas),
             "danube_admin.SecurityAdmin": SecurityAdmin(guard),
             "ister.Delivery": DeliveryService(topics, guard, places),
-            "ister.Admin": OperateService(topics, guard),
+            "ister.Admin": OperateService(topics, guard, self.views),
         }
         for name, service in services.items():
-            add_service(server, name, service, self._gate)
+            add_service(server, name, service, self._gate, self._calls)
 
     async def _start_flight(self) -> int:
         config = self.config.broker
@@ -341,10 +366,48 @@ class Broker:
         server = await asyncio.to_thread(self._flight.start)
         return server.port
 
+    def _serve_api(self, metadata: MetadataStore) -> None:
+        """Has the HTTP port tell about topics, and rates be watched."""
+        clock = self._clock
+        self.history = History(self.topics, clock=clock)
+        lookers = Lookers()
+        self.views = Views(
+            self.topics,
+            self.schemas,
+            metadata,
+            history=self.history,
+            lookers=lookers,
+            health=lambda names: self.health.overview(names=names),
+            clock=clock,
+        )
+        browser = Browser(self.topics, self.schemas, lookers, clock=clock)
+        served = Served(self.views, browser, metadata, clock=clock)
+        self.history.start()
+        self._api.serve(served)
+
+        async def end() -> None:
+            self._api.serve(None)
+            await served.stop()
+            await self.history.stop()
+            await lookers.close()
+
+        self._endings.push_async_callback(end)
+
     async def _start_http(self) -> int:
         config = self.config.broker
+        figures = Exposition(
+            self.config,
+            self._log,
+            self.health,
+            guard=self.guard,
+            schemas=self.schemas,
+            calls=self._calls,
+            clock=self._clock,
+        )
         runner = web.AppRunner(
-            make_application(self, self._log.metrics, self.guard), access_log=None
+            make_application(self.health, figures, self.guard, self._api),
+            access_log=None,
+            shutdown_timeout=_CUT_SECONDS,
         )
         await runner.setup()
         self._endings.push_async_callback(runner.cleanup)
@@ -364,35 +427,11 @@ class Broker:
     @property
     def is_ready(self) -> bool:
         """Whether clients should come: everything is recovered, and it does not end yet."""
-        tiers = self._log.tiers
-        return (
-            self._is_ready and not self._is_ending and (tiers is None or tiers.membership.is_valid)
-        )
+        return self._is_ready and self.health.is_ready
 
-    def report(self) -> dict[str, Any]:
-        """How things are, with reasons."""
-        reasons: list[str] = []
-        if self._is_ending:
-            reasons.append("the broker is ending")
-        elif not self._is_ready:
-            reasons.append("topics are being recovered")
-        tiers = self._log.tiers
-        if tiers is not None and not tiers.membership.is_valid:
-            reasons.append("the lease in the metadata store has ended")
-        topics = self.topics.served if self._is_ready else []
-        states: dict[str, int] = {}
-        for topic in topics:
-            state = topic.topic.state.name.lower() if topic.topic is not None else "open"
-            states[state] = states.get(state, 0) + 1
-        storage = self.config.storage
-        return {
-            "ready": self.is_ready,
-            "reasons": reasons,
-            "topics": states,
-            "ack": storage.ack.value if storage.mode is not StorageMode.MEMORY else "memory",
-            "auth": self.config.broker.auth.mode.value,
-            "tls": self._tls is not None,
-        }
+    def report(self, *, names: bool = True) -> dict[str, Any]:
+        """How things are, with reasons; whether topics are named or only counted."""
+        return self.health.report(names=names)
 
     async def _heartbeat(self) -> None:
         """Keeps this broker known to others, and its certificates fresh."""
@@ -426,7 +465,8 @@ class Broker:
                 cancels what has arrived and was not begun, and Danube's client shows that to its
                 user.
         """
-        self._is_ending = True
+        if hasattr(self, "health"):
+            self.health.is_ending = True
         self._leaves_connections = leave_connections
         await self._endings.aclose()
 

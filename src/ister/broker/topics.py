@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, TypeVar
@@ -28,7 +29,7 @@ from ister.broker.records import BrokerRecords, ServedRecord
 from ister.broker.served import ServedTopic, Surroundings
 from ister.broker.tasks import finish, to_the_end
 from ister.clock import Clock
-from ister.config import Config
+from ister.config import Config, StorageMode
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -59,6 +60,7 @@ _OPEN_AT_ONCE: Final = 8
 # Listing all names takes as long as there are topics; other brokers' new ones show after this time.
 _KNOWN_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
+_LISTED_SECONDS: Final = 3.0
 _NAME_CHANGES_MAX: Final = 10_000
 # How long an end waits for deletions and the like; a store may not answer.
 _FINISH_SECONDS: Final = 3.0
@@ -114,6 +116,14 @@ class Topics:
         self._changed_names: list[tuple[int, str, bool]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_draining = False
+        self.opening = (0, 0)
+        """Of the topics that are opened at the start: how many are through, of how many."""
+        self.unopened: dict[str, str] = {}
+        """Topics that could not be opened when they were last tried, and why."""
+        self.redirects: Counter[str] = Counter()
+        """How often clients were sent to another broker, by namespace."""
+        log.metrics.register_counter("broker.messages_in_total", lambda: self.messages_in)
+        log.metrics.register_counter("broker.bytes_in_total", lambda: self.bytes_in)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -121,6 +131,18 @@ class Topics:
     def served(self) -> list[ServedTopic]:
         """The topics that are open here."""
         return list(self._served.values())
+
+    @property
+    def messages_in(self) -> int:
+        """Messages that were published here since the start."""
+        served = sum(one.counters.messages_in for one in self.served)
+        return self._around.closed_messages_in + served
+
+    @property
+    def bytes_in(self) -> int:
+        """Payloads of these."""
+        served = sum(one.counters.bytes_in for one in self.served)
+        return self._around.closed_bytes_in + served
 
     def find_open(self, name: str) -> ServedTopic | None:
         """A topic that is open here and can be used."""
@@ -229,6 +251,7 @@ class Topics:
             if self.is_draining:
                 raise UnavailableError("the broker is ending", topic=text)
             self._served[text] = served = ServedTopic(name, topic, policies, stored, self._around)
+            self.unopened.pop(text, None)
             self._note_name(text, exists=True)
             return served
 
@@ -277,6 +300,10 @@ class Topics:
         incarnation = owned.record.incarnation if owned is not None else ""
         return topic, policies, self.store.load(name, incarnation)
 
+    def policies_of(self, name: TopicName) -> Policies:
+        """The bounds of a topic, open or not, as they are written down. Blocks."""
+        return self._policies_of(name, self.records.topic(name) or ServedRecord())
+
     def _policies_of(self, name: TopicName, record: ServedRecord) -> Policies:
         namespace = self.records.namespace_policies(name.namespace)
         return Policies.of(self.config.broker.policies, namespace, record.policies)
@@ -299,11 +326,14 @@ class Topics:
         parsed = TopicName.parse(name)
         owner = await self._in_thread(lambda: self.cluster.owner(parsed))
         if owner is not None:
+            if owner.node != self.cluster.own.node:
+                self.redirects[parsed.namespace] += 1
             return owner
         if self.is_moved(name) and not await self._in_thread(lambda: self._was_elsewhere(parsed)):
             brokers = await self._in_thread(self.cluster.brokers)
             others = [one for one in brokers if one.node != self.cluster.own.node]
             if others:
+                self.redirects[parsed.namespace] += 1
                 return others[hash(name) % len(others)]
         self._moved.pop(name, None)
         await self.get(name)
@@ -330,6 +360,10 @@ class Topics:
     async def names(self) -> set[str]:
         """The names of all topics, open or not, here or elsewhere."""
         return await self._in_thread(self._names)
+
+    async def recent_names(self) -> set[str]:
+        """The same, as they were a moment ago: for those who ask again and again."""
+        return set(await self._known_names(age_max=_LISTED_SECONDS))
 
     async def _known_names(self, age_max: float = _KNOWN_SECONDS) -> set[str]:
         """The same, as they were a moment ago; what was made or deleted here is among it."""
@@ -498,6 +532,7 @@ class Topics:
         Streams end, cursors and all messages are in the stores.
 
         Raises:
+            ConflictError: There is no other place for it: the log is in memory.
             NotFoundError: It is not open here.
             UnavailableError: A store does not answer; the topic is still this broker's.
         """
@@ -505,6 +540,10 @@ class Topics:
 
     async def _unload(self, name: str) -> None:
         await self.get(name)
+        if self.config.storage.mode is StorageMode.MEMORY:
+            raise ConflictError(
+                "storage.mode is memory: a topic that is unloaded would be gone", topic=name
+            )
         async with self._lock_of(name):
             topic = self._served.get(name)
             if topic is None:
@@ -556,6 +595,7 @@ class Topics:
                 self.records.delete_topic(topic.parsed)
 
             await self._in_thread(remove)
+            self.unopened.pop(name, None)
             self._note_name(name, exists=False)
             self.sequenced.forget(name)
             self.consumers.forget_subscription(name)
@@ -591,6 +631,7 @@ class Topics:
         """Opens every topic that is this node's, so that the first call finds it recovered."""
         names = sorted(await self.names())
         gate = asyncio.Semaphore(_OPEN_AT_ONCE)
+        self.opening = (0, len(names))
 
         async def open_one(name: str) -> None:
             async with gate:
@@ -600,7 +641,9 @@ class Topics:
                     _log.info("topic not opened", extra={"topic": name, "why": str(error)})
                 except (IsterError, CorruptDataError) as error:
                     # One bad topic must not keep the others from their users.
+                    self.unopened[name] = str(error)
                     _log.error("topic not opened", extra={"topic": name, "error": str(error)})
+                self.opening = (self.opening[0] + 1, len(names))
 
         await asyncio.gather(*(open_one(name) for name in names))
 

@@ -16,6 +16,7 @@ import json
 import os
 from typing import Any, Final
 
+from ister.cli.look import add_command, print_facts
 from ister.errors import ConfigError, InvalidRequestError, IsterError, UnavailableError
 from ister.extras import missing_extra
 from ister.model import TopicName
@@ -28,41 +29,110 @@ _TIMEOUT_SECONDS: Final = 20.0
 
 def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
     """Adds the command to the parser."""
-    parser = commands.add_parser(
-        "auth", help="API keys, tokens, rights", description="Who may call a broker, and for what."
+    parser = add_command(
+        commands,
+        "auth",
+        help="API keys, tokens, and who may do what",
+        description="Who may call a broker, and for what. Keys and tokens are made here and now; "
+        "rights are given and taken on a running broker.",
+        examples=(
+            "ister auth key shop --file keys.txt",
+            "ister auth grant service:shop producer --topic /default/orders",
+        ),
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
-    key = actions.add_parser("key", help="make an API key")
-    key.add_argument("name", help="whose it is")
-    key.add_argument("--file", help="append its line to this file, broker.auth.api_keys_file")
-    key.add_argument("--json", action="store_true")
+    key = add_command(
+        actions,
+        "key",
+        help="make an API key",
+        description="Makes an API key. It is shown this once; the broker's file holds a line that "
+        "knows it by its SHA-256.",
+        examples=(
+            "ister auth key shop --file keys.txt",
+            "ister auth key shop --json",
+        ),
+    )
+    key.add_argument("name", metavar="NAME", help="whose it is")
+    key.add_argument(
+        "--file", metavar="FILE", help="append its line to this file, broker.auth.api_keys_file"
+    )
+    key.add_argument("--json", action="store_true", help="one JSON object")
     key.set_defaults(run=_make_key)
 
-    token = actions.add_parser("token", help="make a JWT")
-    token.add_argument("name", help="whose it is: the claim `sub`")
-    token.add_argument("--key-file", required=True, help="the secret, or the private key (PEM)")
-    token.add_argument("--algorithm", default="HS256", help="as broker.auth.jwt.algorithm")
-    token.add_argument("--issuer", required=True, help="as broker.auth.jwt.issuer")
-    token.add_argument("--audience", required=True, help="as broker.auth.jwt.audience")
-    token.add_argument("--seconds", type=int, default=3600, help="how long it is good for")
-    token.add_argument("--json", action="store_true")
+    token = add_command(
+        actions,
+        "token",
+        help="make a JWT that a broker with the matching key takes",
+        description="Makes and signs a token, with the key whose other half the broker has. "
+        "For trying things out, and where there is nobody else who signs tokens.",
+        examples=(
+            "ister auth token alice --key-file secret.txt --issuer shop --audience ister",
+            (
+                "ister auth token alice --key-file key.pem --algorithm RS256 --issuer shop \\\n"
+                "--audience ister --seconds 600 --json"
+            ),
+        ),
+    )
+    token.add_argument("name", metavar="NAME", help="whose it is: the claim `sub`")
+    token.add_argument(
+        "--key-file", metavar="FILE", required=True, help="the secret, or the private key (PEM)"
+    )
+    token.add_argument(
+        "--algorithm",
+        metavar="NAME",
+        default="HS256",
+        help="as broker.auth.jwt.algorithm (default: %(default)s)",
+    )
+    token.add_argument("--issuer", metavar="NAME", required=True, help="as broker.auth.jwt.issuer")
+    token.add_argument(
+        "--audience", metavar="NAME", required=True, help="as broker.auth.jwt.audience"
+    )
+    token.add_argument(
+        "--seconds",
+        metavar="N",
+        type=int,
+        default=3600,
+        help="how long it is good for (default: %(default)s)",
+    )
+    token.add_argument("--json", action="store_true", help="one JSON object")
     token.set_defaults(run=_make_token)
 
     for name, run, what in (
         ("grant", _grant, "give a role to somebody"),
         ("revoke", _revoke, "take a role back"),
     ):
-        action = actions.add_parser(name, help=what)
-        action.add_argument("name", help="a user, or service:NAME for an API key or a program")
-        action.add_argument("role", help="admin, producer, consumer, or one of your own")
+        action = add_command(
+            actions,
+            name,
+            help=what,
+            description=f"{what[:1].upper()}{what[1:]}, on a running broker: for everything, in a "
+            "namespace, or on a topic.",
+            examples=(
+                f"ister auth {name} alice consumer --topic /default/orders",
+                f"ister auth {name} service:shop producer --namespace default",
+            ),
+        )
+        action.add_argument(
+            "name", metavar="NAME", help="a user, or service:NAME for an API key or a program"
+        )
+        action.add_argument(
+            "role", metavar="ROLE", help="admin, producer, consumer, or one of your own"
+        )
         where = action.add_mutually_exclusive_group()
-        where.add_argument("--topic", help="on this topic alone")
-        where.add_argument("--namespace", help="in this namespace alone")
-        action.add_argument("--broker", default=_BROKER, help=f"host:port; {_BROKER} unless set")
-        action.add_argument("--token", help="who asks; $ISTER_TOKEN unless set")
-        action.add_argument("--tls-ca", help="who signed the broker's certificate; PEM file")
-        action.add_argument("--json", action="store_true")
+        where.add_argument("--topic", metavar="TOPIC", help="on this topic alone")
+        where.add_argument("--namespace", metavar="NAME", help="in this namespace alone")
+        action.add_argument(
+            "--broker",
+            metavar="HOST:PORT",
+            default=_BROKER,
+            help="the broker (default: %(default)s)",
+        )
+        action.add_argument("--token", metavar="TOKEN", help="who asks (default: $ISTER_TOKEN)")
+        action.add_argument(
+            "--tls-ca", metavar="FILE", help="who signed the broker's certificate, PEM"
+        )
+        action.add_argument("--json", action="store_true", help="one JSON object")
         action.set_defaults(run=run)
 
 
@@ -80,8 +150,7 @@ def _make_key(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"name": options.name, "key": key, "line": line}))
     else:
-        print(f"key   {key}")
-        print(f"line  {line}")
+        print_facts({"key": key, "line": line})
         print("The key is shown this once; the broker's file holds the line.")
     return 0
 

@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from ister.bench.measurement import Run
-from ister.cli.table import format_table
+from ister.cli.look import add_command, print_table
 from ister.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -39,15 +39,23 @@ _BENCHES: Final = {
 
 def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "bench",
         help="measure, each figure beside its limit",
         description="Each figure stands beside a limit: the same work without Ister, measured in "
         "the same run.",
+        examples=("ister bench append --quick", "ister bench broker --json"),
     )
     names = parser.add_subparsers(metavar="NAME", required=True)
     for name, what in _BENCHES.items():
-        bench = names.add_parser(name, help=what, description=f"Measures {what}.")
+        bench = add_command(
+            names,
+            name,
+            help=what,
+            description=f"Measures {what}.",
+            examples=(f"ister bench {name} --quick", f"ister bench {name} --dir /mnt/disk --json"),
+        )
         bench.add_argument("--json", action="store_true", help="one JSON object")
         bench.add_argument(
             "--dir",
@@ -66,6 +74,7 @@ def _run(options: argparse.Namespace) -> int:
             "no such directory", path=options.dir, hint="make it first, or leave --dir out"
         )
     bench = importlib.import_module(f"ister.bench.{options.bench}")
+    # No bar: drawing one would take time from what is measured. A run says what it is at.
     with Run.begin(options.bench, options.dir, is_quick=options.quick) as run:
         bench.run(run)
     if options.json:
@@ -91,7 +100,7 @@ def _print_results(run: Run) -> None:
         for result in run.results
     ]
     titles = ("name", "value", "unit", "limit", "ratio", "target", "met")
-    print(format_table(titles, rows))
+    print_table(titles, rows)
     for result in run.results:
         for what, text in (("limit", result.limit_name), ("note", result.note)):
             if text is not None:

@@ -13,11 +13,11 @@ import argparse
 import json
 import os
 import stat
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ister.cli import inspect_object, inspect_topic
+from ister.cli.look import add_command, print_error, print_table
 from ister.cli.survey import FileSurvey, TopicSurvey, find_topics, survey
 from ister.cli.survey_view import (
     add_listing_arguments,
@@ -27,7 +27,6 @@ from ister.cli.survey_view import (
     print_bad_ranges,
     print_frames,
 )
-from ister.cli.table import format_table
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.checkpoint import (
     UploaderCheckpoint,
@@ -48,27 +47,43 @@ __all__ = ["register"]
 
 def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser("inspect", help="show what is on disk")
+    parser = add_command(
+        commands,
+        "inspect",
+        help="look at files, objects and topics as they are stored",
+        description="Shows what is on disk and in the bucket, byte by byte if need be. Reads "
+        "only, also while the log is in use.",
+        examples=(
+            "ister inspect topic /default/orders",
+            "ister inspect wal ./ister-data/wal/default/orders",
+        ),
+    )
     kinds = parser.add_subparsers(metavar="KIND", required=True)
 
-    wal = kinds.add_parser(
+    wal = add_command(
+        kinds,
         "wal",
         help="files, frames, offsets and damage of a write-ahead log",
         description="Reads WAL files without changing them, also while the log is open elsewhere. "
         "Exit code 1 if there is damage; a torn tail, which a crash leaves, is none.",
-        epilog="Example: ister inspect wal ./ister-data/wal/default/orders --frames --limit 10",
+        examples=(
+            "ister inspect wal ./ister-data/wal",
+            "ister inspect wal ./ister-data/wal/default/orders --frames --limit 10",
+            "ister inspect wal ./ister-data/wal/default/orders/wal.0.log --json",
+        ),
     )
     wal.add_argument("path", metavar="PATH", help="a WAL file, a topic's or a data directory")
     wal.add_argument("--json", action="store_true", help="one JSON object")
     add_listing_arguments(wal)
     wal.set_defaults(run=_run_wal)
 
-    checkpoint = kinds.add_parser(
+    checkpoint = add_command(
+        kinds,
         "checkpoint",
         help="the fields of wal.ckpt or uploader.ckpt",
         description="Shows a checkpoint; of a topic's directory, both. Exit code 1 if one is "
         "damaged or of a newer version.",
-        epilog="Example: ister inspect checkpoint ./ister-data/wal/default/orders",
+        examples=("ister inspect checkpoint ./ister-data/wal/default/orders",),
     )
     checkpoint.add_argument("path", metavar="PATH", help="the file, or a topic's directory")
     checkpoint.add_argument("--json", action="store_true", help="one JSON object")
@@ -120,7 +135,7 @@ def _run_wal(options: argparse.Namespace) -> int:
         _print_topics(topics)
     damaged = sum(file.is_damaged for file in files)
     if damaged:
-        print(f"ister: damage in {damaged} of {len(files)} files", file=sys.stderr)
+        print_error(f"damage in {damaged} of {len(files)} files")
     return 1 if damaged else 0
 
 
@@ -162,7 +177,7 @@ def _print_topics(topics: list[TopicSurvey]) -> None:
             print("no files: nothing was appended yet")
             continue
         titles = ("file", "codec", "first", "next", "frames", "bytes", "published", "state")
-        print(format_table(titles, [_file_as_row(file) for file in topic.files]))
+        print_table(titles, [_file_as_row(file) for file in topic.files])
         for file in topic.files:
             print_bad_ranges(file)
         for file in topic.files:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from ister.cli.look import add_command, print_error, print_table
 from ister.cli.place import add_place_arguments, has_place, load_place, open_bucket
 from ister.cli.report import answer, error_as_json, print_json
 from ister.cli.survey import FileSurvey, Listing, survey_object
@@ -27,7 +27,6 @@ from ister.cli.survey_view import (
     print_bad_ranges,
     print_frames,
 )
-from ister.cli.table import format_table
 from ister.clock import SystemClock
 from ister.config import CloudConfig
 from ister.errors import (
@@ -58,13 +57,17 @@ _PARQUET_MAGIC: Final = b"PAR1"
 
 def register(kinds: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = kinds.add_parser(
+    parser = add_command(
+        kinds,
         "object",
         help="frames, offsets, codec and damage of an object",
         description="Reads an object without changing it: a local file; a URL such as "
         "s3://bucket/key, with credentials from the config's options or the environment; or a key "
         "or name in the log's bucket. Exit code 1 if it is damaged.",
-        epilog="Example: ister inspect object data-0-999.dnb1 --data ./ister-data",
+        examples=(
+            "ister inspect object data-0-999.dnb1 --data ./ister-data",
+            "ister inspect object s3://bucket/prefix/key --frames --limit 10 --json",
+        ),
     )
     parser.add_argument("object", metavar="URL-or-PATH", help="a file, a URL, a key, or a name")
     add_listing_arguments(parser)
@@ -95,7 +98,7 @@ def _inspect(options: argparse.Namespace) -> int:
     else:
         _print_object(found)
     if found.is_damaged:
-        print(f"ister: the object is damaged (path={found.path})", file=sys.stderr)
+        print_error(f"the object is damaged (path={found.path})")
     return 1 if found.is_damaged else 0
 
 
@@ -291,7 +294,7 @@ def _print_object(found: FileSurvey) -> None:
         format_published(found),
         format_state(found),
     )
-    print(format_table(titles, [row]))
+    print_table(titles, [row])
     if kept := getattr(found, "kept", ""):
         print(f"messages were left out on purpose: {kept}")
     print_bad_ranges(found)

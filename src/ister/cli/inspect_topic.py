@@ -9,16 +9,16 @@ the metadata is missing or damaged. What is known is shown all the same.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
+from ister.cli.look import add_command, print_table
 from ister.cli.place import add_place_arguments, load_place, parse_topic, wal_root
 from ister.cli.report import answer, error_as_json, print_errors, print_json
-from ister.cli.table import format_table
 from ister.cli.topic_survey import TopicFacts, survey_topic
+from ister.cli.topic_view import ack_of, codec_of, view_of
 from ister.errors import IsterError
-from ister.format.descriptor import ObjectDescriptor, count_messages, encode_descriptor
+from ister.format.descriptor import count_messages
 
 if TYPE_CHECKING:
     # argparse has no public name for it.
@@ -31,12 +31,16 @@ _INDEX_FIELDS: Final = ("offset_index", "publish_time_index")
 
 def register(kinds: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = kinds.add_parser(
+    parser = add_command(
+        kinds,
         "topic",
         help="a topic in all tiers: watermarks, files, objects, owner, subscriptions",
         description="Shows a topic without changing or locking anything, also while the log is "
         "open elsewhere; what that process has not written yet is not seen.",
-        epilog="Example: ister inspect topic /default/orders --data ./ister-data",
+        examples=(
+            "ister inspect topic /default/orders",
+            "ister inspect topic /default/orders --config ister.yml --json --index",
+        ),
     )
     parser.add_argument("topic", metavar="NAME", type=parse_topic, help="such as /default/orders")
     parser.add_argument("--index", action="store_true", help="with --json: objects' indexes too")
@@ -55,64 +59,11 @@ def _inspect(options: argparse.Namespace) -> int:
     storage = load_place(options).storage
     facts = survey_topic(storage, wal_root(storage), options.topic)
     if options.json:
-        print_json(_as_json(facts, with_index=options.index))
+        print_json(view_of(facts, with_index=options.index))
     else:
         _print_topic(facts)
     print_errors(facts.errors)
     return 1 if facts.errors else 0
-
-
-def _as_json(facts: TopicFacts, *, with_index: bool) -> dict[str, Any]:
-    record, local = facts.record, facts.local
-    return {
-        "topic": facts.topic,
-        "ack": _ack(facts),
-        "codec": _codec(facts),
-        "epoch": record.epoch if record is not None else None,
-        "incarnation": record.incarnation if record is not None else None,
-        "state": record.state if record is not None else None,
-        "created_at": record.created_at if record is not None else None,
-        "owner": asdict(facts.owner) if facts.owner is not None else None,
-        "sealed": asdict(facts.sealed) if facts.sealed is not None else None,
-        "watermarks": asdict(facts.watermarks),
-        "path": local.path if local is not None else None,
-        "is_local_current": local.is_current if local is not None else None,
-        "files": [asdict(file) for file in local.files] if local is not None else [],
-        "objects": [_object_as_json(item, with_index=with_index) for item in facts.objects],
-        "subscriptions": [
-            {
-                "name": subscription.name,
-                "type": None,
-                "cursor": subscription.progress.offset,
-                "lag": max(0, facts.watermarks.next - subscription.progress.offset),
-            }
-            for subscription in facts.subscriptions
-        ],
-        "errors": [error_as_json(error) for error in facts.errors],
-    }
-
-
-def _object_as_json(described: ObjectDescriptor, *, with_index: bool) -> dict[str, Any]:
-    """The descriptor as it is stored."""
-    fields: dict[str, Any] = json.loads(encode_descriptor(described))
-    if not with_index:
-        for name in _INDEX_FIELDS:
-            fields.pop(name, None)
-    return fields
-
-
-def _ack(facts: TopicFacts) -> str | None:
-    if facts.record is not None:
-        return facts.record.ack
-    state = facts.local.state if facts.local is not None else None
-    return state.ack if state is not None else None
-
-
-def _codec(facts: TopicFacts) -> str | None:
-    if facts.record is not None:
-        return facts.record.codec
-    state = facts.local.state if facts.local is not None else None
-    return state.codec if state is not None else None
 
 
 # -- for people -----------------------------------------------------------------------------
@@ -121,7 +72,7 @@ def _codec(facts: TopicFacts) -> str | None:
 def _print_topic(facts: TopicFacts) -> None:
     record = facts.record
     print(facts.topic)
-    about = f"ack {_ack(facts) or '-'}, codec {_codec(facts) or '-'}"
+    about = f"ack {ack_of(facts) or '-'}, codec {codec_of(facts) or '-'}"
     if record is not None:
         about += f", epoch {record.epoch}, incarnation {record.incarnation}"
         if not record.is_open:
@@ -136,27 +87,25 @@ def _print_topic(facts: TopicFacts) -> None:
     marks = asdict(facts.watermarks)
     print(" ≤ ".join(f"{name} {value}" for name, value in marks.items()))
     print()
-    print(format_table(("tier", "start", "next", "pieces", "bytes"), _tiers(facts)))
+    print_table(("tier", "start", "next", "pieces", "bytes"), _tiers(facts))
     if facts.local is not None and not facts.local.is_current:
         print("the local files are not the newest: another node has written the topic since")
     if facts.objects:
         print()
         shown = facts.objects[-_OBJECTS_SHOWN:]
-        print(
-            format_table(
-                ("object", "first offset", "next offset", "messages", "bytes", "kept"),
-                [
-                    (
-                        item.object_id,
-                        item.start,
-                        item.end,
-                        count_messages(item),
-                        item.size_bytes,
-                        item.kept or "all",
-                    )
-                    for item in shown
-                ],
-            )
+        print_table(
+            ("object", "first offset", "next offset", "messages", "bytes", "kept"),
+            [
+                (
+                    item.object_id,
+                    item.start,
+                    item.end,
+                    count_messages(item),
+                    item.size_bytes,
+                    item.kept or "all",
+                )
+                for item in shown
+            ],
         )
         if len(shown) < len(facts.objects):
             print(f"and {len(facts.objects) - len(shown)} older ones; --json has all of them")
@@ -166,7 +115,7 @@ def _print_topic(facts: TopicFacts) -> None:
             (item.name, item.progress.offset, max(0, marks["next"] - item.progress.offset))
             for item in facts.subscriptions
         ]
-        print(format_table(("subscription", "cursor", "lag"), rows))
+        print_table(("subscription", "cursor", "lag"), rows)
 
 
 _OBJECTS_SHOWN = 20

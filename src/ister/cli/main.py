@@ -16,12 +16,42 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ister import __version__, logs
-from ister.cli import auth, bench, inspect, pipeline, recover, repair, serve
+from ister.cli import (
+    auth,
+    bench,
+    brokers,
+    completion,
+    config,
+    consume,
+    demo,
+    inspect,
+    pipeline,
+    produce,
+    recover,
+    repair,
+    serve,
+    subscriptions,
+    topics,
+)
+from ister.cli.look import print_error
+from ister.cli.parser import Parser
+from ister.cli.report import print_errors
 from ister.errors import InvariantError, IsterError
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
-EXIT_FAILED: Final = 1
+_EXIT_FAILED: Final = 1
+
+_GROUPS: Final = {
+    "run it": ("serve", "demo"),
+    "messages": ("produce", "consume"),
+    "what there is": ("topics", "subscriptions", "brokers"),
+    "with Spark": ("pipeline",),
+    "look closer and mend": ("inspect", "repair", "recover"),
+    "settings and rights": ("config", "auth", "completion"),
+    "measure": ("bench",),
+}
+"""Commands as the help shows them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,44 +63,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With 2 after wrong usage, with 0 after `--help` and `--version`.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     # What commands find is in their output; beside it only what somebody has to see to.
     logs.configure(level="ERROR", as_text=True)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         code = run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # `>&-` leaves none
+            sys.stdout.flush()
     except InvariantError:
         raise
     except IsterError as error:
-        print(f"ister: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        print_errors([error])
+        return _EXIT_FAILED
     except KeyboardInterrupt:
-        print("ister: interrupted", file=sys.stderr)
-        return EXIT_FAILED
+        print_error("interrupted")
+        return _EXIT_FAILED
     except BrokenPipeError:
         # The reader of our output has gone (`| head`). Python would try to flush once more at
         # exit and complain, so the rest goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        return _EXIT_FAILED
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """The parser of the whole command."""
+    parser = Parser(
         prog="ister",
-        description="A durable topic log.",
-        epilog="Exit codes: 0 done, 1 failed, 2 wrong usage.",
+        usage="ister COMMAND …",
+        description="A durable topic log: messages go to local files, then to a bucket, and are "
+        "read from both as one. `ister COMMAND --help` shows more about a command.",
+        epilog="examples:\n"
+        "  ister serve\n"
+        "  echo hello | ister produce /default/greetings\n"
+        "  ister consume /default/greetings --subscription me --from earliest --limit 1\n"
+        "\nExit codes: 0 done, 1 failed, 2 wrong usage.",
+        groups=_GROUPS,
     )
     parser.add_argument("--version", action="version", version=f"ister {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    serve.register(commands)
-    auth.register(commands)
-    inspect.register(commands)
-    recover.register(commands)
-    repair.register(commands)
-    pipeline.register(commands)
-    bench.register(commands)
+    commands = parser.add_subparsers(prog="ister", metavar="COMMAND", required=True)
+    for module in (
+        serve,
+        demo,
+        produce,
+        consume,
+        topics,
+        subscriptions,
+        brokers,
+        pipeline,
+        inspect,
+        repair,
+        recover,
+        config,
+        auth,
+        completion,
+        bench,
+    ):
+        module.register(commands)
     return parser
 
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from ister.cli.look import Progress, add_command, print_table, progress
 from ister.cli.place import (
     add_place_arguments,
     load_place,
@@ -32,7 +32,6 @@ from ister.cli.place import (
     wal_root,
 )
 from ister.cli.report import answer, error_as_json, print_errors, print_json
-from ister.cli.table import format_table
 from ister.clock import SystemClock
 from ister.config import MetadataBackend, MetadataConfig, StorageConfig
 from ister.errors import (
@@ -70,7 +69,8 @@ between leaves nothing that could come to life again."""
 
 def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "recover",
         help="rebuild lost metadata from the bucket",
         description="Rebuilds the metadata of topics from the objects in the bucket: after the "
@@ -79,7 +79,10 @@ def register(commands: Subparsers) -> None:
         "file is set aside, under a name with `.damaged-`. Subscriptions' cursors are not in the "
         "bucket: they begin anew. Exit code 1 if something is damaged, missing or unreadable; "
         "what is whole was recovered all the same.",
-        epilog="Example: ister recover --data ./ister-data --dry-run",
+        examples=(
+            "ister recover --data ./ister-data --dry-run",
+            "ister recover /default/orders --config ister.yml --json",
+        ),
     )
     parser.add_argument(
         "topics",
@@ -205,16 +208,14 @@ class _Recovery:
         """Recovers the topics of these names; all that are in the bucket if none is given."""
         found = find_topics(self.store)
         names = sorted(set(wanted) or found, key=str)
-        progress = _Progress(len(names))
-        try:
+        total = sum(len(found.get(name, ())) for name in names)
+        with progress("recover", total, unit="objects") as bar:
             for name in names:
-                progress.begin(name)
-                self.rows.append(self._recover_topic(name, found, progress))
-        finally:
-            progress.end()
+                bar.describe(f"recover {name}")
+                self.rows.append(self._recover_topic(name, found, bar))
 
     def _recover_topic(
-        self, name: TopicName, found: dict[TopicName, list[ObjectInfo]], progress: _Progress
+        self, name: TopicName, found: dict[TopicName, list[ObjectInfo]], bar: Progress
     ) -> _Row:
         row = _Row(topic=str(name), status="failed")
         keys = TopicKeys(self._storage.metadata.root_prefix, name)
@@ -222,6 +223,7 @@ class _Recovery:
             if self._metadata.get(keys.record) is not None:
                 # Asked before the objects are read, which may take hours.
                 self._describe_known(row, keys)
+                bar.advance(len(found.get(name, ())))
             elif name in found:
                 report = rebuild_topic(
                     self.store,
@@ -230,7 +232,7 @@ class _Recovery:
                     found[name],
                     clock=self._clock,
                     dry_run=self._is_dry,
-                    on_object=progress.add_object,
+                    on_object=bar.advance,
                 )
                 self._take(row, report)
             else:
@@ -316,35 +318,6 @@ def _set_aside(config: MetadataConfig) -> str:
     return aside
 
 
-class _Progress:
-    """A line on a terminal that says how far it is; nothing anywhere else."""
-
-    def __init__(self, topics: int) -> None:
-        self._is_shown = sys.stderr.isatty()
-        self._topics = topics
-        self._begun = 0
-        self._objects = 0
-        self._name = ""
-
-    def begin(self, name: TopicName) -> None:
-        self._begun += 1
-        self._name = str(name)
-        self._show()
-
-    def add_object(self) -> None:
-        self._objects += 1
-        self._show()
-
-    def end(self) -> None:
-        if self._is_shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def _show(self) -> None:
-        if self._is_shown:
-            text = f"topic {self._begun} of {self._topics}, {self._objects} objects: {self._name}"
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
 # -- output ---------------------------------------------------------------------------------
 
 
@@ -390,22 +363,20 @@ def _print_rows(recovery: _Recovery) -> None:
         print(f"no topics in {recovery.store.location}")
         return
     titles = ("topic", "status", "objects", "messages", "bytes", "start", "next")
-    print(
-        format_table(
-            titles,
-            [
-                (
-                    row.topic,
-                    row.status,
-                    row.objects,
-                    row.messages,
-                    row.bytes,
-                    row.start_offset,
-                    row.next_offset,
-                )
-                for row in recovery.rows
-            ],
-        )
+    print_table(
+        titles,
+        [
+            (
+                row.topic,
+                row.status,
+                row.objects,
+                row.messages,
+                row.bytes,
+                row.start_offset,
+                row.next_offset,
+            )
+            for row in recovery.rows
+        ],
     )
     for row in recovery.rows:
         for name in row.left_out:

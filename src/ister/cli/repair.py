@@ -11,12 +11,14 @@ away from it.
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ister.cli.look import add_command, confirm, print_table, progress
 from ister.cli.place import (
     add_place_arguments,
     load_place,
@@ -26,7 +28,6 @@ from ister.cli.place import (
 )
 from ister.cli.report import answer, error_as_json, print_errors, print_json
 from ister.cli.survey import BadRange, FileSurvey, Kind, survey
-from ister.cli.table import format_table
 from ister.errors import CorruptDataError, InvariantError, IsterError
 from ister.fs.local import LocalFileSystem
 from ister.model import TopicName, TopicState
@@ -43,14 +44,19 @@ __all__ = ["register"]
 
 def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "repair",
         help="restore what one tier has lost from the other",
         description="Checks topics in both tiers and repairs them: damaged local files are "
         "replaced where the bucket has their messages, lost and damaged objects are uploaded again "
         "where local files have theirs. Nothing is removed: files that were replaced stay beside "
         "the new ones, with `.aside` in their names. Exit code 1 if something cannot be repaired.",
-        epilog="Example: ister repair /default/orders --data ./ister-data",
+        examples=(
+            "ister repair --data ./ister-data",
+            "ister repair /default/orders --quick --json",
+            "ister repair /default/orders --take-over --yes",
+        ),
     )
     parser.add_argument(
         "topics",
@@ -71,15 +77,29 @@ def register(commands: Subparsers) -> None:
         help="take the named topics from a node whose disk is lost: what that node had not "
         "uploaded is given up",
     )
+    parser.add_argument(
+        "--yes", action="store_true", help="with --take-over: do not ask, on a terminal"
+    )
     add_place_arguments(parser)
 
     def run(options: argparse.Namespace) -> int:
         if options.take_over and not options.topics:
             # Of all topics, those of a node that is only being restarted would lose messages.
             parser.error("--take-over needs the names of the topics")
+        if options.take_over and not _may_take_over(options):
+            return 1
         return _run(options)
 
     parser.set_defaults(run=run)
+
+
+def _may_take_over(options: argparse.Namespace) -> bool:
+    """Asks on a terminal; in a script, saying it is enough."""
+    names = ", ".join(map(str, options.topics))
+    return confirm(
+        f"Take {names} over? What their node had not uploaded is given up.",
+        is_confirmed=options.yes or not sys.stdin.isatty(),
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -109,19 +129,24 @@ def _repair(options: argparse.Namespace) -> int:
     rows: list[_Row] = []
     # Without the log's own threads: they would also upload, trim local files and remove orphans,
     # and a repair takes nothing away that it may need. Only the lease has to be kept meanwhile.
-    with Log(config, background=False) as log, _kept_lease(log) as tiers:
-        names: Sequence[TopicName] = sorted(set(options.topics), key=str)
-        for name in names or map(TopicName.parse, log.topics()):
+    names: Sequence[TopicName] = sorted(set(options.topics), key=str)
+    is_named = bool(names)
+    with Log(config, background=False) as log, _kept_lease(log) as tiers, ExitStack() as stack:
+        names = names or [TopicName.parse(name) for name in log.topics()]
+        bar = stack.enter_context(progress("repair", len(names), unit="topics"))
+        for name in names:
+            bar.describe(f"repair {name}")
             row = _Row(topic=str(name))
             rows.append(row)
             try:
-                _repair_topic(log, tiers, name, row, options, is_named=bool(names))
+                _repair_topic(log, tiers, name, row, options, is_named=is_named)
             except InvariantError:
                 raise
             except IsterError as error:
                 row.errors.append(error)
             for found in row.errors:
                 found.topic = found.topic or row.topic
+            bar.advance()
     errors = [error for row in rows for error in row.errors]
     if options.json:
         print_json(_as_json(rows, errors))
@@ -248,11 +273,9 @@ def _print_rows(rows: Sequence[_Row]) -> None:
     if not rows:
         print("no topics")
         return
-    print(
-        format_table(
-            ("topic", "status", "local frames rewritten", "objects uploaded again"),
-            [(row.topic, row.status, row.local_frames, len(row.objects)) for row in rows],
-        )
+    print_table(
+        ("topic", "status", "local frames rewritten", "objects uploaded again"),
+        [(row.topic, row.status, row.local_frames, len(row.objects)) for row in rows],
     )
     if any(row.status == "skipped" for row in rows):
         print("skipped: last written by another node; name the topic to repair it from here")

@@ -6,11 +6,11 @@ An error that is about a range of offsets names it: a gap does by itself, an obj
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from ister.cli.look import print_error
 from ister.errors import DataGapError, InvariantError, IsterError
 from ister.tier.names import parse_object_id
 
@@ -36,19 +36,23 @@ def error_as_json(error: IsterError) -> dict[str, Any]:
 
 
 def print_errors(errors: Iterable[IsterError]) -> None:
-    """Each error on a line of its own, on standard error."""
+    """Each error on standard error: a line, and on a terminal one more with what to do."""
     for error in errors:
         where = _range_of(error)
         # A gap has its range in its hint already.
         is_named = where is None or isinstance(error, DataGapError)
         prefix = "" if is_named or where is None else f"offsets {where[0]} up to {where[1]}: "
-        print(f"ister: {prefix}{in_shell_words(str(error))}", file=sys.stderr)
+        text, hint = str(error), error.hint
+        if hint:
+            text = text.removesuffix(f"; {hint}")
+            hint = in_shell_words(hint) or None
+        print_error(f"{prefix}{in_shell_words(text)}", hint=hint)
 
 
 def in_shell_words(text: str) -> str:
     """The text of an error, with what to do said for a shell instead of a program."""
     for said, meant in (
-        ("; create=True makes it", ""),
+        ("create=True makes it", ""),
         ("take_over=True", "`ister repair --take-over`"),
     ):
         text = text.replace(said, meant)

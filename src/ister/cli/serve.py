@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from ister import failpoints, logs
+from ister.cli.look import add_command, console, is_terminal
 from ister.cli.pipeline.beside import PipelineBeside, check_requirements, make_command
 from ister.config import Config, load_config
 from ister.extras import missing_extra
@@ -27,23 +28,41 @@ __all__ = ["register"]
 
 _DATA_DEFAULT = "./ister-data"
 _VARIABLE = "ISTER_CONFIG"
+_PORT_DEFAULT = ":6650"
+_EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - a word, nobody listens
 
 
 def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
     """Adds the command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "serve",
-        help="run a broker",
-        description="Serves topics by gRPC (Danube's protocol), Arrow Flight and HTTP.",
-        epilog="Without arguments: on ./ister-data, for this machine alone. SIGTERM ends it.",
+        help="run a broker, with a dashboard",
+        description="Serves topics by gRPC (Danube's protocol), Arrow Flight and HTTP, where the "
+        "dashboard is. Without arguments: on ./ister-data, for this machine alone. SIGTERM and "
+        "Ctrl-C end it in order.",
+        examples=(
+            "ister serve",
+            "ister serve --data-dir /var/lib/ister --pipeline",
+            "ister serve --config ister.yml --json",
+            "ister serve --port 0 --flight-port 0 --http-port 0",
+        ),
     )
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--config", metavar="FILE", help=f"an ister.yml; else ${_VARIABLE}")
-    place.add_argument("--data-dir", metavar="DIR", help=f"where data goes; else {_DATA_DEFAULT}")
-    parser.add_argument("--host", help="the address to listen on; 127.0.0.1 unless set")
-    parser.add_argument("--port", type=int, help="gRPC; 6650 unless set, 0 takes any free one")
-    parser.add_argument("--flight-port", type=int, help="Arrow Flight; 6651 unless set")
-    parser.add_argument("--http-port", type=int, help="HTTP; 9040 unless set")
+    place.add_argument(
+        "--config", metavar="FILE", help=f"the config file, an ister.yml (default: ${_VARIABLE})"
+    )
+    place.add_argument(
+        "--data-dir", metavar="DIR", help=f"where data goes (default: {_DATA_DEFAULT})"
+    )
+    parser.add_argument(
+        "--host", metavar="HOST", help="the address to listen on (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=int, help="gRPC; 0 takes any free one (default: 6650)"
+    )
+    parser.add_argument("--flight-port", metavar="N", type=int, help="Arrow Flight (default: 6651)")
+    parser.add_argument("--http-port", metavar="N", type=int, help="HTTP (default: 9040)")
     parser.add_argument(
         "--pipeline",
         action="store_true",
@@ -54,7 +73,12 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
         action="store_true",
         help="listen beyond this machine although callers need not say who they are",
     )
-    parser.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
+    parser.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        default="INFO",
+        help="DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="say where it listens as JSON")
     parser.set_defaults(run=run)
 
@@ -146,14 +170,50 @@ def _raise_file_limit() -> None:
 
 
 def _greet(config: Config, listening: dict[str, str]) -> None:
+    """Says where everything is; on a terminal, and what to try next."""
     where = config.storage.wal.dir
-    print("Ister is ready.")
-    print(f"  gRPC    {listening['grpc']}   Danube's clients: http://{listening['grpc']}")
-    print(f"  Flight  {listening['flight']}")
-    print(f"  HTTP    http://{listening['http']}/health")
-    print(f"  data    {os.path.dirname(os.path.abspath(where)) if where else 'in memory'}")
-    print("Ctrl-C ends it.", flush=True)
+    scheme = "https" if config.broker.tls.cert_file is not None else "http"
+    facts = {
+        "gRPC": listening["grpc"],
+        "Flight": listening["flight"],
+        "HTTP": f"{scheme}://{listening['http']}/health",
+        "data": os.path.dirname(os.path.abspath(where)) if where else "in memory",
+    }
+    if is_terminal(sys.stdout):
+        # Every address is none that a browser goes to.
+        address = listening["http"].replace(_EVERY_ADDRESS, "127.0.0.1")
+        _show_panel(facts | {"HTTP": f"{scheme}://{address}/"})
+    else:
+        print("Ister is ready.")
+        for name, value in facts.items():
+            beside = f"   Danube's clients: {scheme}://{value}" if name == "gRPC" else ""
+            print(f"  {name:<6}  {value}{beside}")
+        print("Ctrl-C ends it.")
     sys.stdout.flush()
+
+
+def _show_panel(facts: Mapping[str, str]) -> None:
+    from rich.panel import Panel  # noqa: PLC0415 - only on a terminal
+    from rich.text import Text  # noqa: PLC0415
+
+    lines = [
+        ("dashboard", facts["HTTP"], "bold cyan"),
+        ("gRPC", f"{facts['gRPC']}  for `ister produce`, `ister consume`, Danube", ""),
+        ("Flight", f"{facts['Flight']}  for Spark, Arrow, bulk publishing", ""),
+        ("data", facts["data"], ""),
+        ("", "", ""),
+        ("try", "echo hello | ister produce /default/greetings", "green"),
+    ]
+    if not facts["gRPC"].endswith(_PORT_DEFAULT):
+        lines.append(("", f"  --broker {facts['gRPC']}", "green"))
+    lines.append(("end", "Ctrl-C", ""))
+    text = Text("\n").join(
+        Text.assemble((f"{name:<11}", "dim"), (value, style)) for name, value, style in lines
+    )
+    console().print(
+        Panel(text, title="Ister is ready", title_align="left", border_style="cyan", expand=False),
+        soft_wrap=False,
+    )
 
 
 def load_settings(options: argparse.Namespace) -> Config:

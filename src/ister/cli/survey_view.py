@@ -6,8 +6,8 @@ import argparse
 from datetime import UTC, datetime
 from typing import Final
 
+from ister.cli.look import print_table
 from ister.cli.survey import FileSurvey, Kind, Listing
-from ister.cli.table import format_table
 
 __all__ = [
     "add_listing_arguments",
@@ -94,12 +94,16 @@ def print_frames(file: FileSurvey) -> None:
     """The frames that were listed, if any."""
     if not file.listed:
         return
-    print(f"\nframes of {file.name}")
+    print()
     rows = [
         (line.offset, line.position, line.size, format_time(line.publish_time), line.producer)
         for line in file.listed
     ]
-    print(format_table(("offset", "position", "size", "published", "producer"), rows))
+    print_table(
+        ("offset", "position", "size", "published", "producer"),
+        rows,
+        title=f"frames of {file.name}",
+    )
 
 
 def format_time(milliseconds: int | None) -> str | None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_table"]
+__all__ = ["format_cell", "format_table", "is_number_column"]
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """The rows below their titles; None is shown as `-`, a column of numbers stands right."""
-    cells = [[_format_cell(value) for value in row] for row in rows]
+    cells = [[format_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
-    is_number = [
-        all(isinstance(row[at], int | float | None) for row in rows) for at in range(len(titles))
-    ]
+    is_number = [is_number_column(rows, at) for at in range(len(titles))]
     lines = [
         "  ".join(
             cell.rjust(width) if right else cell.ljust(width)
@@ -24,7 +22,16 @@ def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     return "\n".join(lines)
 
 
-def _format_cell(value: object) -> str:
+def is_number_column(rows: Sequence[Sequence[object]], at: int) -> bool:
+    """Whether a column is one of numbers, and stands right; None may be among them."""
+    cells = [row[at] for row in rows if row[at] is not None]
+    return bool(cells) and all(
+        isinstance(cell, int | float) and not isinstance(cell, bool) for cell in cells
+    )
+
+
+def format_cell(value: object) -> str:
+    """A cell for people; None is shown as `-`."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
+from ister.broker.records import BrokerRecords, ServedRecord
 from ister.clock import SystemClock
 from ister.config import CloudBackend, MetadataBackend, StorageConfig, StorageMode
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
@@ -35,13 +37,14 @@ from ister.limits import KIB
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName, Watermarks
+from ister.subscription.store import StoredSubscription, SubscriptionStore
 from ister.tier.catalog import Catalog, Subscription, list_topics
 from ister.tier.names import TopicKeys
 from ister.topic.tiers import NODE_NAME, open_metadata
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.scan import scan_file
 
-__all__ = ["LocalLog", "LogFile", "TopicFacts", "survey_topic"]
+__all__ = ["LocalLog", "LogFile", "TopicFacts", "survey_topic", "survey_topics"]
 
 _RECOVER_HINT: Final = "`ister recover` rebuilds the metadata from the bucket"
 
@@ -79,6 +82,10 @@ class TopicFacts:
     local: LocalLog | None
     objects: list[ObjectDescriptor] = field(default_factory=list)
     subscriptions: list[Subscription] = field(default_factory=list)
+    stored: dict[str, StoredSubscription] = field(default_factory=dict)
+    """Subscriptions that a broker has made, by name; their cursors are in `subscriptions` too."""
+    served: ServedRecord | None = None
+    """How brokers serve it; None if none ever did."""
     errors: list[IsterError] = field(default_factory=list)
     """What could not be found out."""
 
@@ -93,7 +100,38 @@ class _Catalogued:
     sealed: SealedState | None = None
     objects: list[ObjectDescriptor] = field(default_factory=list)
     subscriptions: list[Subscription] = field(default_factory=list)
+    stored: dict[str, StoredSubscription] = field(default_factory=dict)
+    served: ServedRecord | None = None
     error: IsterError | None = None
+
+
+def survey_topics(
+    storage: StorageConfig, root: str, namespace: str | None = None
+) -> list[TopicFacts]:
+    """Looks at all topics, by name; what cannot be found out about one is in its errors.
+
+    Args:
+        storage: The log's settings.
+        root: Where its topics' directories are.
+        namespace: Only those of one.
+
+    Raises:
+        UnavailableError: The metadata store does not answer.
+    """
+    with _open_catalog(storage) as (store, error):
+        prefix = storage.metadata.root_prefix
+        names = {*_local_names(root)}
+        if store is not None:
+            names.update(_list_names(store, prefix))
+            names.update(BrokerRecords(store, root_prefix=prefix).non_reliable())
+        found: list[TopicFacts] = []
+        for name in map(TopicName.parse, sorted(names)):
+            if namespace is None or name.namespace == namespace:
+                with suppress(NotFoundError):  # deleted meanwhile, or left behind
+                    found.append(
+                        _survey(storage, root, name, _read_catalog(store, error, storage, name))
+                    )
+        return found
 
 
 def survey_topic(storage: StorageConfig, root: str, name: TopicName) -> TopicFacts:
@@ -108,10 +146,17 @@ def survey_topic(storage: StorageConfig, root: str, name: TopicName) -> TopicFac
         NotFoundError: There is no such topic.
         UnavailableError: The metadata store does not answer.
     """
-    catalogued = _read_catalog(storage, name)
-    record = catalogued.record
+    with _open_catalog(storage) as (store, error):
+        return _survey(storage, root, name, _read_catalog(store, error, storage, name))
+
+
+def _survey(
+    storage: StorageConfig, root: str, name: TopicName, catalogued: _Catalogued
+) -> TopicFacts:
+    record, served = catalogued.record, catalogued.served
     local = _read_local(root, name, record)
-    if local is None and (record is None or record.state == "deleted"):
+    has_log = local is not None or (record is not None and record.state != "deleted")
+    if not has_log and (served is None or served.is_reliable):
         raise _not_found(root, name, catalogued)
     return TopicFacts(
         topic=str(name),
@@ -122,6 +167,8 @@ def survey_topic(storage: StorageConfig, root: str, name: TopicName) -> TopicFac
         local=local,
         objects=catalogued.objects,
         subscriptions=catalogued.subscriptions,
+        stored=catalogued.stored,
+        served=served,
         errors=[catalogued.error] if catalogued.error is not None else [],
     )
 
@@ -129,27 +176,46 @@ def survey_topic(storage: StorageConfig, root: str, name: TopicName) -> TopicFac
 # -- the metadata store ---------------------------------------------------------------------
 
 
-def _read_catalog(storage: StorageConfig, name: TopicName) -> _Catalogued:
+@contextmanager
+def _open_catalog(
+    storage: StorageConfig,
+) -> Iterator[tuple[MetadataStore | None, IsterError | None]]:
+    """The metadata store, or why there is none although there should be."""
     config = storage.metadata
     is_shared = config.backend is not MetadataBackend.MEMORY
     if storage.mode is not StorageMode.WAL_CLOUD or not is_shared:
-        return _Catalogued()
-    clock = SystemClock()
+        yield None, None
+        return
     try:
-        store = open_metadata(config, clock, read_only=True)
+        store = open_metadata(config, SystemClock(), read_only=True)
     except NotFoundError as error:
-        if not _has_bucket(storage):
-            return _Catalogued()  # nothing was ever tiered here
         error.hint = error.hint or _RECOVER_HINT
-        return _Catalogued(error=error)
+        # Without a bucket, nothing was ever tiered here.
+        yield None, error if _has_bucket(storage) else None
+        return
     except CorruptDataError as error:
         error.hint = _RECOVER_HINT
-        return _Catalogued(error=error)
+        yield None, error
+        return
     try:
-        keys = TopicKeys(config.root_prefix, name)
-        return _read_topic(Catalog(store, keys, clock=clock, metrics=Metrics()), config.root_prefix)
+        yield store, None
     finally:
         store.close()
+
+
+def _read_catalog(
+    store: MetadataStore | None, error: IsterError | None, storage: StorageConfig, name: TopicName
+) -> _Catalogued:
+    if store is None:
+        return _Catalogued(error=error)
+    clock, prefix = SystemClock(), storage.metadata.root_prefix
+    catalog = Catalog(store, TopicKeys(prefix, name), clock=clock, metrics=Metrics())
+    found = _read_topic(catalog, prefix)
+    found.served = BrokerRecords(store, root_prefix=prefix).topic(name)
+    subscriptions = SubscriptionStore(store, root_prefix=prefix, clock=clock)
+    incarnation = found.record.incarnation if found.record is not None else ""
+    found.stored = subscriptions.load(name, incarnation)
+    return found
 
 
 def _read_topic(catalog: Catalog, root_prefix: str) -> _Catalogued:

@@ -135,6 +135,64 @@ class AdminCalls:
         found = await self._network.call(_NAMESPACES, "GetNamespaceTopics", request)
         return list(found.topics)
 
+    async def list_topics(
+        self, namespace: str | None = None, *, with_partitions: bool = True
+    ) -> list[dict[str, Any]]:
+        """The topics that this client may know of, in short, by their names.
+
+        Each is as `show_topic` has it, but for files, objects, policies and schema: of those there
+        are the numbers alone (`files_total`, `objects_bytes`, ...). What another broker than the
+        one that answers has is described by what the stores say about it.
+
+        Args:
+            namespace: Only those of one; all by default.
+            with_partitions: Whether partitions are listed one by one; else those that they are
+                parts of are, with the names in `partitions` and nothing else.
+
+        Raises:
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        found: list[dict[str, Any]] = []
+        after = ""
+        while True:
+            request = self._api.ListTopicsRequest(
+                namespace=namespace or "", with_partitions=with_partitions, after=after
+            )
+            answer = await self._network.call(_ADMIN, "ListTopics", request)
+            page = json.loads(answer.json)
+            found += page["topics"]
+            after = page["next"] or ""
+            if not after:
+                return found
+
+    async def show_topic(self, topic: str) -> dict[str, Any]:
+        """All about a topic: tiers, watermarks, rates, subscriptions, policies, schema.
+
+        The same dictionary as that of the HTTP API and of `ister topics describe --json`. Of a
+        partitioned topic, the names in `partitions` and nothing else.
+
+        Raises:
+            NotFoundError: There is none.
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        names = await self._partitions(topic)
+        if names != [topic]:
+            return {"topic": topic, "parent": None, "partitions": names}
+        request = self._api.TopicName(topic=topic)
+        answer = await self._network.call(_ADMIN, "ShowTopic", request, topic=topic)
+        view: dict[str, Any] = json.loads(answer.json)
+        return view
+
+    async def brokers(self) -> list[dict[str, Any]]:
+        """All brokers that are up, the one that answers first.
+
+        Raises:
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        answer = await self._network.call(_ADMIN, "ShowBrokers", self._api.InfoRequest())
+        brokers: list[dict[str, Any]] = json.loads(answer.json)["brokers"]
+        return brokers
+
     async def partitions(self, topic: str) -> list[str]:
         """The topics behind a name: itself, or its partitions in order; none if there is none.
 

@@ -602,6 +602,20 @@ class Client:
         """As `AdminCalls.topics`."""
         return self._run(self._admin.topics(namespace))
 
+    def list_topics(
+        self, namespace: str | None = None, *, with_partitions: bool = True
+    ) -> list[dict[str, Any]]:
+        """As `AdminCalls.list_topics`."""
+        return self._run(self._admin.list_topics(namespace, with_partitions=with_partitions))
+
+    def show_topic(self, topic: str) -> dict[str, Any]:
+        """As `AdminCalls.show_topic`."""
+        return self._run(self._admin.show_topic(topic))
+
+    def brokers(self) -> list[dict[str, Any]]:
+        """As `AdminCalls.brokers`."""
+        return self._run(self._admin.brokers())
+
     def partitions(self, topic: str) -> list[str]:
         """As `AdminCalls.partitions`."""
         return self._run(self._admin.partitions(topic))

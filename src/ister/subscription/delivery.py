@@ -191,6 +191,10 @@ class Delivery:
         """The next offset to be offered. Below the cursor if messages were acknowledged unread."""
         self.version = 0
         """Another number whenever the cursor, or what `saved` gives, has changed."""
+        self.timeouts = 0
+        """Messages that were not answered in time, so far."""
+        self.exhausted = 0
+        """Messages that failed too often, so far."""
         self._known: dict[int, Consumer] = {}
         self._attached: dict[int, Consumer] = {}
         self._entries: dict[int, Entry] = {}
@@ -474,6 +478,7 @@ class Delivery:
         self._failed.add(entry.offset)
         self.version += 1
         if entry.failures > self._policy.max_redelivery_count:
+            self.exhausted += 1
             self._release(entry)
             self._judge(entry)
             return
@@ -529,6 +534,7 @@ class Delivery:
                 self._release(entry)
                 self._enqueue(entry)
             else:
+                self.timeouts += 1
                 self._fail(entry, f"no answer in {self._policy.ack_timeout_ms} ms", None)
         while (due := self._next_timer()) is not None and due <= now:
             entry = self._entries[heappop(self._timers)[1]]
@@ -742,6 +748,11 @@ class Delivery:
             self._queue.note_free(consumer)
 
     # -- looking ----------------------------------------------------------------------------
+
+    @property
+    def blocked_count(self) -> int:
+        """How many messages block."""
+        return len(self._blocked)
 
     def stats(self) -> DeliveryStats:
         """A subscription at a glance; looks at every message that is held."""

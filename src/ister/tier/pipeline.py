@@ -5,6 +5,7 @@
     <root>/pipeline/exports/<id>     an export into one table; likewise
     <root>/pipeline/status           what the service has done last
     <root>/pipeline/reports/<job>    the last report of each job
+    <root>/pipeline/requests/<job>   a job that somebody wants done now; gone once it has begun
 
 Owns: these names, and a log's view of the lease. Does not own: what is stored there, jobs.
 """
@@ -44,6 +45,10 @@ class PipelineKeys:
     def report(self, job: str) -> str:
         """The key of a job's last report."""
         return f"{self._root}reports/{job}"
+
+    def request(self, job: str) -> str:
+        """The key of a request for a job; of all of them, with an empty name, what they share."""
+        return f"{self._root}requests/{job}"
 
     def has_jobs(self, store: MetadataStore) -> bool:
         """Whether any job is under way, or was a lease's time ago."""

@@ -87,7 +87,7 @@ class Uploader:
         """
         if start >= synced:
             return None
-        settings = self._settings
+        settings, began = self._settings, self._clock.monotonic()
         try:
             end = source.plan(
                 start,
@@ -108,6 +108,8 @@ class Uploader:
             )
             descriptor = self._make_object(source, start, end)
         self._owned.commit(descriptor)
+        elapsed_ms = (self._clock.monotonic() - began) * 1000
+        self._metrics.observe("uploader.object_latency_ms", elapsed_ms)
         self._metrics.count("uploader.objects_created_total")
         self._metrics.count("uploader.bytes_uploaded_total", descriptor.size_bytes)
         _log.info(

@@ -191,6 +191,11 @@ class Log:
         """The stores behind the topics; None without a bucket."""
         return self._tiers
 
+    @property
+    def has_files(self) -> bool:
+        """Whether messages are in files, and not in memory alone."""
+        return self._root is not None
+
     def _wal_root(self) -> str | None:
         storage = self.config.storage
         if storage.mode is StorageMode.MEMORY or storage.wal.dir is None:

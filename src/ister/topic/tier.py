@@ -161,6 +161,11 @@ class TopicTier:
             return 0
         return max(0, self._lag_base + self._wal.synced_bytes_total - self._lag_mark)
 
+    @property
+    def failures(self) -> int:
+        """Upload cycles that failed since the last good one."""
+        return self._failures
+
     def check_owner(self) -> None:
         """Makes sure that this process may acknowledge something now.
 

@@ -88,6 +88,7 @@ class Topic:
         self._now_ns = clock.now_ns
         self._metrics = metrics
         self._lock = wal.lock
+        self._opened_at = wal.next
         # The hot path's own references: each saves a look-up per append.
         self._buffer = wal.buffer
         self._acquire = wal.lock.acquire
@@ -141,6 +142,11 @@ class Topic:
                 written=wal.written,
                 next=wal.next,
             )
+
+    @property
+    def appended(self) -> int:
+        """Messages appended since the topic was opened here."""
+        return self.wal.next - self._opened_at
 
     @property
     def earliest(self) -> int:
@@ -532,6 +538,8 @@ class Topic:
         )
         with self._readers_lock:
             self._readers.add(reader)
+        is_hot = self.tier is None or offset >= self.wal.trimmed
+        self._metrics.count("reader.opened_hot_total" if is_hot else "reader.opened_history_total")
         return reader
 
     def read(

@@ -242,6 +242,7 @@ class WalWriter:
             self.index.add(next_offset, self.position, self._time_max)
         self._save_index(self._seq, self.index, below=next_offset)
         self.close_file()
+        is_large = self.position >= self._rotate_max_bytes
         self._seq += 1
         self._file = file
         self.is_open = True
@@ -253,6 +254,7 @@ class WalWriter:
         self._file_since = now
         self.last_rotation_at = self._clock.now_ns() // 1_000_000_000
         self._metrics.count("wal.writer_rotate_events")
+        self._metrics.count("wal.rotated_by_size" if is_large else "wal.rotated_by_time")
         _log.info(
             "rotated", extra={"path": self.directory.path, "file": format_log_name(self._seq)}
         )

@@ -34,7 +34,7 @@ def test_quick_run_prints_its_results_as_json(name, tmp_path, capsys):
 def test_people_get_a_table(tmp_path, capsys):
     assert main(["bench", "tail", "--quick", "--dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("name ")
+    assert shown.startswith("NAME ")
     assert "limit: waking 1 thread, p50" in shown
 
 

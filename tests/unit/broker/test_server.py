@@ -106,7 +106,10 @@ def test_it_is_ready_when_every_topic_is_recovered_and_not_before(tmp_path, monk
         services = Services(ports["grpc"])
         try:
             await until(lambda: get(ports["http"], "/live"), (200, "live\n"))
-            assert await get(ports["http"], "/ready") == (503, "not ready\n")
+            assert await get(ports["http"], "/ready") == (
+                503,
+                "not ready: topics are being recovered\n",
+            )
             status, text = await get(ports["http"], "/health")
             assert status == 503
             assert json.loads(text)["reasons"] == ["topics are being recovered"]
@@ -140,6 +143,9 @@ def test_its_health_has_reasons(tmp_path, monkeypatch):
             status, text = await get(listening.http, "/health")
             report = json.loads(text)
             assert status == 200
+            checks = {check["name"]: check for check in report.pop("checks")}
+            # The disk of whoever runs the tests may be full.
+            report.pop("state"), report.pop("words")
             assert report == {
                 "ready": True,
                 "reasons": [],
@@ -148,6 +154,7 @@ def test_its_health_has_reasons(tmp_path, monkeypatch):
                 "auth": "none",
                 "tls": False,
             }
+            assert checks["ready"]["state"] == checks["topics"]["state"] == "ok"
             membership = type(broker.topics.log.tiers.membership)
             with monkeypatch.context() as patch:
                 patch.setattr(membership, "is_valid", property(lambda _: False))

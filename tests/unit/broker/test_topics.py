@@ -392,6 +392,20 @@ def test_unload_without_a_bucket_is_refused_or_harmless(tmp_path):
     run(scenario())
 
 
+@pytest.mark.parametrize("is_reliable", [True, False])
+def test_a_topic_in_memory_is_not_unloaded_as_it_would_be_gone(tmp_path, is_reliable):
+    async def scenario():
+        async with some_topics(tmp_path, mode="memory") as topics:
+            topic = await topics.get_or_create(NAME, is_reliable=is_reliable)
+            await topic.publish(a_record(b"kept"))
+            with pytest.raises(ConflictError, match="gone"):
+                await topics.unload(NAME)
+            assert await topics.get(NAME) is topic
+            assert await topic.publish(a_record()) == 1
+
+    run(scenario())
+
+
 def test_a_topic_that_cannot_be_handed_over_stays_with_this_broker(tmp_path, monkeypatch):
     async def scenario():
         async with some_topics(tmp_path) as topics:

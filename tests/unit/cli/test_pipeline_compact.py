@@ -1,9 +1,12 @@
 """`ister pipeline compact`: what the arguments become, and which ones are refused."""
 
 import argparse
+import io
+import sys
 
 import pytest
 
+from ister.cli.main import main
 from ister.cli.pipeline import compact as command
 from ister.spark.jobs import compaction
 from ister.spark.jobs.report import JobReport
@@ -83,3 +86,22 @@ def test_wrong_usage_is_refused_before_spark_starts(run, capsys, arguments, says
         run(*arguments)
     assert stopped.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_messages_are_removed_only_after_a_question_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    done = []
+    monkeypatch.setattr(command, "_run", lambda options: done.append(options.keep) or 0)
+    arguments = ["pipeline", "compact", "--format", "parquet", "--keep", "latest-per-key"]
+    for answer, code in (("\n", 1), ("yes\n", 0)):
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        monkeypatch.setattr(sys, "stderr", shown := Terminal())
+        assert main(arguments) == code
+        assert "removed for good" in shown.getvalue()
+    assert main([*arguments, "--yes"]) == 0
+    assert main([*arguments, "--dry-run"]) == 0
+    assert main(["pipeline", "compact"]) == 0
+    assert len(done) == 4

@@ -1,7 +1,9 @@
 """`ister repair`: each tier lost something, or both did, and the other one has it or has not."""
 
+import io
 import json
 import shutil
+import sys
 
 import pytest
 import yaml
@@ -373,3 +375,25 @@ def test_empty_log_has_nothing_to_repair(tmp_path, capsys):
     place = Place(tmp_path / "data")
     assert main(["repair", "--config", str(place.config)]) == 0
     assert capsys.readouterr().out == "no topics\n"
+
+
+def test_taking_over_is_asked_for_on_a_terminal(monkeypatch, tmp_path):
+    """Goal: nobody gives messages up by a slip; `--yes`, or a script, goes on at once."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    done = []
+    monkeypatch.setattr(command, "_repair", lambda options: done.append(options.topics) or 0)
+    arguments = ["repair", "/default/orders", "--take-over", "--data", str(tmp_path)]
+    for answer, code in (("n\n", 1), ("y\n", 0)):
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        monkeypatch.setattr(sys, "stderr", shown := Terminal())
+        assert main(arguments) == code
+        assert "Take /default/orders over?" in shown.getvalue()
+    assert len(done) == 1
+    assert main([*arguments, "--yes"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert main(arguments) == 0
+    assert len(done) == 3

@@ -1,8 +1,10 @@
 """`ister serve`: settings from arguments, what it says, how it ends."""
 
 import argparse
+import io
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -15,6 +17,7 @@ import pytest
 
 from ister.cli import serve
 from ister.cli.main import main
+from ister.config import load_config
 from ister.errors import ConfigError
 
 ANY_PORTS = ["--port=0", "--flight-port=0", "--http-port=0"]
@@ -243,3 +246,40 @@ def test_a_start_that_is_told_to_end_ends(tmp_path):
     with process(tmp_path, "--json") as child:
         assert json.loads(read_until(child, b"\n"))["event"] == "ready"
         assert end(child)[0] == 0
+
+
+# -- what is said at the start --------------------------------------------------------------
+
+LISTENING = {"grpc": "127.0.0.1:7001", "flight": "127.0.0.1:7002", "http": "0.0.0.0:7003"}
+
+
+def test_greeting_in_a_pipe_is_plain(capsys, tmp_path):
+    serve._greet(load_config(str(tmp_path)), LISTENING)
+    assert capsys.readouterr().out.splitlines() == [
+        "Ister is ready.",
+        "  gRPC    127.0.0.1:7001   Danube's clients: http://127.0.0.1:7001",
+        "  Flight  127.0.0.1:7002",
+        "  HTTP    http://0.0.0.0:7003/health",
+        f"  data    {tmp_path}",
+        "Ctrl-C ends it.",
+    ]
+
+
+@pytest.mark.parametrize("columns", ["80", "50"])
+def test_greeting_on_a_terminal_is_a_panel_that_fits(columns, monkeypatch, tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    shown = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys, "stdout", shown)
+    serve._greet(load_config({"storage": {"mode": "memory"}}), LISTENING)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert "Ister is ready" in lines[0]
+    assert all(len(line) <= int(columns) for line in lines)
+    text = " ".join(line.strip("│ ") for line in lines)
+    assert "http://127.0.0.1:7003/" in text
+    assert "--broker 127.0.0.1:7001" in text
+    assert "in memory" in text

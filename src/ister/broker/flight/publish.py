@@ -90,6 +90,7 @@ class Publishing:
         admit: Callable[[SequencedTopic, pa.RecordBatch], None],
         still_allowed: Callable[[], None],
         is_cancelled: Callable[[], bool],
+        note: Callable[[SequencedTopic, pa.RecordBatch], None] = lambda _topic, _batch: None,
     ) -> None:
         """Prepares a stream.
 
@@ -102,6 +103,7 @@ class Publishing:
             admit: Called with each batch before it is appended.
             still_allowed: Raises when the client's rights have ended.
             is_cancelled: Whether the client is gone.
+            note: Called with rows that were appended, and had not been before.
 
         Raises:
             InvalidRequestError: The producer's name or epoch is none.
@@ -116,6 +118,7 @@ class Publishing:
         self._admit = admit
         self._still_allowed = still_allowed
         self._is_cancelled = is_cancelled
+        self._note = note
         self._changed = threading.Condition()
         self._pending: deque[_Pending] = deque()
         self._unacked_bytes = 0
@@ -183,6 +186,8 @@ class Publishing:
         size = self._check(batch)
         self._admit(self._topic, batch)
         appended = self._append(batch, sequence)
+        if appended.known < batch.num_rows:
+            self._note(self._topic, batch.slice(appended.known))
         with self._changed:
             self._pending.append(_Pending(sequence, appended, size))
             self._unacked_bytes += size

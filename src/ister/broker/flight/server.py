@@ -317,6 +317,7 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
                         self._source.config.storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX
                     ),
                     admit=self._source.admit,
+                    note=self._source.note,
                     still_allowed=partial(caller.check, Permission.PRODUCE, topic=opened.topic),
                     is_cancelled=context.is_cancelled,
                 )

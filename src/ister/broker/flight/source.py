@@ -97,6 +97,10 @@ class TopicSource(Protocol):
         """
         ...
 
+    def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
+        """Called when rows were appended that had not been before."""
+        ...
+
 
 class LogSource:
     """The topics of a log in this process."""
@@ -133,6 +137,9 @@ class LogSource:
 
     def admit(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
         """Everything is let in."""
+
+    def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
+        """Nobody counts them."""
 
 
 class Caller(Protocol):

@@ -60,6 +60,10 @@ class AvroDefinition:
             return self._checker.check_file(payload, self._is_same)
         return reason
 
+    def check_datum(self, payload: bytes) -> str | None:
+        """Why a payload is not one datum of this schema; None if it is."""
+        return self._checker.check(payload)
+
     def cannot_read(self, writer: AvroDefinition) -> list[str]:
         """What of `writer` does not resolve to this schema."""
         resolution = _Resolution(self.named, writer.named)

@@ -85,6 +85,11 @@ class ProtobufDefinition:
         root = self.messages[first.message_type[0].name]
         self._message = message_factory.GetMessageClass(root)
 
+    @property
+    def message_class(self) -> Any:  # noqa: ANN401 - protobuf's
+        """The class of the first message type, which payloads are."""
+        return self._message
+
     def check(self, payload: bytes) -> str | None:
         """Why a payload is not a message of the first type; None if it is."""
         try:

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Self, TypeAlias
+from typing import Final, NamedTuple, Self, TypeAlias
 
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
@@ -72,6 +72,13 @@ _WARNING_SECONDS: Final = 10.0
 """How often a topic's misfits are logged."""
 _REFRESH_PAUSE_SECONDS: Final = 0.05
 """The least time between two looks at the store, however much changes there."""
+
+
+class _Misfit(NamedTuple):
+    """Why a message does not fit: one of a few kinds, and in words."""
+
+    kind: str
+    words: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +147,7 @@ class SchemaRegistry:
         self._missing: dict[tuple[int, int | None], float] = {}
         self._warned: dict[str, tuple[float, int]] = {}
         self._misfits = {ValidationPolicy.WARN: 0, ValidationPolicy.ENFORCE: 0}
+        self._checked: dict[str, Counter[str]] = {}
         self._is_closed = False
         self._wake = threading.Event()
         self._watch = metadata.watch(self._keys.root, self._on_change)
@@ -340,6 +348,23 @@ class SchemaRegistry:
         if reason is not None:
             raise InvalidRequestError(f"the payload does not fit its schema: {reason}")
 
+    def find_definition(
+        self, schema_id: int, version: int | None
+    ) -> tuple[str, int, Definition] | None:
+        """The subject, the version and the schema that a message names; None if there is none.
+
+        Raises:
+            UnavailableError: The store does not answer.
+        """
+        record = self._record(schema_id, version)
+        number = _number(record, version)
+        if record is None or number is None:
+            return None
+        try:
+            return record.subject, number, self._definition(record, number)
+        except NotFoundError:  # removed meanwhile
+            return None
+
     # -- topics -----------------------------------------------------------------------------
 
     def topic_config(self, topic: str) -> TopicConfig | None:
@@ -480,15 +505,22 @@ class SchemaRegistry:
             if is_enforced:
                 raise
             return
-        if reason is None:
-            return
         with self._lock:
+            checked = self._checked.setdefault(topic, Counter())
+            checked["ok" if reason is None else reason.kind] += 1
+            if reason is None:
+                return
             self._misfits[config.policy] += 1
         if is_enforced:
             raise InvalidRequestError(
-                f"the message does not fit the topic's schema: {reason}", topic=topic
+                f"the message does not fit the topic's schema: {reason.words}", topic=topic
             )
-        self._warn(topic, reason)
+        self._warn(topic, reason.words)
+
+    def checked(self) -> dict[str, dict[str, int]]:
+        """Messages held against a schema so far: topic, then "ok" or why not, then how many."""
+        with self._lock:
+            return {topic: dict(counts) for topic, counts in self._checked.items()}
 
     def misfits(self) -> dict[str, int]:
         """Messages so far that did not fit: those warned of, and those refused."""
@@ -502,20 +534,29 @@ class SchemaRegistry:
 
     def _find_misfit(
         self, config: TopicConfig, schema_id: int | None, version: int | None, payload: bytes
-    ) -> str | None:
+    ) -> _Misfit | None:
         if schema_id is None:
-            return f"it has no schema id, and the topic's subject is {config.subject!r}"
+            return _Misfit(
+                "missing_schema_id",
+                f"it has no schema id, and the topic's subject is {config.subject!r}",
+            )
         record = self._record(schema_id, version)
         if record is None:
-            return f"there is no schema with the id {schema_id}"
+            return _Misfit("unknown_schema_id", f"there is no schema with the id {schema_id}")
         if record.subject != config.subject:
-            return f"its schema is of the subject {record.subject!r}, not {config.subject!r}"
+            return _Misfit(
+                "other_subject",
+                f"its schema is of the subject {record.subject!r}, not {config.subject!r}",
+            )
         number = _number(record, version)
         if number is None:
-            return f"the subject {record.subject!r} has no version {version}"
+            return _Misfit(
+                "unknown_version", f"the subject {record.subject!r} has no version {version}"
+            )
         if not config.checks_payload:
             return None
-        return self._definition(record, number).check(payload)
+        words = self._definition(record, number).check(payload)
+        return None if words is None else _Misfit("payload", words)
 
     def _warn(self, topic: str, reason: str) -> None:
         now = self._clock.monotonic()
@@ -612,6 +653,8 @@ class SchemaRegistry:
                 self._wake.set()  # what was read may be from before a change of our own
             for topic in [topic for topic in self._warned if topic not in configs]:
                 del self._warned[topic]
+            for topic in [topic for topic in self._checked if topic not in configs]:
+                del self._checked[topic]
 
     def _read_config(self, found: KeyValue) -> TopicConfig | None:
         try:

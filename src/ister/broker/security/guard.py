@@ -172,6 +172,8 @@ class Guard:
         self._refusals_waiting = 0
         self.refused_logins = 0
         """Calls refused because nobody knows who made them."""
+        self.allowed_calls = 0
+        """Calls whose callers had a right to them, with auth on."""
         self.refused_calls = 0
         """Calls refused because the caller had no right to them."""
 
@@ -281,7 +283,8 @@ class Guard:
         self, error: UnauthenticatedError, *, peer: str = "", action: str = ""
     ) -> None:
         """Counts and audits a call whose caller is not known."""
-        self.refused_logins += 1
+        with self._lock:
+            self.refused_logins += 1
         self.audit.record(Outcome.UNAUTHENTICATED, action=action, peer=peer, reason=error.message)
 
     # -- whether ----------------------------------------------------------------------------
@@ -324,6 +327,8 @@ class Guard:
         if self.is_on:
             if not self.access.allows(principal, permission, topic=topic, namespace=namespace):
                 self._deny(principal, permission, resource=resource, action=action, peer=peer)
+            with self._lock:
+                self.allowed_calls += 1
             if caller is not None and caller.is_stream:
                 name = None if topic is None else str(topic)
                 caller.remember(_Check(permission, name, namespace))
@@ -445,7 +450,8 @@ class Guard:
         action: str,
         peer: str,
     ) -> None:
-        self.refused_calls += 1
+        with self._lock:
+            self.refused_calls += 1
         self.audit.record(
             Outcome.DENIED,
             action=action,

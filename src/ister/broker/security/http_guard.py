@@ -78,7 +78,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 def _answer(
     error: IsterError, status: int, headers: dict[str, str] | None = None
 ) -> web.StreamResponse:
-    content = {"code": error.code, "error": str(error)}
+    content = {"code": error.code, "error": error.message, "hint": error.hint}
     return web.json_response(content, status=status, headers=headers)
 
 

@@ -187,6 +187,7 @@ async def _pushed(
     try:
         while records := await outbox.take(_WRITTEN_EVERY):
             for record in records:
+                subscription.counters.note_out(len(record.payload))
                 yield record, record.msg_id.topic_offset
             outbox.written(len(records))
     finally:

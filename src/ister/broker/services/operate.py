@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import json
+from typing import Any, Final
 
 from ister import __version__
 from ister.broker.dispatch import Dispatch
@@ -12,19 +13,25 @@ from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.served import AnySubscription, ServedTopic
 from ister.broker.topics import Topics, start_at_time
+from ister.broker.views import Views, list_topics
 from ister.broker.wire import ister_api
 from ister.errors import InvalidRequestError
 from ister.model import AckLevel, Codec, Start
 
 __all__ = ["OperateService"]
 
+_PAGE_DEFAULT: Final = 100
+# An answer has to fit into a message of gRPC.
+_PAGE_MAX: Final = 200
+
 
 class OperateService:
     """Serves operators, and tells clients where the other ports are."""
 
-    def __init__(self, topics: Topics, guard: Guard) -> None:
+    def __init__(self, topics: Topics, guard: Guard, views: Views) -> None:
         self._topics = topics
         self._guard = guard
+        self._views = views
 
     def _check(self, permission: Permission, **on: str) -> None:
         self._guard.check(current_principal(), permission, **on)
@@ -87,6 +94,31 @@ class OperateService:
             described.synced, described.written = marks.synced, marks.written
             described.next = marks.next
         return described
+
+    async def ListTopics(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Topics in short, a page of those that the caller may know of."""
+        found = await list_topics(
+            self._views,
+            self._guard,
+            namespace=request.namespace,
+            after=request.after,
+            limit=min(request.limit or _PAGE_DEFAULT, _PAGE_MAX),
+            with_partitions=request.with_partitions,
+        )
+        return await self._document(found)
+
+    async def ShowTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """All about a topic, from the broker that has it."""
+        self._check(Permission.LOOKUP, topic=request.topic)
+        return await self._document(await self._views.topic(request.topic, opens=True))
+
+    async def ShowBrokers(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """All brokers that are up."""
+        self._check(Permission.LOOKUP)
+        return await self._document({"brokers": await self._views.brokers()})
+
+    async def _document(self, content: dict[str, Any]) -> Any:  # noqa: ANN401
+        return ister_api.Document(json=await self._views.lookers.run(json.dumps, content))
 
     async def SetTopicPolicies(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """Replaces a topic's own bounds."""

@@ -14,14 +14,20 @@ from typing import Any, Final
 import grpc
 
 from ister.broker.producers import producer_id
-from ister.broker.rpc import Refused
+from ister.broker.rpc import Refused, status_of
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.served import ServedTopic
 from ister.broker.topics import Topics
 from ister.broker.wire import danube
-from ister.errors import ConflictError, InvalidRequestError, MessageTooLargeError, NotFoundError
+from ister.errors import (
+    ConflictError,
+    InvalidRequestError,
+    IsterError,
+    MessageTooLargeError,
+    NotFoundError,
+)
 from ister.limits import KIB
 from ister.model import MessageId, StreamMessage
 
@@ -85,10 +91,22 @@ class ProducerService:
         """Appends a message; answered when it has reached the topic's ack level."""
         if not request.HasField("msg_id"):
             raise InvalidRequestError("the message has no msg_id")
-        msg_id = request.msg_id
-        name = msg_id.topic_name
+        name = request.msg_id.topic_name
         self._guard.check(current_principal(), Permission.PRODUCE, topic=name)
         topic = self._topics.find_open(name) or await self._topics.get(name)
+        now = asyncio.get_running_loop().time
+        began = now()
+        try:
+            await self._send(topic, request)
+        except IsterError as error:
+            topic.counters.refused[status_of(error).name] += 1
+            raise
+        topic.counters.note_send(now() - began)
+        return danube.MessageResponse(request_id=request.request_id)
+
+    async def _send(self, topic: ServedTopic, request: Any) -> None:  # noqa: ANN401
+        msg_id = request.msg_id
+        name = msg_id.topic_name
         self._recognise(topic, msg_id.producer_id, request.producer_name)
         schema_id = request.schema_id if request.HasField("schema_id") else None
         schema_version = request.schema_version if request.HasField("schema_version") else None
@@ -124,7 +142,6 @@ class ProducerService:
             )
         else:
             await topic.publish(message)
-        return danube.MessageResponse(request_id=request.request_id)
 
     def _recognise(self, topic: ServedTopic, id: int, name: str) -> None:
         """Takes a producer on that this broker does not know, or no longer."""

@@ -22,6 +22,7 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import ServiceDescriptor
 
+from ister.broker.counters import Calls
 from ister.broker.rpc import Gate, streaming_handler, unary_handler
 
 __all__ = ["add_service", "danube", "danube_admin", "danube_schema", "ister_api", "stub"]
@@ -68,15 +69,19 @@ def _serialize(answer: Any) -> bytes:  # noqa: ANN401 - a message, or one that i
 
 
 def add_service(
-    server: grpc.aio.Server, name: str, instance: object, gate: Gate | None = None
+    server: grpc.aio.Server,
+    name: str,
+    instance: object,
+    gate: Gate | None = None,
+    calls: Calls | None = None,
 ) -> None:
     """Serves the RPCs of a service by an object's methods of the same names.
 
     A unary method is `async def Name(self, request, context) -> answer`. One that streams is an
     async generator, and may yield answers that are serialized already. One whose requests are a
-    stream gets an async iterator of them. A gate can be closed for unary calls.
+    stream gets an async iterator of them. A gate can be closed for unary calls. `calls` counts.
     """
-    gate = gate or Gate()
+    gate, calls = gate or Gate(), calls or Calls()
     handlers: dict[str, grpc.RpcMethodHandler] = {}
     for method in _service(name).methods:
         call = getattr(instance, method.name)
@@ -88,10 +93,16 @@ def add_service(
                 if method.client_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            handler = streaming_handler(call, parse, where, is_stream=method.client_streaming)
+            handler = streaming_handler(
+                call,
+                parse,
+                where,
+                is_stream=method.client_streaming,
+                counters=calls.of(name, method.name),
+            )
         else:
             make = grpc.unary_unary_rpc_method_handler
-            handler = unary_handler(call, parse, where, gate)
+            handler = unary_handler(call, parse, where, gate, calls.of(name, method.name))
         # Requests are parsed by the handler: what is no message gets a status that says so.
         handlers[method.name] = make(handler, response_serializer=_serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))

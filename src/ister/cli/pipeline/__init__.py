@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from ister.cli.look import add_command
 from ister.cli.pipeline import compact, export, replay, run, scrub, stats, status, tier
 
 if TYPE_CHECKING:
@@ -20,11 +21,17 @@ __all__ = ["register"]
 
 def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "pipeline",
         help="move, merge, check, export and replay topics with Spark",
         description="Jobs on Spark: on this machine by default, on a cluster with --master. Each "
         "is safe to stop at any moment and to run again.",
+        examples=(
+            "ister pipeline run --config ister.yml",
+            "ister pipeline status",
+            "ister pipeline compact --data ./ister-data",
+        ),
     )
     jobs = parser.add_subparsers(metavar="JOB", required=True)
     for job in (run, status, tier, compact, export, scrub, replay, stats):

@@ -9,18 +9,15 @@ one object goes to standard output; progress goes to standard error, and only to
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from ister.cli.look import Progress, format_bytes, print_error, print_table, progress
 from ister.cli.place import add_place_arguments, has_place, load_place
 from ister.cli.report import answer, print_json
-from ister.cli.table import format_table
 from ister.config import Config
 from ister.errors import InvalidRequestError, IsterError
-from ister.limits import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,13 +29,11 @@ __all__ = [
     "Place",
     "add_job_arguments",
     "find_place",
-    "format_bytes",
     "print_report",
     "run_job",
 ]
 
-_BAR_WIDTH: Final = 24
-_BAR_EVERY_SECONDS: Final = 0.2
+_NOTE_MAX: Final = 60
 _SHOWN_TOPICS_MAX: Final = 60
 
 
@@ -153,77 +148,52 @@ def print_report(report: JobReport, columns: Sequence[tuple[str, str]]) -> None:
     topics = fields["topics"]
     rows = [
         tuple(
-            format_bytes(topic.get(name)) if name.endswith("bytes") else topic.get(name)
+            _as_size(topic.get(name)) if name.endswith("bytes") else topic.get(name)
             for name, _ in columns
         )
         for topic in topics[:_SHOWN_TOPICS_MAX]
     ]
     if rows:
-        print(format_table(tuple(title for _, title in columns), rows))
+        print_table([title for _, title in columns], rows)
     if len(topics) > _SHOWN_TOPICS_MAX:
         print(f"… and {len(topics) - _SHOWN_TOPICS_MAX} more topics")
     what = "would be done" if report.dry_run else "done"
     print(f"{report.job}: {len(topics)} topics, {what} in {report.seconds:.1f} s")
     for error in report.errors:
         where = f"{error['topic']}: " if error.get("topic") else ""
-        hint = f" ({error['hint']})" if error.get("hint") else ""
-        print(f"ister: {where}{error['message']}{hint}", file=sys.stderr)
+        print_error(f"{where}{error['message']}", hint=error.get("hint"))
 
 
-def format_bytes(size: object) -> str | None:
-    """A size for people."""
-    if not isinstance(size, int):
-        return None
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size} B"
+def _as_size(size: object) -> str | None:
+    return format_bytes(size) if isinstance(size, int) else None
 
 
 class Bar:
-    """A line on a terminal that shows how far a job has come; silent anywhere else."""
+    """How far a job has come, for a person at a terminal; silent anywhere else.
+
+    Jobs have several parts, each with an amount of its own: `begin` ends the one before.
+    """
 
     def __init__(self) -> None:
-        self._is_shown = sys.stderr.isatty()
-        self._what, self._total, self._unit = "", 0, ""
-        self._done = 0
-        self._began = self._shown_at = 0.0
-        self._has_line = False
+        self._shown = ExitStack()
+        self._what = ""
+        self._progress: Progress | None = None
 
     def begin(self, what: str, total: int, unit: str) -> None:
         """A part of the job begins."""
         self.end()
-        self._what, self._total, self._unit, self._done = what, total, unit, 0
-        self._began = time.monotonic()
-        self._show("")
+        self._what = what
+        self._progress = self._shown.enter_context(progress(what, total, unit=unit))
 
     def advance(self, amount: int, note: str = "") -> None:
         """So much more is done."""
-        self._done += amount
-        now = time.monotonic()
-        if now - self._shown_at >= _BAR_EVERY_SECONDS or self._done >= self._total:
-            self._show(note)
+        if self._progress is None:
+            return
+        self._progress.advance(amount)
+        if note:
+            self._progress.describe(f"{self._what} {note}"[:_NOTE_MAX])
 
     def end(self) -> None:
-        """The line goes away."""
-        if self._has_line:
-            with suppress(OSError):
-                sys.stderr.write("\r\033[K")
-                sys.stderr.flush()
-        self._has_line = False
-
-    def _show(self, note: str) -> None:
-        if not self._is_shown:
-            return
-        self._shown_at = time.monotonic()
-        share = min(self._done / self._total, 1.0) if self._total else 0.0
-        full = round(share * _BAR_WIDTH)
-        seconds = max(self._shown_at - self._began, 1e-9)
-        done = format_bytes(self._done) if self._unit == "bytes" else f"{self._done} {self._unit}"
-        rate = self._done / seconds
-        speed = f"{format_bytes(int(rate))}/s" if self._unit == "bytes" else f"{rate:.0f}/s"
-        line = f"{self._what} {'█' * full}{'·' * (_BAR_WIDTH - full)} {share:4.0%} {done} {speed}"
-        with suppress(OSError):
-            sys.stderr.write(f"\r\033[K{line} {note}"[:160])
-            sys.stderr.flush()
-        self._has_line = True
+        """The bar goes away. May be called twice."""
+        self._progress = None
+        self._shown.close()

@@ -6,8 +6,10 @@ Owns: arguments and which numbers are shown. Does not own: the job (`ister.spark
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Final
 
+from ister.cli.look import add_command, confirm
 from ister.cli.pipeline.common import add_job_arguments, run_job
 
 if TYPE_CHECKING:
@@ -33,19 +35,22 @@ _COLUMNS: Final = (
 
 def register(jobs: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = jobs.add_parser(
+    parser = add_command(
+        jobs,
         "compact",
         help="merge small objects, as frames or as Parquet",
         description="Merges neighbouring small objects of topics into objects of a target size. "
         "Brokers and readers go on meanwhile; offsets stay as they are. Objects that were merged "
         "are removed after a grace period.",
-        epilog="""Examples:
-  ister pipeline compact --data ./ister-data
-  ister pipeline compact --config ister.yml --topics '/default/*' --format parquet
-  ister pipeline compact --config ister.yml --topics /shop/prices --format parquet \\
-      --keep latest-per-key --tombstone-hours 72
-  ister pipeline compact --config ister.yml --dry-run --json""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            "ister pipeline compact --data ./ister-data",
+            "ister pipeline compact --config ister.yml --topics '/default/*' --format parquet",
+            (
+                "ister pipeline compact --config ister.yml --topics /shop/prices \\\n"
+                "--format parquet --keep latest-per-key --tombstone-hours 72 --yes"
+            ),
+            "ister pipeline compact --config ister.yml --dry-run --json",
+        ),
     )
     add_job_arguments(parser)
     parser.add_argument(
@@ -101,12 +106,29 @@ def register(jobs: Subparsers) -> None:
         help="how hard Parquet is compressed, 1 to 22 (default: %(default)s)",
     )
 
+    parser.add_argument(
+        "--yes", action="store_true", help="with latest-per-key: do not ask, on a terminal"
+    )
+
     def run(options: argparse.Namespace) -> int:
         if options.keep == "latest-per-key" and options.format != "parquet":
             parser.error("--keep latest-per-key needs --format parquet")
+        if not _may_remove(options):
+            return 1
         return _run(options)
 
     parser.set_defaults(run=run)
+
+
+def _may_remove(options: argparse.Namespace) -> bool:
+    """Asks on a terminal before messages are removed; in a script, saying it is enough."""
+    if options.keep != "latest-per-key" or options.dry_run:
+        return True
+    return confirm(
+        f"Of {options.topics or 'all topics'} keep only the newest message of each key? "
+        "The others are removed for good.",
+        is_confirmed=options.yes or not sys.stdin.isatty(),
+    )
 
 
 def _run(options: argparse.Namespace) -> int:

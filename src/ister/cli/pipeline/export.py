@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from ister.cli.look import add_command
 from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
 from ister.config import TableFormat
 from ister.errors import InvalidRequestError
@@ -25,14 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_EXAMPLES: Final = """\
-examples:
-  ister pipeline export --to ./lake/{namespace}/{topic}
-  ister pipeline export --topics /default/orders --format delta --to s3://lake/orders
-  ister pipeline export --topics /default/orders --format iceberg --to shop.orders \\
-      --catalog type=rest --catalog uri=https://catalog:8181 --schema orders.schema.json
-  ister pipeline export --topics '/shop/*' --format iceberg --to ./lake/events --interval 300
-
+_NOTES: Final = """\
 Each offset is exported once: the table's own commits say which it has, so the command may be
 stopped and run again at any moment, and adds what is missing. With executors on other machines,
 --to is a bucket or a directory that all of them share. Read a Parquet directory with
@@ -43,14 +37,26 @@ read_parquet('lake/default/orders/publish_date=*/*.parquet', hive_partitioning=t
 
 def register(jobs: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = jobs.add_parser(
+    parser = add_command(
+        jobs,
         "export",
         help="topics as Parquet, Iceberg or Delta tables",
         description="Exports topics into tables that are partitioned by publish date: the "
         "envelope's columns, or typed ones from a JSON Schema. Messages that do not fit go to a "
         "table of their own, with the reason.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            "ister pipeline export --to './lake/{namespace}/{topic}'",
+            "ister pipeline export --topics /default/orders --format delta --to s3://lake/orders",
+            (
+                "ister pipeline export --topics /default/orders --format iceberg \\\n"
+                "--to shop.orders --catalog type=rest --catalog uri=https://catalog:8181"
+            ),
+            (
+                "ister pipeline export --topics '/shop/*' --format iceberg --to ./lake/events \\\n"
+                "--interval 300"
+            ),
+        ),
+        notes=_NOTES,
     )
     add_job_arguments(parser)
     parser.add_argument(

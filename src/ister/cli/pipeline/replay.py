@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Final
 
+from ister.cli.look import add_command, print_table
 from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
-from ister.cli.table import format_table
 from ister.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _COLUMNS: Final = (
 )
 _SAMPLE_WIDTH: Final = 60
 
-_EPILOG: Final = """\
+_NOTES: Final = """\
 the transform:
   def transform(message):            # one message: .offset .payload .text .attributes
       return message.text.upper()    # bytes, text, {"payload": …, "routing_key": …},
@@ -48,26 +48,32 @@ exactly once:
   --until latest is the end of the source when the replay is first begun. --name tells two
   replays apart that are the same otherwise, or does one again.
 
-examples:
-  ister pipeline replay /default/orders /default/eu --transform shop.py:only_eu --dry-run
-  ister pipeline replay /default/orders /default/copy --from 2026-01-01T00:00:00Z --until 500000
-  ister pipeline replay /default/orders /default/big \\
-      --sql "SELECT * FROM messages WHERE get_json_object(text, '$.total') > 100"
-
-SQL sees the view messages: the connector's columns, and text, the payload as text. Queries that
-look at several messages at once (aggregates, joins, windows) see the whole range at once, and
-their rows come in the order of Spark's partitions.
+SQL:
+  It sees the view messages: the connector's columns, and text, the payload as text. Queries
+  that look at several messages at once (aggregates, joins, windows) see the whole range at once,
+  and their rows come in the order of Spark's partitions.
 """
 
 
 def register(jobs: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = jobs.add_parser(
+    parser = add_command(
+        jobs,
         "replay",
         help="one topic into another one, through a function or SQL",
         description="Replays a range of a topic into another one, exactly once.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            (
+                "ister pipeline replay /default/orders /default/eu --transform shop.py:only_eu \\\n"
+                "--dry-run"
+            ),
+            "ister pipeline replay /default/orders /default/copy --from 2026-01-01T00:00:00Z",
+            (
+                "ister pipeline replay /default/orders /default/big \\\n"
+                "--sql \"SELECT * FROM messages WHERE get_json_object(text, '$.total') > 100\""
+            ),
+        ),
+        notes=_NOTES,
     )
     parser.add_argument("source", metavar="SOURCE", help="the topic to read")
     parser.add_argument("target", metavar="TARGET", help="the topic to append to")
@@ -101,7 +107,7 @@ def register(jobs: Subparsers) -> None:
     parser.add_argument(
         "--until", dest="end", metavar="PLACE", help="likewise, not included; latest by default"
     )
-    parser.add_argument("--name", help="what tells this replay from others")
+    parser.add_argument("--name", metavar="NAME", help="what tells this replay from others")
     parser.add_argument(
         "--no-create", action="store_true", help="fail if the target does not exist"
     )
@@ -161,17 +167,18 @@ def _run(options: argparse.Namespace) -> int:
 def _print_more(more: dict[str, Any]) -> None:
     sample = more.get("sample")
     if sample is not None:
-        print(format_sample(sample))
+        print_sample(sample)
     if more.get("state") == "already done":
         print("already done: nothing was replayed")
     if more.get("hint"):
         print(more["hint"])
 
 
-def format_sample(sample: list[dict[str, Any]]) -> str:
+def print_sample(sample: list[dict[str, Any]]) -> None:
     """The messages of a sample as a table."""
     if not sample:
-        return "sample: no message came through"
+        print("sample: no message came through")
+        return
     rows = [
         (
             _shorten(message["payload"] if message["payload"] is not None else _binary(message)),
@@ -181,7 +188,7 @@ def format_sample(sample: list[dict[str, Any]]) -> str:
         )
         for message in sample
     ]
-    return format_table(("PAYLOAD", "ROUTING KEY", "ATTRIBUTES", "PUBLISHED"), rows)
+    print_table(("payload", "routing key", "attributes", "published"), rows)
 
 
 def _binary(message: dict[str, Any]) -> str:

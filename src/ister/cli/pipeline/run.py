@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from ister import logs
+from ister.cli.look import add_command, print_table
 from ister.cli.pipeline.common import Bar, Place, add_job_arguments, find_place, run_job
 from ister.cli.report import answer, error_as_json, print_json
-from ister.cli.table import format_table
 from ister.config import Engine
 from ister.errors import InvalidRequestError, IsterError
 
@@ -44,7 +44,7 @@ _CONF: Final = {
 }
 _PARENT_SECONDS: Final = 1.0
 
-_EPILOG: Final = """\
+_NOTES: Final = """\
 One pipeline works at a time: a second one stands by, and takes over when the first one has ended.
 Brokers with uploader.engine auto leave their uploads to it, and take them back when it has ended.
 What it does besides, and how often, is in the config:
@@ -53,28 +53,33 @@ What it does besides, and how often, is in the config:
     compact: {every_minutes: 60}
     export: {to: /lake/{topic}, format: delta, every_minutes: 15}
     scrub: {every_minutes: 1440}
-
-examples:
-  ister pipeline run --config ister.yml
-  ister pipeline run --config ister.yml --master spark://host:7077 --broker host:6651
-  ister pipeline status --config ister.yml
 """
 
 
 def register(jobs: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = jobs.add_parser(
+    parser = add_command(
+        jobs,
         "run",
         help="the pipeline as a service: tier, compact, export and scrub",
         description="Tiers, compacts, exports and scrubs as the config says, until it is stopped.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            "ister pipeline run --config ister.yml",
+            "ister pipeline run --config ister.yml --master spark://host:7077 --broker host:6651",
+            "ister pipeline status --config ister.yml",
+        ),
+        notes=_NOTES,
     )
     add_job_arguments(parser, topics=False)
     parser.add_argument(
         "--max-seconds", type=float, metavar="SECONDS", help="end after this time; never by default"
     )
-    parser.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
+    parser.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        default="INFO",
+        help="DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
+    )
     # For `ister serve --pipeline`: a pipeline whose broker was killed is nobody's.
     parser.add_argument("--ends-with-parent", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
@@ -135,7 +140,7 @@ def _show(options: argparse.Namespace) -> int:
             (name, f"every {every:g} s" if every is not None else "never")
             for name, every in seconds.items()
         ]
-        print(format_table(("JOB", "WHEN"), rows))
+        print_table(("job", "when"), rows)
     return 0
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Final
 
+from ister.cli.look import add_command, print_table
 from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
-from ister.cli.table import format_table
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,22 +36,23 @@ _COLUMNS: Final = (
 
 def register(jobs: Subparsers) -> None:
     """Adds the job to the parser."""
-    parser = jobs.add_parser(
+    parser = add_command(
+        jobs,
         "scrub",
         help="check every object and descriptor; --repair heals what can be healed",
-        description="Reads every object of the topics and compares it with what the metadata\n"
-        "store says about it: size, checksum, each frame or row group, offsets, counts,\n"
-        "times, index. Tells of gaps and overlaps between descriptors, and of objects\n"
+        description="Reads every object of the topics and compares it with what the metadata "
+        "store says about it: size, checksum, each frame or row group, offsets, counts, "
+        "times, index. Tells of gaps and overlaps between descriptors, and of objects "
         "that nobody names.\n\n"
-        "With --repair what is lost, damaged or wrongly described is made again, under\n"
-        "new names: from the local files of the topic's owner where they are on this\n"
-        "machine, from the broker (--broker), or from another copy in the bucket. Exit\n"
+        "With --repair what is lost, damaged or wrongly described is made again, under "
+        "new names: from the local files of the topic's owner where they are on this "
+        "machine, from the broker (--broker), or from another copy in the bucket. Exit "
         "code 1 if a fault is left.",
-        epilog="examples:\n"
-        "  ister pipeline scrub --data ./ister-data\n"
-        "  ister pipeline scrub --topics /default/orders --repair --json\n"
-        "  ister pipeline scrub --config ister.yml --master spark://host:7077 --dry-run",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            "ister pipeline scrub --data ./ister-data",
+            "ister pipeline scrub --topics /default/orders --repair --json",
+            "ister pipeline scrub --config ister.yml --master spark://host:7077 --dry-run",
+        ),
     )
     add_job_arguments(parser)
     parser.add_argument("--repair", action="store_true", help="heal what can be healed")
@@ -102,7 +103,8 @@ def _print_findings(report: JobReport) -> None:
     ]
     if rows:
         titles = ("topic", "finding", "outcome", "object", "offsets", "byte", "reason")
-        print(f"\n{format_table(titles, rows)}")
+        print()
+        print_table(titles, rows)
     if len(findings) > _SHOWN_FINDINGS_MAX:
         print(f"… and {len(findings) - _SHOWN_FINDINGS_MAX} more; --json has them all")
 

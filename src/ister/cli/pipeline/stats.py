@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ister.cli.pipeline.common import Bar, Place, add_job_arguments, format_bytes, run_job
-from ister.cli.table import format_table
+from ister.cli.look import add_command, format_bytes, print_table
+from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -38,17 +38,18 @@ _COLUMNS: Final = (
 
 def register(jobs: Subparsers) -> None:
     """Adds the job to the parser."""
-    parser = jobs.add_parser(
+    parser = add_command(
+        jobs,
         "stats",
         help="messages and bytes per topic, hour and producer; sizes; compression to expect",
-        description="Counts messages and payload bytes of topics: per hour of publishing, per\n"
-        "producer, by size; says how many routing keys there are (about, beyond two\n"
+        description="Counts messages and payload bytes of topics: per hour of publishing, per "
+        "producer, by size; says how many routing keys there are (about, beyond two "
         "thousand), and how much smaller zstd makes a sample. Changes nothing.",
-        epilog="examples:\n"
-        "  ister pipeline stats --data ./ister-data\n"
-        "  ister pipeline stats --topics '/shop/*' --plot shop.html\n"
-        "  ister pipeline stats --bucket-only --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            "ister pipeline stats --data ./ister-data",
+            "ister pipeline stats --topics '/shop/*' --plot shop.html",
+            "ister pipeline stats --bucket-only --json",
+        ),
     )
     add_job_arguments(parser)
     parser.add_argument(
@@ -102,8 +103,8 @@ def _print_totals(report: Mapping[str, Any]) -> None:
         ("by producer", "producer", _producers(totals)),
         ("by payload size", "size", _sizes(totals["sizes"])),
     ):
-        print(f"\n{title}")
-        print(_bars(label, rows))
+        print()
+        _print_bars(title, label, rows)
     keys, compression = totals["keys"], totals["compression"]
     about = "" if keys["is_exact"] else "about "
     print(f"\nkeys: {keys['messages']} messages with a routing key, {about}{keys['distinct']} keys")
@@ -153,7 +154,7 @@ def _sizes(sizes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int | Non
         (
             f"{format_bytes(item['from_bytes'])} to {format_bytes(item['below_bytes'] - 1)}"
             if item["below_bytes"] > 2
-            else str(format_bytes(item["from_bytes"])),
+            else format_bytes(item["from_bytes"]),
             item["messages"],
             None,
         )
@@ -161,11 +162,11 @@ def _sizes(sizes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int | Non
     ]
 
 
-def _bars(label: str, rows: Sequence[tuple[str, int, int | None]]) -> str:
+def _print_bars(title: str, label: str, rows: Sequence[tuple[str, int, int | None]]) -> None:
     most = max((messages for _, messages, _ in rows), default=0) or 1
     has_bytes = any(size is not None for _, _, size in rows)
     titles = [label, "messages", *(["bytes"] if has_bytes else []), ""]
-    return format_table(
+    print_table(
         titles,
         [
             (
@@ -176,4 +177,5 @@ def _bars(label: str, rows: Sequence[tuple[str, int, int | None]]) -> str:
             )
             for name, messages, size in rows
         ],
+        title=title,
     )

@@ -7,44 +7,36 @@ and every job that ends leave it (`ister.tier.pipeline`).
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from ister.cli.pipeline.common import format_bytes
+from ister.cli.look import add_command, format_bytes, format_span, print_table
 from ister.cli.place import add_place_arguments, load_place
 from ister.cli.report import answer, error_as_json, print_json
-from ister.cli.table import format_table
 from ister.clock import Clock, SystemClock
-from ister.config import Config, Engine, StorageMode
+from ister.config import StorageMode
 from ister.errors import InvalidRequestError, IsterError, NotFoundError
-from ister.metadata.base import MetadataStore
-from ister.tier.fence import Holder, read_holder
-from ister.tier.pipeline import PipelineKeys
+from ister.tier.pipeline_status import JOBS, describe_absence, no_status, read_status
 from ister.topic.tiers import open_metadata
 
 if TYPE_CHECKING:
     from ister.cli.pipeline import Subparsers
 
-__all__ = ["describe_status", "read_status", "register"]
+__all__ = ["print_status", "register"]
 
-_JOBS: Final = ("tier", "compact", "export", "scrub", "replay", "stats")
-_MINUTE: Final = 60
-_HOUR: Final = 60 * _MINUTE
-_DAY: Final = 24 * _HOUR
+_QUIET_SECONDS: Final = 60
 
 
 def register(jobs: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = jobs.add_parser(
+    parser = add_command(
+        jobs,
         "status",
         help="whether a pipeline runs, and what it does",
         description="Whether a pipeline runs, since when, and what each job did last. "
         "Needs no Spark.",
-        epilog="examples:\n  ister pipeline status\n"
-        "  ister pipeline status --config ister.yml --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=("ister pipeline status", "ister pipeline status --config ister.yml --json"),
     )
     add_place_arguments(parser)
     parser.set_defaults(run=_run)
@@ -62,7 +54,7 @@ def _run(options: argparse.Namespace) -> int:
         try:
             store = open_metadata(config.storage.metadata, clock, read_only=True)
         except NotFoundError:
-            fields = _nothing(config)
+            fields = no_status(config)
         else:
             try:
                 fields = read_status(store, config)
@@ -71,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.json:
             print_json(fields)
         else:
-            print(describe_status(fields, clock))
+            print_status(fields, clock)
         return 0
 
     def failed(error: IsterError) -> Mapping[str, Any]:
@@ -80,66 +72,24 @@ def _run(options: argparse.Namespace) -> int:
     return answer(run, as_json=options.json, on_error=failed)
 
 
-# -- what there is --------------------------------------------------------------------------
-
-
-def _nothing(config: Config) -> dict[str, Any]:
-    return {
-        "ok": True,
-        "job": "status",
-        "is_running": False,
-        "engine": config.storage.uploader.engine.value,
-        "lease": None,
-        "status": None,
-        "reports": {},
-        "topics": [],
-        "errors": [],
-    }
-
-
-def read_status(store: MetadataStore, config: Config) -> dict[str, Any]:
-    """What the metadata store says about the pipeline.
-
-    Raises:
-        UnavailableError: It does not answer.
-    """
-    keys = PipelineKeys(config.storage.metadata.root_prefix)
-    holder = read_holder(store, keys.lease)
-    reports = {name: _read(store, keys.report(name)) for name in _JOBS}
-    return {
-        **_nothing(config),
-        "is_running": holder is not None,
-        "lease": None if holder is None else _as_fields(holder),
-        "status": _read(store, keys.status),
-        "reports": {name: report for name, report in reports.items() if report is not None},
-    }
-
-
-def _as_fields(holder: Holder) -> dict[str, Any]:
-    return {"holder": holder.id, "since": holder.since, **holder.about}
-
-
-def _read(store: MetadataStore, key: str) -> dict[str, Any] | None:
-    found = store.get(key)
-    if found is None:
-        return None
-    try:
-        fields = json.loads(found.value)
-    except ValueError:
-        return None
-    return fields if isinstance(fields, dict) else None
-
-
 # -- in words -------------------------------------------------------------------------------
 
 
-def describe_status(fields: Mapping[str, Any], clock: Clock) -> str:
+def print_status(fields: Mapping[str, Any], clock: Clock) -> None:
     """The same for people."""
     now = clock.now_ns() // 1_000_000_000
+    print("\n".join(_describe(fields, now)))
+    rows = _job_rows(fields, now)
+    if rows:
+        print()
+        print_table(("job", "last run", "took", "result", "next"), rows)
+
+
+def _describe(fields: Mapping[str, Any], now: int) -> list[str]:
     lease, status = fields["lease"], fields["status"]
     lines: list[str] = []
     if lease is None:
-        lines.append(_without(fields["engine"]))
+        lines.append(describe_absence(fields["engine"]))
         if status is not None:
             lines.append(
                 f"The last one ran on {status.get('host')} until "
@@ -149,27 +99,16 @@ def describe_status(fields: Mapping[str, Any], clock: Clock) -> str:
         what = "A pipeline runs" if lease.get("job") == "run" else f"`{lease.get('job')}` runs"
         lines.append(
             f"{what} on {lease.get('host')}, process {lease.get('process')}, since "
-            f"{_moment(lease.get('since'))} ({_span(now - int(lease['since']))})."
+            f"{_moment(lease.get('since'))} ({format_span(now - int(lease['since']))})."
         )
         if status is not None and status.get("holder") == lease.get("holder"):
             lines += _describe_running(status, now)
         elif lease.get("job") == "run":
             lines.append("It has not said yet how it is.")
-    rows = _job_rows(fields, now)
-    if rows:
-        lines += ["", format_table(("JOB", "LAST RUN", "TOOK", "RESULT", "NEXT"), rows)]
-    return "\n".join(lines)
-
-
-def _without(engine: str) -> str:
-    if engine == Engine.SPARK.value:
-        return (
-            "No pipeline is running, and uploader.engine is spark: nothing is uploaded until one "
-            "is. `ister pipeline run` starts it."
-        )
-    if engine == Engine.NONE.value:
-        return "No pipeline is running, and uploader.engine is none: nothing is uploaded."
-    return "No pipeline is running: brokers upload by themselves."
+    lines += [
+        _describe_request(job, one, now) for job, one in (fields.get("requests") or {}).items()
+    ]
+    return lines
 
 
 def _describe_running(status: Mapping[str, Any], now: int) -> list[str]:
@@ -206,9 +145,24 @@ def _describe_running(status: Mapping[str, Any], now: int) -> list[str]:
     if sizes:
         lines.append(f"Memory: {', '.join(sizes)}.")
     age = now - int(status.get("updated_at") or now)
-    if age > _MINUTE:
-        lines.append(f"It has said nothing for {_span(age)}.")
+    if age > _QUIET_SECONDS:
+        lines.append(f"It has said nothing for {format_span(age)}.")
     return lines
+
+
+def _describe_request(job: str, request: Mapping[str, Any], now: int) -> str:
+    """What has become of a job that somebody asked for."""
+    topics = request.get("topics")
+    what = f"{job} of {len(topics)} topics" if topics is not None else job
+    age = format_span(max(now - int(request.get("requested_at") or now), 0))
+    by = f" by {request['by']}" if request.get("by") else ""
+    outcome = {
+        "waiting": "it waits for its turn",
+        "running": "it runs now",
+        "done": "it is done",
+        "failed": f"it failed: {request.get('error')}",
+    }.get(str(request.get("state")), str(request.get("state")))
+    return f"Asked for {age} ago{by}: {what}; {outcome}."
 
 
 def _job_rows(fields: Mapping[str, Any], now: int) -> list[tuple[object, ...]]:
@@ -216,7 +170,7 @@ def _job_rows(fields: Mapping[str, Any], now: int) -> list[tuple[object, ...]]:
     status = (fields["status"] or {}) if is_running else {}
     planned: Mapping[str, Any] = status.get("jobs") or {}
     rows: list[tuple[object, ...]] = []
-    for name in _JOBS:
+    for name in JOBS:
         report, plan = fields["reports"].get(name), planned.get(name)
         if report is None and plan is None:
             continue
@@ -230,14 +184,14 @@ def _job_rows(fields: Mapping[str, Any], now: int) -> list[tuple[object, ...]]:
             if plan.get("is_running"):
                 coming = "runs now"
             elif plan.get("next_at") is not None:
-                coming = f"in {_span(max(int(plan['next_at']) - now, 0))}"
+                coming = f"in {format_span(max(int(plan['next_at']) - now, 0))}"
             if plan.get("last_error"):
                 result = str(plan["last_error"])
         rows.append(
             (
                 name,
                 _moment(began) if began else "never",
-                _span(took) if took is not None else None,
+                format_span(took) if took is not None else None,
                 result[:100] if result is not None else None,
                 coming,
             )
@@ -249,13 +203,3 @@ def _moment(seconds: object) -> str:
     if not isinstance(seconds, int | float):
         return "an unknown time"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _span(seconds: float) -> str:
-    if seconds < _MINUTE:
-        return f"{seconds:.0f} s"
-    if seconds < _HOUR:
-        return f"{seconds / _MINUTE:.0f} min"
-    if seconds < 2 * _DAY:
-        return f"{seconds / _HOUR:.1f} h"
-    return f"{seconds / _DAY:.1f} days"

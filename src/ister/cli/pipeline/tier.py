@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final
 
+from ister.cli.look import add_command
 from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ _COLUMNS: Final = [
 
 def register(jobs: Subparsers) -> None:
     """Adds the command to the parser."""
-    parser = jobs.add_parser(
+    parser = add_command(
+        jobs,
         "tier",
         help="upload what is not in the bucket yet",
         description="Moves messages that are synced into the bucket, of hundreds of topics at "
@@ -41,12 +43,12 @@ def register(jobs: Subparsers) -> None:
         "broker itself would make. While this runs, brokers with `uploader.engine: auto` leave "
         "their uploads to it. Run it where the topics' local files are, or give the address of "
         "the broker that has them.",
-        epilog="Examples:\n"
-        "  ister pipeline tier --data ./ister-data\n"
-        "  ister pipeline tier --config ister.yml --topics '/shop/*' --dry-run\n"
-        "  ister pipeline tier --broker 10.0.0.5:6651 --master spark://10.0.0.7:7077\n"
-        "  ister pipeline tier --config ister.yml --interval 10",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            "ister pipeline tier --data ./ister-data",
+            "ister pipeline tier --config ister.yml --topics '/shop/*' --dry-run",
+            "ister pipeline tier --broker 10.0.0.5:6651 --master spark://10.0.0.7:7077",
+            "ister pipeline tier --config ister.yml --interval 10",
+        ),
     )
     add_job_arguments(parser)
     parser.add_argument(

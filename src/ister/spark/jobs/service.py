@@ -2,6 +2,7 @@
 
     standby ─► lease ─► tier, every second or so ───────────────────────────┐
        ▲                beside it: compact, export, scrub on their schedules ├─► lease ends, or stop
+       │                           and whenever somebody asks for one        │
        │                beside it: status, memory                            │
        └─────────────────────────────────────────────────────────────────────┘
 
@@ -14,6 +15,9 @@ Invariants:
 - uploads never wait for a slow job, which runs on a thread and under a fence of its own;
 - one topic's trouble is its own (`tiering` leaves it alone for a while), and one job's, too;
 - whoever has lost the lease commits nothing more, and its slow job does not either.
+
+A request (`ister.tier.pipeline_requests`) is taken by the holder of the lease alone, and its key is
+gone once its job begins; what becomes of it is in the status. It needs no schedule.
 
 Nothing here grows with the time that it runs: reports hold the last result, not a history.
 
@@ -39,6 +43,7 @@ from ister.config import Config, Engine, PipelineConfig
 from ister.errors import (
     ConflictError,
     FencedError,
+    InvalidRequestError,
     InvariantError,
     IsterError,
     UnavailableError,
@@ -51,12 +56,26 @@ from ister.spark.jobs.report import JobReport
 from ister.spark.jobs.schedules import Schedule, backoff_seconds
 from ister.spark.place import Place
 from ister.tier.pipeline import PipelineKeys
+from ister.tier.pipeline_requests import (
+    REQUEST_SECONDS_MAX,
+    PipelineRequest,
+    read_requests,
+    take_request,
+)
 from ister.topic.local_tail import LocalTail
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["Service", "SlowJob", "measure_lag", "run", "slow_jobs", "stop_on_signals"]
+__all__ = [
+    "Service",
+    "SlowJob",
+    "measure_lag",
+    "requested_job",
+    "run",
+    "slow_jobs",
+    "stop_on_signals",
+]
 
 _log = logging.getLogger("ister.spark.jobs.service")
 
@@ -65,6 +84,7 @@ _STATUS_SECONDS: Final = 3.0
 # How soon a stop is noticed while Spark works.
 _LOOK_SECONDS: Final = 0.2
 _LIST_SECONDS: Final = 5.0
+_REQUEST_SECONDS: Final = 1.0
 _LAG_SECONDS: Final = 15.0
 _LAG_TOPICS_MAX: Final = 500
 _REPORT_SECONDS: Final = 10.0
@@ -89,6 +109,7 @@ class _CycleResult(Protocol):
 
 
 TierCycle = Callable[[Job, Sequence[str], JobReport], _CycleResult]
+MakeJob = Callable[[str, Sequence[str] | None], "SlowJob"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +160,9 @@ def run(
         spark,
         place,
         tier=_tier_cycle if _tiers(place.config) else None,
+        tier_now=_tier_now,
         jobs=slow_jobs(pipeline),
+        make_job=lambda name, topics: requested_job(pipeline, name, topics),
         clock=clock if clock is not None else SystemClock(),
     )
     with stop_on_signals(stop) as stopping:
@@ -162,6 +185,12 @@ def _tier_cycle(job: Job, topics: Sequence[str], report: JobReport) -> _CycleRes
     from ister.spark.jobs.tiering import tier_cycle  # noqa: PLC0415 - jobs load when needed
 
     return tier_cycle(job, topics, only_due=True, report=report)
+
+
+def _tier_now(job: Job, topics: Sequence[str], report: JobReport) -> _CycleResult:
+    from ister.spark.jobs.tiering import tier_cycle  # noqa: PLC0415 - jobs load when needed
+
+    return tier_cycle(job, topics, report=report)
 
 
 def slow_jobs(pipeline: PipelineConfig) -> list[SlowJob]:
@@ -194,7 +223,35 @@ def slow_jobs(pipeline: PipelineConfig) -> list[SlowJob]:
     return found
 
 
-def _compact(job: Job, pipeline: PipelineConfig) -> None:
+def requested_job(
+    pipeline: PipelineConfig, name: str, topics: Sequence[str] | None = None
+) -> SlowJob:
+    """A job that somebody asked for, by its settings, whether or not it has a schedule.
+
+    Args:
+        pipeline: The settings.
+        name: Which job.
+        topics: For which topics; those of the settings by default.
+
+    Raises:
+        InvalidRequestError: There is no such job, or its settings do not say what to do.
+    """
+    works: dict[str, Callable[[Job], None]] = {
+        "compact": lambda job: _compact(job, pipeline, topics),
+        "export": lambda job: _export(job, pipeline, topics),
+        "scrub": lambda job: _scrub(job, pipeline, topics),
+    }
+    if name not in works:
+        raise InvalidRequestError(f"a pipeline has no job {name!r} to be asked for")
+    if name == "export" and pipeline.export.to is None:
+        raise InvalidRequestError(
+            "pipeline.export.to does not say where exports go",
+            hint="set it, or run `ister pipeline export --to ...`",
+        )
+    return SlowJob(name=name, every_seconds=float("inf"), work=works[name])
+
+
+def _compact(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None = None) -> None:
     from ister.spark.jobs.compaction import CompactSettings, compact_topics  # noqa: PLC0415
 
     wanted = pipeline.compact
@@ -204,19 +261,21 @@ def _compact(job: Job, pipeline: PipelineConfig) -> None:
         target_mb=wanted.target_mb,
         min_objects=wanted.min_objects,
     )
-    compact_topics(job, job.topics(wanted.topics), settings)
+    compact_topics(job, job.topics(topics or wanted.topics), settings)
 
 
-def _export(job: Job, pipeline: PipelineConfig) -> None:
+def _export(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None = None) -> None:
     from ister.spark.jobs.exporting import ExportSettings, export_topics  # noqa: PLC0415
 
-    export_topics(job, ExportSettings.from_config(pipeline.export), topics=pipeline.export.topics)
+    wanted = topics or pipeline.export.topics
+    export_topics(job, ExportSettings.from_config(pipeline.export), topics=wanted)
 
 
-def _scrub(job: Job, pipeline: PipelineConfig) -> None:
+def _scrub(job: Job, pipeline: PipelineConfig, topics: Sequence[str] | None = None) -> None:
     from ister.spark.jobs.scrubbing import scrub_topics  # noqa: PLC0415
 
-    scrub_topics(job, job.topics(pipeline.scrub.topics), repair=pipeline.scrub.repair)
+    wanted = job.topics(topics or pipeline.scrub.topics)
+    scrub_topics(job, wanted, repair=pipeline.scrub.repair)
 
 
 # -- the service ----------------------------------------------------------------------------
@@ -233,13 +292,34 @@ class Service:
         tier: TierCycle | None,
         jobs: Sequence[SlowJob],
         clock: Clock,
+        tier_now: TierCycle | None = None,
+        make_job: MakeJob | None = None,
         tick_seconds: float = _TICK_SECONDS,
         status_seconds: float = _STATUS_SECONDS,
+        request_seconds: float = _REQUEST_SECONDS,
         rng: random.Random | None = None,
     ) -> None:
+        """Takes what it is to do.
+
+        Args:
+            spark: A classic session.
+            place: Where the log is.
+            tier: An upload cycle of what is due; None if uploads are not this pipeline's.
+            jobs: What is done on a schedule.
+            clock: Where time comes from.
+            tier_now: An upload cycle of everything; `tier` by default.
+            make_job: Makes a job that was asked for; only those of `jobs` by default.
+            tick_seconds: From one cycle to the next.
+            status_seconds: From one status to the next.
+            request_seconds: From one look for requests to the next.
+            rng: For pauses.
+        """
         self._spark = spark
         self._place = place
         self.tier = tier
+        self.tier_now = tier_now if tier_now is not None else tier
+        self.make_job = make_job if make_job is not None else self._find_job
+        self.request_seconds = request_seconds
         self.jobs = list(jobs)
         self.clock = clock
         self.tick_seconds = tick_seconds
@@ -251,6 +331,12 @@ class Service:
         self.terms = 0
         self._last_error: dict[str, Any] | None = None
         self._last: dict[str, Any] = {}
+
+    def _find_job(self, name: str, topics: Sequence[str] | None) -> SlowJob:
+        found = next((slow for slow in self.jobs if slow.name == name), None)
+        if found is None or topics is not None:
+            raise InvalidRequestError(f"this pipeline does not do {name!r}")
+        return found
 
     def run(self, stop: threading.Event, *, max_seconds: float | None = None) -> JobReport:
         """Stands by, leads, stands by, until it is stopped."""
@@ -398,6 +484,8 @@ class _Term:
             for slow in service.jobs
         }
         self._threads: list[threading.Thread] = []
+        self._requests: dict[str, dict[str, Any]] = {}
+        """What has become of the last request for each job."""
 
     def _last_started(self, name: str) -> int | None:
         """When a job was last begun, by whoever did it."""
@@ -412,8 +500,7 @@ class _Term:
     def run(self) -> None:
         """Tiers until the lease is lost, or the service is stopped."""
         self._start("ister-pipeline-status", self._watch)
-        if self._schedules:
-            self._start("ister-pipeline-jobs", self._run_slow_jobs)
+        self._start("ister-pipeline-jobs", self._run_slow_jobs)
         listed_at = -float("inf")
         failures = 0
         while not self._is_ending():
@@ -424,7 +511,7 @@ class _Term:
                 if now - listed_at >= _LIST_SECONDS:
                     self._topics = self._job.topics(["*"])
                     listed_at = now
-                self._run_cycle()
+                self._run_cycle(self._take_request(("tier",)))
                 failures, self._cycle_error = 0, None
             except (FencedError, InvariantError):
                 raise
@@ -443,17 +530,33 @@ class _Term:
                 )
             self._service.wait(self._stop, pause, self._ends_at)
 
-    def _run_cycle(self) -> None:
-        tier = self._service.tier
+    def _run_cycle(self, request: PipelineRequest | None) -> None:
+        tier, topics = self._service.tier, self._topics
+        if request is not None:
+            tier = self._service.tier_now
         if tier is None:
             self._service.totals.cycles += 1
+            if request is not None:
+                self._end_request(request, "this pipeline does not upload")
             return
         self._is_idle.clear()
+        error: str | None = None
         try:
             began = self._clock.monotonic()
-            cycle = tier(self._job, self._topics, self._report)
+            if request is not None and request.topics is not None:
+                # One that was made a moment ago is among them.
+                self._topics = self._job.topics(["*"])
+                topics = [topic for topic in request.topics if topic in self._topics]
+            cycle = tier(self._job, topics, self._report)
+            if cycle.failed:
+                error = f"{cycle.failed} topics failed"
+        except BaseException as failure:
+            error = _text(failure)
+            raise
         finally:
             self._is_idle.set()
+            if request is not None:
+                self._end_request(request, error)
         self._service.totals.add(
             cycle, self._clock.monotonic() - began, self._clock.now_ns() // 1_000_000_000
         )
@@ -462,16 +565,37 @@ class _Term:
             del self._report.topics[gone]
 
     def _run_slow_jobs(self) -> None:
+        look_at = -float("inf")
         while not self._over.is_set():
+            if self._clock.monotonic() >= look_at:
+                look_at = self._clock.monotonic() + self._service.request_seconds
+                request = self._take_request(("compact", "export", "scrub"))
+                if request is not None:
+                    self._run_requested(request)
+                    look_at = -float("inf")  # another one may have waited meanwhile
+                    continue
             due = next((s for s in self._service.jobs if self._schedules[s.name].is_due), None)
             if due is None:
                 waits = [schedule.wait_seconds for schedule in self._schedules.values()]
-                self._over.wait(min(max(min(waits), 0.05), 5.0))
+                pause = min([self._service.request_seconds, *waits])
+                self._over.wait(max(pause, 0.05))
                 continue
             self._run_slow_job(due, self._schedules[due.name])
 
-    def _run_slow_job(self, slow: SlowJob, schedule: Schedule) -> None:
-        schedule.begin()
+    def _run_requested(self, request: PipelineRequest) -> None:
+        """Does a job that somebody asked for, as if its time had come."""
+        try:
+            slow = self._service.make_job(request.job, request.topics)
+        except IsterError as error:
+            _log.warning("a request was refused", extra={"job": request.job, "error": str(error)})
+            self._end_request(request, _text(error))
+            return
+        self._end_request(request, self._run_slow_job(slow, self._schedules.get(slow.name)))
+
+    def _run_slow_job(self, slow: SlowJob, schedule: Schedule | None) -> str | None:
+        """Does a job; what it says is wrong, if anything."""
+        if schedule is not None:
+            schedule.begin()
         error: str | None = None
         is_cut_off = False
         try:
@@ -490,11 +614,54 @@ class _Term:
         except Exception as failure:  # noqa: BLE001 - a job's failure is its own
             error, is_cut_off = _text(failure), True
         if self._over.is_set():
-            schedule.put_off()
-            return
+            if schedule is not None:
+                schedule.put_off()
+            return error or "the pipeline was stopped"
         if error is not None:
             _log.warning("a job failed", extra={"job": slow.name, "error": error})
-        schedule.end(error, is_cut_off=is_cut_off)
+        if schedule is not None:
+            schedule.end(error, is_cut_off=is_cut_off)
+        return error
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def _take_request(self, jobs: Sequence[str]) -> PipelineRequest | None:
+        """The next request for one of some jobs, which is this pipeline's from now on."""
+        store, keys = self._job.store, self._job.keys
+        try:
+            for request in read_requests(store, keys):
+                is_taken = request.job in jobs and take_request(
+                    store, keys, request, compares=[self._job.fence.compare]
+                )
+                if not is_taken:
+                    continue
+                now = self._clock.now_ns() // 1_000_000_000
+                if now - request.requested_at > REQUEST_SECONDS_MAX:
+                    _log.warning("a request came too late", extra={"job": request.job})
+                    continue
+                _log.info("a job was asked for", extra={"job": request.job, "by": request.by})
+                with self._lock:
+                    self._requests[request.job] = {
+                        **request.as_json(),
+                        "state": "running",
+                        "started_at": now,
+                        "ended_at": None,
+                        "error": None,
+                    }
+                # At once: its key is gone, and whoever asked looks for it.
+                self._save_status("running")
+                return request
+        except IsterError as error:
+            _log.warning("requests were not looked for", extra={"error": str(error)})
+        return None
+
+    def _end_request(self, request: PipelineRequest, error: str | None) -> None:
+        with self._lock:
+            self._requests[request.job] |= {
+                "state": "done" if error is None else "failed",
+                "ended_at": self._clock.now_ns() // 1_000_000_000,
+                "error": error,
+            }
 
     def _watch(self) -> None:
         """Writes the status, and sees to it that a stop is heeded while Spark works."""
@@ -578,6 +745,7 @@ class _Term:
         totals = self._service.totals
         with self._lock:
             slow_name = self._slow_name
+            requests = {job: dict(request) for job, request in self._requests.items()}
         failing = sorted({str(error.get("topic")) for error in list(self._report.errors)})
         return {
             "state": state,
@@ -609,6 +777,7 @@ class _Term:
                 name: {**schedule.as_json(), "is_running": name == slow_name}
                 for name, schedule in self._schedules.items()
             },
+            "requests": requests,
             "memory": sample_memory(),
             "threads": threading.active_count(),
         }

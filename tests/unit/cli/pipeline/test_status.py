@@ -1,12 +1,14 @@
 """`ister pipeline status`: what the metadata store says, for programs and in words."""
 
 import argparse
+import io
 import json
+from contextlib import redirect_stdout
 
 import pytest
 
 from ister.cli.pipeline import status
-from ister.cli.pipeline.status import describe_status
+from ister.cli.pipeline.status import print_status
 from ister.clock import ManualClock, SystemClock
 from ister.config import load_config
 from ister.errors import InvalidRequestError
@@ -53,6 +55,7 @@ def test_nothing_was_ever_there(home, capsys):
         "lease": None,
         "status": None,
         "reports": {},
+        "requests": {},
         "topics": [],
         "errors": [],
     }
@@ -135,10 +138,16 @@ STATUS = {
 }
 
 
+def shown(fields, clock):
+    with redirect_stdout(io.StringIO()) as out:
+        print_status(fields, clock)
+    return out.getvalue()
+
+
 def test_running_pipeline_in_words():
     report = {"started_at": NOW - 3600, "seconds": 125.0, "errors": []}
     bad = {**report, "errors": [{"message": "no bucket"}, {"message": "other"}]}
-    text = describe_status(
+    text = shown(
         fields_of(
             is_running=True,
             lease=LEASE,
@@ -163,14 +172,14 @@ def test_running_pipeline_in_words():
 
 def test_status_of_another_holder_does_not_count():
     lease = {**LEASE, "holder": "other"}
-    text = describe_status(fields_of(is_running=True, lease=lease, status=STATUS), CLOCK)
+    text = shown(fields_of(is_running=True, lease=lease, status=STATUS), CLOCK)
     assert "It has not said yet how it is." in text
     assert "99 cycles" not in text
 
 
 def test_pipeline_that_has_gone_quiet():
     status_ = {**STATUS, "updated_at": NOW - 600}
-    text = describe_status(fields_of(is_running=True, lease=LEASE, status=status_), CLOCK)
+    text = shown(fields_of(is_running=True, lease=LEASE, status=status_), CLOCK)
     assert "It has said nothing for 10 min." in text
 
 
@@ -183,6 +192,16 @@ def test_pipeline_that_has_gone_quiet():
     ],
 )
 def test_without_a_pipeline_in_words(engine, text):
-    found = describe_status(fields_of(engine=engine, status=STATUS), CLOCK)
+    found = shown(fields_of(engine=engine, status=STATUS), CLOCK)
     assert text in found
     assert "The last one ran on h until 2023-11-14" in found
+
+
+def test_requests_in_words():
+    requests = {
+        "scrub": {"requested_at": NOW - 5, "by": "user:a", "topics": ["/d/t"], "state": "waiting"},
+        "compact": {"requested_at": NOW - 60, "topics": None, "state": "failed", "error": "no"},
+    }
+    text = shown(fields_of(is_running=True, lease=LEASE, status=STATUS, requests=requests), CLOCK)
+    assert "Asked for 5 s ago by user:a: scrub of 1 topics; it waits for its turn." in text
+    assert "compact; it failed: no." in text

@@ -11,14 +11,15 @@ import pytest
 
 from ister.clock import SystemClock
 from ister.config import Engine, load_config
-from ister.errors import ConflictError, FencedError, UnavailableError
+from ister.errors import ConflictError, FencedError, InvalidRequestError, UnavailableError
 from ister.metadata.base import Put
 from ister.spark.jobs import service
 from ister.spark.jobs.memory import sample_memory
-from ister.spark.jobs.service import Service, SlowJob, measure_lag, slow_jobs
+from ister.spark.jobs.service import Service, SlowJob, measure_lag, requested_job, slow_jobs
 from ister.spark.place import _close_all, place_of
 from ister.tier.fence import Fence, read_holder
 from ister.tier.pipeline import PipelineKeys
+from ister.tier.pipeline_requests import read_requests, request_job
 from ister.topic.log import Log
 from ister.topic.tiers import open_metadata
 from rig import eventually
@@ -392,3 +393,136 @@ def test_jobs_that_the_settings_ask_for(pipeline, expected):
         load_config({"storage": {"mode": "memory"}, "pipeline": pipeline}, {}).pipeline
     )
     assert {job.name: job.every_seconds for job in found} == expected
+
+
+# -- requests ---------------------------------------------------------------------------------
+
+
+class Asked:
+    """Jobs that are made when somebody asks for them."""
+
+    def __init__(self, act=lambda name: None):
+        self.done = []
+        self._act = act
+
+    def __call__(self, name, topics):
+        def work(job):
+            self._act(name)
+            self.done.append((name, topics))
+
+        return SlowJob(name=name, every_seconds=float("inf"), work=work)
+
+
+def ask(store, keys, job, topics=None):
+    """Asks as soon as somebody is there to do it."""
+
+    def try_it():
+        try:
+            return request_job(store, keys, job, by="user:a", topics=topics, clock=SystemClock())
+        except ConflictError:
+            return None
+
+    return eventually(try_it)
+
+
+def request_of(store, keys, job):
+    return (status_of(store, keys).get("requests") or {}).get(job) or {}
+
+
+def test_job_without_a_schedule_is_done_when_somebody_asks(place, store, keys):
+    began, goes_on = threading.Event(), threading.Event()
+
+    def act(name):
+        began.set()
+        assert goes_on.wait(LIMIT)
+
+    asked = Asked(act)
+    with running(place, Tier(), make_job=asked, request_seconds=0.02):
+        ask(store, keys, "scrub", ["/default/t"])
+        assert began.wait(LIMIT)
+        # Its key is gone, and the status says that it runs.
+        assert read_requests(store, keys) == []
+        running_now = request_of(store, keys, "scrub")
+        assert (running_now["state"], running_now["by"]) == ("running", "user:a")
+        assert running_now["topics"] == ["/default/t"]
+        # Another one waits for its turn.
+        ask(store, keys, "compact")
+        assert [one.job for one in read_requests(store, keys)] == ["compact"]
+        goes_on.set()
+        eventually(lambda: request_of(store, keys, "compact").get("state") == "done")
+        done = request_of(store, keys, "scrub")
+        assert (done["state"], done["error"]) == ("done", None)
+        assert done["ended_at"] >= done["started_at"] >= done["requested_at"]
+    assert asked.done == [("scrub", ("/default/t",)), ("compact", None)]
+    assert json.loads(store.get(keys.report("scrub")).value)["job"] == "scrub"
+
+
+def test_uploads_that_somebody_asks_for_do_not_wait_for_their_time(place, store, keys, config):
+    with Log(config, background=False) as log:
+        log.topic("/default/t", create=True)
+    cycles = []
+
+    def now(job, topics, report):
+        cycles.append(list(topics))
+        return SimpleNamespace(due=0, objects=1, messages=1, bytes=1, failed=0)
+
+    with running(place, Tier(), tier_now=now):
+        ask(store, keys, "tier", ["/default/t", "/default/none"])
+        eventually(lambda: request_of(store, keys, "tier").get("state") == "done")
+        assert cycles == [["/default/t"]]
+        ask(store, keys, "tier")
+        eventually(lambda: len(cycles) == 2)
+        assert cycles[1] == ["/default/t"]
+
+
+def test_requests_that_cannot_be_done_say_why(place, store, keys):
+    def refuse(name, topics):
+        raise InvalidRequestError("it has no place to go")
+
+    with running(place, None, make_job=refuse, request_seconds=0.02):
+        for job, why in {"export": "no place", "tier": "does not upload"}.items():
+            ask(store, keys, job)
+            eventually(lambda: request_of(store, keys, job).get("state") == "failed")  # noqa: B023
+            assert why in request_of(store, keys, job)["error"]
+
+    def fail(name):
+        raise RuntimeError("broken")
+
+    with running(place, Tier(), make_job=Asked(fail), request_seconds=0.02):
+        ask(store, keys, "compact")
+        eventually(lambda: request_of(store, keys, "compact").get("state") == "failed")
+        assert "broken" in request_of(store, keys, "compact")["error"]
+
+
+def test_request_of_yesterday_is_forgotten(place, store, keys):
+    old = {"requested_at": 1, "by": "user:a", "topics": None}
+    store.put(keys.request("scrub"), json.dumps(old).encode())
+    asked, tier = Asked(), Tier()
+    with running(place, tier, make_job=asked, request_seconds=0.02):
+        eventually(lambda: store.get(keys.request("scrub")) is None)
+        eventually(lambda: tier.cycles > 5)
+    assert asked.done == []
+
+
+def test_scheduled_job_that_was_asked_for_has_had_its_time(place, store, keys):
+    runs = []
+    slow = SlowJob(name="compact", every_seconds=3600, work=lambda job: runs.append(1))
+    store.put(
+        keys.report("compact"),
+        json.dumps({"started_at": SystemClock.now_ns() // 10**9}).encode(),
+    )
+    with running(place, Tier(), [slow], request_seconds=0.02):
+        ask(store, keys, "compact")
+        eventually(lambda: request_of(store, keys, "compact").get("state") == "done")
+        assert status_of(store, keys)["jobs"]["compact"]["runs"] == 1
+    assert runs == [1]
+
+
+def test_jobs_that_can_be_asked_for():
+    settings = load_config({"storage": {"mode": "memory"}}, {}).pipeline
+    for name in ("compact", "scrub"):
+        assert requested_job(settings, name).name == name
+    with pytest.raises(InvalidRequestError, match=r"export\.to"):
+        requested_job(settings, "export")
+    with pytest.raises(InvalidRequestError):
+        requested_job(settings, "tier")

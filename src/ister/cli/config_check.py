@@ -1,0 +1,312 @@
+"""What can be found out about settings beyond reading them: lines, files, stores.
+
+Owns: the checks of `ister config check`. Does not own: what settings mean (`ister.config`), the
+checks of the parts themselves (each is asked for its own), or how findings are shown.
+
+Nothing is made and nothing stays: a directory or a file that does not exist yet is not created, and
+the objects by which a bucket is tried are removed again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import yaml
+
+from ister.cli.look import format_bytes
+from ister.clock import SystemClock
+from ister.config import (
+    AuthMode,
+    CloudBackend,
+    Config,
+    MetadataBackend,
+    Problem,
+    StorageConfig,
+    StorageMode,
+)
+from ister.errors import IsterError
+from ister.objectstore.backends import parse_backend
+from ister.topic.tiers import open_metadata, open_objects
+
+__all__ = [
+    "Connection",
+    "describe_places",
+    "find_deeper_problems",
+    "find_duplicates",
+    "find_lines",
+    "try_connections",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """What came of trying something."""
+
+    name: str
+    is_ok: bool
+    says: str
+    hint: str | None = None
+
+
+# -- the file -------------------------------------------------------------------------------
+
+
+def find_lines(path: str) -> dict[str, int]:
+    """The line of every key of a YAML file, from 1 on; nothing if it is no YAML."""
+    found: dict[str, int] = {}
+    for key, line in _keys(path):
+        found.setdefault(key, line)
+    return found
+
+
+def find_duplicates(path: str) -> list[Problem]:
+    """Keys that stand twice in a YAML file, of which YAML would take the last."""
+    problems: list[Problem] = []
+    seen: dict[str, int] = {}
+    for key, line in _keys(path):
+        if key in seen:
+            text = f"{key} stands twice: in line {seen[key]} and in line {line}"
+            problems.append(Problem(key=key, message=text, hint="take one of them out"))
+        seen[key] = line
+    return problems
+
+
+def _keys(path: str) -> Iterator[tuple[str, int]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            node = yaml.compose(file, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return
+    yield from _keys_below(node, "")
+
+
+def _keys_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        path = f"{prefix}{key.value}"
+        yield path, key.start_mark.line + 1
+        yield from _keys_below(value, f"{path}.")
+
+
+# -- what the parts say ---------------------------------------------------------------------
+
+
+def find_deeper_problems(config: Config) -> list[Problem]:
+    """What a broker with these settings would refuse when it starts, as far as that is known."""
+    problems: list[Problem] = []
+
+    def ask(key: str, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except ImportError as error:
+            text = f"{error.name} is not installed, so this was not checked"
+            hint = "pip install 'ister[broker]'"
+            problems.append(Problem(key=key, message=text, hint=hint))
+        except IsterError as error:
+            text = error.message if error.path is None else f"{error.message} ({error.path})"
+            problems.append(Problem(key=key, message=text, hint=error.hint))
+
+    storage = config.storage
+    if storage.mode is StorageMode.WAL_CLOUD:
+        cloud = storage.cloud
+        ask(
+            "storage.cloud",
+            lambda: parse_backend(cloud.backend.value, cloud.root or "", cloud.options),
+        )
+    ask("broker.host", lambda: _check_exposure(config))
+    ask("broker.tls", lambda: _check_tls(config))
+    ask("broker.auth", lambda: _check_auth(config))
+    return problems
+
+
+def _check_exposure(config: Config) -> None:
+    from ister.broker.security.tls import check_exposure  # noqa: PLC0415 - an extra
+
+    check_exposure(config.broker)
+
+
+def _check_tls(config: Config) -> None:
+    from ister.broker.security.tls import ServerTls  # noqa: PLC0415 - an extra
+
+    ServerTls.open(config.broker.tls, clock=SystemClock())
+
+
+def _check_auth(config: Config) -> None:
+    from ister.broker.security.authentication import Authenticator  # noqa: PLC0415 - an extra
+
+    Authenticator(config.broker.auth, clock=SystemClock())
+
+
+# -- where things will be -------------------------------------------------------------------
+
+
+def describe_places(config: Config) -> dict[str, str]:
+    """Where things will be, for people."""
+    storage, broker = config.storage, config.broker
+    ports = broker.ports
+    scheme = "https" if broker.tls.cert_file is not None else "http"
+    directory = storage.wal.dir
+    places = {
+        "messages": {
+            StorageMode.WAL_CLOUD: "in local files, then in a bucket",
+            StorageMode.LOCAL_ONLY: "in local files alone",
+            StorageMode.MEMORY: "in memory alone: nothing is kept",
+        }[storage.mode]
+    }
+    if directory is None and storage.mode is StorageMode.LOCAL_ONLY:
+        places["messages"] = "in memory alone: storage.wal.dir is not set, so nothing is kept"
+    if directory is not None:
+        places["local files"] = _describe_path(directory)
+    if storage.mode is StorageMode.WAL_CLOUD:
+        places["bucket"] = _describe_bucket(storage)
+        places["metadata"] = _describe_metadata(storage)
+    places |= {
+        "acknowledged": f"when {storage.ack.value}, unless a topic says otherwise",
+        "gRPC": _describe_port(broker.host, ports.grpc),
+        "Flight": _describe_port(broker.host, ports.flight),
+        "HTTP": f"{scheme}://{_describe_port(broker.host, ports.http)}/",
+        "callers": "may be anybody who can connect"
+        if broker.auth.mode is AuthMode.NONE
+        else "have to say who they are",
+    }
+    return places
+
+
+def _describe_port(host: str, port: int) -> str:
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{host}:{port}" if port else f"{host}:<any free port>"
+
+
+def _describe_bucket(storage: StorageConfig) -> str:
+    cloud = storage.cloud
+    if cloud.backend is CloudBackend.MEMORY:
+        return "in memory: lost when the process ends"
+    if cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
+        return _describe_path(cloud.root or "")
+    # In opendal's words, which have no credentials.
+    return parse_backend(cloud.backend.value, cloud.root or "", cloud.options).location
+
+
+def _describe_metadata(storage: StorageConfig) -> str:
+    metadata = storage.metadata
+    if metadata.backend is MetadataBackend.SQLITE:
+        return _describe_path(metadata.path or "")
+    if metadata.backend is MetadataBackend.ETCD:
+        return f"etcd at {', '.join(metadata.endpoints)}, below {metadata.root_prefix}"
+    return "in memory: lost when the process ends"
+
+
+def _describe_path(path: str) -> str:
+    path = os.path.abspath(path)
+    return path if os.path.exists(path) else f"{path} (does not exist yet)"
+
+
+# -- trying it ------------------------------------------------------------------------------
+
+
+def try_connections(config: Config) -> Iterator[Connection]:
+    """Tries the disk, the bucket and the metadata store, one after the other."""
+    storage = config.storage
+    if storage.wal.dir is not None:
+        yield _try_directory("local files", storage.wal.dir)
+    if storage.mode is not StorageMode.WAL_CLOUD:
+        return
+    yield _try_bucket(storage)
+    yield _try_metadata(storage)
+
+
+def _try_directory(name: str, path: str) -> Connection:
+    """Whether a directory can be written to, or made where it is missing."""
+    path = os.path.abspath(path)
+    at = path
+    while not os.path.exists(at):
+        at = os.path.dirname(at)
+    if not os.path.isdir(at):
+        return Connection(name=name, is_ok=False, says=f"{at} is no directory")
+    if not os.access(at, os.W_OK | os.X_OK):
+        return Connection(
+            name=name,
+            is_ok=False,
+            says=f"{at} cannot be written to by this user",
+            hint="run as the user of the broker, or change its owner",
+        )
+    free = format_bytes(shutil.disk_usage(at).free)
+    what = "can be written to" if at == path else "will be made when first used"
+    return Connection(name=name, is_ok=True, says=f"{path} {what}; {free} free")
+
+
+def _try_bucket(storage: StorageConfig) -> Connection:
+    cloud = storage.cloud
+    if cloud.backend is CloudBackend.MEMORY:
+        return Connection(name="bucket", is_ok=True, says="in memory: there is nothing to try")
+    if cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
+        found = _try_directory("bucket", cloud.root or "")
+        if not found.is_ok or not os.path.isdir(cloud.root or ""):
+            return found
+    try:
+        store = open_objects(storage, SystemClock())
+        try:
+            can = store.probe()
+        finally:
+            store.close()
+    except IsterError as error:
+        return _failed(
+            "bucket",
+            error,
+            "does storage.cloud say where it is, and who this is? can this machine reach it?",
+        )
+    able = ["write", "read", "delete"]
+    able += ["create only what is not there"] if can.conditional_create else []
+    able += ["copy"] if can.copy else []
+    missing = [
+        text
+        for text, is_there in (
+            ("create only what is not there", can.conditional_create),
+            ("copy", can.copy),
+        )
+        if not is_there
+    ]
+    says = f"{store.location} answers: can {', '.join(able)}"
+    if missing:
+        says += f"; cannot {', '.join(missing)}, which Ister does without"
+    return Connection(name="bucket", is_ok=True, says=says)
+
+
+def _try_metadata(storage: StorageConfig) -> Connection:
+    metadata = storage.metadata
+    if metadata.backend is MetadataBackend.MEMORY:
+        return Connection(name="metadata", is_ok=True, says="in memory: there is nothing to try")
+    path = metadata.path or ""
+    if metadata.backend is MetadataBackend.SQLITE and not os.path.exists(path):
+        found = _try_directory("metadata", os.path.dirname(os.path.abspath(path)))
+        if not found.is_ok:
+            return found
+        return Connection(name="metadata", is_ok=True, says=f"{path} will be made when first used")
+    try:
+        store = open_metadata(metadata, SystemClock(), read_only=True)
+        try:
+            is_known = bool(store.range(f"{metadata.root_prefix}/", limit=1))
+        finally:
+            store.close()
+    except IsterError as error:
+        return _failed(
+            "metadata", error, "does storage.metadata say where it is? does it run there?"
+        )
+    where = path if metadata.backend is MetadataBackend.SQLITE else f"etcd {metadata.endpoints[0]}"
+    holds = "has keys" if is_known else "has no key yet"
+    return Connection(
+        name="metadata",
+        is_ok=True,
+        says=f"{where} answers, and {holds} below {metadata.root_prefix}",
+    )
+
+
+def _failed(name: str, error: IsterError, hint: str) -> Connection:
+    text = str(error)
+    if error.hint:
+        text = text.removesuffix(f"; {error.hint}")
+    return Connection(name=name, is_ok=False, says=text, hint=error.hint or hint)

@@ -1,0 +1,359 @@
+"""`ister consume TOPIC`: messages to standard output, with or without a subscription.
+
+Owns: arguments, when a message is acknowledged, exit codes. Does not own: lines
+(`messages_out`), reading without a subscription (`reading`), the subscription (`ister.client`).
+
+    --subscription   a cursor at the broker: what was read by whoever reads our output is
+                     acknowledged, and the next `consume` goes on behind it
+    without          nothing is remembered
+
+Invariant: a message is acknowledged after its line has been written; where the output is a pipe (on
+Linux), after its line has been read. What a crash leaves is delivered again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from ister.cli.connection import (
+    add_broker_arguments,
+    connected,
+    parse_count,
+    parse_seconds,
+    parse_start,
+)
+from ister.cli.interrupts import Interrupts
+from ister.cli.look import add_command, print_error
+from ister.cli.messages_out import FORMATS, Output, Received, StoppedError, formatter
+from ister.cli.place import parse_topic
+from ister.clock import SystemClock
+from ister.errors import InvalidRequestError, NotFoundError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from ister.client import Client, Consumer, ReceivedMessage
+
+__all__ = ["register"]
+
+_RETRY_SECONDS: Final = 60.0
+_LOOK_SECONDS: Final = 0.25
+_CLOSE_SECONDS: Final = 5.0
+_BATCH_MESSAGES: Final = 1000
+_BATCH_BYTES: Final = 1 << 20
+# A subscription may be shared: what others were given does not come here.
+_QUIET_SECONDS: Final = 2.0
+_TYPES: Final = ("exclusive", "shared", "failover", "key_shared")
+
+_DESCRIPTION: Final = """\
+Prints the messages of a topic, one a line, and goes on with those that come later.
+
+With --subscription, the broker remembers how far it came, and the next consumer of that name goes
+on there. A message is acknowledged after its line was written; if the output is a pipe, after the
+program behind it has read the line: `ister consume T --subscription S | head -5` takes five
+messages and leaves the rest. Without --subscription nothing is remembered."""
+
+
+def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+    """Adds the command to the parser."""
+    parser = add_command(
+        commands,
+        "consume",
+        help="print the messages of a topic, with or without a subscription",
+        description=_DESCRIPTION,
+        examples=(
+            "ister consume /default/orders",
+            "ister consume /default/orders --from 15m --format full",
+            "ister consume /default/orders --subscription billing | ./bill",
+            "ister consume /default/orders --subscription peek --limit 10 --json",
+            "ister consume /default/a --no-follow --json | ister produce /default/b --json-lines",
+        ),
+    )
+    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    place = parser.add_argument_group("what to read")
+    place.add_argument(
+        "--from",
+        dest="start",
+        metavar="WHERE",
+        type=parse_start,
+        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or 90s, 15m, 2h, "
+        "7d for so long ago (default: earliest); an existing subscription goes on where it is",
+    )
+    place.add_argument("--limit", metavar="N", type=parse_count, help="end after so many messages")
+    place.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=parse_seconds,
+        help="end when there was no message for so long",
+    )
+    place.add_argument(
+        "--follow",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="wait for messages that come later (the default), or end with what is there now",
+    )
+    cursor = parser.add_argument_group("subscription")
+    cursor.add_argument(
+        "--subscription", metavar="NAME", help="on whose behalf; made if it does not exist"
+    )
+    cursor.add_argument(
+        "--type",
+        choices=_TYPES,
+        default="exclusive",
+        help="of a new subscription: who of its consumers gets a message (default: exclusive)",
+    )
+    cursor.add_argument("--name", metavar="NAME", help="which of its consumers this is")
+    cursor.add_argument(
+        "--no-ack",
+        action="store_true",
+        help="acknowledge nothing: the messages come again, and there are no more than a consumer "
+        "may have unacknowledged",
+    )
+    form = parser.add_argument_group("output")
+    form.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="payload",
+        help="the payload as it is (the default); full: with topic, offset, time, producer, key "
+        "and attributes before it, tabs between; hex: the payload in hexadecimal digits",
+    )
+    ends = form.add_mutually_exclusive_group()
+    ends.add_argument("--delimiter", metavar="TEXT", help="what ends a message, for a newline")
+    ends.add_argument("-0", "--null", action="store_true", help="end messages with a zero byte")
+    form.add_argument("--json", action="store_true", help="an object a line, with all fields")
+    add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if sys.stdout is None:
+        raise InvalidRequestError("there is no standard output to print messages to")
+    fd = sys.stdout.fileno()
+    is_careful = options.subscription is not None and not options.no_ack
+    with Interrupts() as interrupts:
+        work = _Consumption(
+            options,
+            interrupts,
+            Output(fd, interrupts, is_careful=is_careful),
+            formatter(
+                options.format,
+                is_json=options.json,
+                delimiter=b"\0" if options.null else (options.delimiter or "\n").encode(),
+                is_terminal=sys.stdout.isatty(),
+            ),
+        )
+        try:
+            if options.subscription is None:
+                work.read()
+            else:
+                work.consume()
+        except BrokenPipeError:
+            # Whoever reads has enough. Python would flush once more at its end, and complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+            return 0
+        except StoppedError:
+            pass
+    # A signal is how one ends that goes on for ever; with a limit it is too early.
+    is_early = options.limit is not None and work.count < options.limit
+    if interrupts.is_set and is_early:
+        print_error(f"interrupted after {work.count:,} of {options.limit:,} messages")
+        return 1
+    return 0
+
+
+class _Consumption:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        interrupts: Interrupts,
+        output: Output,
+        as_line: Callable[[Received], bytes],
+    ) -> None:
+        self.count = 0
+        self._options = options
+        self._topic = str(options.topic)
+        self._interrupts = interrupts
+        self._output = output
+        self._as_line = as_line
+        self._clock = SystemClock()
+
+    # -- without a subscription -------------------------------------------------------------
+
+    def read(self) -> None:
+        """Prints messages, and leaves nothing behind."""
+        from ister.cli.reading import read_topic  # noqa: PLC0415 - needs an extra
+
+        options = self._options
+        for one in ("no_ack", "name"):
+            if getattr(options, one):
+                flag = one.replace("_", "-")
+                raise InvalidRequestError(
+                    f"--{flag} without a subscription", hint="--subscription NAME"
+                )
+        with connected(options) as client:
+            self._check_readable(client)
+        batches = read_topic(
+            options,
+            self._interrupts,
+            start="earliest" if options.start is None else options.start,
+            is_following=options.follow,
+            timeout=options.timeout,
+        )
+        for batch in batches:
+            some = batch if options.limit is None else batch[: options.limit - self.count]
+            for first in range(0, len(some), _BATCH_MESSAGES):
+                lines = map(self._as_line, some[first : first + _BATCH_MESSAGES])
+                self._output.write(b"".join(lines))
+            self.count += len(some)
+            if self.count == options.limit:
+                return
+
+    def _check_readable(self, client: Client) -> None:
+        names = client.partitions(self._topic)
+        if not names:
+            raise NotFoundError(f"there is no topic {self._topic}", topic=self._topic)
+        if not client.describe_topic(names[0]).is_reliable:
+            raise InvalidRequestError(
+                f"{self._topic} keeps no messages to read",
+                hint="--subscription NAME gets those that come from now on",
+            )
+
+    # -- with one ---------------------------------------------------------------------------
+
+    def consume(self) -> None:
+        """Prints messages, and acknowledges them."""
+        with connected(self._options) as client:
+            names = client.partitions(self._topic)
+            if not names:
+                raise NotFoundError(f"there is no topic {self._topic}", topic=self._topic)
+            start = self._prepare_cursor(client, names)
+            goals = None if self._options.follow else self._goals(client, names)
+            consumer = client.consumer(
+                self._topic,
+                self._options.subscription,
+                name=self._options.name,
+                kind=self._options.type,
+                start=start,
+                timeout=self._options.retry_for or None,
+            )
+            try:
+                self._print_all(consumer, goals)
+            finally:
+                with suppress(WaitTimeoutError):
+                    consumer.close(_CLOSE_SECONDS)
+
+    def _prepare_cursor(self, client: Client, names: list[str]) -> int | str:
+        """Where the subscription begins; one that begins at a time is made here."""
+        options = self._options
+        start = "earliest" if options.start is None else options.start
+        subscription: str = options.subscription
+        if subscription in client.subscriptions(self._topic):
+            if options.start is not None:
+                print(
+                    f"ister: subscription {subscription} is there already and goes on where it is "
+                    "(`ister subscriptions seek` moves it)",
+                    file=sys.stderr,
+                )
+            return "latest"
+        if isinstance(start, int) and names != [self._topic]:
+            raise InvalidRequestError(
+                f"{self._topic} is partitioned, and each partition has offsets of its own",
+                hint=f"consume one of them: {names[0]}",
+            )
+        if isinstance(start, datetime):
+            client.consumer(
+                self._topic, subscription, name=options.name, kind=options.type, start="latest"
+            ).close(_CLOSE_SECONDS)
+            client.seek(self._topic, subscription, to=start)
+            return "latest"
+        return start
+
+    def _goals(self, client: Client, names: list[str]) -> dict[str, int]:
+        """Up to where each topic goes that has something to give now."""
+        goals: dict[str, int] = {}
+        for name in names:
+            described = client.describe_topic(name)
+            cursor = next(
+                (
+                    one.cursor
+                    for one in described.subscriptions
+                    if one.subscription == self._options.subscription
+                ),
+                described.earliest if self._options.start in (None, "earliest") else None,
+            )
+            if isinstance(self._options.start, int):
+                cursor = self._options.start if cursor is None else cursor
+            if cursor is not None and cursor < described.next:
+                goals[name] = described.next
+        return goals
+
+    def _print_all(self, consumer: Consumer, goals: dict[str, int] | None) -> None:
+        options, interrupts = self._options, self._interrupts
+        timeout = options.timeout
+        if goals is not None:
+            timeout = _QUIET_SECONDS if timeout is None else timeout
+        quiet_since = self._clock.monotonic()
+        while not interrupts.is_set and (options.limit is None or self.count < options.limit):
+            if goals is not None and not goals:
+                return
+            messages = self._take(consumer)
+            now = self._clock.monotonic()
+            if not messages:
+                if timeout is not None and now - quiet_since >= timeout:
+                    return
+                continue
+            self._print(consumer, messages)
+            quiet_since = self._clock.monotonic()
+            if goals is not None:
+                for message in messages:
+                    if message.offset + 1 >= goals.get(message.topic, 0):
+                        goals.pop(message.topic, None)
+
+    def _take(self, consumer: Consumer) -> list[ReceivedMessage]:
+        """What there is, within bounds; waits a little if there is nothing."""
+        limit = self._options.limit
+        most = _BATCH_MESSAGES if limit is None else min(_BATCH_MESSAGES, limit - self.count)
+        timeout = self._options.timeout
+        messages: list[ReceivedMessage] = []
+        size = 0
+        with suppress(WaitTimeoutError):
+            wait = _LOOK_SECONDS if timeout is None else min(_LOOK_SECONDS, timeout)
+            while len(messages) < most and size < _BATCH_BYTES:
+                messages.append(consumer.receive(0 if messages else wait))
+                size += len(messages[-1].payload)
+        return messages
+
+    def _print(self, consumer: Consumer, messages: list[ReceivedMessage]) -> None:
+        is_acked = not self._options.no_ack
+        if not self._output.is_stepwise:
+            self._output.write(b"".join(self._as_line(_received(one)) for one in messages))
+            self.count += len(messages)
+            if is_acked:
+                for message in messages:
+                    consumer.ack(message)
+            return
+        for message in messages:
+            self._output.write(self._as_line(_received(message)))
+            self._output.taken()
+            self.count += 1
+            consumer.ack(message)
+
+
+def _received(message: ReceivedMessage) -> Received:
+    return Received(
+        message.topic,
+        message.offset,
+        message.publish_time_ms,
+        message.producer_name,
+        message.payload,
+        message.attributes,
+        message.routing_key,
+        message.schema_id,
+        message.schema_version,
+    )

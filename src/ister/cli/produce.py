@@ -1,0 +1,443 @@
+"""`ister produce TOPIC`: messages from standard input, a file or the command line.
+
+Owns: arguments, what is printed, exit codes. Does not own: taking input apart (`messages_in`),
+publishing (`ister.client`).
+
+    input ─► messages ─► the client, many on their way ─► outcomes, in order ─► `{offset}` a line
+
+Exit code 0 means that every message of the input is acknowledged. When it is stopped by a signal,
+by a reader of its output that went away or by an error, what was accepted is waited for a while,
+and standard error says how many messages are in the topic for sure. The rest may be there too:
+whoever sends them again may have them twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final
+
+from ister.cli.connection import (
+    add_broker_arguments,
+    connected,
+    parse_count,
+)
+from ister.cli.interrupts import Interrupts
+from ister.cli.look import Progress, add_command, format_bytes, print_error, progress
+from ister.cli.messages_in import InputOptions, Message, read_messages
+from ister.cli.place import parse_topic
+from ister.clock import SystemClock
+from ister.errors import CapacityError, InvalidRequestError, IsterError, NotFoundError
+from ister.model import AckLevel
+
+if TYPE_CHECKING:
+    from ister.client import Client, Producer, SentMessage
+
+__all__ = ["register"]
+
+_RETRY_SECONDS: Final = 60.0
+# What was accepted when a signal comes is waited for so long.
+_GRACE_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 0.25
+_UNREPORTED_MAX: Final = 100_000
+_ERRORS_SHOWN: Final = 5
+_PROGRESS_EVERY: Final = 500
+# A pipe that has room for anything has room for so much.
+_WRITE_BYTES: Final = 4096
+
+
+def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+    """Adds the command to the parser."""
+    parser = add_command(
+        commands,
+        "produce",
+        help="publish messages from standard input, a file or the command line",
+        description="Publishes what comes on standard input, one message a line, until it ends. "
+        "The topic is made if it does not exist and the broker allows that.\n\n"
+        "Every message is acknowledged by the broker before the command ends with 0. After "
+        "anything else, standard error says how many were.",
+        examples=(
+            "ister produce /default/orders --message 'hello'",
+            "ister produce /default/orders < orders.jsonl",
+            "ister produce /default/orders --key-field customer.id --file orders.jsonl --json",
+            "ister consume /default/a --no-follow --json | ister produce /default/b --json-lines",
+        ),
+    )
+    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--file", metavar="FILE", help="read this instead of standard input")
+    source.add_argument("--message", metavar="TEXT", help="publish this one message")
+    form = parser.add_argument_group("messages")
+    ends = form.add_mutually_exclusive_group()
+    ends.add_argument("--delimiter", metavar="TEXT", help="what is between messages, for newlines")
+    ends.add_argument("-0", "--null", action="store_true", help="messages end with a zero byte")
+    ends.add_argument("--whole", action="store_true", help="all of the input is one message")
+    ends.add_argument(
+        "--json-lines",
+        action="store_true",
+        help="an object a line, as `ister consume --json` prints them: payload or payload_base64, "
+        "routing_key, attributes",
+    )
+    form.add_argument("--key", metavar="KEY", help="the routing key of messages without one")
+    form.add_argument(
+        "--key-field",
+        metavar="FIELD",
+        help="messages are JSON objects, and this field is the routing key; a.b for one inside",
+    )
+    form.add_argument(
+        "--attribute",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        type=_parse_attribute,
+        help="goes with every message; may be given several times",
+    )
+    form.add_argument("--name", metavar="NAME", help="who publishes; nobody else may meanwhile")
+    form.add_argument(
+        "--rate", metavar="N", type=parse_count, help="at most so many messages a second"
+    )
+    made = parser.add_argument_group("a topic that does not exist")
+    made.add_argument(
+        "--create",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="make it, also where brokers do not do so by themselves; or never",
+    )
+    made.add_argument("--ack", choices=list(AckLevel), help="what an acknowledged message survives")
+    made.add_argument(
+        "--partitions", metavar="N", type=parse_count, help="make it of so many partitions"
+    )
+    parser.add_argument("--json", action="store_true", help="an object with its offset a message")
+    add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
+    parser.set_defaults(run=_run)
+
+
+def _parse_attribute(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _run(options: argparse.Namespace) -> int:
+    input_options = _input_options(options)
+    with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        read = _open_input(options, interrupts, stack)
+        client = stack.enter_context(connected(options))
+        _prepare_topic(client, options)
+        producer = client.producer(
+            str(options.topic),
+            name=options.name,
+            create=options.create is None,
+            ack=AckLevel(options.ack) if options.ack else None,
+            timeout=options.retry_for or None,
+        )
+        shown = stack.enter_context(_progress(options))
+        report = _Report(is_json=options.json, is_partitioned=_is_partitioned(client, options))
+        work = _Production(producer, interrupts, report, rate=options.rate, shown=shown)
+        failure = work.run(read_messages(read, input_options))
+    return _conclude(report, failure, is_interrupted=interrupts.is_set)
+
+
+def _input_options(options: argparse.Namespace) -> InputOptions:
+    if options.json_lines and options.key_field:
+        raise InvalidRequestError(
+            "--json-lines and --key-field", hint="with --json-lines, routing_key is the key"
+        )
+    delimiter = b"\0" if options.null else (options.delimiter or "\n").encode()
+    return InputOptions(
+        # With --message, the text is all of it.
+        is_whole=options.whole or options.message is not None,
+        is_json=options.json_lines,
+        delimiter=delimiter,
+        key=options.key,
+        key_field=options.key_field,
+        attributes=dict(options.attribute),
+    )
+
+
+def _open_input(
+    options: argparse.Namespace, interrupts: Interrupts, stack: contextlib.ExitStack
+) -> Callable[[int], bytes]:
+    if options.message is not None:
+        pieces = iter([options.message.encode(errors="surrogateescape"), b""])
+        return lambda size: next(pieces)
+    if options.file is not None:
+        try:
+            fd = os.open(options.file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise NotFoundError(f"{options.file} cannot be read: {error.strerror}") from error
+        stack.callback(os.close, fd)
+        return _readable(interrupts.reading(fd), options.file)
+    if sys.stdin is None:
+        raise InvalidRequestError("there is no standard input", hint="--file or --message")
+    if sys.stdin.isatty():
+        print("one message a line; Ctrl-D ends", file=sys.stderr)
+    return _readable(interrupts.reading(sys.stdin.fileno()), "standard input")
+
+
+def _readable(read: Callable[[int], bytes], name: str) -> Callable[[int], bytes]:
+    def attempt(size: int) -> bytes:
+        try:
+            return read(size)
+        except OSError as error:
+            raise InvalidRequestError(f"{name} cannot be read: {error.strerror}") from error
+
+    return attempt
+
+
+def _prepare_topic(client: Client, options: argparse.Namespace) -> None:
+    topic = str(options.topic)
+    if client.partitions(topic):
+        return
+    if options.create is False:
+        raise NotFoundError(f"there is no topic {topic}", topic=topic)
+    if options.create or options.partitions:
+        client.create_topic(topic, partitions=options.partitions or 0, ack=options.ack)
+    print(f"ister: {topic} is a new topic", file=sys.stderr)
+
+
+def _is_partitioned(client: Client, options: argparse.Namespace) -> bool:
+    topic = str(options.topic)
+    return client.partitions(topic) not in ([], [topic])
+
+
+@contextlib.contextmanager
+def _progress(options: argparse.Namespace) -> Iterator[Progress | None]:
+    # A bar would run into lines that are typed, or printed.
+    is_in_the_way = options.json and sys.stdout is not None and sys.stdout.isatty()
+    is_typed = options.file is None and sys.stdin is not None and sys.stdin.isatty()
+    if options.message is not None or is_typed or is_in_the_way:
+        yield None
+        return
+    with progress(f"to {options.topic}") as shown:
+        yield shown
+
+
+# -- publishing -----------------------------------------------------------------------------
+
+
+class _Production:
+    """Publishes messages, and sees to their outcomes in a thread beside it."""
+
+    def __init__(
+        self,
+        producer: Producer,
+        interrupts: Interrupts,
+        report: _Report,
+        *,
+        rate: int | None,
+        shown: Progress | None,
+    ) -> None:
+        self._producer = producer
+        self._interrupts = interrupts
+        self._report = report
+        self._rate = rate
+        self._shown = shown
+        self._clock = SystemClock()
+        self._sent: SimpleQueue[SentMessage | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._collect, name="ister-outcomes", daemon=True)
+
+    def run(self, messages: Iterator[Message]) -> IsterError | None:
+        """Publishes all of them; returns why it could not."""
+        self._thread.start()
+        failure: IsterError | None = None
+        try:
+            self._send_all(messages)
+        except IsterError as error:
+            failure = error
+        self._sent.put(None)
+        self._await_outcomes()
+        # Whatever has no outcome now is given up, and its outcome says so.
+        self._report.is_given_up = self._thread.is_alive()
+        with contextlib.suppress(IsterError):
+            self._producer.close(_LOOK_SECONDS if self._thread.is_alive() else None)
+        self._thread.join()
+        self._report.end(self._clock.monotonic())
+        return failure
+
+    def _send_all(self, messages: Iterator[Message]) -> None:
+        report, sent, stopped = self._report, self._sent, self._interrupts
+        began = self._clock.monotonic()
+        report.began = began
+        for number, message in enumerate(messages):
+            if self._rate is not None:
+                stopped.wait(began + number / self._rate - self._clock.monotonic())
+            while sent.qsize() > _UNREPORTED_MAX and not stopped.is_set:
+                stopped.wait(_LOOK_SECONDS / 10)
+                if not self._thread.is_alive():
+                    return
+            accepted = self._send(message)
+            if accepted is None:
+                return
+            sent.put(accepted)
+            report.accepted += 1
+            report.bytes += len(message.payload)
+            if self._shown is not None and report.accepted % _PROGRESS_EVERY == 0:
+                self._shown.advance(_PROGRESS_EVERY)
+
+    def _send(self, message: Message) -> SentMessage | None:
+        """Waits for room; None once the command is to stop."""
+        while not self._interrupts.is_set:
+            try:
+                return self._producer.send(
+                    message.payload,
+                    routing_key=message.routing_key,
+                    attributes=message.attributes,
+                    timeout=_LOOK_SECONDS,
+                )
+            except CapacityError:
+                continue  # a look whether to stop
+        return None
+
+    def _await_outcomes(self) -> None:
+        clock = self._clock
+        give_up_at: float | None = None
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_SECONDS)
+            if self._interrupts.is_set and give_up_at is None:
+                give_up_at = clock.monotonic() + _GRACE_SECONDS
+            if give_up_at is not None and clock.monotonic() > give_up_at:
+                return
+
+    def _collect(self) -> None:
+        report, sent = self._report, self._sent
+        while True:
+            if sent.empty():
+                report.flush()
+            one = sent.get()
+            if one is None:
+                report.flush()
+                return
+            try:
+                report.placed(one.topic, one.result())
+            except IsterError as error:
+                report.failed(error)
+            if report.output_error is not None:
+                self._interrupts.stop()
+
+
+class _Report:
+    """What has become of messages, in order. Belongs to one thread, then to the other."""
+
+    def __init__(self, *, is_json: bool, is_partitioned: bool) -> None:
+        self.accepted = 0
+        self.bytes = 0
+        self.acknowledged = 0
+        self.errors: list[tuple[int, IsterError]] = []
+        self.errors_total = 0
+        self.offsets: dict[str, tuple[int, int]] = {}
+        """The first and the last one, by topic."""
+        self.began = self.ended = 0.0
+        self.output_error: str | None = None
+        """Why offsets are not printed any more."""
+        self.is_given_up = False
+        """Whether nobody waits any longer for whoever reads the offsets."""
+        self._is_json = is_json
+        self._is_partitioned = is_partitioned
+        self._lines: list[str] = []
+
+    def placed(self, topic: str, offset: int) -> None:
+        """The next message has an offset."""
+        self.acknowledged += 1
+        first, _ = self.offsets.get(topic, (offset, offset))
+        self.offsets[topic] = (first, offset)
+        if self._is_json:
+            if self._is_partitioned:
+                self._print(json.dumps({"offset": offset, "topic": topic}))
+            else:
+                self._print(f'{{"offset": {offset}}}')
+
+    def failed(self, error: IsterError) -> None:
+        """The next message has none, and why."""
+        self.errors_total += 1
+        if len(self.errors) < _ERRORS_SHOWN:
+            self.errors.append((self.acknowledged + self.errors_total, error))
+        if self._is_json:
+            self._print(json.dumps({"offset": None, "code": error.code, "error": error.message}))
+
+    def _print(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) >= _PROGRESS_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Prints what is to be printed."""
+        lines, self._lines = self._lines, []
+        if not lines or self.output_error is not None:
+            return
+        try:
+            self._write("\n".join(lines) + "\n")
+        except BrokenPipeError:
+            self.output_error = "nobody reads the offsets any more"
+        except OSError as error:
+            self.output_error = f"the offsets cannot be written: {error.strerror}"
+
+    def _write(self, text: str) -> None:
+        """Writes in a way that a reader who never reads cannot hold up for ever."""
+        if sys.stdout is None:
+            return
+        sys.stdout.flush()
+        data, fd = memoryview(text.encode()), sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        while data:
+            if poll.poll(_LOOK_SECONDS * 1000):
+                data = data[os.write(fd, data[:_WRITE_BYTES]) :]
+            elif self.is_given_up:
+                self.output_error = "the offsets were not read in time"
+                return
+
+    def end(self, now: float) -> None:
+        """There are no more."""
+        self.ended = now
+
+    def words(self) -> str:
+        """How many there are, and where."""
+        places = ", ".join(
+            f"offsets {first} up to {last + 1}" + (f" of {topic}" if self._is_partitioned else "")
+            for topic, (first, last) in sorted(self.offsets.items())[:_ERRORS_SHOWN]
+        )
+        number = f"{self.acknowledged:,} message{'' if self.acknowledged == 1 else 's'}"
+        return f"{number} acknowledged" + (f": {places}" if places else "")
+
+
+def _conclude(report: _Report, failure: IsterError | None, *, is_interrupted: bool) -> int:
+    if report.output_error is not None and sys.stdout is not None:
+        # Python would flush once more at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for number, error in report.errors:
+        print_error(f"message {number}: {error.message}", hint=error.hint)
+    if report.errors_total > len(report.errors):
+        print_error(f"and {report.errors_total - len(report.errors):,} more")
+    unknown = report.accepted - report.acknowledged
+    is_done = failure is None and not unknown and report.output_error is None
+    if is_done and not is_interrupted:
+        if sys.stderr.isatty():
+            print(_summary(report), file=sys.stderr)
+        return 0
+    if failure is not None:
+        print_error(failure.message, hint=failure.hint)
+    if report.output_error is not None:
+        print_error(report.output_error)
+    elif is_interrupted:
+        print_error("interrupted before the end of the input")
+    print(
+        f"ister: {report.words()}" + (f"; {unknown:,} not" if unknown else ""),
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _summary(report: _Report) -> str:
+    seconds = max(report.ended - report.began, 1e-3)
+    rate = f"{report.acknowledged / seconds:,.0f} messages/s"
+    return f"{report.words()} ({format_bytes(report.bytes)} in {seconds:.1f} s, {rate})"

@@ -1,0 +1,359 @@
+"""`ister subscriptions`: where a topic's subscriptions are, and changes to them.
+
+Owns: arguments, output, exit codes. Does not own: subscriptions, which brokers keep
+(`ister.client` talks to them).
+
+A subscription of a partitioned topic is one of each partition, and is shown so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ister.cli.connection import add_broker_arguments, connected, parse_count, parse_start
+from ister.cli.look import add_command, confirm, print_facts, print_table
+from ister.cli.place import parse_topic
+from ister.cli.report import answer, error_as_json, print_json
+from ister.errors import IsterError, NotFoundError
+from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
+
+if TYPE_CHECKING:
+    from ister.client import Client
+
+__all__ = ["register"]
+
+
+def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+    """Adds the command and its parts to the parser."""
+    parser = add_command(
+        commands,
+        "subscriptions",
+        help="list, describe, move and remove subscriptions",
+        examples=(
+            "ister subscriptions list /default/orders",
+            "ister subscriptions seek /default/orders billing --to 2h",
+            "ister subscriptions policy /default/orders billing --poison drop",
+        ),
+    )
+    kinds = parser.add_subparsers(metavar="WHAT", required=True)
+    _register_list(kinds)
+    _register_describe(kinds)
+    _register_seek(kinds)
+    _register_remove(kinds)
+    _register_policy(kinds)
+
+
+def _register_list(kinds: Any) -> None:  # noqa: ANN401
+    parser = add_command(
+        kinds,
+        "list",
+        help="the subscriptions of a topic",
+        examples=("ister subscriptions list /default/orders",),
+    )
+    _add_arguments(parser, _run_list, has_name=False)
+
+
+def _register_describe(kinds: Any) -> None:  # noqa: ANN401
+    parser = add_command(
+        kinds,
+        "describe",
+        help="where a subscription is, who has it, and what holds it up",
+        examples=("ister subscriptions describe /default/orders billing",),
+    )
+    _add_arguments(parser, _run_describe)
+
+
+def _register_seek(kinds: Any) -> None:  # noqa: ANN401
+    parser = add_command(
+        kinds,
+        "seek",
+        help="have a subscription go on from elsewhere",
+        description="Moves a subscription, for all its consumers. Those that are connected may "
+        "still hand out some messages that they had got before.",
+        examples=(
+            "ister subscriptions seek /default/orders billing --to earliest",
+            "ister subscriptions seek /default/orders billing --to 12000",
+            "ister subscriptions seek /default/orders billing --to 2026-01-31T12:00:00Z",
+            "ister subscriptions seek /default/orders billing --to 2h",
+        ),
+    )
+    _add_arguments(parser, _run_seek)
+    parser.add_argument(
+        "--to",
+        metavar="WHERE",
+        type=parse_start,
+        required=True,
+        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or 90s, 15m, 2h, "
+        "7d for so long ago",
+    )
+
+
+def _register_remove(kinds: Any) -> None:  # noqa: ANN401
+    parser = add_command(
+        kinds,
+        "remove",
+        help="remove a subscription without consumers",
+        description="Removes a subscription, and with it how far it came. It must have no "
+        "consumers.",
+        examples=("ister subscriptions remove /default/orders billing --yes",),
+    )
+    _add_arguments(parser, _run_remove)
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _register_policy(kinds: Any) -> None:  # noqa: ANN401
+    parser = add_command(
+        kinds,
+        "policy",
+        help="show or change what happens to messages that fail",
+        description="Shows what happens to messages that a consumer refuses or does not "
+        "acknowledge in time. What is given is changed, from now on; the rest stays.",
+        examples=(
+            "ister subscriptions policy /default/orders billing",
+            "ister subscriptions policy /default/orders billing --max-redelivery-count 3",
+            "ister subscriptions policy /default/orders billing --poison drop",
+        ),
+    )
+    _add_arguments(parser, _run_policy)
+    change = parser.add_argument_group("changes")
+    for name, what in (
+        ("max-redelivery-count", "how often a message comes again"),
+        ("ack-timeout-ms", "how long a consumer may take"),
+        ("base-redelivery-delay-ms", "the first pause before a message comes again"),
+        ("max-redelivery-delay-ms", "the longest one"),
+    ):
+        change.add_argument(f"--{name}", metavar="N", type=_parse_number, help=what)
+    change.add_argument("--backoff", choices=list(Backoff), help="how pauses grow")
+    change.add_argument(
+        "--poison", choices=list(PoisonPolicy), help="what becomes of one that failed too often"
+    )
+    change.add_argument(
+        "--dead-letter-topic", metavar="TOPIC", type=parse_topic, help="where it goes then"
+    )
+    change.add_argument(
+        "--max-unacked-messages",
+        metavar="N",
+        type=parse_count,
+        help="how many a consumer may have and not have acknowledged",
+    )
+
+
+def _add_arguments(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    has_name: bool = True,
+) -> None:
+    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    if has_name:
+        parser.add_argument("subscription", metavar="NAME", help="of the subscription")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_broker_arguments(parser)
+
+    def answered(options: argparse.Namespace) -> int:
+        def failed(error: IsterError) -> dict[str, Any]:
+            return {"topic": str(options.topic), "errors": [error_as_json(error)]}
+
+        return answer(lambda: run(options), as_json=options.json, on_error=failed)
+
+    parser.set_defaults(run=answered)
+
+
+def _parse_number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
+
+
+# -- looking --------------------------------------------------------------------------------
+
+
+def _all_of(client: Client, topic: str) -> list[dict[str, Any]]:
+    """The subscriptions of a topic, or of all its partitions."""
+    view = client.show_topic(topic)
+    views = [client.show_topic(name) for name in view["partitions"]] or [view]
+    return [{"topic": one["topic"], **found} for one in views for found in one["subscriptions"]]
+
+
+def _one_of(client: Client, topic: str, name: str) -> list[dict[str, Any]]:
+    """One subscription, once for each partition.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    found = _all_of(client, topic)
+    mine = [one for one in found if one["name"] == name]
+    if not mine:
+        names = sorted({one["name"] for one in found})
+        near = difflib.get_close_matches(name, names) or names[:10]
+        hint = f"there are: {', '.join(near)}" if near else "the topic has none"
+        raise NotFoundError(f"{topic} has no subscription {name}", hint=hint)
+    return mine
+
+
+def _run_list(options: argparse.Namespace) -> int:
+    topic = str(options.topic)
+    with connected(options) as client:
+        found = _all_of(client, topic)
+    if options.json:
+        print_json({"topic": topic, "subscriptions": found})
+    elif found:
+        _print_list(found)
+    else:
+        print(f"{topic} has no subscriptions")
+    return 0
+
+
+def _print_list(found: list[dict[str, Any]]) -> None:
+    is_partitioned = len({one["topic"] for one in found}) > 1
+    headers = (
+        *(("topic",) if is_partitioned else ()),
+        "subscription",
+        "type",
+        "cursor",
+        "lag",
+        "in flight",
+        "waiting",
+        "consumers",
+        "what holds it up",
+    )
+    rows = [
+        (
+            *((one["topic"],) if is_partitioned else ()),
+            one["name"],
+            one["type"],
+            one["cursor"],
+            one["lag"],
+            one["in_flight"],
+            one["waiting"],
+            one.get("consumers_total", len(one["consumers"])),
+            one["blocked_reason"] or "",
+        )
+        for one in found
+    ]
+    print_table(headers, rows)
+
+
+def _run_describe(options: argparse.Namespace) -> int:
+    topic = str(options.topic)
+    with connected(options) as client:
+        found = _one_of(client, topic, options.subscription)
+    if options.json:
+        print_json(found[0] if len(found) == 1 else _together(topic, found))
+        return 0
+    if len(found) > 1:
+        _print_list(found)
+        return 0
+    (one,) = found
+    facts = {
+        "type": one["type"],
+        "cursor": one["cursor"],
+        "lag": one["lag"],
+        "in flight": one["in_flight"],
+        "waiting": one["waiting"],
+        "consumers": ", ".join(one["consumers"]) or "none",
+        "active": one["active"],
+        "unacked at most": one["max_unacked_messages"],
+        "what holds it up": one["blocked_reason"] or "nothing",
+        **{name.replace("_", " "): value for name, value in (one["failure_policy"] or {}).items()},
+    }
+    print_facts(facts, title=f"{one['name']} of {topic}")
+    return 0
+
+
+def _together(topic: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """A subscription of all partitions as one; theirs are in `partitions`."""
+    return {
+        "topic": topic,
+        "name": found[0]["name"],
+        "type": found[0]["type"],
+        "cursor": None,
+        "lag": sum(one["lag"] or 0 for one in found),
+        "partitions": found,
+    }
+
+
+# -- changing -------------------------------------------------------------------------------
+
+
+def _run_seek(options: argparse.Namespace) -> int:
+    topic, name = str(options.topic), options.subscription
+    with connected(options) as client:
+        before = _one_of(client, topic, name)
+        client.seek(topic, name, to=options.to)
+        after = _one_of(client, topic, name)
+    moves = [
+        {"topic": old["topic"], "before": old["cursor"], "cursor": new["cursor"]}
+        for old, new in zip(before, after, strict=True)
+    ]
+    if options.json:
+        print_json(
+            {
+                "ok": True,
+                "topic": topic,
+                "subscription": name,
+                "cursor": moves[0]["cursor"] if len(moves) == 1 else None,
+                "moves": moves,
+            }
+        )
+        return 0
+    for move in moves:
+        of = f" of {move['topic']}" if len(moves) > 1 else ""
+        print(f"{name}{of} goes on from offset {move['cursor']}; it was at {move['before']}")
+    return 0
+
+
+def _run_remove(options: argparse.Namespace) -> int:
+    topic, name = str(options.topic), options.subscription
+    with connected(options) as client:
+        (one, *_) = _one_of(client, topic, name)
+        question = f"Remove subscription {name} of {topic}, at offset {one['cursor']}?"
+        if not confirm(question, is_confirmed=options.yes):
+            return 1
+        client.unsubscribe(topic, name)
+    if options.json:
+        print_json({"ok": True, "topic": topic, "subscription": name})
+    else:
+        print(f"{name} is removed from {topic}")
+    return 0
+
+
+def _run_policy(options: argparse.Namespace) -> int:
+    topic, name = str(options.topic), options.subscription
+    with connected(options) as client:
+        (one, *_) = _one_of(client, topic, name)
+        policy = client.failure_policy(one["topic"], name)
+        changes = _changes(options)
+        if changes:
+            policy = replace(policy, **changes)
+            client.set_failure_policy(topic, name, policy)
+        if options.max_unacked_messages is not None:
+            client.set_max_unacked_messages(topic, name, options.max_unacked_messages)
+        (one, *_) = _one_of(client, topic, name)
+    found = _policy(policy, one)
+    if options.json:
+        print_json({"topic": topic, "subscription": name, **found})
+    else:
+        print_facts({key.replace("_", " "): value for key, value in found.items()})
+    return 0
+
+
+def _changes(options: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "max_redelivery_count": options.max_redelivery_count,
+        "ack_timeout_ms": options.ack_timeout_ms,
+        "base_redelivery_delay_ms": options.base_redelivery_delay_ms,
+        "max_redelivery_delay_ms": options.max_redelivery_delay_ms,
+        "backoff": options.backoff,
+        "poison": options.poison,
+        "dead_letter_topic": str(options.dead_letter_topic) if options.dead_letter_topic else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _policy(policy: FailurePolicy, one: Mapping[str, Any]) -> dict[str, Any]:
+    return {**policy.to_json(), "max_unacked_messages": one["max_unacked_messages"]}

@@ -1,0 +1,95 @@
+"""The dashboard of a broker that wants to know who calls."""
+
+from browser.rig import settled, until
+from security_rig import sign
+
+TOPIC = "/default/secrets"
+
+
+def sign_in(page, token):
+    page.get_by_label("Token or API key").fill(token)
+    page.get_by_role("button", name="Sign in").click()
+
+
+def test_nobody_gets_in_without_credentials_and_out_again(guarded, open_page):
+    page = open_page(guarded, f"#/topics{TOPIC}")
+    page.wait_for_selector("h1:text-is('Sign in')")
+    assert TOPIC not in page.locator("main").inner_text()
+    sign_in(page, "not-a-token")
+    page.wait_for_selector("[role=alert]")
+    assert "Not accepted" in page.locator("[role=alert]").inner_text()
+    assert page.get_by_label("Token or API key").input_value() == ""
+
+    sign_in(page, sign("root"))
+    page.wait_for_selector(f"h1:text-is('{TOPIC}')")
+    settled(page)
+    assert "root" in page.locator("#account").inner_text()
+    # Only this tab knows it, and only while it is open.
+    assert page.evaluate("sessionStorage.length") == 1
+    assert page.evaluate("localStorage.length") == 0
+    assert page.evaluate("document.cookie") == ""
+    assert page.context.cookies() == []
+    page.reload()
+    page.wait_for_selector(f"h1:text-is('{TOPIC}')")
+
+    page.get_by_role("button", name="Sign out").click()
+    page.wait_for_selector("h1:text-is('Sign in')")
+    assert page.evaluate("sessionStorage.length") == 0
+    assert "root" not in page.locator("body").inner_text()
+
+
+def test_a_token_that_ends_leads_back_to_the_form(guarded, open_page):
+    page = open_page(guarded, "#/topics")
+    sign_in(page, sign("root", lifetime_seconds=4))
+    page.wait_for_selector(f"a:text-is('{TOPIC}')")
+    page.wait_for_selector("h1:text-is('Sign in')")
+    assert "Not accepted" in page.locator("[role=alert]").inner_text()
+
+
+def test_who_may_only_look_sees_no_actions_and_no_messages(guarded, open_page):
+    page = open_page(guarded, f"#/topics{TOPIC}")
+    sign_in(page, sign("viewer"))
+    page.wait_for_selector(f"h1:text-is('{TOPIC}')")
+    settled(page)
+    assert "You may look at this topic, but not change it." in page.locator("main").inner_text()
+    assert page.get_by_role("button", name="Seek audit").count() == 0
+    assert page.get_by_role("button", name="Unload").count() == 0
+    page.get_by_role("link", name="Messages", exact=True).click()
+    page.wait_for_selector(".empty")
+    assert "You may see this topic, but not its messages." in page.locator("main").inner_text()
+    # The broker refuses as well, whatever a page offers.
+    status = page.evaluate(
+        """async () => (await fetch('api/topics/default/secrets/unload', {
+            method: 'POST', body: '{}', headers: {
+                'Content-Type': 'application/json', 'X-Ister-Action': 'yes',
+                Authorization: `Bearer ${sessionStorage.getItem('ister.credential')}`}})).status"""
+    )
+    assert status == 403
+    page.goto(f"{guarded.url}/#/pipeline")
+    page.get_by_role("button", name="Compact now").click()
+    page.locator("dialog[open]").get_by_role("button", name="Compact now").click()
+    alert = page.locator("dialog[open]").get_by_role("alert")
+    alert.wait_for()
+    assert "You may not do this." in alert.inner_text()
+
+
+def test_who_may_consume_reads_messages_but_changes_nothing(guarded, open_page):
+    page = open_page(guarded, f"#/topics{TOPIC}/messages")
+    sign_in(page, sign("reader"))
+    page.wait_for_selector(".brief")
+    assert page.locator(".brief").inner_text() == "the answer is 42"
+    page.goto(f"{guarded.url}/#/topics{TOPIC}")
+    until(page, "document.querySelector('main').innerText.includes('but not change it')")
+
+
+def test_who_has_no_rights_is_told_so(guarded, open_page):
+    page = open_page(guarded, f"#/topics{TOPIC}")
+    sign_in(page, sign("stranger"))
+    page.wait_for_selector("section.problem")
+    assert "You may not see this" in page.locator("section.problem").inner_text()
+    page.goto(f"{guarded.url}/#/")
+    page.wait_for_selector("h1:text-is('Overview')")
+    until(page, "document.querySelector('section.problem') !== null")
+    # Another credential is one button away.
+    page.get_by_role("button", name="Sign out").click()
+    page.wait_for_selector("h1:text-is('Sign in')")

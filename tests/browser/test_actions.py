@@ -1,0 +1,105 @@
+"""What can be done from the pages: behind a question, and really done."""
+
+from browser.rig import eventually, settled, until
+
+ORDERS = "/default/orders"
+
+
+def dialog(page):
+    return page.locator("dialog[open]")
+
+
+def toast(page):
+    page.wait_for_selector(".toast")
+    return page.locator(".toast").last.inner_text()
+
+
+def test_seek_moves_the_cursor_once_it_is_confirmed(shop, open_page):
+    page = open_page(shop, f"#/topics{ORDERS}")
+    settled(page)
+    sent = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else 0)
+    seek = page.get_by_role("button", name="Seek reports")
+    seek.click()
+    assert "stands at offset" in dialog(page).inner_text()
+    dialog(page).get_by_role("button", name="Cancel").click()
+    dialog(page).wait_for(state="detached")
+    assert sent == []
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Seek reports"
+
+    before = shop.subscription(ORDERS, "reports")["cursor"]
+    to = 777 if before != 777 else 778
+    seek.click()
+    dialog(page).get_by_label("Offset", exact=True).fill(str(to))
+    assert dialog(page).get_by_label("an offset", exact=True).is_checked()
+    dialog(page).get_by_role("button", name="Move the cursor").click()
+    assert f"goes on from offset {to}" in toast(page)
+    assert len(sent) == 1
+    assert shop.subscription(ORDERS, "reports")["cursor"] == to
+    until(page, f"document.querySelector('.cursor[data-name=reports]').dataset.at === '{to}'")
+
+
+def test_seek_to_a_time_and_what_is_wrong_is_said_in_the_dialog(shop, open_page):
+    page = open_page(shop, f"#/topics{ORDERS}")
+    settled(page)
+    page.get_by_role("button", name="Seek reports").click()
+    dialog(page).get_by_label("a publish time", exact=True).check()
+    dialog(page).get_by_role("button", name="Move the cursor").click()
+    assert "Say which day and time." in dialog(page).get_by_role("alert").inner_text()
+    dialog(page).get_by_label("Offset", exact=True).fill("99999999")
+    dialog(page).get_by_role("button", name="Move the cursor").click()
+    until(
+        page, "document.querySelector('dialog [role=alert]')?.innerText.includes('beyond the end')"
+    )
+    assert "It was not done." in dialog(page).get_by_role("alert").inner_text()
+    dialog(page).get_by_label("Publish time, in your time zone").fill("2001-01-01T00:00:00")
+    dialog(page).get_by_role("button", name="Move the cursor").click()
+    assert "goes on from offset 0" in toast(page)
+    assert shop.subscription(ORDERS, "reports")["cursor"] == 0
+
+
+def test_unload_closes_the_topic_and_it_opens_again(shop, open_page):
+    topic = "/default/unloaded"
+    shop.publish(topic, b"1", b"2")
+    page = open_page(shop, f"#/topics{topic}")
+    settled(page)
+    page.get_by_role("button", name="Unload").click()
+    # The safe answer has the focus.
+    assert page.evaluate("document.activeElement.innerText") == "Cancel"
+    dialog(page).get_by_role("button", name="Unload the topic").click()
+    assert f"{topic} was unloaded" in toast(page)
+    eventually(lambda: shop.api(f"/api/topics{topic}")["state"] != "open")
+    shop.publish(topic, b"3")
+    page.wait_for_selector(".badges .badge.ok:text-is('open')")
+    assert shop.api(f"/api/topics{topic}")["watermarks"]["next"] == 3
+
+
+def test_jobs_without_a_pipeline_are_refused_in_words(shop, open_page):
+    page = open_page(shop, f"#/topics{ORDERS}")
+    settled(page)
+    for job in ("Compact", "Scrub"):
+        page.get_by_role("button", name=f"{job} now…").click()
+        assert f"Only {ORDERS} is worked on." in dialog(page).inner_text()
+        dialog(page).get_by_role("button", name=f"{job} now").click()
+        alert = dialog(page).get_by_role("alert")
+        alert.wait_for()
+        assert "It was not done." in alert.inner_text()
+        assert "ister pipeline run" in alert.inner_text()
+        page.keyboard.press("Escape")
+        dialog(page).wait_for(state="detached")
+    page.goto(f"{shop.url}/#/pipeline")
+    page.get_by_role("button", name="Export now").click()
+    assert "All topics are worked on." in dialog(page).inner_text()
+
+
+def test_a_page_of_another_origin_can_do_nothing(shop, open_page):
+    page = open_page(shop, "#/brokers")
+    settled(page)
+    before = shop.subscription(ORDERS, "reports")["cursor"]
+    status = page.evaluate(
+        """async () => (await fetch('api/topics/default/orders/subscriptions/reports/seek', {
+            method: 'POST', headers: {'Content-Type': 'application/json'},
+            body: JSON.stringify({to: 1})})).status"""
+    )
+    assert status == 403
+    assert shop.subscription(ORDERS, "reports")["cursor"] == before

@@ -1,0 +1,75 @@
+"""Pages stay up to date, say so, and say when they cannot."""
+
+from browser.rig import eventually, settled, until
+
+TOPIC = "/default/ticks"
+
+
+def test_new_messages_are_seen_without_a_reload(shop, open_page):
+    shop.publish(TOPIC, b"1", b"2", b"3")
+    page = open_page(shop, f"#/topics{TOPIC}")
+    settled(page)
+    page.evaluate("window.isTheSamePage = true")
+    next_offset = page.locator(".marks > div:has(dt:text-is('next')) .figure")
+    assert next_offset.inner_text() == "3"
+    shop.publish(TOPIC, b"4", b"5")
+    until(
+        page,
+        "[...document.querySelectorAll('.marks .figure')].some((one) => one.innerText === '5')",
+    )
+    assert next_offset.inner_text() == "5"
+    assert page.evaluate("window.isTheSamePage")
+    until(page, "document.querySelector('.tier-map').dataset.end === '5'")
+    assert "last update" in page.locator("#freshness").inner_text()
+    assert "Live" in page.locator("#freshness").inner_text()
+
+
+def test_what_somebody_types_and_where_they_are_survive_an_update(shop, open_page):
+    page = open_page(shop, "#/topics")
+    settled(page)
+    page.get_by_role("link", name="/default/payments").focus()
+    with page.expect_response("**/api/topics?*"):
+        pass
+    page.wait_for_timeout(100)
+    assert page.evaluate("document.activeElement.textContent") == "/default/payments"
+
+
+def test_a_hidden_tab_asks_for_nothing(shop, open_page):
+    page = open_page(shop, "#/brokers")
+    settled(page)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.evaluate(
+        """() => {
+            window.pretend = (is) => {
+                Object.defineProperty(document, 'hidden', {value: is, configurable: true});
+                document.dispatchEvent(new Event('visibilitychange'));
+            };
+            window.pretend(true);
+        }"""
+    )
+    page.wait_for_timeout(300)
+    asked.clear()
+    page.wait_for_timeout(3000)
+    assert asked == []
+    with page.expect_response("**/api/brokers"):
+        page.evaluate("window.pretend(false)")
+
+
+def test_a_broker_that_is_gone_is_said_to_be_and_its_return_too(empty, open_page):
+    empty.publish(TOPIC, b"kept")
+    page = open_page(empty, "#/topics")
+    settled(page)
+    empty.broker.kill()
+    banner = page.locator(".banner.bad")
+    banner.wait_for()
+    assert "The broker does not answer." in banner.inner_text()
+    assert "ago" in banner.inner_text()
+    assert "No answer" in page.locator("#freshness").inner_text()
+    assert "does not answer" in page.locator("#announce").inner_text()
+    # What was known is still there.
+    assert page.get_by_role("link", name=TOPIC).is_visible()
+    empty.broker.start()
+    banner.wait_for(state="detached")
+    assert page.locator("#announce").inner_text() == "The broker answers again."
+    eventually(lambda: "Live" in page.locator("#freshness").inner_text())

@@ -1,0 +1,89 @@
+"""What is counted while messages pass."""
+
+import random
+import threading
+
+import pyarrow as pa
+import pytest
+
+from ister.broker.counters import Calls, SubscriptionCounters, TopicCounters
+
+
+def a_batch(sizes):
+    return pa.record_batch({"payload": pa.array([b"x" * size for size in sizes], pa.binary())})
+
+
+def test_messages_and_batches_add_up():
+    counters = TopicCounters()
+    for size in (0, 16, 17, 1000):
+        counters.note_message(size)
+    counters.note_batch(a_batch([5, 5, 5]))
+    counters.note_batch(a_batch([1, 100, 10_000]))
+    assert counters.messages_in == 10
+    assert counters.bytes_in == 1033 + 15 + 10_101
+    sizes = counters.sizes
+    assert (sizes.count, sizes.sum, sizes.max) == (10, 11_149.0, 10_000.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batch_is_counted_as_its_messages_would_be(seed):
+    rng = random.Random(seed)
+    bounds = TopicCounters().sizes.bounds
+    edges = [int(bound) + step for bound in bounds[:8] for step in (-1, 0, 1)]
+    sizes = [
+        rng.choice([*edges, 0, 1, rng.randrange(100_000)]) for _ in range(rng.randrange(1, 60))
+    ]
+    one_by_one, at_once = TopicCounters(), TopicCounters()
+    for size in sizes:
+        one_by_one.note_message(size)
+    at_once.note_batch(a_batch(sizes))
+    assert at_once.sizes.counts == one_by_one.sizes.counts, f"seed {seed}: {sizes}"
+    assert (at_once.messages_in, at_once.bytes_in) == (one_by_one.messages_in, one_by_one.bytes_in)
+
+
+def test_empty_batch_and_huge_message_are_counted():
+    counters = TopicCounters()
+    counters.note_batch(a_batch([]))
+    assert counters.messages_in == 0
+    counters.note_message(1 << 40)
+    assert counters.sizes.counts[-1] == 1
+
+
+def test_threads_of_flight_lose_nothing():
+    counters = TopicCounters()
+    batch = a_batch([10, 20])
+
+    def work():
+        for _ in range(300):
+            counters.note_batch(batch)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (counters.messages_in, counters.bytes_in) == (2400, 36_000)
+    assert counters.sizes.count == 2400
+
+
+def test_what_leaves_counts_for_the_subscription_and_for_the_topic():
+    topic = TopicCounters()
+    one, other = SubscriptionCounters(topic), SubscriptionCounters(topic)
+    one.note_out(5)
+    one.note_out(6)
+    other.note_out(7)
+    assert (one.messages_out, one.bytes_out) == (2, 11)
+    assert (topic.messages_out, topic.bytes_out) == (3, 18)
+
+
+def test_sends_and_calls_have_latencies():
+    counters = TopicCounters()
+    counters.note_send(0.004)
+    assert counters.sends == 1
+    assert counters.send_latency.max == 4.0
+    calls = Calls()
+    calls.of("s", "m").note_answer(0.5)
+    calls.of("s", "m").refused["NOT_FOUND"] += 1
+    assert calls.of("s", "m") is calls.by_method["s", "m"]
+    assert calls.by_method["s", "m"].answered == 1
+    assert calls.by_method["s", "m"].latency.sum == 0.5

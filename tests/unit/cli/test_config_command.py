@@ -1,0 +1,382 @@
+"""`ister config`: every problem with its line, settings without secrets, an example that loads."""
+
+import io
+import json
+import os
+import re
+import sys
+
+import pytest
+import yaml
+
+import ister
+from ister.cli.config_check import describe_places
+from ister.cli.main import main
+from ister.config import load_config
+from ister.config_reference import settings
+
+SECRET = "hunter2"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+BAD = """\
+storage:
+  ack: tired
+  wal:
+    dirr: ./x
+    cache_capacity: many
+  cloud:
+    options: {secret_key: "${NOT_THERE}"}
+brokr: {}
+broker:
+  ports: {grpc: 99999}
+  auth: {jwt: {secret: 5}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("ISTER_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "ister.yml"
+        path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+        return str(path)
+
+    return write
+
+
+def run(arguments, capsys, *, code=0):
+    assert main(["config", *arguments]) == code
+    return capsys.readouterr()
+
+
+def run_json(arguments, capsys, *, code=0):
+    return json.loads(run([*arguments, "--json"], capsys, code=code).out)
+
+
+# -- check ----------------------------------------------------------------------------------
+
+
+def test_check_finds_every_problem_with_its_line_and_the_nearest_key(file, capsys):
+    found = run_json(["check", file(BAD)], capsys, code=1)
+    assert found["ok"] is False
+    assert {problem["key"]: problem["line"] for problem in found["problems"]} == {
+        "storage.cloud.options.secret_key": 7,
+        "storage.ack": 2,
+        "storage.wal.dirr": 4,
+        "storage.wal.cache_capacity": 5,
+        "brokr": 8,
+        "broker.ports.grpc": 10,
+        "broker.auth.jwt.secret": 11,
+    }
+    near = {problem["key"]: problem["near"] for problem in found["problems"]}
+    assert near["storage.wal.dirr"] == "storage.wal.dir"
+    assert near["brokr"] == "broker"
+    assert near["storage.ack"] is None
+
+
+def test_check_in_words_is_a_line_for_each_problem(file, capsys):
+    path = file(BAD)
+    shown = run(["check", path], capsys, code=1)
+    lines = shown.out.splitlines()
+    assert f"{path}:4: unknown key 'storage.wal.dirr'; did you mean 'storage.wal.dir'?" in lines
+    assert len(lines) == 7
+    assert shown.err == f"ister: {path}: 7 problems\n"
+
+
+def test_check_on_a_terminal_says_what_to_do_below(file, capsys, monkeypatch):
+    path = file("storage: {wal: {dirr: x}}\n")
+    shown = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert main(["config", "check", path]) == 1
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert lines[0] == f"{path}:1: unknown key 'storage.wal.dirr'"
+    assert lines[1] == "    did you mean 'storage.wal.dir'?"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "message"),
+    [
+        ("storage: {ack: synced}\nstorage: {wal: {dir: a}}\n", "storage", "stands twice"),
+        ("storage: {wal: {dir: a, dir: b}}\n", "storage.wal.dir", "in line 1 and in line 1"),
+        ("storage: [", None, "not valid YAML"),
+        ("storage: {mode: wal_cloud}\n", "storage.wal.dir", "is not set"),
+        (
+            "storage: {wal: {dir: a}, cloud: {backend: s3, root: nonsense}}\n",
+            "storage.cloud",
+            "s3://bucket/prefix",
+        ),
+        (
+            "storage: {wal: {dir: a}}\nbroker: {host: 0.0.0.0}\n",
+            "broker.host",
+            "whoever can reach it could do everything",
+        ),
+        (
+            "storage: {wal: {dir: a}}\nbroker: {tls: {cert_file: nowhere.pem}}\n",
+            "broker.tls",
+            "needs both",
+        ),
+        (
+            "storage: {wal: {dir: a}}\nbroker: {auth: {mode: token}}\n",
+            "broker.auth",
+            "no way to authenticate",
+        ),
+        (
+            "storage: {wal: {dir: a}}\nbroker: {auth: {api_keys_file: k}}\n",
+            "broker.auth",
+            "broker.auth.mode is 'none'",
+        ),
+    ],
+)
+def test_check_asks_the_parts_as_well(text, key, message, file, capsys):
+    (problem,) = run_json(["check", file(text)], capsys, code=1)["problems"]
+    assert problem["key"] == key
+    assert message in problem["message"]
+
+
+def test_check_finds_problems_of_the_environment(file, capsys, monkeypatch):
+    monkeypatch.setenv("ISTER_STORAGE__WALL__DIR", "x")
+    monkeypatch.setenv("ISTER_STORAGE__ACK__MORE", "x")
+    found = run_json(["check", file("storage: {ack: synced, wal: {dir: a}}\n")], capsys, code=1)
+    assert {problem["key"] for problem in found["problems"]} == {
+        "storage.wall",
+        "storage.ack.more",
+    }
+
+
+def test_check_of_settings_that_can_be_used_says_where_things_will_be(file, capsys, tmp_path):
+    path = file({"storage": {"wal": {"dir": str(tmp_path / "data" / "wal")}}})
+    found = run_json(["check", path], capsys)
+    assert found["ok"] is True
+    assert found["problems"] == found["connections"] == []
+    places = found["places"]
+    assert places["local files"] == f"{tmp_path}/data/wal (does not exist yet)"
+    assert places["bucket"] == f"{tmp_path}/data/objects (does not exist yet)"
+    assert places["metadata"] == f"{tmp_path}/data/metadata.db (does not exist yet)"
+    assert places["HTTP"] == "http://127.0.0.1:9040/"
+    assert places["callers"] == "may be anybody who can connect"
+    assert "the settings can be used" in run(["check", path], capsys).out
+    assert not (tmp_path / "data").exists()
+
+
+def test_check_takes_the_file_of_the_environment_and_the_usual_directory(file, capsys, monkeypatch):
+    assert run_json(["check"], capsys)["source"] == "./ister-data"
+    path = file("storage: {wal: {dir: a}}\n")
+    monkeypatch.setenv("ISTER_CONFIG", path)
+    assert run_json(["check"], capsys)["source"] == path
+    assert run_json(["check", "--data", "d.yml"], capsys)["source"] == "d.yml/"
+    assert run_json(["check", "--config", path], capsys)["source"] == path
+
+
+def test_check_refuses_what_is_no_config_file(capsys, tmp_path):
+    shown = run(["check", str(tmp_path)], capsys, code=1)
+    assert "ends with .yml or .yaml" in shown.err
+    assert run_json(["check", str(tmp_path)], capsys, code=1)["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("storage", "expected"),
+    [
+        ({"mode": "memory"}, {"messages": "in memory alone: nothing is kept"}),
+        ({"mode": "local_only", "wal": {"dir": "a"}}, {"messages": "in local files alone"}),
+        (
+            {"wal": {"dir": "a"}, "cloud": {"backend": "s3", "root": "s3://b/p"}},
+            {"bucket": "s3://b/p"},
+        ),
+        (
+            {"wal": {"dir": "a"}, "metadata": {"backend": "etcd", "endpoints": ["h:1", "h:2"]}},
+            {"metadata": "etcd at h:1, h:2, below /danube"},
+        ),
+    ],
+)
+def test_places_in_words(storage, expected):
+    places = describe_places(load_config({"storage": storage}, {}))
+    assert expected.items() <= places.items()
+
+
+# -- check --connect ------------------------------------------------------------------------
+
+
+def connections(path, capsys, *, code=0):
+    found = run_json(["check", path, "--connect"], capsys, code=code)
+    assert found["ok"] is (code == 0)
+    return {item["name"]: item for item in found["connections"]}
+
+
+def test_connect_makes_nothing_where_nothing_is(file, capsys, tmp_path):
+    path = file({"storage": {"wal": {"dir": str(tmp_path / "data" / "wal")}}})
+    found = connections(path, capsys)
+    assert set(found) == {"local files", "bucket", "metadata"}
+    assert all("will be made when first used" in item["says"] for item in found.values())
+    assert not (tmp_path / "data").exists()
+
+
+def test_connect_tries_stores_that_are_there_and_leaves_them_as_they_were(file, capsys, tmp_path):
+    path = file({"storage": {"wal": {"dir": str(tmp_path / "data" / "wal")}}})
+    with ister.open(path) as log:
+        log.topic("/default/orders", create=True).append(b"x")
+    objects = tmp_path / "data" / "objects"
+    before = sorted(item for item in objects.rglob("*") if item.is_file())
+    found = connections(path, capsys)
+    assert "can be written to" in found["local files"]["says"]
+    assert "answers: can write, read, delete" in found["bucket"]["says"]
+    assert "answers, and has keys below /danube" in found["metadata"]["says"]
+    assert sorted(item for item in objects.rglob("*") if item.is_file()) == before
+    assert "TRIED" in run(["check", path, "--connect"], capsys).out
+
+
+def test_connect_says_what_does_not_work_and_what_to_do(file, capsys, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "metadata.db").write_bytes(b"no database" * 1000)
+    (tmp_path / "data" / "objects").write_text("a file")
+    path = file({"storage": {"wal": {"dir": str(tmp_path / "data" / "wal")}}})
+    found = connections(path, capsys, code=1)
+    assert found["local files"]["is_ok"]
+    assert not found["bucket"]["is_ok"]
+    assert "is no directory" in found["bucket"]["says"]
+    assert not found["metadata"]["is_ok"]
+    assert found["metadata"]["hint"]
+    shown = run(["check", path, "--connect"], capsys, code=1)
+    assert "does not work: bucket, metadata" in shown.err
+
+
+def test_connect_of_a_store_that_does_not_answer(file, capsys, tmp_path):
+    options = {
+        "endpoint": "http://127.0.0.1:9",
+        "access_key": "a",
+        "secret_key": SECRET,
+    }
+    path = file(
+        {
+            "storage": {
+                "wal": {"dir": str(tmp_path / "wal")},
+                "cloud": {
+                    "backend": "s3",
+                    "root": "s3://b",
+                    "options": options,
+                    "call_timeout_seconds": 1,
+                },
+            }
+        }
+    )
+    found = connections(path, capsys, code=1)
+    assert not found["bucket"]["is_ok"]
+    assert found["bucket"]["hint"]
+    assert SECRET not in str(found)
+
+
+# -- show -----------------------------------------------------------------------------------
+
+TREE = {
+    "storage": {
+        "wal": {"dir": "wal", "cache_capacity": 7, "max_open_files": 256},
+        "cloud": {
+            "backend": "s3",
+            "root": "s3://b/p",
+            "options": {
+                "endpoint": f"https://me:{SECRET}@host:1",
+                "region": "eu",
+                "secret_key": SECRET,
+                "session_token": SECRET,
+            },
+        },
+        "metadata": {
+            "backend": "etcd",
+            "endpoints": [f"http://u:{SECRET}@h:1"],
+            "username": "u",
+            "password": SECRET,
+        },
+    },
+    "broker": {"auth": {"jwt": {"secret": SECRET}}},
+    "pipeline": {"conf": {"spark.password": SECRET}, "export": {"catalog": {"uri": SECRET}}},
+}
+
+
+def test_show_has_every_setting_and_where_it_comes_from(file, capsys, monkeypatch):
+    monkeypatch.setenv("ISTER_BROKER__PORTS__GRPC", "7")
+    monkeypatch.setenv("ISTER_STORAGE__CLOUD__OPTIONS__REGION", "us")
+    found = run_json(["show", file(TREE)], capsys)
+    shown = {item["key"]: item for item in found["settings"]}
+    assert list(shown) == [setting.path for setting in settings()]
+    assert shown["storage.wal.cache_capacity"] == {
+        "key": "storage.wal.cache_capacity",
+        "value": 7,
+        "from": "file",
+    }
+    assert shown["broker.ports.grpc"]["value"] == 7
+    assert shown["broker.ports.grpc"]["from"] == "environment"
+    assert shown["broker.host"]["from"] == "default"
+    assert shown["storage.cloud.options"]["from"] == "environment"
+
+
+def test_show_never_shows_a_secret(file, capsys):
+    path = file(TREE)
+    for arguments in (["show", path], ["show", path, "--json"], ["check", path]):
+        main(["config", *arguments])
+        shown = capsys.readouterr()
+        assert SECRET not in shown.out + shown.err
+    found = run_json(["show", path], capsys)
+    shown = {item["key"]: item["value"] for item in found["settings"]}
+    assert shown["storage.metadata.password"] == "***"
+    assert shown["broker.auth.jwt.secret"] == "***"
+    assert shown["pipeline.conf"] == {"spark.password": "***"}
+    assert shown["storage.cloud.options"] == {
+        "endpoint": "https://***@host:1",
+        "region": "eu",
+        "secret_key": "***",
+        "session_token": "***",
+    }
+
+
+def test_show_only_changed_leaves_defaults_out(file, capsys):
+    path = file({"storage": {"wal": {"dir": "wal", "cache_capacity": 7, "max_open_files": 256}}})
+    found = run_json(["show", path, "--only-changed"], capsys)
+    keys = [item["key"] for item in found["settings"]]
+    assert keys == ["storage.wal.dir", "storage.wal.cache_capacity"]
+    out = run(["show", path, "--only-changed"], capsys).out
+    assert out.splitlines()[0].split() == ["SETTING", "VALUE", "FROM"]
+    assert len(out.splitlines()) == 3
+
+
+def test_show_of_a_directory_says_so(capsys):
+    found = run_json(["show", "--data", "somewhere", "--only-changed"], capsys)
+    assert found["settings"] == [
+        {"key": "storage.wal.dir", "value": "somewhere/wal", "from": "directory"}
+    ]
+
+
+def test_show_of_settings_that_cannot_be_used_names_the_command_that_helps(file, capsys):
+    path = file(BAD)
+    shown = run(["show", path], capsys, code=1)
+    assert "and 6 more" in shown.err
+    assert f"`ister config check {path}` shows all of it" in shown.err
+    assert run_json(["show", path], capsys, code=1)["errors"][0]["code"] == "INVALID_ARGUMENT"
+
+
+# -- example --------------------------------------------------------------------------------
+
+
+def test_example_is_a_config_file_with_the_defaults(file, capsys):
+    text = run(["example"], capsys).out
+    path = file(text)
+    assert load_config(path, {}) == load_config("./ister-data", {})
+    assert run_json(["check", path], capsys)["ok"] is True
+    changed = run_json(["show", path, "--only-changed"], capsys)["settings"]
+    assert [item["key"] for item in changed] == ["storage.wal.dir"]
+
+
+def test_example_as_json_describes_every_setting(capsys):
+    found = json.loads(run(["example", "--json"], capsys).out)["settings"]
+    assert [item["key"] for item in found] == [setting.path for setting in settings()]
+    assert all(item["says"] and item["variable"].startswith("ISTER_") for item in found)

@@ -1,0 +1,163 @@
+"""Where a broker is, what a place in a topic is, and what is said when something fails."""
+
+import argparse
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+
+from ister.cli.connection import (
+    BROKER_DEFAULT,
+    add_broker_arguments,
+    broker_address,
+    connected,
+    explained,
+    names_broker,
+    parse_count,
+    parse_seconds,
+    parse_start,
+)
+from ister.errors import (
+    ConfigError,
+    IsterError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnsupportedOperationError,
+)
+
+
+def options(*arguments):
+    parser = argparse.ArgumentParser()
+    add_broker_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def explain(error, *arguments):
+    with pytest.raises(IsterError) as caught, explained(options(*arguments)):
+        raise error
+    return caught.value
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in ("ISTER_BROKER", "ISTER_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_broker_is_named_or_in_the_environment_or_here(monkeypatch):
+    assert broker_address(options()) == BROKER_DEFAULT == "127.0.0.1:6650"
+    assert not names_broker(options())
+    monkeypatch.setenv("ISTER_BROKER", "b:1")
+    assert broker_address(options()) == "b:1"
+    assert names_broker(options())
+    assert broker_address(options("--broker", "c:2")) == "c:2"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("earliest", "earliest"),
+        ("latest", "latest"),
+        ("0", 0),
+        ("12345", 12345),
+        ("2026-01-31T12:00:00Z", datetime(2026, 1, 31, 12, tzinfo=UTC)),
+        (
+            "2026-01-31T12:00+02:00",
+            datetime(2026, 1, 31, 12, tzinfo=timezone(timedelta(hours=2))),
+        ),
+    ],
+)
+def test_places_in_a_topic(text, place):
+    assert parse_start(text) == place
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("15m", 900), ("2h", 7200), ("1d", 86400)]
+)
+def test_so_long_ago(text, seconds):
+    found = datetime.now(UTC) - parse_start(text)
+    assert seconds - 5 <= found.total_seconds() <= seconds + 60
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "-1", "1.5", "yesterday", "2026-01-31T12:00:00", "9" * 30, "9999999999d", "5w", "٣"],
+)
+def test_what_is_no_place(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_start(text)
+
+
+def test_numbers():
+    assert (parse_count("3"), parse_seconds("0"), parse_seconds("1.5")) == (3, 0.0, 1.5)
+    for text in ("0", "-1", "x", "1.5", "²"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse_count(text)
+    for text in ("-1", "x", "inf", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse_seconds(text)
+
+
+def test_errors_say_what_to_do_in_a_shell():
+    assert "--token" in explain(UnauthenticatedError("no")).hint
+    assert "--token" in explain(PermissionDeniedError("no")).hint
+    assert "--type shared" in explain(PermissionDeniedError("it is exclusive, and taken")).hint
+    assert "older" in explain(UnsupportedOperationError("no")).hint
+    assert explain(PermissionDeniedError("no", hint="its own")).hint == "its own"
+    refused = UnavailableError("b:1 does not answer: failed; last error: x: Connection refused")
+    found = explain(refused, "--broker", "b:1")
+    assert found.message == "no broker answers at b:1"
+    assert "`ister serve`" in found.hint
+    assert "--tls" in found.hint
+    found = explain(UnavailableError("b:1 does not answer: last error: Tls handshake"), "--tls")
+    assert found.message.endswith(": Tls handshake")
+    assert "--tls or" not in found.hint
+    other = UnavailableError("no broker has the topic at the moment")
+    assert explain(other) is other
+
+
+def test_a_token_is_in_no_text(monkeypatch):
+    monkeypatch.setenv("ISTER_TOKEN", "canary with spaces")
+    with pytest.raises(ConfigError) as caught, connected(options()):
+        pass
+    assert "canary" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    path = str(tmp_path / "none.pem")
+    with pytest.raises(ConfigError, match="cannot be read"), connected(options("--ca-file", path)):
+        pass
+    with pytest.raises(ConfigError, match="go together"), connected(options("--cert-file", path)):
+        pass
+
+
+class _Names:
+    """A client that knows some topics."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def namespaces(self):
+        return sorted({name.split("/")[1] for name in self.names})
+
+    def topics(self, namespace):
+        return [name for name in self.names if name.startswith(f"/{namespace}/")]
+
+
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        ((), "`ister topics create` makes one"),
+        (("/default/billing",), "there are: /default/billing"),
+        (("/default/orders", "/shop/order", "/shop/x"), "did you mean"),
+    ],
+)
+def test_near_misses(names, hint):
+    from ister.cli import connection  # noqa: PLC0415 - a part of it is tried by itself
+
+    with pytest.raises(NotFoundError) as caught, connection._near_misses(_Names(*names)):
+        raise NotFoundError("there is no topic /default/ordres", topic="/default/ordres")
+    assert hint in caught.value.hint
+    assert "/shop/x" not in caught.value.hint
+    assert str(caught.value).count("/default/ordres") == 1
