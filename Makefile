@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test fault bench soak fuzz protos clean
+.PHONY: help setup demo lint types test docs fault bench soak fuzz browser protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -14,8 +14,11 @@ setup: $(STAMP) ## make .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fast,etcd,spark,avro,broker,client,lakehouse]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,fast,etcd,spark,avro,broker,client,lakehouse]'
 	touch $@
+
+demo: $(STAMP) ## a broker, 100,000 messages, a kill -9, Spark, Iceberg and a report, in three minutes
+	$(BIN)/ister demo
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -26,6 +29,10 @@ types: $(STAMP) ## mypy, strict, over src
 
 test: lint types ## all checks and suites that fit into a few minutes
 	$(BIN)/python -m pytest -m "not fault"
+
+docs: $(STAMP) ## the site of the documents, into site/
+	$(BIN)/python -m tools.reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 fault: $(STAMP) ## real kill -9, real power cuts (root), 1,000,000 mutated frames, long simulations
 	ISTER_HEAVY=1 ISTER_FUZZ_COUNT=1000000 $(BIN)/python -m pytest --timeout=3000 \
@@ -42,9 +49,12 @@ fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python tests/fuzz/fuzz_formats.py -max_total_time=300
 
+browser: ## the browser of the dashboard's tests, from Debian's packages (root)
+	command -v chromium || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
+
 protos: $(STAMP) ## compile src/ister/broker/wire/*.proto
 	cd src/ister/broker/wire && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --include_imports \
 	    --descriptor_set_out=services.binpb danube.proto danube_schema.proto danube_admin.proto ister.proto
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site src/*.egg-info

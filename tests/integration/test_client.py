@@ -387,6 +387,8 @@ def test_administration(client, topic):
     with client.consumer(topic, "s", start="earliest"):
         with client.producer(topic) as producer:
             producer.publish(b"a")
+            assert client.show_topic(topic)["producers"] == 1
+            assert client.describe_topic(topic).producers == 1
             later = datetime.now(UTC) + timedelta(hours=1)
         [subscription] = client.describe_topic(topic).subscriptions
         assert (subscription.subscription, subscription.lag) == ("s", 1)
@@ -415,6 +417,15 @@ def test_administration(client, topic):
     client.delete_namespace("clients")
     with pytest.raises(NotFoundError):
         client.topics("clients")
+
+
+def test_producers_that_have_gone_do_not_count(client, topic):
+    with client.producer(topic, create=True) as producer:
+        producer.publish(b"a")
+    deadline = time.monotonic() + 30
+    while client.show_topic(topic)["producers"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 # -- names and epochs -----------------------------------------------------------------------

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from ister.metrics import Histogram, bounds_of
@@ -44,6 +46,7 @@ class TopicCounters:
         "refused",
         "send_latency",
         "sends",
+        "streams",
     )
 
     def __init__(self) -> None:
@@ -61,6 +64,8 @@ class TopicCounters:
         """Calls of gRPC that were acknowledged."""
         self.send_latency = Histogram(_SEND_LATENCIES)
         """How long these took, in milliseconds."""
+        self.streams = 0
+        """Producers that publish by Flight now."""
         self.refused: Counter[str] = Counter()
         """Those that were not, by status."""
 
@@ -95,6 +100,17 @@ class TopicCounters:
             self._bulk_messages += sizes.count
             self._bulk_bytes += int(sizes.sum)
             self._bulk_sizes.add(sizes)
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """A producer publishes by Flight meanwhile. In any thread."""
+        with self._lock:
+            self.streams += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.streams -= 1
 
     def note_send(self, seconds: float) -> None:
         """A call of gRPC was acknowledged. On the loop."""

@@ -234,7 +234,7 @@ class Exposition:
             counters["danube_producer_send_total", ("error", status)] = count
         subscriptions = list(topic.subscriptions.values())
         gauges: dict[_Key, float] = {
-            ("danube_topic_active_producers", ()): len(topic.producers.live(now)),
+            ("danube_topic_active_producers", ()): topic.count_producers(now),
             ("danube_topic_active_consumers", ()): sum(len(one.attached) for one in subscriptions),
             ("danube_topic_active_subscriptions", ()): len(subscriptions),
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ister.broker.schemas.registry import SchemaRegistry
@@ -100,6 +101,11 @@ class BrokerSource:
         served = self._topics.find_open(topic.topic.name)
         if served is not None:
             served.counters.note_batch(batch)
+
+    def publishing(self, topic: SequencedTopic) -> AbstractContextManager[None]:
+        """Counts a producer for as long as it publishes."""
+        served = self._topics.find_open(topic.topic.name)
+        return served.counters.publishing() if served is not None else nullcontext()
 
     def _check_schemas(self, name: str, batch: pa.RecordBatch) -> None:
         columns = batch.schema.names

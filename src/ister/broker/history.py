@@ -251,7 +251,7 @@ def _add(totals: Totals, topic: ServedTopic, now: float) -> int:
     """Adds a topic; returns its lag."""
     totals.topics += 1
     if topic.producers:
-        totals.producers += len(topic.producers.live(now))
+        totals.producers += topic.count_producers(now)
     lag = 0
     for one in topic.subscriptions.values():
         totals.subscriptions += 1

@@ -188,6 +188,10 @@ class ServedTopic:
         """The offset that the next message gets; of a topic without a log, since it is open."""
         return self.topic.wal.next if self.topic is not None else self._next_offset
 
+    def count_producers(self, now: float) -> int:
+        """Producers that were heard of lately by gRPC, or publish by Flight."""
+        return len(self.producers.live(now)) + self.counters.streams
+
     def set_policies(self, policies: Policies) -> None:
         """Changes the topic's bounds, from now on."""
         self.policies = policies

@@ -176,7 +176,7 @@ def _greet(config: Config, listening: dict[str, str]) -> None:
     facts = {
         "gRPC": listening["grpc"],
         "Flight": listening["flight"],
-        "HTTP": f"{scheme}://{listening['http']}/health",
+        "HTTP": f"{scheme}://{listening['http']}/",
         "data": os.path.dirname(os.path.abspath(where)) if where else "in memory",
     }
     if is_terminal(sys.stdout):

@@ -16,6 +16,7 @@ from ister.subscription.policy import FailurePolicy, SubscriptionKind
 T, N, P = "/default/t", "/default/n", "/default/p"
 FIELDS = {
     *("topic", "parent", "partitions", "is_here", "is_reliable", "ack", "codec", "incarnation"),
+    "mode",
     *("epoch", "state", "owner", "earliest", "watermarks", "cache", "producers", "rates"),
     *("upload_lag", "subscriptions", "subscriptions_total", "damage", "errors"),
     *("files_total", "files_bytes", "objects_total", "objects_bytes"),

@@ -259,7 +259,7 @@ def test_greeting_in_a_pipe_is_plain(capsys, tmp_path):
         "Ister is ready.",
         "  gRPC    127.0.0.1:7001   Danube's clients: http://127.0.0.1:7001",
         "  Flight  127.0.0.1:7002",
-        "  HTTP    http://0.0.0.0:7003/health",
+        "  HTTP    http://0.0.0.0:7003/",
         f"  data    {tmp_path}",
         "Ctrl-C ends it.",
     ]

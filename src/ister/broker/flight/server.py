@@ -321,7 +321,7 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
                     still_allowed=partial(caller.check, Permission.PRODUCE, topic=opened.topic),
                     is_cancelled=context.is_cancelled,
                 )
-                with self._listed(publishing):
+                with self._listed(publishing), self._source.publishing(topic):
                     publishing.run(reader)
 
     @contextmanager

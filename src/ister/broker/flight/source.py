@@ -7,6 +7,7 @@ Does not own: what a broker makes of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -101,6 +102,10 @@ class TopicSource(Protocol):
         """Called when rows were appended that had not been before."""
         ...
 
+    def publishing(self, topic: SequencedTopic) -> AbstractContextManager[None]:
+        """Entered while a client publishes to a topic."""
+        ...
+
 
 class LogSource:
     """The topics of a log in this process."""
@@ -140,6 +145,10 @@ class LogSource:
 
     def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
         """Nobody counts them."""
+
+    def publishing(self, topic: SequencedTopic) -> AbstractContextManager[None]:
+        """Nor those who publish."""
+        return nullcontext()
 
 
 class Caller(Protocol):

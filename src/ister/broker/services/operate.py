@@ -81,7 +81,7 @@ class OperateService:
             topic=name,
             reliable=topic.is_reliable,
             incarnation=topic.incarnation,
-            producers=len(topic.producers.live(asyncio.get_running_loop().time())),
+            producers=topic.count_producers(asyncio.get_running_loop().time()),
             subscriptions=[describe(topic, one) for one in topic.subscriptions.values()],
             policies=topic.policies.to_json(),
         )

@@ -1,0 +1,1 @@
+"""Runs what documents show, as their readers do: `python -m doc_runner PAGE` in `tests/`."""

@@ -1,0 +1,130 @@
+"""What documents say is so: references follow from the code, commands and settings exist."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+from tools import reference
+
+from doc_runner.pages import ROOT, find_pages, read_page
+from ister.cli.main import make_parser
+from ister.config import load_config
+
+PAGES = find_pages()
+_ROOTS = {"broker", "storage", "dispatch", "pipeline"}
+
+
+@pytest.mark.parametrize("name", sorted(reference.PAGES))
+def test_reference_is_up_to_date(name):
+    page = ROOT / "docs" / "reference" / name
+    wanted = reference.render(name)
+    assert page.read_text() == wanted, "run `python -m tools.reference`"
+
+
+def commands_in(text: str) -> list[str]:
+    """Every `ister …` command line of a page: in blocks, and in backquotes."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    found = re.findall(r"(?:^|[|;&(] ?|\$\(|\bexec )\s*(?:\$ )?(ister [^\n]*)", text, re.MULTILINE)
+    found += re.findall(r"`(ister [^`\n]+)`", text)
+    return found
+
+
+def words_of(line: str) -> list[str] | None:
+    """The arguments of a command line; None if it is no command but words about one."""
+    line = re.split(r"\s(?:#|\||>|<|&|;|2>|·)", f"{line} ", maxsplit=1)[0]
+    try:
+        words = shlex.split(line)[1:]
+    except ValueError:
+        return None
+    return [word for word in words if word not in {"…", "..."}]
+
+
+def takes(words: list[str]) -> str | None:
+    """Why the parser does not take a command line; None if it does."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            make_parser().parse_args(words)
+    except SystemExit as ending:
+        if ending.code in (0, None):
+            return None
+        return said.getvalue()
+    return None
+
+
+def names_command(words: list[str]) -> bool:
+    """Whether it is nothing but the name of a command."""
+    parser = make_parser()
+    for word in words:
+        if word not in parser.commands:
+            return False
+        parser = parser.commands[word]
+    return True
+
+
+_MISSING = re.compile(
+    r"the following arguments are required|one of the arguments|expected one argument|needs"
+)
+_STAND_IN = dict.fromkeys(("TOPIC", "T"), "/default/orders")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_command_lines_are_ones_that_the_parser_takes(path):
+    """Whole commands in blocks; in the middle of a sentence arguments may be left out."""
+    page = read_page(path)
+    for block in page.blocks:
+        if block.language not in {"sh", "bash", "console", "text"}:
+            continue
+        for line in commands_in(block.text):
+            words = words_of(line)
+            is_synopsis = path.name == "cli.md" and len(block.text.splitlines()) == 1
+            if words is None or is_synopsis:
+                continue
+            assert (problem := takes(words)) is None, f"{path}:{block.line}: {line}\n{problem}"
+    prose = re.sub(r"^ *(`{3,}).*?^ *\1 *$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for line in re.findall(r"`(ister [^`\n]+)`", prose):
+        words = words_of(re.sub(r"\[[^\]]*\]", "", line).replace("|", " | "))
+        words = [_STAND_IN.get(word, word) for word in words or ()]
+        problem = None if names_command(words) else takes(words)
+        assert problem is None or _MISSING.search(problem), f"{path}: {line}\n{problem}"
+
+
+def test_a_command_that_does_not_exist_is_noticed():
+    assert takes(["topics", "no-such"]) is not None
+    assert takes(["serve", "--no-such"]) is not None
+    assert takes(["serve", "--port", "7650"]) is None
+    assert commands_in("echo x | ister produce /a/b --key 'c d' # e") == [
+        "ister produce /a/b --key 'c d' # e"
+    ]
+    assert words_of("ister produce /a/b --key 'c d' # e") == ["produce", "/a/b", "--key", "c d"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_settings_in_yaml_blocks_are_taken(path):
+    for block in read_page(path).blocks:
+        if block.language not in {"yaml", "yml"}:
+            continue
+        tree = yaml.safe_load(block.text)
+        if not isinstance(tree, dict) or not set(tree) <= _ROOTS:
+            continue
+        names = set(re.findall(r"\$\{(\w+)", block.text))
+        # A part of a file: what it leaves out is set elsewhere.
+        environment = {"ISTER_STORAGE__WAL__DIR": "./data/wal"}
+        load_config(tree, environment | dict.fromkeys(names, "127.0.0.1"))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_json_blocks_are_json(path):
+    for block in read_page(path).blocks:
+        if block.language == "json":
+            json.loads(block.text)
+
+
+def test_readme_fits_on_a_few_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 210
