@@ -530,3 +530,19 @@ def test_who_calls_and_whom_to_trust(run, topic, tmp_path, monkeypatch):
         assert run("consume", topic, "--limit", "1", *trusted, to=broker)[:2] == (0, "x\n")
         arguments = ("--subscription", "s", "--limit", "1")
         assert run("consume", topic, *arguments, *trusted, to=broker)[:2] == (0, "x\n")
+
+
+def test_a_log_in_memory_is_consumed_with_a_subscription_alone(tmp_path, run, topic):
+    bare = {"mode": "memory", "wal": None, "uploader": None}
+    with BrokerProcess(tmp_path / "m", settings={"storage": bare}) as broker:
+        assert run("produce", topic, stdin=lines_of(3), to=broker)[0] == 0
+        code, out, err = run("consume", topic, "--no-follow", to=broker)
+        # Not 0 and no line, as if there were nothing.
+        assert (code, out) == (1, "")
+        assert "--subscription" in err
+        code, out, _ = run("consume", topic, "--no-follow", "--subscription", "s", to=broker)
+        assert (code, out) == (0, "line 0\nline 1\nline 2\n")
+        code, _, err = run("topics", "unload", topic, to=broker)
+        assert code == 1
+        assert "would be gone" in err
+        assert run("topics", "describe", topic, "--json", to=broker)[0] == 0

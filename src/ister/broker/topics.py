@@ -135,13 +135,14 @@ class Topics:
     @property
     def messages_in(self) -> int:
         """Messages that were published here since the start."""
-        served = sum(one.counters.messages_in for one in self.served)
+        # One that is closed has been counted already, and may be among them a while longer.
+        served = sum(one.counters.messages_in for one in self.served if not one.is_closed)
         return self._around.closed_messages_in + served
 
     @property
     def bytes_in(self) -> int:
         """Payloads of these."""
-        served = sum(one.counters.bytes_in for one in self.served)
+        served = sum(one.counters.bytes_in for one in self.served if not one.is_closed)
         return self._around.closed_bytes_in + served
 
     def find_open(self, name: str) -> ServedTopic | None:

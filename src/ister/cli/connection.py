@@ -49,6 +49,7 @@ __all__ = [
     "names_broker",
     "open_reader",
     "parse_count",
+    "parse_name",
     "parse_seconds",
     "parse_start",
 ]
@@ -131,6 +132,15 @@ def parse_count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def parse_name(text: str) -> str:
+    """A name of a subscription, a consumer or a producer, for argparse: any text in Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a text in Unicode") from error
+    return text
 
 
 def parse_start(text: str) -> Start:

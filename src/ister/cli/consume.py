@@ -25,6 +25,7 @@ from ister.cli.connection import (
     add_broker_arguments,
     connected,
     parse_count,
+    parse_name,
     parse_seconds,
     parse_start,
 )
@@ -33,7 +34,9 @@ from ister.cli.look import add_command, print_error
 from ister.cli.messages_out import FORMATS, Output, Received, StoppedError, formatter
 from ister.cli.place import parse_topic
 from ister.clock import SystemClock
+from ister.config import StorageMode
 from ister.errors import InvalidRequestError, NotFoundError, WaitTimeoutError
+from ister.model import AckLevel
 
 if TYPE_CHECKING:
     from ister.client import Client, Consumer, ReceivedMessage
@@ -98,7 +101,10 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     )
     cursor = parser.add_argument_group("subscription")
     cursor.add_argument(
-        "--subscription", metavar="NAME", help="on whose behalf; made if it does not exist"
+        "--subscription",
+        metavar="NAME",
+        type=parse_name,
+        help="on whose behalf; made if it does not exist",
     )
     cursor.add_argument(
         "--type",
@@ -106,7 +112,9 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
         default="exclusive",
         help="of a new subscription: who of its consumers gets a message (default: exclusive)",
     )
-    cursor.add_argument("--name", metavar="NAME", help="which of its consumers this is")
+    cursor.add_argument(
+        "--name", metavar="NAME", type=parse_name, help="which of its consumers this is"
+    )
     cursor.add_argument(
         "--no-ack",
         action="store_true",
@@ -142,7 +150,7 @@ def _run(options: argparse.Namespace) -> int:
             formatter(
                 options.format,
                 is_json=options.json,
-                delimiter=b"\0" if options.null else (options.delimiter or "\n").encode(),
+                delimiter=_delimiter(options),
                 is_terminal=sys.stdout.isatty(),
             ),
         )
@@ -163,6 +171,12 @@ def _run(options: argparse.Namespace) -> int:
         print_error(f"interrupted after {work.count:,} of {options.limit:,} messages")
         return 1
     return 0
+
+
+def _delimiter(options: argparse.Namespace) -> bytes:
+    # Any bytes may be given, and Python has those that are no text as surrogates.
+    text: str = options.delimiter or "\n"
+    return b"\0" if options.null else text.encode(errors="surrogateescape")
 
 
 class _Consumption:
@@ -218,11 +232,20 @@ class _Consumption:
         names = client.partitions(self._topic)
         if not names:
             raise NotFoundError(f"there is no topic {self._topic}", topic=self._topic)
-        if not client.describe_topic(names[0]).is_reliable:
+        described = client.describe_topic(names[0])
+        if not described.is_reliable:
             raise InvalidRequestError(
                 f"{self._topic} keeps no messages to read",
                 hint="--subscription NAME gets those that come from now on",
             )
+        if described.ack == AckLevel.MEMORY:
+            # Only what is in files is read this way, and a log in memory has none.
+            mode = client.show_topic(names[0]).get("mode")
+            if mode == StorageMode.MEMORY.value:
+                raise InvalidRequestError(
+                    f"{self._topic} is in memory alone, and is not read without a subscription",
+                    hint="--subscription NAME gets its messages",
+                )
 
     # -- with one ---------------------------------------------------------------------------
 

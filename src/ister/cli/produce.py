@@ -28,6 +28,7 @@ from ister.cli.connection import (
     add_broker_arguments,
     connected,
     parse_count,
+    parse_name,
 )
 from ister.cli.interrupts import Interrupts
 from ister.cli.look import Progress, add_command, format_bytes, print_error, progress
@@ -99,7 +100,12 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
         type=_parse_attribute,
         help="goes with every message; may be given several times",
     )
-    form.add_argument("--name", metavar="NAME", help="who publishes; nobody else may meanwhile")
+    form.add_argument(
+        "--name",
+        metavar="NAME",
+        type=parse_name,
+        help="who publishes; nobody else may meanwhile",
+    )
     form.add_argument(
         "--rate", metavar="N", type=parse_count, help="at most so many messages a second"
     )
@@ -152,7 +158,9 @@ def _input_options(options: argparse.Namespace) -> InputOptions:
         raise InvalidRequestError(
             "--json-lines and --key-field", hint="with --json-lines, routing_key is the key"
         )
-    delimiter = b"\0" if options.null else (options.delimiter or "\n").encode()
+    # Any bytes may be given, and Python has those that are no text as surrogates.
+    between = (options.delimiter or "\n").encode(errors="surrogateescape")
+    delimiter = b"\0" if options.null else between
     return InputOptions(
         # With --message, the text is all of it.
         is_whole=options.whole or options.message is not None,

@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ister.cli.connection import add_broker_arguments, connected, parse_count, parse_start
+from ister.cli.connection import (
+    add_broker_arguments,
+    connected,
+    parse_count,
+    parse_name,
+    parse_start,
+)
 from ister.cli.look import add_command, confirm, print_facts, print_table
 from ister.cli.place import parse_topic
 from ister.cli.report import answer, error_as_json, print_json
@@ -150,7 +156,9 @@ def _add_arguments(
 ) -> None:
     parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
     if has_name:
-        parser.add_argument("subscription", metavar="NAME", help="of the subscription")
+        parser.add_argument(
+            "subscription", metavar="NAME", type=parse_name, help="of the subscription"
+        )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     add_broker_arguments(parser)
 
@@ -187,12 +195,43 @@ def _one_of(client: Client, topic: str, name: str) -> list[dict[str, Any]]:
     """
     found = _all_of(client, topic)
     mine = [one for one in found if one["name"] == name]
+    if not mine and name in client.subscriptions(topic):
+        # A topic shows some hundreds of them, and may have more.
+        mine = _described(client, topic, name)
     if not mine:
         names = sorted({one["name"] for one in found})
         near = difflib.get_close_matches(name, names) or names[:10]
         hint = f"there are: {', '.join(near)}" if near else "the topic has none"
         raise NotFoundError(f"{topic} has no subscription {name}", hint=hint)
     return mine
+
+
+def _described(client: Client, topic: str, name: str) -> list[dict[str, Any]]:
+    """One subscription among very many, asked for by itself."""
+    found: list[dict[str, Any]] = []
+    for part in client.partitions(topic):
+        for one in client.describe_topic(part).subscriptions:
+            if one.subscription != name:
+                continue
+            found.append(
+                {
+                    "topic": part,
+                    "name": name,
+                    "type": one.kind,
+                    "cursor": one.cursor,
+                    "lag": one.lag,
+                    "in_flight": one.in_flight,
+                    "waiting": one.waiting,
+                    "blocked": one.blocked,
+                    "blocked_reason": None,
+                    "consumers": list(one.consumers),
+                    "consumers_total": len(one.consumers),
+                    "active": one.active,
+                    "max_unacked_messages": one.max_unacked_messages,
+                    "failure_policy": client.failure_policy(part, name).to_json(),
+                }
+            )
+    return found
 
 
 def _run_list(options: argparse.Namespace) -> int:

@@ -37,6 +37,7 @@ def view_of(facts: TopicFacts, *, with_index: bool = False) -> dict[str, Any]:
         "parent": base_of_partition(facts.topic),
         "partitions": [],
         "is_reliable": is_reliable,
+        "mode": None,
         "ack": ack_of(facts),
         "codec": codec_of(facts),
         "epoch": record.epoch if record is not None else None,

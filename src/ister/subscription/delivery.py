@@ -756,16 +756,27 @@ class Delivery:
 
     def stats(self) -> DeliveryStats:
         """A subscription at a glance; looks at every message that is held."""
-        counts = dict.fromkeys(State, 0)
+        in_flight = pending = waiting = unresolved = 0
+        # Somebody looks every other second, at hundreds of thousands: no hash of an enumeration.
+        queued, waiting_retry = State.QUEUED, State.WAITING
+        handed, postponed = State.HANDED, State.POSTPONED
         for entry in self._entries.values():
-            counts[entry.state] += 1
+            state = entry.state
+            if state is _SENT:
+                in_flight += 1
+            elif state is queued:
+                pending += 1
+            elif state is waiting_retry:
+                waiting += 1
+            elif state is handed or state is postponed:
+                unresolved += 1
         return DeliveryStats(
             cursor=self.cursor,
             next_offset=self.next_offset,
-            in_flight=counts[State.SENT],
-            pending=counts[State.QUEUED],
-            waiting_retry=counts[State.WAITING],
-            unresolved=counts[State.HANDED] + counts[State.POSTPONED],
+            in_flight=in_flight,
+            pending=pending,
+            waiting_retry=waiting,
+            unresolved=unresolved,
             blocked=min(self._blocked, default=None),
             blocked_count=len(self._blocked),
             acked_ranges=self._floor.range_count,

@@ -454,6 +454,24 @@ def test_requests_to_the_pipeline(tmp_path):
 # -- pages of others ------------------------------------------------------------------------
 
 
+def test_a_name_that_points_here_learns_no_names(tmp_path):
+    async def scenario():
+        async with an_api(tmp_path) as (broker, page):
+            broker.topics.unopened["/default/secret"] = "it is damaged"
+
+            async def told(host):
+                headers = {"Host": host}
+                async with page._session.get("/health", headers=headers) as response:
+                    return await response.text()
+
+            assert "/default/secret" in await told("localhost")
+            found = await told("evil.example")
+            assert "cannot be opened: 1 topic" in found
+            assert "secret" not in found
+
+    run(scenario())
+
+
 def test_pages_of_others_do_nothing(tmp_path):
     async def scenario():
         async with an_api(tmp_path) as (broker, page):

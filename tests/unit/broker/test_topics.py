@@ -424,6 +424,28 @@ def test_a_topic_that_cannot_be_handed_over_stays_with_this_broker(tmp_path, mon
     run(scenario())
 
 
+def test_what_came_in_is_counted_once_also_while_a_topic_closes(tmp_path, monkeypatch):
+    async def scenario():
+        async with some_topics(tmp_path) as topics:
+            [topic] = await make(topics, NAME)
+            await topic.subscribe("s", EXCLUSIVE, "c", ())
+            for _ in range(3):
+                await topic.publish(a_record(b"12"))
+            counted = []
+            [subscription] = topic.subscriptions.values()
+            close = subscription.close
+
+            async def look_and_close(*arguments, **named):
+                counted.append((topics.messages_in, topics.bytes_in))
+                await close(*arguments, **named)
+
+            monkeypatch.setattr(subscription, "close", look_and_close)
+            await topics.unload(NAME)
+            assert [*counted, (topics.messages_in, topics.bytes_in)] == [(3, 6), (3, 6)]
+
+    run(scenario())
+
+
 def test_unloading_what_there_is_not(tmp_path):
     async def scenario():
         async with some_topics(tmp_path) as topics:

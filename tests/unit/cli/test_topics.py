@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from ister.cli.main import main
+from ister.cli.topics import _show_all
 from ister.config import load_config
+from ister.errors import NotFoundError, UnavailableError
 from ister.format.records import Progress
 from ister.tier.cursors import save_progress
 from ister.topic.log import Log
@@ -240,3 +242,27 @@ def test_help_has_examples(command, capsys):
     out = capsys.readouterr().out
     assert "examples:" in out
     assert f"ister {' '.join(command)}" in out
+
+
+def test_one_silent_broker_does_not_hide_the_topics_of_others():
+    class Half:
+        def show_topic(self, name):
+            if name == "/default/gone":
+                raise NotFoundError("none")
+            if name == "/default/silent":
+                raise UnavailableError("no answer")
+            return {"topic": name, "files": ["a"]}
+
+    silent = []
+    short = [
+        {"topic": f"/default/{name}", "errors": [], "ack": "synced"}
+        for name in ("well", "gone", "silent")
+    ]
+    well, known = _show_all(Half(), short, silent)
+    assert well == {"topic": "/default/well", "files": ["a"]}
+    assert (known["topic"], known["ack"], known["files"]) == ("/default/silent", "synced", [])
+    assert [error["message"] for error in known["errors"]] == ["no answer"]
+    assert len(silent) == 1
+    # Of a partition nothing is known but its name.
+    with pytest.raises(UnavailableError):
+        _show_all(Half(), [{"topic": "/default/silent"}], silent)
