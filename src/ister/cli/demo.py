@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ister.cli.demo_show import open_stage, print_summary
 from ister.cli.look import add_command, print_error
+from ister.demo.interrupts import SIGNALS
 from ister.errors import DiskError, NotFoundError
 from ister.extras import missing_extra
 
@@ -44,7 +45,7 @@ def register(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "demo",
-        help="see all of it work, in two minutes",
+        help="see all of it work, in under three minutes",
         description="Starts a broker in a temporary directory and lives a day of a small shop on "
         "it: publishes orders, payments and clicks, consumes them by every type of subscription, "
         "kills the broker with SIGKILL in the middle, moves everything to the bucket with Spark, "
@@ -197,7 +198,7 @@ def _directory(named: str | None, *, is_kept: bool) -> Iterator[str]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP end the demo as Ctrl-C does: everything that was started ends too."""
+    """Has signals end the demo as Ctrl-C does: everything that was started ends too."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -205,9 +206,8 @@ def _ended_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {
-        number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
+    # SIGINT as well: a shell starts what runs in the background with it ignored.
+    before: dict[int, Any] = {number: signal.signal(number, end) for number in SIGNALS}
     try:
         yield
     finally:

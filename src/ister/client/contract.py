@@ -871,12 +871,16 @@ def decode_settings(data: bytes) -> dict[str, Any]:
 
 
 def _changed(settings: Any) -> dict[str, Any]:  # noqa: ANN401 - one of the dataclasses of config
-    """What differs from the defaults, without what is marked as secret."""
+    """What differs from the defaults, without what is marked as secret.
+
+    Options are left as they are: some of them are secret, and the caller knows which are not.
+    """
     default = type(settings)()
     tree: dict[str, Any] = {}
     for item in fields(settings):
         value = getattr(settings, item.name)
-        if item.metadata.get("is_secret") or value == getattr(default, item.name):
+        is_hidden = item.metadata.get("is_secret") and not isinstance(value, Mapping)
+        if is_hidden or value == getattr(default, item.name):
             continue
         if is_dataclass(value):
             value = _changed(value)

@@ -14,7 +14,6 @@ What a crash leaves: nothing but the directory, which is the caller's. Processes
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import platform
@@ -33,6 +32,7 @@ from ister.client import Client
 from ister.client.contract import RangeTicket
 from ister.client.flight import FlightClient
 from ister.clock import Clock, SystemClock
+from ister.demo.interrupts import run_until_told
 from ister.demo.lake import Lake, find_missing
 from ister.demo.proof import check_chain
 from ister.demo.serving import BrokerProcess
@@ -186,7 +186,7 @@ class Player:
         about = "6 producers, subscriptions of all four types; and kill -9 in the middle"
         with self._step("Publish and consume, live", about) as step:
             lake = self._lake
-            asyncio.run(traffic.day(lambda: lake is None or lake.is_settled))
+            run_until_told(lambda: traffic.day(lambda: lake is None or lake.is_settled))
             step.command = (
                 f"ister consume {ORDERS} --subscription warehouse --type key_shared\n"
                 f"echo hello | ister produce {ORDERS}"
@@ -266,7 +266,7 @@ class Player:
     def _end_the_day(self, traffic: Traffic) -> None:
         about = f"the last {len(traffic.tail):,} messages, to the same subscriptions"
         with self._step("Go on where it was left", about) as step:
-            asyncio.run(traffic.evening())
+            run_until_told(traffic.evening)
             danube = (
                 f"; {traffic.by_danube} of them by Danube's own client" if traffic.by_danube else ""
             )
