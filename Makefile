@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,fast,etcd,spark,avro,broker,client,lakehouse]'
 	touch $@
 
-demo: $(STAMP) ## a broker, 100,000 messages, a kill -9, Spark, Iceberg and a report, in three minutes
+demo: $(STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes
 	$(BIN)/ister demo
 
 lint: $(STAMP) ## ruff: rules and format

@@ -953,12 +953,22 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"the config file cannot be read: {error.strerror}", path=path) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file is not valid YAML: {error}", path=path) from error
+        text = f"the config file is not valid YAML: {_where_and_what(error)}"
+        raise ConfigError(text, path=path) from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError("the config file does not hold a tree of keys", path=path)
     return tree
+
+
+def _where_and_what(error: Exception) -> str:
+    """What is wrong with YAML, in one line, and without the name of the file."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error).partition("\n")[0]
+    what = getattr(error, "problem", None) or getattr(error, "context", None) or "it ends early"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
 
 
 def _apply_environment(tree: dict[str, Any], environment: Mapping[str, str], note: _Note) -> None:

@@ -32,7 +32,8 @@ def test_overview_says_how_the_broker_is(shop, open_page):
     words = {"ok": "All is well", "attention": "Worth a look", "bad": "Something is wrong"}
     assert page.locator("#health").inner_text() == words[overview["health"]["state"]]
     said = page.locator("section.health li").all_inner_texts()
-    assert [one.lower() for one in said] == [one.lower() for one in overview["health"]["words"]]
+    wanted = [] if overview["health"]["state"] == "ok" else overview["health"]["words"]
+    assert [one.lower() for one in said] == [one.lower() for one in wanted]
     assert texts(page, ".tile-label") == ["In", "Out", "Behind", "Not in the bucket yet"]
     assert page.locator(".tile .sparkline").count() == 4
     assert page.locator("figure.chart svg[role=img]").count() == 2

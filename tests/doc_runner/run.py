@@ -257,7 +257,9 @@ def _plain_environment() -> dict[str, str]:
 class _Run:
     """One page on its way."""
 
-    def __init__(self, page: Page, shared: str | None, directory: Path, work: Path) -> None:
+    def __init__(
+        self, page: Page, shared: str | None, directory: Path, work: Path, *, is_next: bool
+    ) -> None:
         self.page = page
         self.outcome = Outcome(page=page.name)
         self._directory = directory
@@ -266,7 +268,8 @@ class _Run:
         self._background: list[_Background] = []
         self._socket = shared if shared is not None and _uses_spark(page) else None
         self._has_own = False
-        _empty(work)
+        if not is_next:
+            _empty(work)
         real = Path(sys.executable).parent
         shims.install(directory / "shims", real)
         (directory / "checked").touch()
@@ -293,7 +296,7 @@ class _Run:
         began = time.monotonic()
         # A page that shows commands of the project itself stands in its directory.
         for name in ("deploy", "examples", "pyproject.toml"):
-            if (ROOT / name).exists():
+            if (ROOT / name).exists() and not (self._work / name).is_symlink():
                 (self._work / name).symlink_to(ROOT / name)
         # Servers first: their addresses are in the environment of everything else.
         for block in self.page.blocks:
@@ -463,13 +466,15 @@ def _check_covered(block: Block, test: str) -> None:
             raise BlockError(f"{test} does not name {script}")
 
 
-def run_page(path: Path, shared: str | None = None) -> Outcome:
+def run_page(path: Path, shared: str | None = None, *, is_next: bool = False) -> Outcome:
     """Runs a page in this process's network.
 
     Args:
         path: The page.
         shared: The socket of an interpreter that has, or may start, Spark. Pages are then run in
             the directory beside it, one after the other: a JVM cannot change its directory.
+        is_next: Whether it finds there what the page before it has left, as a reader does who goes
+            on. For pages with a shared interpreter.
     """
     page = read_page(path)
     if not page.runs():
@@ -477,7 +482,7 @@ def run_page(path: Path, shared: str | None = None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="ister-docs-", ignore_cleanup_errors=True) as directory:
         work = Path(shared).with_name("work") if shared else Path(directory, "work")
         work.mkdir(exist_ok=True)
-        with _Run(page, shared, Path(directory), work) as run:
+        with _Run(page, shared, Path(directory), work, is_next=is_next) as run:
             run.run()
         return run.outcome
 
@@ -496,6 +501,9 @@ def main() -> int:
     parser.add_argument("pages", nargs="+", type=Path)
     parser.add_argument("--interpreter", help="the socket of a shared interpreter")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--together", action="store_true", help="each page goes on where the one before it ended"
+    )
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
     # Whoever ends this process ends what it has started.
@@ -510,8 +518,9 @@ def main() -> int:
             shared = f"{directory}/interpreter"
             process = start_interpreter(shared)
             stack.callback(end_interpreter, process)
-        for path in options.pages:
-            outcome = run_page(path.resolve(), shared)
+        for number, path in enumerate(options.pages):
+            is_next = options.together and number > 0
+            outcome = run_page(path.resolve(), shared, is_next=is_next)
             print(json.dumps(asdict(outcome)) if options.json else _say(outcome), flush=True)
             code = code or (1 if outcome.failure else 0)
     return code

@@ -196,7 +196,7 @@ def _sudo(arguments: list[str]) -> None:
 def _venv(arguments: list[str]) -> None:
     """Where a reader would get an environment, the tests' own one is on the PATH already."""
     scripts = Path(arguments[0], "bin")
-    scripts.mkdir(parents=True)
+    scripts.mkdir(parents=True, exist_ok=True)
     (scripts / "activate").write_text("# the tests' environment is active\n")
 
 

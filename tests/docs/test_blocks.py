@@ -13,6 +13,8 @@ from doc_runner.pages import ROOT, SHELL, find_pages, read_page
 from doc_runner.run import Outcome
 
 PAGES = [path for path in find_pages() if read_page(path).runs()]
+# Pages that say that they go on from another one: run after it, in its directory, and alone.
+_NEXT = {ROOT / "README.md": (ROOT / "docs" / "start.md",)}
 # Several times what the longest page takes on a machine that is busy with something else.
 _PAGE_SECONDS = 420
 
@@ -20,6 +22,7 @@ _PAGE_SECONDS = 420
 @pytest.mark.timeout(_PAGE_SECONDS + 60)
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_blocks_of_a_page_run_as_written(path, stage):
+    pages = (path, *_NEXT.get(path, ()))
     environment = {
         **os.environ,
         "DOCS_WORLD": "inside",
@@ -28,8 +31,8 @@ def test_blocks_of_a_page_run_as_written(path, stage):
     done = subprocess.run(
         [
             *stage.world.enter,
-            *(sys.executable, "-m", "doc_runner", "--json"),
-            *("--interpreter", stage.interpreter, str(path)),
+            *(sys.executable, "-m", "doc_runner", "--json", "--together"),
+            *("--interpreter", stage.interpreter, *map(str, pages)),
         ],
         env=environment,
         capture_output=True,
@@ -38,13 +41,19 @@ def test_blocks_of_a_page_run_as_written(path, stage):
         check=False,
     )
     assert done.stdout, done.stderr
-    outcome = Outcome(**json.loads(done.stdout.splitlines()[-1]))
-    stage.outcomes.append(outcome)
-    assert outcome.failure is None, outcome.failure
+    # With DOCS_SHOW there is more than outcomes in between.
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"page": ')]
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    # What is run a second time is not counted a second time.
+    stage.outcomes.append(outcomes[0])
+    for outcome in outcomes:
+        assert outcome.failure is None, outcome.failure
     assert done.returncode == 0, done.stderr
-    if outcome.skipped:
-        pytest.skip("; ".join(outcome.skipped))
-    assert outcome.ran + len(outcome.elsewhere) == len(read_page(path).runs())
+    assert len(outcomes) == len(pages)
+    if skipped := [one for outcome in outcomes for one in outcome.skipped]:
+        pytest.skip("; ".join(skipped))
+    for page, outcome in zip(pages, outcomes, strict=True):
+        assert outcome.ran + len(outcome.elsewhere) == len(read_page(page).runs())
 
 
 @pytest.mark.parametrize("path", find_pages(), ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -546,3 +547,101 @@ def test_a_log_in_memory_is_consumed_with_a_subscription_alone(tmp_path, run, to
         assert code == 1
         assert "would be gone" in err
         assert run("topics", "describe", topic, "--json", to=broker)[0] == 0
+
+
+# -- what somebody new runs into ------------------------------------------------------------
+
+
+def test_a_namespace_that_is_not_there_is_told_at_once(run):
+    for command in (
+        ("produce", "/nowhere-yet/t", "--message", "x"),
+        ("produce", "/nowhere-yet/t", "--create", "--message", "x"),
+        ("topics", "create", "/nowhere-yet/t"),
+    ):
+        began = time.monotonic()
+        code, out, err = run(*command)
+        assert (code, out) == (1, "")
+        assert "there is no namespace 'nowhere-yet'" in err
+        assert "`ister namespaces create nowhere-yet` makes it" in err
+        assert "new topic" not in err
+        assert "no broker answers" not in err
+        # The retries of `produce` go on for a minute.
+        assert time.monotonic() - began < 30
+
+
+def test_namespaces_are_made_listed_and_deleted(run):
+    code, out, _ = run("namespaces", "create", "shop")
+    assert (code, out) == (0, "shop is a new namespace\n")
+    code, _, err = run("produce", "/shop/orders", "--message", "x")
+    assert code == 0
+    assert "/shop/orders is a new topic" in err
+    code, out, _ = run("namespaces", "list", "--json")
+    assert {"default", "shop"} <= set(json.loads(out)["namespaces"])
+    assert "shop" in run("namespaces", "list")[1]
+    code, out, err = run("namespaces", "create", "shop", "--json")
+    assert (code, json.loads(out)["ok"]) == (1, False)
+    assert "there is a namespace 'shop' already" in err
+    code, _, err = run("namespaces", "delete", "shop")
+    assert code == 1
+    assert "1 topics" in err
+    assert run("topics", "delete", "/shop/orders", "--yes")[0] == 0
+    code, out, _ = run("namespaces", "delete", "shop", "--json")
+    assert (code, json.loads(out)) == (0, {"ok": True, "namespace": "shop"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_that_waits_for_a_broker(number, tmp_path):
+    """Somebody listens there and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = subprocess.Popen(
+            [
+                *(*COMMAND, "produce", "/default/t", "--message", "x", "--retry-for", "600"),
+                *("--broker", f"127.0.0.1:{server.getsockname()[1]}"),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connection, _ = server.accept()
+        with connection:
+            process.send_signal(number)
+            _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err) == (1, "ister: interrupted\n")
+
+
+@pytest.mark.parametrize("cursor", [(), ("--subscription", "s")])
+def test_a_reader_that_goes_away_ends_it_also_while_there_is_nothing(broker, run, topic, cursor):
+    assert run("produce", topic, stdin=lines_of(2))[0] == 0
+    reading = start("consume", topic, *cursor, broker=broker, stdout=subprocess.PIPE)
+    try:
+        assert [reading.stdout.readline() for _ in range(2)] == ["line 0\n", "line 1\n"]
+        reading.stdout.close()
+        assert reading.wait(PATIENCE) == 0
+    finally:
+        reading.kill()
+        reading.wait()
+
+
+def test_keys_that_are_missing_are_counted(run, topic):
+    lines = b'{"id": 1}\n{"id": 2, "c": "x"}\n{}\n'
+    code, _, err = run("produce", topic, "--key-field", "c", stdin=lines)
+    assert code == 0
+    assert err.count("2 messages without c to take a key from") == 1
+    code, _, err = run("produce", topic, "--key-field", "c", "--key", "k", stdin=lines)
+    assert (code, err) == (0, "")
+
+
+def test_the_bucket_and_the_disk_are_two_columns(run, topic):
+    assert run("produce", topic, "--message", "x")[0] == 0
+    _, out, _ = run("topics", "list")
+    head = out.splitlines()[0].lower()
+    assert "in bucket" in head
+    assert "on disk" in head
+
+
+def test_the_port_of_http_is_told_from_that_of_grpc(run, broker, topic):
+    class Http:
+        address = broker.http
+
+    code, _, err = run("consume", topic, "--retry-for", "0.5", to=Http)
+    assert code == 1
+    assert "is that the port of HTTP? gRPC is at 6650" in err

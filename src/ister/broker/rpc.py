@@ -26,13 +26,25 @@ from ister.errors import (
     UnavailableError,
 )
 
-__all__ = ["Gate", "Places", "Refused", "status_of", "streaming_handler", "unary_handler"]
+__all__ = [
+    "ANSWERED",
+    "Gate",
+    "Places",
+    "Refused",
+    "status_of",
+    "streaming_handler",
+    "unary_handler",
+]
 
 _log = logging.getLogger("ister.broker.rpc")
 
 # gRPC carries the text in a header, where every byte that is not printable ASCII takes three. A
 # client that finds more than 8 KiB of headers sees RESOURCE_EXHAUSTED instead of what it was told.
 _TEXT_BYTES_MAX: Final = 1000
+
+ANSWERED: Final = (("ister-answered", "1"),)
+"""What goes with each refusal. Without it, nobody could tell it from a connection that failed, as
+those are UNAVAILABLE too."""
 
 
 class Refused(IsterError):  # noqa: N818 - it is not always an error: a client may act on it
@@ -160,7 +172,7 @@ def unary_handler(
         # gRPC keeps what `abort` raises until the collector comes by, and with it everything that
         # its frames hold. So not within `except`, and without the request.
         data = b""
-        return await context.abort(status, text)
+        return await context.abort(status, text, ANSWERED)
 
     return handle
 
@@ -206,7 +218,7 @@ def streaming_handler(
                 await close()
         if refusal is not None:
             data = request = answers = answer = None  # as above
-            await context.abort(*refusal)
+            await context.abort(*refusal, ANSWERED)
 
     return handle
 

@@ -49,7 +49,7 @@ from ister.topic.log import Log
 from ister.topic.sequences import SequencedTopics
 from ister.topic.topic import Topic
 
-__all__ = ["Topics"]
+__all__ = ["NoNamespaceError", "Topics"]
 
 _log = logging.getLogger("ister.broker.topics")
 
@@ -68,6 +68,10 @@ _FINISH_SECONDS: Final = 3.0
 _MOVED_SECONDS: Final = 30.0
 
 Answer = TypeVar("Answer")
+
+
+class NoNamespaceError(NotFoundError):
+    """A topic cannot be made: its namespace does not exist."""
 
 
 class Topics:
@@ -184,9 +188,9 @@ class Topics:
         Raises:
             As `get`.
             NotFoundError: There is none, and they are not made by using them.
+            NoNamespaceError: There is no such namespace.
             AlreadyExistsError: The name is that of a partitioned topic, or the other way round.
             CapacityError: There are too many.
-            UnavailableError: There is no such namespace.
         """
         try:
             return _as_wanted(await self.get(name), ack, codec)
@@ -203,7 +207,11 @@ class Topics:
 
     async def _check_new(self, name: TopicName, *, is_implied: bool) -> None:
         if name.namespace not in await self.namespaces():
-            raise UnavailableError(f"there is no namespace {name.namespace!r}", topic=str(name))
+            # Not to be tried again: it does not come by itself.
+            raise NoNamespaceError(
+                f"there is no namespace {name.namespace!r}",
+                hint=f"`ister namespaces create {name.namespace}` makes it",
+            )
         known = await self._known_names()
         if is_implied and len(known) >= self.config.broker.limits.max_topics:
             raise CapacityError(

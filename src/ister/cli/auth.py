@@ -130,7 +130,11 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
         )
         action.add_argument("--token", metavar="TOKEN", help="who asks (default: $ISTER_TOKEN)")
         action.add_argument(
-            "--tls-ca", metavar="FILE", help="who signed the broker's certificate, PEM"
+            "--ca-file",
+            "--tls-ca",
+            dest="tls_ca",
+            metavar="FILE",
+            help="encrypt, and trust brokers signed by this CA (PEM)",
         )
         action.add_argument("--json", action="store_true", help="one JSON object")
         action.set_defaults(run=run)

@@ -121,7 +121,7 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
         help=f"the config file, an ister.yml (default: ${_VARIABLE} if set, else the settings "
         f"for {_DATA_DEFAULT})",
     )
-    place.add_argument("--config", metavar="FILE", help="the same")
+    place.add_argument("--config", metavar="FILE", help="the config file, as FILE")
     place.add_argument("--data", metavar="DIR", help="the settings for this data directory")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -228,12 +228,13 @@ def _print_problem(problem: Problem, source: str, line: int | None) -> None:
     """A line in the form of compilers, which editors know; on a terminal, what to do below."""
     where = source if line is None else f"{source}:{line}"
     hint = f"did you mean {problem.near!r}?" if problem.near else problem.hint
+    message = problem.message.removesuffix(f" ({source})")
     if not is_terminal(sys.stdout):
-        print(f"{where}: {problem.message}" + (f"; {hint}" if hint else ""))
+        print(f"{where}: {message}" + (f"; {hint}" if hint else ""))
         return
     from rich.text import Text  # noqa: PLC0415 - only on a terminal
 
-    shown = Text.assemble((f"{where}: ", "bold"), (problem.message, "red"))
+    shown = Text.assemble((f"{where}: ", "bold"), (message, "red"))
     if hint:
         shown.append(f"\n    {hint}", style="yellow")
     console().print(shown)

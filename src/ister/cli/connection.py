@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ister.clock import SystemClock
 from ister.errors import (
@@ -64,6 +64,7 @@ _AGO: Final = re.compile(r"([0-9]+)(s|m|h|d)")
 _AGO_UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _OFFSET_MAX: Final = (1 << 63) - 1
 _LAST_ERROR: Final = "last error: "
+_HTTP_PORT: Final = 9040
 
 
 # -- arguments ------------------------------------------------------------------------------
@@ -97,13 +98,30 @@ def add_broker_arguments(
     )
     group.add_argument("--cert-file", metavar="FILE", help="this client's certificate (PEM)")
     group.add_argument("--key-file", metavar="FILE", help="the key of the certificate (PEM)")
+    first = "" if retry_for == _ANSWER_SECONDS else f"; {_ANSWER_SECONDS:g} for the first answer"
     group.add_argument(
         "--retry-for",
         metavar="SECONDS",
         type=parse_seconds,
         default=retry_for,
-        help=f"how long to go on while no broker answers (default: {retry_for:g})",
+        action=_RetryFor,
+        help=f"how long to go on while no broker answers (default: {retry_for:g}{first})",
     )
+    # An address where nobody ever was is told soon, unless the user wants to wait.
+    parser.set_defaults(answer_within=_ANSWER_SECONDS)
+
+
+class _RetryFor(argparse.Action):
+    """What the user says is for the first answer too."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,  # noqa: ANN401 - of any argument
+        option_string: str | None = None,
+    ) -> None:
+        namespace.retry_for = namespace.answer_within = values
 
 
 def names_broker(options: argparse.Namespace) -> bool:
@@ -130,7 +148,7 @@ def parse_seconds(text: str) -> float:
 def parse_count(text: str) -> int:
     """A number from 1 on, for argparse."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, and at least 1")
     return int(text)
 
 
@@ -188,7 +206,7 @@ def connected(options: argparse.Namespace) -> Iterator[Client]:
             token=_token(options),
             tls=_tls(options),
             # What is done for a long time waits by itself, with a timeout of its own.
-            timeout=min(options.retry_for, _ANSWER_SECONDS) or 0.1,
+            timeout=min(options.retry_for, options.answer_within) or 0.1,
         )
         with client, _near_misses(client):
             yield client
@@ -231,6 +249,9 @@ def _no_broker(options: argparse.Namespace, error: UnavailableError) -> Unavaila
     message = f"no broker answers at {address}"
     if "Connection refused" not in reason:
         message += f": {reason}" if reason else ""
+    if "http1" in reason or address.endswith(f":{_HTTP_PORT}"):
+        hint = f"is that the port of HTTP? gRPC is at {BROKER_DEFAULT.rpartition(':')[2]}"
+        return UnavailableError(message, hint=f"{hint}, unless the broker is told otherwise")
     hint = f"is `ister serve` running? --broker or {_BROKER} says where it is"
     if _is_encrypted(options):
         hint += "; it may not speak TLS, or be signed by somebody whom --ca-file does not name"

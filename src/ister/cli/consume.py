@@ -130,7 +130,9 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
         "and attributes before it, tabs between; hex: the payload in hexadecimal digits",
     )
     ends = form.add_mutually_exclusive_group()
-    ends.add_argument("--delimiter", metavar="TEXT", help="what ends a message, for a newline")
+    ends.add_argument(
+        "--delimiter", metavar="TEXT", help="the end of each message (default: a newline)"
+    )
     ends.add_argument("-0", "--null", action="store_true", help="end messages with a zero byte")
     form.add_argument("--json", action="store_true", help="an object a line, with all fields")
     add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
@@ -218,6 +220,7 @@ class _Consumption:
             start="earliest" if options.start is None else options.start,
             is_following=options.follow,
             timeout=options.timeout,
+            on_idle=self._output.check_reader,
         )
         for batch in batches:
             some = batch if options.limit is None else batch[: options.limit - self.count]
@@ -257,14 +260,15 @@ class _Consumption:
                 raise NotFoundError(f"there is no topic {self._topic}", topic=self._topic)
             start = self._prepare_cursor(client, names)
             goals = None if self._options.follow else self._goals(client, names)
-            consumer = client.consumer(
-                self._topic,
-                self._options.subscription,
-                name=self._options.name,
-                kind=self._options.type,
-                start=start,
-                timeout=self._options.retry_for or None,
-            )
+            with self._interrupts.breaking():  # nothing has come yet
+                consumer = client.consumer(
+                    self._topic,
+                    self._options.subscription,
+                    name=self._options.name,
+                    kind=self._options.type,
+                    start=start,
+                    timeout=self._options.retry_for or None,
+                )
             try:
                 self._print_all(consumer, goals)
             finally:
@@ -328,6 +332,7 @@ class _Consumption:
             messages = self._take(consumer)
             now = self._clock.monotonic()
             if not messages:
+                self._output.check_reader()
                 if timeout is not None and now - quiet_since >= timeout:
                     return
                 continue

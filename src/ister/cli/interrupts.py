@@ -10,8 +10,8 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
@@ -25,6 +25,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.is_set = False
+        self._is_breaking = False
         self._before: dict[int, Any] = {}
         self._read_end = self._write_end = -1
 
@@ -48,7 +49,7 @@ class Interrupts:
         os.close(self._write_end)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.is_set:
+        if self.is_set or self._is_breaking:
             raise KeyboardInterrupt
         self.stop()
 
@@ -57,6 +58,21 @@ class Interrupts:
         self.is_set = True
         with suppress(BlockingIOError):  # it says so already
             os.write(self._write_end, b"!")
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """While nothing is lost by it, the first signal ends the command as the second one does.
+
+        Raises:
+            KeyboardInterrupt: There was one before, or there is one now.
+        """
+        self._is_breaking = True
+        try:
+            if self.is_set:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._is_breaking = False
 
     def wait(self, seconds: float) -> bool:
         """Waits for so long, or until the command is to stop; whether it is."""

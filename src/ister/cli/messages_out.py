@@ -175,6 +175,17 @@ class Output:
         if self.is_stepwise:
             self._wait_for_room()
 
+    def check_reader(self) -> None:
+        """Looks whether somebody reads, for those who have nothing to write at the moment.
+
+        Raises:
+            BrokenPipeError: Nobody does any more.
+        """
+        poll = select.poll()
+        poll.register(self._fd, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            raise BrokenPipeError
+
     def _wait_for_room(self) -> None:
         while True:
             for fd, event in self._poll.poll():

@@ -140,6 +140,8 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parses; what is left over is wrong usage already here, where it is known of what."""
         self._given = sys.argv[1:] if args is None else list(args)
+        # `-0` would have argparse take `-1` for an option, and say that a number is missing.
+        self._has_negative_number_optionals.clear()
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse_options(unknown)

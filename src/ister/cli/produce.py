@@ -77,7 +77,9 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     source.add_argument("--message", metavar="TEXT", help="publish this one message")
     form = parser.add_argument_group("messages")
     ends = form.add_mutually_exclusive_group()
-    ends.add_argument("--delimiter", metavar="TEXT", help="what is between messages, for newlines")
+    ends.add_argument(
+        "--delimiter", metavar="TEXT", help="the separator between messages (default: newline)"
+    )
     ends.add_argument("-0", "--null", action="store_true", help="messages end with a zero byte")
     ends.add_argument("--whole", action="store_true", help="all of the input is one message")
     ends.add_argument(
@@ -120,7 +122,9 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     made.add_argument(
         "--partitions", metavar="N", type=parse_count, help="make it of so many partitions"
     )
-    parser.add_argument("--json", action="store_true", help="an object with its offset a message")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a message, with its offset"
+    )
     add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
     parser.set_defaults(run=_run)
 
@@ -138,19 +142,32 @@ def _run(options: argparse.Namespace) -> int:
         interrupts = stack.enter_context(Interrupts())
         read = _open_input(options, interrupts, stack)
         client = stack.enter_context(connected(options))
-        _prepare_topic(client, options)
-        producer = client.producer(
-            str(options.topic),
-            name=options.name,
-            create=options.create is None,
-            ack=AckLevel(options.ack) if options.ack else None,
-            timeout=options.retry_for or None,
-        )
+        with interrupts.breaking():  # nothing is sent yet
+            is_new = _prepare_topic(client, options)
+            producer = client.producer(
+                str(options.topic),
+                name=options.name,
+                create=options.create is None,
+                ack=AckLevel(options.ack) if options.ack else None,
+                timeout=options.retry_for or None,
+            )
+        if is_new:
+            print(f"ister: {options.topic} is a new topic", file=sys.stderr)
         shown = stack.enter_context(_progress(options))
         report = _Report(is_json=options.json, is_partitioned=_is_partitioned(client, options))
         work = _Production(producer, interrupts, report, rate=options.rate, shown=shown)
-        failure = work.run(read_messages(read, input_options))
+        failure = work.run(_counted(read_messages(read, input_options), report))
+    if options.key_field and report.keyless:
+        count = f"{report.keyless:,} message{'' if report.keyless == 1 else 's'}"
+        print(f"ister: {count} without {options.key_field} to take a key from", file=sys.stderr)
     return _conclude(report, failure, is_interrupted=interrupts.is_set)
+
+
+def _counted(messages: Iterator[Message], report: _Report) -> Iterator[Message]:
+    """The same messages; how many of them have no key is noted."""
+    for message in messages:
+        report.keyless += message.routing_key is None
+        yield message
 
 
 def _input_options(options: argparse.Namespace) -> InputOptions:
@@ -202,15 +219,16 @@ def _readable(read: Callable[[int], bytes], name: str) -> Callable[[int], bytes]
     return attempt
 
 
-def _prepare_topic(client: Client, options: argparse.Namespace) -> None:
+def _prepare_topic(client: Client, options: argparse.Namespace) -> bool:
+    """Makes the topic where that was asked for; whether it is new."""
     topic = str(options.topic)
     if client.partitions(topic):
-        return
+        return False
     if options.create is False:
         raise NotFoundError(f"there is no topic {topic}", topic=topic)
     if options.create or options.partitions:
         client.create_topic(topic, partitions=options.partitions or 0, ack=options.ack)
-    print(f"ister: {topic} is a new topic", file=sys.stderr)
+    return True
 
 
 def _is_partitioned(client: Client, options: argparse.Namespace) -> bool:
@@ -339,6 +357,8 @@ class _Report:
     def __init__(self, *, is_json: bool, is_partitioned: bool) -> None:
         self.accepted = 0
         self.bytes = 0
+        self.keyless = 0
+        """Messages without a routing key."""
         self.acknowledged = 0
         self.errors: list[tuple[int, IsterError]] = []
         self.errors_total = 0

@@ -11,7 +11,7 @@ message that has not come out.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -70,6 +70,7 @@ def read_topic(
     start: Start,
     is_following: bool,
     timeout: float | None,
+    on_idle: Callable[[], None] = lambda: None,
 ) -> Iterator[list[Received]]:
     """The messages of a topic, or of all its partitions, some at a time.
 
@@ -79,13 +80,14 @@ def read_topic(
         start: Where to begin.
         is_following: Wait for messages that come later; otherwise what is there now is all.
         timeout: End after so many seconds without a message.
+        on_idle: Called about twice a second while there is nothing; what it raises ends it.
 
     Raises:
         InvalidRequestError: An offset in a partitioned topic.
         OffsetOutOfRangeError: There is no such offset.
         IsterError: It is refused, or no broker has answered in time.
     """
-    reader = _Reader(options, interrupts, timeout)
+    reader = _Reader(options, interrupts, timeout, on_idle)
     try:
         yield from reader.read(start, is_following=is_following)
     finally:
@@ -94,12 +96,17 @@ def read_topic(
 
 class _Reader:
     def __init__(
-        self, options: argparse.Namespace, interrupts: Interrupts, timeout: float | None
+        self,
+        options: argparse.Namespace,
+        interrupts: Interrupts,
+        timeout: float | None,
+        on_idle: Callable[[], None],
     ) -> None:
         self._options = options
         self._topic = str(options.topic)
         self._interrupts = interrupts
         self._timeout = timeout
+        self._on_idle = on_idle
         self._clock = SystemClock()
         self._clients: dict[str, FlightClient] = {}
         self._places: list[_Place] = []
@@ -129,6 +136,7 @@ class _Reader:
                 continue
             if self._timeout is not None and now - quiet_since >= self._timeout:
                 return
+            self._on_idle()
             left = _PAUSE_MOST if self._timeout is None else quiet_since + self._timeout - now
             self._interrupts.wait(min(pause, max(left, 0.001)))
             pause = min(pause * 2, _PAUSE_MOST)
@@ -214,6 +222,7 @@ class _Reader:
             self._failing_since = self._failing_since or now
             if now - self._failing_since >= self._options.retry_for:
                 raise error
+            self._on_idle()
             if self._interrupts.wait(_PAUSE_MOST):
                 return
             try:

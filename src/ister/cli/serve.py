@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import logging
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,9 +24,12 @@ from ister import failpoints, logs
 from ister.cli.look import add_command, console, is_terminal
 from ister.cli.pipeline.beside import PipelineBeside, check_requirements, make_command
 from ister.config import Config, load_config
+from ister.errors import ConfigError, UnavailableError
 from ister.extras import missing_extra
 
 __all__ = ["register"]
+
+_log = logging.getLogger("ister.cli.serve")
 
 _DATA_DEFAULT = "./ister-data"
 _VARIABLE = "ISTER_CONFIG"
@@ -95,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_settings(options)
     if options.pipeline:
         check_requirements(config)
+    _check_ports(config)
     _raise_file_limit()
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
@@ -108,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
             if told.is_set():
                 os._exit(1)
             told.set()
+            _log.info("ending")
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, tell)
@@ -117,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
+            _log.info("ended")
             return
         listening = starting.result().to_json()
         pipeline = _start_pipeline(options, config, listening)
@@ -129,6 +137,7 @@ def run(options: argparse.Namespace) -> int:
             # First: it gives the lease back, and the broker uploads its last messages by itself.
             await pipeline.stop()
         await broker.stop(leave_connections=True)
+        _log.info("ended")
         _exit()
 
     asyncio.run(serve())
@@ -142,9 +151,8 @@ def _start_pipeline(
     if not options.pipeline:
         return None
     source = find_source(options, os.environ)
-    is_file = source.endswith((".yml", ".yaml"))
     command = make_command(
-        ["--config" if is_file else "--data", source],
+        ["--config" if _is_file(source) else "--data", source],
         listening["flight"],
         is_encrypted=config.broker.tls.cert_file is not None,
     )
@@ -232,7 +240,41 @@ def load_settings(options: argparse.Namespace) -> Config:
     ):
         if value is not None:
             environment[name] = str(value)
-    return load_config(find_source(options, environment), environment)
+    source = find_source(options, environment)
+    try:
+        return load_config(source, environment)
+    except ConfigError as error:
+        if _is_file(source):
+            error.path = error.path or source
+            check = f"`ister config check {source}` shows all problems"
+            error.hint = f"{error.hint}; {check}" if error.hint else check
+        raise
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith((".yml", ".yaml"))
+
+
+def _check_ports(config: Config) -> None:
+    """Finds ports that are taken before anything is made on the disk.
+
+    Raises:
+        UnavailableError: One is.
+    """
+    host, ports = config.broker.host, config.broker.ports
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in filter(None, (ports.grpc, ports.flight, ports.http)):
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                one.bind((host, port))
+            except OSError as error:
+                # Whatever else it is, the broker finds it too, and says so.
+                if error.errno == errno.EADDRINUSE:
+                    raise UnavailableError(
+                        f"cannot listen on {host}:{port}: {error.strerror}",
+                        hint="is another broker running there?",
+                    ) from error
 
 
 def find_source(options: argparse.Namespace, environment: Mapping[str, str]) -> str:

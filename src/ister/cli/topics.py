@@ -326,7 +326,8 @@ def _print_list(views: Sequence[Mapping[str, Any]]) -> None:
         "tiered",
         "lag to bucket",
         "objects",
-        "size",
+        "in bucket",
+        "on disk",
         "subscriptions",
         "largest lag",
     )
@@ -343,7 +344,8 @@ def _list_row(view: Mapping[str, Any]) -> tuple[object, ...]:
         marks["tiered"],
         view["upload_lag"]["messages"],
         view["objects_total"],
-        format_bytes(view["objects_bytes"] + view["files_bytes"]),
+        format_bytes(view["objects_bytes"]),
+        format_bytes(view["files_bytes"]),
         view.get("subscriptions_total", len(subscriptions)),
         max(lags) if lags else None,
     )

@@ -46,6 +46,8 @@ _KINDS: Final[dict[str, type[IsterError]]] = {
 }
 # How the broker begins when it has failed itself; any other INTERNAL is the connection's.
 _BROKER_FAILED: Final = "the broker failed"
+# What a broker sends with its refusals (`ister.broker.rpc`).
+_ANSWERED: Final = "ister-answered"
 
 
 def error_of(error: Any, address: str, topic: str | None = None) -> IsterError:  # noqa: ANN401
@@ -64,6 +66,9 @@ def error_of(error: Any, address: str, topic: str | None = None) -> IsterError: 
     if name == "INTERNAL" and text.startswith(_BROKER_FAILED):
         return InvariantError(f"{address}: {text}", topic=topic, hint="see the broker's log")
     kind = _KINDS.get(name)
+    if name == "UNAVAILABLE" and _is_answer(error):
+        is_named = topic is not None and topic in text
+        return UnavailableError(text or name, topic=None if is_named else topic)
     if kind is None:
         return UnavailableError(f"{address} does not answer: {text or name}", topic=topic)
     if kind is OffsetOutOfRangeError:
@@ -76,6 +81,11 @@ def error_of(error: Any, address: str, topic: str | None = None) -> IsterError: 
         text = f"{address} has not answered in time"
     is_named = topic is not None and topic in text
     return kind(text or f"{address} refuses the call", topic=None if is_named else topic)
+
+
+def _is_answer(error: Any) -> bool:  # noqa: ANN401
+    """Whether a broker has said so itself, and not the connection to it."""
+    return any(key == _ANSWERED for key, _ in error.trailing_metadata() or ())
 
 
 def told(text: str) -> IsterError:

@@ -178,6 +178,8 @@ class AsyncReader:
         if self._left_behind is None:
             loop = asyncio.get_running_loop()
             self._left_behind = loop.run_in_executor(None, self.core.poll, max_messages, max_bytes)
+            # Whoever asks next is told. If nobody does, as the reader is closed, nobody misses it.
+            self._left_behind.add_done_callback(_note_exception)
         reading = self._left_behind
         try:
             messages = await asyncio.shield(reading)
@@ -204,6 +206,12 @@ class AsyncReader:
             waiting.set_exception(
                 ClosedError("the reader is closed", topic=self._wal.settings.topic)
             )
+
+
+def _note_exception(done: asyncio.Future[Sequence[Message]]) -> None:
+    """Keeps the loop from complaining that nobody has looked at it."""
+    if not done.cancelled():
+        done.exception()
 
 
 class _Hub:

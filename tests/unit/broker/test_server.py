@@ -135,6 +135,20 @@ def test_it_is_ready_when_every_topic_is_recovered_and_not_before(tmp_path, monk
     run(scenario())
 
 
+def test_a_namespace_that_is_missing_is_told_as_danube_does(tmp_path):
+    async def scenario():
+        async with a_broker(tmp_path) as (_, services, _):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await publish(services, name="/nowhere/t")
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "no namespace 'nowhere'" in refused.value.details()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await services.topics.CreateTopic(danube_admin.NewTopicRequest(name="/nowhere/t"))
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+    run(scenario())
+
+
 def test_its_health_has_reasons(tmp_path, monkeypatch):
     async def scenario():
         async with a_broker(tmp_path) as (broker, services, listening):

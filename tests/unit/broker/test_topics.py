@@ -152,7 +152,7 @@ def test_there_are_at_most_so_many_topics_made_by_using_them(tmp_path):
 def test_a_namespace_has_to_be_there(tmp_path):
     async def scenario():
         async with some_topics(tmp_path, mode="memory") as topics:
-            with pytest.raises(UnavailableError, match="no namespace 'other'"):
+            with pytest.raises(NotFoundError, match="no namespace 'other'"):
                 await topics.get_or_create("/other/t", is_reliable=True)
             await make(topics, "/system/t")
             await topics.create_namespace("other")

@@ -67,6 +67,8 @@ def test_key_goes_into_the_file_as_a_digest(capsys, tmp_path):
         (["token", "a", "--key-file", "nowhere", "--issuer", "i", "--audience", "a"], "key file"),
         (["grant", "ada", "producer", "--topic", "no topic"], "topic name"),
         (["grant", "ada", "producer", "--broker", "127.0.0.1:1"], "is the broker running"),
+        (["grant", "ada", "producer", "--ca-file", "no.pem"], "cannot be read (path=no.pem)"),
+        (["grant", "ada", "producer", "--tls-ca", "no.pem"], "cannot be read (path=no.pem)"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -380,3 +380,12 @@ def test_example_as_json_describes_every_setting(capsys):
     found = json.loads(run(["example", "--json"], capsys).out)["settings"]
     assert [item["key"] for item in found] == [setting.path for setting in settings()]
     assert all(item["says"] and item["variable"].startswith("ISTER_") for item in found)
+
+
+def test_a_file_that_is_no_yaml_is_named_once(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yml").write_text("storage:\n  wal: [\n")
+    assert main(["config", "check", "bad.yml"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.count("bad.yml") == 1
+    assert "not valid YAML: line 3, column 1: " in line

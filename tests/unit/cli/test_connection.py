@@ -161,3 +161,17 @@ def test_near_misses(names, hint):
     assert hint in caught.value.hint
     assert "/shop/x" not in caught.value.hint
     assert str(caught.value).count("/default/ordres") == 1
+
+
+def test_how_long_to_wait_is_for_the_first_answer_too_if_the_user_says_so():
+    parser = argparse.ArgumentParser()
+    add_broker_arguments(parser, retry_for=60.0)
+    default, said = parser.parse_args([]), parser.parse_args(["--retry-for", "30"])
+    assert (default.retry_for, default.answer_within) == (60.0, 4.0)
+    assert (said.retry_for, said.answer_within) == (30.0, 30.0)
+    assert "60; 4 for the first answer" in " ".join(parser.format_help().split())
+
+
+def test_the_port_of_http_is_named():
+    found = explain(UnavailableError("h:9040 does not answer: x"), "--broker", "h:9040")
+    assert "port of HTTP? gRPC is at 6650" in found.hint

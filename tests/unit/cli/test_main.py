@@ -80,3 +80,10 @@ def test_output_into_a_closed_pipe_ends_quietly(tmp_path):
     child.stderr.close()
     assert child.wait() == 1
     assert error == ""
+
+
+@pytest.mark.parametrize("arguments", [["--limit", "-1"], ["--limit=0"]])
+def test_a_number_that_is_too_small_is_said_so(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(["consume", "/default/t", *arguments])
+    assert "must be a whole number, and at least 1" in capsys.readouterr().err

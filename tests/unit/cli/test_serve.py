@@ -224,8 +224,9 @@ def test_one_line_of_json_says_where_it_listens(tmp_path):
         rest = child.stdout.read()
     assert (code, rest) == (0, b"")
     assert took < 10
-    for line in (tmp_path / "stderr").read_text().splitlines():
-        json.loads(line)
+    logged = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines()]
+    said = [line["event"] for line in logged if line["target"] == "ister.cli.serve"]
+    assert said == ["ending", "ended"]
 
 
 def test_a_start_that_is_told_to_end_ends(tmp_path):
@@ -283,3 +284,23 @@ def test_greeting_on_a_terminal_is_a_panel_that_fits(columns, monkeypatch, tmp_p
     assert "http://127.0.0.1:7003/" in text
     assert "--broker 127.0.0.1:7001" in text
     assert "in memory" in text
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_settings_that_are_wrong_name_their_file_and_the_command_that_shows_all(capsys, tmp_path):
+    for text in ("brokr: {}\n", "storage: [\n"):
+        (tmp_path / "bad.yml").write_text(text)
+        assert main(["serve", "--config", "bad.yml"]) == 1
+        err = capsys.readouterr().err
+        assert "(path=bad.yml)" in err
+        assert "`ister config check bad.yml` shows all problems" in err
+
+
+@pytest.mark.usefixtures("_no_environment")
+def test_a_port_that_is_taken_leaves_no_data_behind(capsys, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        arguments = [*ANY_PORTS[1:], f"--port={port}", f"--data-dir={tmp_path}/data"]
+        assert main(["serve", *arguments]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()

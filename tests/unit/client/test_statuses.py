@@ -7,7 +7,7 @@ pytest.importorskip("grpc")
 import grpc
 
 from ister import errors
-from ister.broker.rpc import status_of
+from ister.broker.rpc import ANSWERED, status_of
 from ister.client.contract import encode_error
 from ister.client.statuses import error_of, is_worth_a_retry, told
 from ister.errors import (
@@ -23,15 +23,19 @@ from ister.errors import (
 
 
 class Failed:
-    def __init__(self, code, details):
+    def __init__(self, code, details, trailing=None):
         self._code = code
         self._details = details
+        self._trailing = trailing
 
     def code(self):
         return self._code
 
     def details(self):
         return self._details
+
+    def trailing_metadata(self):
+        return self._trailing
 
 
 @pytest.mark.parametrize("status", list(grpc.StatusCode))
@@ -84,3 +88,12 @@ def test_what_is_tried_again():
     assert not is_worth_a_retry(ConflictError("x"))
     assert not is_worth_a_retry(errors.DiskError("x", errno=5))
     assert not is_worth_a_retry(NotFoundError("x"))
+
+
+def test_what_a_broker_says_is_told_from_a_connection_that_fails():
+    status = grpc.StatusCode.UNAVAILABLE
+    said = error_of(Failed(status, "the topic was moved", ANSWERED), "b:1", "/default/t")
+    assert (type(said), said.message) == (UnavailableError, "the topic was moved")
+    assert is_worth_a_retry(said)
+    failed = error_of(Failed(status, "Socket closed"), "b:1", "/default/t")
+    assert failed.message == "b:1 does not answer: Socket closed"

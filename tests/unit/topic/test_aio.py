@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import threading
 
 import pytest
@@ -337,3 +338,32 @@ def test_loops_that_ended_are_forgotten(machine):
     for _ in range(10):
         _run(topic.aio.wait(topic.append(b"a")))
     assert len(topic.aio._hubs) < 5
+
+
+def test_a_read_that_was_left_behind_by_a_closed_reader_is_no_complaint(machine):
+    """A consumer goes away while its read is in a worker thread: nobody has to hear of it."""
+    topic = machine.topic(**SMALL)
+    complaints = []
+
+    async def work():
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+        for number in range(50):
+            topic.append(b"%d" % number)
+        await topic.aio.flush()
+        reader = topic.aio.reader("earliest")
+        with reader.core._reading:  # the worker waits here
+            task = asyncio.create_task(reader.next_batch())
+            await _until(lambda: reader._left_behind is not None)
+            left_behind = reader._left_behind
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            reader.close()
+        await _until(left_behind.done)
+        # Once nobody has it any more, the loop says so if nobody has looked at what it raised.
+        reader._left_behind = None
+        del left_behind, task
+        gc.collect()
+
+    _run(work())
+    assert complaints == []

@@ -19,7 +19,7 @@ from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.served import ServedTopic
-from ister.broker.topics import Topics
+from ister.broker.topics import NoNamespaceError, Topics
 from ister.broker.wire import danube
 from ister.errors import (
     ConflictError,
@@ -55,7 +55,11 @@ class ProducerService:
         self._guard.check(current_principal(), Permission.PRODUCE, topic=request.topic_name)
         _check_name(request.producer_name)
         is_reliable = request.dispatch_strategy == danube.DispatchStrategy.Reliable
-        topic = await self._topics.get_or_create(request.topic_name, is_reliable=is_reliable)
+        try:
+            topic = await self._topics.get_or_create(request.topic_name, is_reliable=is_reliable)
+        except NoNamespaceError as error:
+            # As Danube answers: its clients go on trying, and somebody may make it meanwhile.
+            raise Refused(grpc.StatusCode.UNAVAILABLE, error.message, hint=error.hint) from error
         if topic.is_reliable != is_reliable:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,

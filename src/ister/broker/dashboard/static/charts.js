@@ -7,6 +7,8 @@ const LEFT = 58;
 const RIGHT = 8;
 const TOP = 10;
 const BOTTOM = 22;
+// An axis reaches at least this far: with nothing to show, one to 1 B would say nothing.
+const LEAST_BYTES = 1024;
 
 // About four lines at round values; of bytes, at round KiB, MiB and so on.
 function steps(highest, isBytes) {
@@ -37,7 +39,8 @@ function words(one, say) {
 export function lineChart(title, series, { say, width, isBytes = false, height = 190, now = Date.now(), span = 300_000 }) {
   const inside = Math.max(80, width - LEFT - RIGHT);
   const tall = height - TOP - BOTTOM;
-  const ticks = steps(highestOf(series) || 1, isBytes);
+  const highest = highestOf(series);
+  const ticks = steps(isBytes ? Math.max(highest, LEAST_BYTES) : highest || 1, isBytes);
   const top = ticks.at(-1);
   const first = now - span;
   const x = (ms) => LEFT + ((Math.max(first, ms) - first) / span) * inside;

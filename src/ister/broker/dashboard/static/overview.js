@@ -42,7 +42,7 @@ export const page = {
         h("p", { class: "note" }, `up for ${span(overview.broker?.uptime_seconds ?? 0)}`)),
       h("section", { key: "health", class: `panel health ${health.state}`, "aria-labelledby": "health" },
         h("h2", { id: "health" }, h("span", { class: `dot ${health.state}` }), WORDS[health.state] ?? health.state),
-        health.words.length
+        health.state !== "ok" && health.words.length
           ? h("ul", null, health.words.map((one) => h("li", { key: one }, sentence(one))))
           : null),
       h("section", { key: "figures", "aria-labelledby": "figures" },

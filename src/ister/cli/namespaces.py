@@ -1,0 +1,109 @@
+"""`ister namespaces list|create|delete`: the first part of topics' names.
+
+Owns: arguments, output. Does not own: namespaces, which a broker keeps (`ister.client`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from ister.cli.connection import add_broker_arguments, connected, parse_name
+from ister.cli.look import add_command, print_table
+from ister.cli.report import answer, error_as_json, print_json
+from ister.errors import IsterError
+
+__all__ = ["register"]
+
+
+def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+    """Adds the command to the parser."""
+    parser = add_command(
+        commands,
+        "namespaces",
+        help="list, make and remove namespaces, which topics are in",
+        description="The topic /shop/orders is in the namespace shop. The namespace default is "
+        "always there; others have to be made before topics can be in them.",
+        examples=("ister namespaces list", "ister namespaces create shop"),
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+
+    listed = add_command(
+        actions,
+        "list",
+        help="the names of all namespaces",
+        examples=("ister namespaces list", "ister namespaces list --json"),
+    )
+    listed.set_defaults(run=_run_list)
+
+    created = add_command(
+        actions,
+        "create",
+        help="make a namespace",
+        examples=("ister namespaces create shop",),
+    )
+    created.set_defaults(run=_run_create)
+
+    deleted = add_command(
+        actions,
+        "delete",
+        help="remove a namespace that has no topics",
+        examples=("ister namespaces delete shop",),
+    )
+    deleted.set_defaults(run=_run_delete)
+
+    for action in (created, deleted):
+        action.add_argument("name", metavar="NAME", type=parse_name, help="such as shop")
+    for action in (listed, created, deleted):
+        action.add_argument("--json", action="store_true", help="one JSON object")
+        add_broker_arguments(action)
+
+
+def _run_list(options: argparse.Namespace) -> int:
+    def show() -> int:
+        with connected(options) as client:
+            names = client.namespaces()
+        if options.json:
+            print_json({"namespaces": names})
+        else:
+            print_table(("namespace",), [(name,) for name in names])
+        return 0
+
+    def failed(error: IsterError) -> dict[str, Any]:
+        return {"namespaces": [], "errors": [error_as_json(error)]}
+
+    return answer(show, as_json=options.json, on_error=failed)
+
+
+def _run_create(options: argparse.Namespace) -> int:
+    def create() -> str:
+        with connected(options) as client:
+            client.create_namespace(options.name)
+        return f"{options.name} is a new namespace"
+
+    return _changed(options, create)
+
+
+def _run_delete(options: argparse.Namespace) -> int:
+    def delete() -> str:
+        with connected(options) as client:
+            client.delete_namespace(options.name)
+        return f"{options.name} is deleted"
+
+    return _changed(options, delete)
+
+
+def _changed(options: argparse.Namespace, change: Callable[[], str]) -> int:
+    def work() -> int:
+        done = change()
+        if options.json:
+            print_json({"ok": True, "namespace": options.name})
+        else:
+            print(done)
+        return 0
+
+    def failed(error: IsterError) -> dict[str, Any]:
+        return {"ok": False, "namespace": options.name, "errors": [error_as_json(error)]}
+
+    return answer(work, as_json=options.json, on_error=failed)
