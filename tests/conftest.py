@@ -1,5 +1,6 @@
 """Puts `tests/` on the import path, so that tests find the shared builders from any folder."""
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,16 @@ def _nothing_is_left() -> Iterator[None]:
     failpoints.disarm()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ister-")]
     assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command that a test runs in this process sets logging up for itself alone."""
+    logger = logging.getLogger("ister")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 @pytest.fixture
