@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
 if TYPE_CHECKING:
     from ister.client import Client
 
-__all__ = ["register"]
+__all__ = ["print_subscriptions", "register"]
 
 
 def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
@@ -241,14 +241,19 @@ def _run_list(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"topic": topic, "subscriptions": found})
     elif found:
-        _print_list(found)
+        print_subscriptions(found)
     else:
         print(f"{topic} has no subscriptions")
     return 0
 
 
-def _print_list(found: list[dict[str, Any]]) -> None:
-    is_partitioned = len({one["topic"] for one in found}) > 1
+def print_subscriptions(found: Sequence[Mapping[str, Any]]) -> None:
+    """A table of subscriptions; those of several topics with their topics.
+
+    Args:
+        found: As in a topic's view. `topic` may be missing where all are of one.
+    """
+    is_partitioned = len({one.get("topic") for one in found}) > 1
     headers = (
         *(("topic",) if is_partitioned else ()),
         "subscription",
@@ -285,7 +290,7 @@ def _run_describe(options: argparse.Namespace) -> int:
         print_json(found[0] if len(found) == 1 else _together(topic, found))
         return 0
     if len(found) > 1:
-        _print_list(found)
+        print_subscriptions(found)
         return 0
     (one,) = found
     facts = {

@@ -37,6 +37,7 @@ from ister.cli.look import (
 )
 from ister.cli.place import add_place_arguments, load_place, parse_topic, wal_root
 from ister.cli.report import answer, error_as_json, print_errors, print_json
+from ister.cli.subscriptions import print_subscriptions
 from ister.cli.tier_map import draw_spans
 from ister.errors import IsterError, NotFoundError, UnavailableError
 from ister.model import AckLevel, Codec
@@ -411,7 +412,7 @@ def _print_topic(view: Mapping[str, Any], options: argparse.Namespace) -> None:
     print_facts(_facts(view))
     if view["subscriptions"]:
         print()
-        _print_subscriptions(view)
+        print_subscriptions(view["subscriptions"])
 
 
 def _print_head(view: Mapping[str, Any]) -> None:
@@ -489,33 +490,6 @@ def _facts(view: Mapping[str, Any]) -> dict[str, object]:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _print_subscriptions(view: Mapping[str, Any]) -> None:
-    headers = (
-        "subscription",
-        "type",
-        "cursor",
-        "lag",
-        "in flight",
-        "waiting",
-        "consumers",
-        "what holds it up",
-    )
-    rows = [
-        (
-            one["name"],
-            one["type"],
-            one["cursor"],
-            one["lag"],
-            one["in_flight"],
-            one["waiting"],
-            one.get("consumers_total", len(one["consumers"])),
-            one["blocked_reason"] or "",
-        )
-        for one in view["subscriptions"]
-    ]
-    print_table(headers, rows)
 
 
 # -- changes --------------------------------------------------------------------------------
