@@ -601,10 +601,14 @@ def test_a_signal_ends_a_command_that_waits_for_a_broker(number, tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        connection, _ = server.accept()
-        with connection:
-            process.send_signal(number)
-            _, err = process.communicate(timeout=PATIENCE)
+        try:
+            connection, _ = server.accept()
+            with connection:
+                process.send_signal(number)
+                _, err = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+            process.communicate()
     assert (process.returncode, err) == (1, "ister: interrupted\n")
 
 

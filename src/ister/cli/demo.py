@@ -38,6 +38,7 @@ __all__ = ["register"]
 _REPORT: Final = "ister-demo.html"
 _MESSAGES: Final = 120_000
 _SEED: Final = 7
+_LOOK_SECONDS: Final = 0.5
 
 
 def register(commands: Subparsers) -> None:
@@ -171,7 +172,9 @@ def _keep(player: Player, directory: str, *, to_stderr: bool) -> None:
         print(f"  {name:10} {value}", file=file)
     print("  Ctrl-C ends the broker; the data stays.", file=file, flush=True)
     with suppress(KeyboardInterrupt):
-        threading.Event().wait()
+        # In looks: a signal that comes just before the thread begins to wait does not end that.
+        while not threading.Event().wait(_LOOK_SECONDS):
+            pass
 
 
 def _write(path: str, page: str) -> None:

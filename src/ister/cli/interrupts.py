@@ -2,6 +2,10 @@
 
 The first one is noted, and whoever waits is woken: nothing is broken off in the middle. The second
 one ends the command as Python does by itself.
+
+Invariant: whoever waits for `fd` is woken by a signal whichever thread the system gives it to, and
+also by one that comes just before the main thread begins to wait: the byte is written by the signal
+handler that Python has in C, not by `_note`, which runs once the main thread is awake.
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ class Interrupts:
         self.is_set = False
         self._is_breaking = False
         self._before: dict[int, Any] = {}
-        self._read_end = self._write_end = -1
+        self._read_end = self._write_end = self._woken_before = -1
 
     def __enter__(self) -> Self:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         # Elsewhere signals cannot be had, and are for the main thread to see to.
         if threading.current_thread() is threading.main_thread():
+            self._woken_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
@@ -45,6 +50,8 @@ class Interrupts:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before:
+            signal.set_wakeup_fd(self._woken_before)
         os.close(self._read_end)
         os.close(self._write_end)
 

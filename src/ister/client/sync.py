@@ -83,6 +83,9 @@ class _LoopThread:
             raise ClosedError("the client is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            _wait_in_looks(done.wait)
             return future.result()
         except BaseException:
             # Interrupted: nobody waits for it any more.
@@ -100,6 +103,21 @@ class _LoopThread:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+
+
+def _wait_in_looks(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
+    """Waits for something; whether it came in time.
+
+    Not in one go: a signal that comes just before the main thread begins to wait would not end
+    that, and Ctrl-C would be for nothing until somebody presses it again.
+    """
+    give_up_at = None if timeout is None else _monotonic() + timeout
+    while True:
+        left = _LOOK_SECONDS if give_up_at is None else give_up_at - _monotonic()
+        if wait(max(min(left, _LOOK_SECONDS), 0)):
+            return True
+        if left <= 0:
+            return False
 
 
 def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -172,7 +190,7 @@ class SentMessage:
         if self._thread.is_current:
             raise self._thread.would_hang()
         done = threading.Event()
-        if self._core.when_done(self._batch, done.set) and not done.wait(timeout):
+        if self._core.when_done(self._batch, done.set) and not _wait_in_looks(done.wait, timeout):
             self._core.forget(self._batch, done.set)
             raise WaitTimeoutError(
                 f"the message was not acknowledged within {timeout} seconds", topic=self.topic
@@ -343,10 +361,10 @@ class Consumer:
         give_up_at = None if timeout is None else _monotonic() + timeout
         with core.arrived:
             while (message := core.try_take_locked()) is None:
-                left = None if give_up_at is None else give_up_at - _monotonic()
-                if left is not None and left <= 0:
+                left = _LOOK_SECONDS if give_up_at is None else give_up_at - _monotonic()
+                if left <= 0:
                     raise WaitTimeoutError(f"no message for {timeout} seconds", topic=self.topic)
-                core.arrived.wait(left)
+                core.arrived.wait(min(left, _LOOK_SECONDS))
         return message
 
     def messages(
