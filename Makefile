@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# How many processes `make test` shares its files among.
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint types test docs fault bench soak fuzz browser protos clean
@@ -28,7 +30,7 @@ types: $(STAMP) ## mypy, strict, over src
 	$(BIN)/mypy
 
 test: lint types ## all checks and suites that fit into a few minutes
-	$(BIN)/python -m pytest -m "not fault"
+	$(BIN)/python -m pytest -m "not fault" --numprocesses $(JOBS) --dist loadfile
 
 docs: $(STAMP) ## the site of the documents, into site/
 	$(BIN)/python -m tools.reference

@@ -1,4 +1,7 @@
-"""Puts `tests/` on the import path, so that tests find the shared builders from any folder."""
+"""What all tests have in common, in whichever process they run.
+
+Puts `tests/` on the import path, so that tests find the shared builders from any folder.
+"""
 
 import logging
 import sys
@@ -12,8 +15,9 @@ _TESTS = str(Path(__file__).resolve().parent)
 if _TESTS not in sys.path:
     sys.path.insert(0, _TESTS)
 
+from doc_runner.summary import summarize  # noqa: E402 - found through the path above
 from ister import failpoints  # noqa: E402
-from rig import Machine  # noqa: E402 - found through the path above
+from rig import Machine  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +44,16 @@ def machine() -> Iterator[Machine]:
     """A machine whose logs are closed when the test ends."""
     with Machine() as machine:
         yield machine
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = (report for stat in terminalreporter.stats.values() for report in stat)
+    if lines := summarize(reports):
+        terminalreporter.section("documents")
+        terminalreporter.write_line("\n".join(lines))
+
+
+def pytest_sessionfinish() -> None:
+    """Ends the Spark of this process, if it has one; a worker that is slow to end is killed."""
+    if (module := sys.modules.get("spark_session")) is not None:
+        module.stop_spark()

@@ -1,7 +1,7 @@
 """One Spark session for all tests of a process: starting a JVM takes seconds, a query does not.
 
 Tasks that fail are tried three times, as on a cluster. Nothing listens beyond this machine, and
-nothing is left behind: the JVM and its files go when the interpreter does.
+nothing is left behind: the JVM and its files go with the session of tests, or with the interpreter.
 """
 
 import atexit
@@ -14,11 +14,12 @@ from pathlib import Path
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
-__all__ = ["get_spark"]
+__all__ = ["get_spark", "stop_spark"]
 
 _TESTS = str(Path(__file__).resolve().parent)
 
 _session: SparkSession | None = None
+_homes: list[str] = []
 
 
 def get_spark() -> SparkSession:
@@ -47,8 +48,26 @@ def get_spark() -> SparkSession:
         builder = builder.config(name, value)
     _session = builder.getOrCreate()
     _session.sparkContext.setLogLevel("ERROR")
-    atexit.register(_stop, os.getpid(), home)
+    if not _homes:
+        atexit.register(_stop_in, os.getpid())
+    _homes.append(home)
     return _session
+
+
+def stop_spark() -> None:
+    """Ends the JVM and removes its files. May be called twice."""
+    if _session is not None and not _is_stopped(_session):
+        _session.stop()
+    gateway = SparkContext._gateway
+    if gateway is not None:
+        gateway.shutdown()
+        SparkContext._gateway = SparkContext._jvm = None
+        process = getattr(gateway, "proc", None)
+        if process is not None:
+            process.stdin.close()  # on which it ends
+            process.wait(timeout=30)
+    while _homes:
+        shutil.rmtree(_homes.pop(), ignore_errors=True)
 
 
 def _is_stopped(session: SparkSession) -> bool:
@@ -66,17 +85,6 @@ def _prepare_environment() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *filter(None, known)])
 
 
-def _stop(owner: int, home: str) -> None:
-    if os.getpid() != owner:
-        return  # a fork of the process that started it
-    if _session is not None and not _is_stopped(_session):
-        _session.stop()
-    gateway = SparkContext._gateway
-    if gateway is not None:
-        gateway.shutdown()
-        SparkContext._gateway = SparkContext._jvm = None
-        process = getattr(gateway, "proc", None)
-        if process is not None:
-            process.stdin.close()  # on which it ends
-            process.wait(timeout=30)
-    shutil.rmtree(home, ignore_errors=True)
+def _stop_in(owner: int) -> None:
+    if os.getpid() == owner:  # not in a fork of the process that started it
+        stop_spark()

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
 from doc_runner.pages import ROOT, SHELL, find_pages, read_page
 from doc_runner.run import Outcome
+from doc_runner.summary import OUTCOME
 
 PAGES = [path for path in find_pages() if read_page(path).runs()]
 # Pages that say that they go on from another one: run after it, in its directory, and alone.
@@ -21,7 +23,7 @@ _PAGE_SECONDS = 420
 
 @pytest.mark.timeout(_PAGE_SECONDS + 60)
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_blocks_of_a_page_run_as_written(path, stage):
+def test_blocks_of_a_page_run_as_written(path, stage, record_property):
     pages = (path, *_NEXT.get(path, ()))
     environment = {
         **os.environ,
@@ -45,7 +47,7 @@ def test_blocks_of_a_page_run_as_written(path, stage):
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"page": ')]
     outcomes = [Outcome(**json.loads(line)) for line in lines]
     # What is run a second time is not counted a second time.
-    stage.outcomes.append(outcomes[0])
+    record_property(OUTCOME, asdict(outcomes[0]))
     for outcome in outcomes:
         assert outcome.failure is None, outcome.failure
     assert done.returncode == 0, done.stderr
