@@ -328,7 +328,6 @@ _ENTRY = pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.s
         {"payload": [b"a"], "attributes": [{"a": [1]}]},
         {"payload": [b"a"], "schema_id": ["x"]},
     ],
-    ids=repr,
 )
 def test_columns_that_are_none_of_a_messages_are_refused(server, topic, columns):
     batch = pa.record_batch(columns)
