@@ -1,9 +1,9 @@
 """The two servers of `ister bench broker`, each a process of its own.
 
 The broker is `ister serve` itself. The other one, `python -m ister.bench.broker_servers COUNT`,
-speaks the same protocol and does nothing: a send is answered, a stream has COUNT prepared messages
-in it, an acknowledgement is answered. It prints its port as one JSON line and ends with its
-standard input.
+speaks the same protocol and keeps nothing: a send is answered, a stream has COUNT prepared messages
+in it and then those that are sent to its topic, an acknowledgement is answered. It prints its port
+as one JSON line and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def broker(directory: str, **settings: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def bare_server(count: int) -> Iterator[dict[str, Any]]:
-    """A server that does nothing: its address."""
+    """A server that keeps nothing: its address."""
     with _serving(["-m", "ister.bench.broker_servers", str(count)], {}) as ready:
         yield ready
 
@@ -69,7 +69,7 @@ def _serving(command: list[str], settings: dict[str, str]) -> Iterator[dict[str,
 
 
 class _Bare:
-    """Everything that Danube's client calls, without anything behind it."""
+    """Everything that Danube's client calls, without a log behind it."""
 
     def __init__(self, count: int) -> None:
         self._prepared = [
@@ -87,10 +87,14 @@ class _Bare:
             for offset, payload in enumerate(payloads(count))
         ]
 
+        self._streams: list[asyncio.Queue[bytes]] = []
+
     async def CreateProducer(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         return danube.ProducerResponse(request_id=request.request_id, producer_id=1)
 
     async def SendMessage(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        for stream in self._streams:
+            stream.put_nowait(request.SerializeToString())
         return danube.MessageResponse(request_id=request.request_id)
 
     async def Subscribe(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
@@ -99,7 +103,13 @@ class _Bare:
     async def ReceiveMessages(self, request: Any, context: Any) -> AsyncIterator[bytes]:  # noqa: N802, ANN401
         for data in self._prepared:
             yield data
-        await asyncio.Event().wait()
+        sent: asyncio.Queue[bytes] = asyncio.Queue()
+        self._streams.append(sent)
+        try:
+            while True:
+                yield await sent.get()
+        finally:
+            self._streams.remove(sent)
 
     async def Ack(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         return danube.AckResponse(request_id=request.request_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import gc
 import json
 import logging
 import os
@@ -128,6 +129,7 @@ def run(options: argparse.Namespace) -> int:
             return
         listening = starting.result().to_json()
         pipeline = _start_pipeline(options, config, listening)
+        _set_aside_what_stays()
         if options.json:
             print(json.dumps({"event": "ready", "pid": os.getpid(), **listening}), flush=True)
         else:
@@ -159,6 +161,16 @@ def _start_pipeline(
     pipeline = PipelineBeside(command)
     pipeline.start()
     return pipeline
+
+
+def _set_aside_what_stays() -> None:
+    """Has the collector pass over what is there now: modules and topics, all of which stay.
+
+    It stops every thread while it looks at them, for 50 ms and more, and what is delivered then is
+    late.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _exit() -> None:
