@@ -5,12 +5,18 @@ known beforehand, so it does that before it begins.
 
 PySpark has the garbage collector go through everything behind each task of a worker that is used
 again, and our libraries are a few hundred thousand objects: a tenth of a second for nothing.
+
+The C library gives each buffer of some megabytes back to the system and asks for the next one, and
+the system clears every page of it: as much work as reading the file. A worker that goes from chunk
+to chunk keeps a few.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
+from contextlib import suppress
 from typing import Final
 
 from pyspark import TaskContext
@@ -18,12 +24,19 @@ from pyspark import TaskContext
 from ister.format import compiled
 from ister.limits import MIB
 
-__all__ = ["compile_for", "spare_collector"]
+__all__ = ["compile_for", "keep_buffers", "spare_collector"]
 
 _MODULES_MIN: Final = 50
 _COMPILED_BYTES_MIN: Final = 4 * MIB
 
+# Numbers of glibc's <malloc.h>, and the most that it takes for the second one.
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_BUFFER_BYTES_MAX: Final = 32 * MIB
+_KEPT_BYTES_MAX: Final = 128 * MIB
+
 _modules_seen = 0
+_keeps_buffers = False
 
 
 def spare_collector() -> None:
@@ -39,6 +52,21 @@ def spare_collector() -> None:
     gc.collect()
     gc.freeze()
     _modules_seen = len(sys.modules)
+
+
+def keep_buffers() -> None:
+    """Has this process keep up to 128 MiB of freed buffers for the next ones; before a task.
+
+    Elsewhere than in a worker, and where the C library cannot be asked for that, nothing changes.
+    """
+    global _keeps_buffers  # noqa: PLW0603 - of this process
+    if _keeps_buffers or TaskContext.get() is None:
+        return
+    _keeps_buffers = True
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _BUFFER_BYTES_MAX)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES_MAX)
 
 
 def compile_for(size_bytes: int) -> None:

@@ -27,7 +27,7 @@ from ister import failpoints
 from ister.errors import InvariantError, IsterError
 from ister.limits import MIB
 from ister.spark.jobs.report import error_as_fields
-from ister.spark.workers import spare_collector
+from ister.spark.workers import keep_buffers, spare_collector
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -129,6 +129,7 @@ def _run_bundle(
     work: Callable[[Item], Result], bundle: Iterable[Item]
 ) -> Iterator[Done[Item, Result]]:
     _arm()
+    keep_buffers()
     for item in bundle:
         failpoints.reach("pipeline.before_task")
         try:
