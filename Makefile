@@ -16,7 +16,7 @@ setup: $(STAMP) ## make .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,fast,etcd,spark,avro,broker,client,lakehouse]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,fast,etcd,spark,avro,broker,client,lakehouse,tracing]'
 	touch $@
 
 demo: $(STAMP) ## a broker, 120,000 messages, a kill -9, Spark, Iceberg and a report, in under three minutes

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ister import failpoints, logs
+from ister import failpoints, logs, tracing
 from ister.cli.look import add_command, console, is_terminal
 from ister.cli.pipeline.beside import PipelineBeside, check_requirements, make_command
 from ister.config import Config, load_config
@@ -103,6 +103,7 @@ def run(options: argparse.Namespace) -> int:
         check_requirements(config)
     _check_ports(config)
     _raise_file_limit()
+    tracing.start("ister-broker", os.environ)
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
 
@@ -139,6 +140,7 @@ def run(options: argparse.Namespace) -> int:
             # First: it gives the lease back, and the broker uploads its last messages by itself.
             await pipeline.stop()
         await broker.stop(leave_connections=True)
+        await asyncio.to_thread(tracing.stop)
         _log.info("ended")
         _exit()
 

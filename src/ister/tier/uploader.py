@@ -33,6 +33,7 @@ from ister.objectstore.base import ObjectStore
 from ister.tier.names import format_object_id
 from ister.tier.object_maker import FrameSource, ObjectMaker, UploadSettings
 from ister.tier.ownership import OwnedTopic
+from ister.tracing import span
 
 __all__ = ["FrameSource", "UploadSettings", "Uploader"]
 
@@ -87,6 +88,10 @@ class Uploader:
         """
         if start >= synced:
             return None
+        with span("upload", topic=self._owned.topic, offset=start):
+            return self._upload(source, start, synced)
+
+    def _upload(self, source: FrameSource, start: int, synced: int) -> ObjectDescriptor:
         settings, began = self._settings, self._clock.monotonic()
         try:
             end = source.plan(

@@ -61,6 +61,7 @@ from ister.topic.opening import (
 from ister.topic.tier import TopicTier
 from ister.topic.tiers import NODE_NAME, Tiers, open_metadata, open_objects, read_node
 from ister.topic.topic import Topic
+from ister.tracing import span
 from ister.wal.directory import LOCK_NAME, WalDirectory
 from ister.wal.log import Wal, WalSettings
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
@@ -251,17 +252,18 @@ class Log:
                 self._retire(topic)
                 topic = None
             if topic is None:
-                if self._tiers is None:
-                    topic = self._open_topic(parsed, wanted_ack, wanted_codec, create=create)
-                else:
-                    topic = self._claim_topic(
-                        self._tiers,
-                        parsed,
-                        wanted_ack,
-                        wanted_codec,
-                        create=create,
-                        take_over=take_over,
-                    )
+                with span("open topic", topic=text):
+                    if self._tiers is None:
+                        topic = self._open_topic(parsed, wanted_ack, wanted_codec, create=create)
+                    else:
+                        topic = self._claim_topic(
+                            self._tiers,
+                            parsed,
+                            wanted_ack,
+                            wanted_codec,
+                            create=create,
+                            take_over=take_over,
+                        )
                 with self._lock:
                     if self._is_closed:
                         topic.close()

@@ -35,6 +35,7 @@ from ister.errors import (
 )
 from ister.format.columnar import COLUMNS
 from ister.topic.sequences import Appended, SequencedTopic, check_producer
+from ister.tracing import span
 
 __all__ = ["Publishing", "check_schema"]
 
@@ -185,7 +186,8 @@ class Publishing:
         sequence = PutBatch.from_json(metadata.to_pybytes()).sequence
         size = self._check(batch)
         self._admit(self._topic, batch)
-        appended = self._append(batch, sequence)
+        with span("append batch", topic=self._topic.topic.name, rows=batch.num_rows):
+            appended = self._append(batch, sequence)
         if appended.known < batch.num_rows:
             self._note(self._topic, batch.slice(appended.known))
         with self._changed:

@@ -9,10 +9,12 @@ one object goes to standard output; progress goes to standard error, and only to
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from ister import tracing
 from ister.cli.look import Progress, format_bytes, print_error, print_table, progress
 from ister.cli.place import add_place_arguments, has_place, load_place
 from ister.cli.report import answer, print_json
@@ -123,11 +125,13 @@ def run_job(
         config = place.config
         master = options.master or (config.pipeline.master if config is not None else "local[*]")
         bar = Bar()
+        tracing.start("ister-pipeline", os.environ)
         with open_session(master, _conf(options, config), name=f"ister {job}") as spark:
             try:
                 report = work(spark, place, bar)
             finally:
                 bar.end()
+                tracing.stop()
         if options.json:
             print_json(report.as_json())
         else:

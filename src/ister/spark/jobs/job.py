@@ -22,7 +22,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,6 +51,7 @@ from ister.tier.ownership import OwnedTopic
 from ister.tier.pipeline import PipelineKeys
 from ister.topic.history import History, HistoryTopic
 from ister.topic.tiers import open_metadata
+from ister.tracing import span
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -60,6 +61,8 @@ __all__ = ["Job", "choose_topics", "find_job_place", "open_job", "parse_topics"]
 _log = logging.getLogger("ister.spark.jobs")
 
 _RENEWALS_PER_LEASE: Final = 3
+# Jobs that may go on for days: what they do now and then is a span, not they.
+_LASTING: Final = ("run", "tier")
 _REPORTED_TOPICS_MAX: Final = 200
 _REPORTED_ERRORS_MAX: Final = 100
 _REPORTED_ITEMS_MAX: Final = 50
@@ -186,7 +189,8 @@ def open_job(
         keeper.start()
         try:
             failpoints.reach("pipeline.after_lease")
-            yield job
+            with nullcontext() if name in _LASTING else span(f"pipeline {name}"):
+                yield job
             failpoints.reach("pipeline.before_report")
         except BaseException as error:
             _note_end(job.report, error)

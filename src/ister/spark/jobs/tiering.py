@@ -67,6 +67,7 @@ from ister.tier.pipeline import PipelineKeys
 from ister.tier.verify import verify_size
 from ister.topic.tiers import upload_settings
 from ister.topic.upload_plan import PlannedObject, UploadPlan, plan_objects
+from ister.tracing import span
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -155,7 +156,8 @@ class _Tiering:
             failpoints.reach("pipeline.after_plan")
             return cycle
         while works:
-            self._run_round(works, cycle)
+            with span("pipeline tier", topics=len(works)):
+                self._run_round(works, cycle)
             works = [work for work in works if not work.is_over]
         return cycle
 
