@@ -319,6 +319,12 @@ def test_limits_and_where_to_begin(run, topic):
     )
     assert (code, out) == (0, "line 9\n")
     assert "goes on where it is" in err
+    # A subscription that begins at a time knows what there is for it.
+    for name, where, lines in (("d", "1h", 10), ("e", "2100-01-01T00:00:00Z", 0)):
+        code, out, err = run(
+            *("consume", topic, "--subscription", name, "--from", where, "--no-follow")
+        )
+        assert (code, out.count("\n"), err) == (0, lines, "")
     code, _, err = run("consume", topic, "--from", "11")
     assert code == 1
     assert "readable offsets are 0 up to, not including, 10" in err

@@ -121,6 +121,20 @@ def test_a_message_arrives_with_all_its_fields(client, topic):
         assert "payload" not in repr(first)
 
 
+def test_a_new_subscription_begins_at_a_time(client, topic):
+    with client.producer(topic, create=True) as producer:
+        producer.publish(b"early")
+        with client.consumer(topic, "all", start="earliest") as consumer:
+            early = consumer.receive(PATIENCE).publish_time
+        while datetime.now(UTC) < early + timedelta(milliseconds=20):
+            time.sleep(0.01)
+        producer.publish(b"late")
+    with client.consumer(topic, "s", start=early + timedelta(milliseconds=1)) as consumer:
+        assert consumer.receive(PATIENCE).payload == b"late"
+    with client.consumer(topic, "t", start=early) as consumer:
+        assert consumer.receive(PATIENCE).payload == b"early"
+
+
 def test_many_messages_in_order_acknowledged_and_gone(client, topic):
     with client.producer(topic, create=True) as producer:
         sent = [producer.send(payload) for payload in numbered(20_000)]

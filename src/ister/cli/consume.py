@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from ister.cli.connection import (
@@ -36,7 +35,7 @@ from ister.cli.place import parse_topic
 from ister.clock import SystemClock
 from ister.config import StorageMode
 from ister.errors import InvalidRequestError, NotFoundError, WaitTimeoutError
-from ister.model import AckLevel
+from ister.model import AckLevel, Start
 
 if TYPE_CHECKING:
     from ister.client import Client, Consumer, ReceivedMessage
@@ -258,8 +257,7 @@ class _Consumption:
             names = client.partitions(self._topic)
             if not names:
                 raise NotFoundError(f"there is no topic {self._topic}", topic=self._topic)
-            start = self._prepare_cursor(client, names)
-            goals = None if self._options.follow else self._goals(client, names)
+            start = self._start(client, names)
             with self._interrupts.breaking():  # nothing has come yet
                 consumer = client.consumer(
                     self._topic,
@@ -270,15 +268,16 @@ class _Consumption:
                     timeout=self._options.retry_for or None,
                 )
             try:
+                goals = None if self._options.follow else self._goals(client, names)
                 self._print_all(consumer, goals)
             finally:
                 with suppress(WaitTimeoutError):
                     consumer.close(_CLOSE_SECONDS)
 
-    def _prepare_cursor(self, client: Client, names: list[str]) -> int | str:
-        """Where the subscription begins; one that begins at a time is made here."""
+    def _start(self, client: Client, names: list[str]) -> Start:
+        """Where the subscription begins if it is new."""
         options = self._options
-        start = "earliest" if options.start is None else options.start
+        start: Start = "earliest" if options.start is None else options.start
         subscription: str = options.subscription
         if subscription in client.subscriptions(self._topic):
             if options.start is not None:
@@ -293,12 +292,6 @@ class _Consumption:
                 f"{self._topic} is partitioned, and each partition has offsets of its own",
                 hint=f"consume one of them: {names[0]}",
             )
-        if isinstance(start, datetime):
-            client.consumer(
-                self._topic, subscription, name=options.name, kind=options.type, start="latest"
-            ).close(_CLOSE_SECONDS)
-            client.seek(self._topic, subscription, to=start)
-            return "latest"
         return start
 
     def _goals(self, client: Client, names: list[str]) -> dict[str, int]:
@@ -306,18 +299,10 @@ class _Consumption:
         goals: dict[str, int] = {}
         for name in names:
             described = client.describe_topic(name)
-            cursor = next(
-                (
-                    one.cursor
-                    for one in described.subscriptions
-                    if one.subscription == self._options.subscription
-                ),
-                described.earliest if self._options.start in (None, "earliest") else None,
-            )
-            if isinstance(self._options.start, int):
-                cursor = self._options.start if cursor is None else cursor
-            if cursor is not None and cursor < described.next:
-                goals[name] = described.next
+            for one in described.subscriptions:
+                is_ours = one.subscription == self._options.subscription
+                if is_ours and one.cursor is not None and one.cursor < described.next:
+                    goals[name] = described.next
         return goals
 
     def _print_all(self, consumer: Consumer, goals: dict[str, int] | None) -> None:

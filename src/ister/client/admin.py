@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any, Final
 
 from ister.client.network import Network
+from ister.client.starts import milliseconds_of
 from ister.errors import AlreadyExistsError, InvalidRequestError, NotFoundError
 from ister.model import AckLevel, Codec, Start, TopicName
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
@@ -24,7 +25,6 @@ _POISONS: Final = (PoisonPolicy.DEAD_LETTER, PoisonPolicy.BLOCK, PoisonPolicy.DR
 _ADMIN: Final = "ister.Admin"
 _TOPICS: Final = "danube_admin.TopicAdmin"
 _NAMESPACES: Final = "danube_admin.NamespaceAdmin"
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,9 +288,7 @@ class AdminCalls:
         if to in ("earliest", "latest"):
             where = {str(to): True}
         elif isinstance(to, datetime):
-            if to.tzinfo is None:
-                raise InvalidRequestError("a time without a time zone")
-            where = {"publish_time_ms": (to - _EPOCH) // timedelta(milliseconds=1)}
+            where = {"publish_time_ms": milliseconds_of(to)}
         elif isinstance(to, int) and not isinstance(to, bool) and 0 <= to < 1 << 63:
             where = {"offset": to}
         else:

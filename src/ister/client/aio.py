@@ -30,7 +30,7 @@ from ister.client.options import TlsOptions, Token
 from ister.client.producing import ProducerCore, ProducerOptions
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.limits import MIB
-from ister.model import AckLevel
+from ister.model import AckLevel, Start
 from ister.subscription.policy import SubscriptionKind
 
 __all__ = ["AsyncClient", "AsyncConsumer", "AsyncProducer", "AsyncSentMessage"]
@@ -442,7 +442,7 @@ class AsyncClient(AdminCalls):
         *,
         name: str | None = None,
         kind: SubscriptionKind | str = SubscriptionKind.EXCLUSIVE,
-        start: int | str = "latest",
+        start: Start = "latest",
         key_filters: Sequence[str] = (),
         create: bool = False,
         buffer_bytes: int = 32 * MIB,
@@ -455,7 +455,8 @@ class AsyncClient(AdminCalls):
             subscription: On whose behalf; made where it does not exist.
             name: Which of its consumers; one that nobody else has by default.
             kind: `exclusive`, `shared`, `failover` or `key_shared`.
-            start: Where a new subscription begins: `earliest`, `latest` or an offset.
+            start: Where a new subscription begins: `earliest`, `latest`, an offset, or a point in
+                time, with its time zone.
             key_filters: Routing keys to take, with `*` and `?`; for `key_shared`.
             create: Make the topic if it does not exist.
             buffer_bytes: How much to have ready before it is asked for.

@@ -21,6 +21,7 @@ from typing import Any, Final
 from ister.client.intakes import Intake, IntakeOptions
 from ister.client.messages import ReceivedMessage
 from ister.client.network import Network
+from ister.client.starts import format_start
 from ister.errors import (
     ClosedError,
     InvalidRequestError,
@@ -30,6 +31,7 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.limits import MIB
+from ister.model import Start
 from ister.subscription.policy import SubscriptionKind
 
 __all__ = ["ConsumerCore", "ConsumerOptions"]
@@ -54,7 +56,7 @@ class ConsumerOptions:
     subscription: str
     name: str | None = None
     kind: SubscriptionKind | str = SubscriptionKind.EXCLUSIVE
-    start: int | str = "latest"
+    start: Start = "latest"
     key_filters: Sequence[str] = ()
     create: bool = False
     buffer_bytes: int = 32 * MIB
@@ -66,12 +68,7 @@ class ConsumerOptions:
                 f"there is no kind of subscription {self.kind!r}",
                 hint=f"one of: {', '.join(SubscriptionKind)}",
             )
-        is_offset = isinstance(self.start, int) and not isinstance(self.start, bool)
-        if self.start not in ("earliest", "latest") and not (is_offset and int(self.start) >= 0):
-            raise InvalidRequestError(
-                f"a subscription cannot start at {self.start!r}",
-                hint="earliest, latest or an offset",
-            )
+        format_start(self.start)
         if isinstance(self.key_filters, str):
             raise InvalidRequestError("key_filters is a list of texts")
         if not self.buffer_bytes > 0:
@@ -136,7 +133,7 @@ class ConsumerCore:
             subscription=options.subscription,
             consumer=self.name,
             kind=str(options.kind),
-            start=str(options.start),
+            start=format_start(options.start),
             key_filters=tuple(options.key_filters),
             buffer_bytes=min(options.buffer_bytes, max(share, _BYTES_PER_INTAKE_MIN)),
             timeout=options.timeout,

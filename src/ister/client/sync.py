@@ -546,7 +546,7 @@ class Client:
         *,
         name: str | None = None,
         kind: SubscriptionKind | str = SubscriptionKind.EXCLUSIVE,
-        start: int | str = "latest",
+        start: Start = "latest",
         key_filters: Sequence[str] = (),
         create: bool = False,
         buffer_bytes: int = 32 * MIB,
@@ -559,7 +559,8 @@ class Client:
             subscription: On whose behalf; made where it does not exist.
             name: Which of its consumers; one that nobody else has by default.
             kind: `exclusive`, `shared`, `failover` or `key_shared`.
-            start: Where a new subscription begins: `earliest`, `latest` or an offset.
+            start: Where a new subscription begins: `earliest`, `latest`, an offset, or a point in
+                time, with its time zone.
             key_filters: Routing keys to take, with `*` and `?`; for `key_shared`.
             create: Make the topic if it does not exist.
             buffer_bytes: How much to have ready before it is asked for.

@@ -18,7 +18,7 @@ from ister.broker.outbox import Outbox
 from ister.broker.rpc import Places, Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.topics import Topics
+from ister.broker.topics import Topics, start_at_time
 from ister.broker.wire import ister_api
 from ister.errors import ConflictError, FencedError, InvalidRequestError
 from ister.limits import MIB
@@ -230,8 +230,9 @@ def _parse_start(text: str) -> Start:
         return "latest"
     if text == "earliest":
         return "earliest"
-    if text.isascii() and text.isdigit():
-        return int(text)
+    time = text.removeprefix("@")
+    if time.isascii() and time.isdigit():
+        return start_at_time(int(time)) if text != time else int(text)
     raise InvalidRequestError(
-        f"a subscription cannot start at {text!r}", hint="earliest, latest or an offset"
+        f"a subscription cannot start at {text!r}", hint="earliest, latest, an offset or a time"
     )
