@@ -155,7 +155,8 @@ def test_frames_in_any_chunks_are_all_found(first_offset, bodies, cuts, is_expec
 def test_damaged_frames_in_any_chunks_give_what_one_buffer_gives(data, first_offset, bodies, cuts):
     buffer = data.draw(damaged(frames(first_offset, bodies)))
     _, found = check_frames(buffer, expected_offset=first_offset, chunks=cut(buffer, cuts))
-    assert all(frame.body in bodies for frame in found)
+    # Not always one of `bodies`: 00 00 00 ff is the crc of the body ff, and may have been put in.
+    assert all(frames(frame.offset, [frame.body]) in buffer for frame in found)
 
 
 @EXAMPLES
