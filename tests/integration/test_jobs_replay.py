@@ -273,11 +273,12 @@ def test_name_of_another_replay_is_refused(spark, place):
 
 
 @pytest.mark.parametrize("point", ["batch.after_rows=kill@2", "pipeline.after_commit=kill@2"])
-def test_replay_that_is_killed_goes_on(spark, place, point):
+def test_replay_that_is_killed_goes_on(spark, place, point, tmp_path):
     place.fill(A, 200, uploaded=150)
     child = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "replay_child.py"), place.config, A, B],
-        env={**os.environ, "ISTER_FAILPOINTS": point},
+        # What Spark leaves behind goes with the test.
+        env={**os.environ, "ISTER_FAILPOINTS": point, "TMPDIR": str(tmp_path)},
         capture_output=True,
         timeout=CHILD_SECONDS,
         check=False,
