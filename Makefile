@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# How many processes `make test` shares its files among.
+# How many processes `make test` shares its files among: long ones first, as it happens, so that
+# all end at about the same time.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
@@ -30,7 +31,7 @@ types: $(STAMP) ## mypy, strict, over src
 	$(BIN)/mypy
 
 test: lint types ## all checks and suites that fit into a few minutes
-	$(BIN)/python -m pytest -m "not fault" --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "not fault" --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 docs: $(STAMP) ## the site of the documents, into site/
 	$(BIN)/python -m tools.reference
