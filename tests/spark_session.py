@@ -7,8 +7,10 @@ nothing is left behind: the JVM and its files go with the session of tests, or w
 import atexit
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from pyspark import SparkContext
@@ -65,7 +67,8 @@ def stop_spark() -> None:
         process = getattr(gateway, "proc", None)
         if process is not None:
             process.stdin.close()  # on which it ends
-            process.wait(timeout=30)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
     while _homes:
         shutil.rmtree(_homes.pop(), ignore_errors=True)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any, Self
 
 from fault.processes import Process, end_with_parent, kill_session, of_session
 from fault.spark_child import spark_environment
+from servers.ports import free_port
 
 __all__ = ["SparkCluster"]
 
@@ -63,7 +63,7 @@ class SparkCluster:
             # Of both sides: workers say that they live four times as often as that.
             "SPARK_DAEMON_JAVA_OPTS": "-Dspark.worker.timeout=60",
         }
-        self._port = _free_port()
+        self._port = free_port()
         self._count = workers
         self._master: _Daemon | None = None
         self._workers: list[_Daemon] = []
@@ -197,10 +197,3 @@ class _Daemon:
 
     def log_text(self) -> str:
         return f"{self._log.name}:\n{self._log.read_text(errors='replace')[-_LOG_CHARACTERS:]}"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -59,7 +59,8 @@ from ister.model import Codec
 from rig import Task, eventually
 from servers.fault_proxy import FaultProxy
 from servers.flight import READ, FlightTopics
-from servers.s3 import free_port, rclone_server
+from servers.ports import free_port
+from servers.s3 import rclone_server
 
 A, B = "/default/a", "/default/b"
 PUSHDOWN = "spark.sql.python.filterPushdown.enabled"

@@ -66,7 +66,9 @@ def test_uploads_and_batches_are_spans(tmp_path, collector):
         BrokerProcess(tmp_path, settings=settings, environment=environment) as broker,
         Client(broker.address) as client,
         client.producer(TOPIC, create=True) as producer,
+        grpc.insecure_channel(broker.address) as channel,
     ):
+        stub(channel, "danube.HealthCheck").HealthCheck(danube.HealthCheckRequest(), timeout=60)
         producer.publish(b"x")
         batch = collector.wait_for("append batch")
         upload = collector.wait_for("upload")
@@ -82,6 +84,10 @@ def test_a_call_that_is_refused_is_a_span_with_its_error(tmp_path, collector):
             stub(channel, PRODUCER).SendMessage(danube.StreamMessage(), timeout=60)
         call = collector.wait_for(f"{PRODUCER}/SendMessage")
     assert call.status.code == call.status.STATUS_CODE_ERROR
+    assert call.status.message == "INVALID_ARGUMENT: the message has no msg_id"
+    code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert attributes_of(call)["rpc.grpc.status_code"] == code
+    assert not call.events
 
 
 def test_what_is_left_is_sent_when_the_broker_ends(tmp_path, collector):

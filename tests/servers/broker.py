@@ -34,6 +34,8 @@ import yaml
 from ister.broker.server import Broker
 from ister.config import load_config
 
+from .ports import free_port
+
 __all__ = ["BrokerProcess", "BrokerThread"]
 
 READY_SECONDS = 60.0
@@ -120,6 +122,8 @@ class BrokerProcess:
         if self.is_running:
             raise RuntimeError("the broker runs already")
         self.directory.mkdir(parents=True, exist_ok=True)
+        # The next life listens where this one did, as a service on a real machine does.
+        self._ports = self._ports or {name: free_port() for name in _PORTS}
         config = self.directory / "ister.yml"
         config.write_text(
             yaml.safe_dump(broker_settings(self.directory, self.settings, self._ports))
@@ -138,10 +142,6 @@ class BrokerProcess:
             self.kill()
             raise
         self.address, self.flight, self.http = (ready.get(name) or "" for name in _PORTS)
-        # The next life listens where this one did, as a service on a real machine does.
-        self._ports = {
-            name: int(ready[name].rpartition(":")[2]) for name in _PORTS if ready.get(name)
-        }
 
     def stop(self, *, within: float = STOP_SECONDS) -> None:
         """SIGTERM. It has to end in time, with 0.

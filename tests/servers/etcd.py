@@ -25,17 +25,12 @@ import time
 import urllib.request
 from pathlib import Path
 
+from .ports import free_port
+
 _READY_SECONDS = 30
 _FRAME_HEADER_BYTES = 9
 _HEADERS_FRAME = 1
 _END_STREAM = 0x1
-
-
-def free_port():
-    """A loopback port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def etcd_binary():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,12 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .ports import free_port
+
 __all__ = [
     "ACCESS_KEY",
     "BUCKET",
     "SECRET_KEY",
     "S3Server",
-    "free_port",
     "moto_server",
     "rclone_server",
 ]
@@ -56,13 +56,6 @@ class S3Server:
             "access_key": ACCESS_KEY,
             "secret_key": SECRET_KEY,
         }
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -1,12 +1,17 @@
 """Spans that nobody asked for cost nothing; those that cannot be made are said."""
 
+import io
+import json
 import logging
+import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
-from ister import tracing
+from ister import logs, tracing
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 
@@ -17,13 +22,13 @@ def _off_again():
     tracing.stop()
 
 
-async def handle(data, context):
-    return data
+async def call(request, context):
+    return request
 
 
 def test_off_nothing_is_wrapped_and_nothing_is_loaded():
     assert not tracing.is_on()
-    assert tracing.traced_call("a.B/C", handle) is handle
+    assert tracing.traced_call("a.B/C", call, None) is call
     with tracing.span("work", topic="/default/t") as nothing:
         assert nothing is None
     assert tracing.span("a") is tracing.span("b")
@@ -39,7 +44,7 @@ def test_off_nothing_is_wrapped_and_nothing_is_loaded():
     [
         {},
         {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
-        {**ENDPOINT, "OTEL_SDK_DISABLED": "True"},
+        {**ENDPOINT, "OTEL_SDK_DISABLED": " True"},
         {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"},
         {"OTEL_SERVICE_NAME": "mine"},
     ],
@@ -53,12 +58,96 @@ def test_it_is_on_with_an_endpoint_and_off_when_it_ends():
     tracing.start("service", ENDPOINT)
     assert tracing.is_on()
     tracing.start("another", ENDPOINT)
-    assert tracing.traced_call("a.B/C", handle) is not handle
+    assert tracing.traced_call("a.B/C", call, None) is not call
     # Every client asks for it all the time.
-    assert tracing.traced_call("danube.HealthCheck/HealthCheck", handle) is handle
+    assert tracing.traced_call("danube.HealthCheck/HealthCheck", call, None) is call
     tracing.stop()
     assert not tracing.is_on()
     tracing.stop()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1/v1/traces"},
+        {**ENDPOINT, "OTEL_TRACES_EXPORTER": ""},
+        {**ENDPOINT, "OTEL_TRACES_EXPORTER": "console, otlp"},
+        {**ENDPOINT, "OTEL_SDK_DISABLED": "false"},
+    ],
+)
+def test_it_is_on_where_there_is(environment):
+    tracing.start("service", environment)
+    assert tracing.is_on()
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "service"),
+        ({"OTEL_SERVICE_NAME": "mine"}, "mine"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=mine,a=b"}, "mine"),
+    ],
+)
+def test_the_environment_may_have_a_name_for_the_service(variables, name, monkeypatch):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    tracing.start("service", ENDPOINT)
+    about = tracing._tracing.provider.resource.attributes
+    assert about["service.name"] == name
+    assert about["service.version"]
+
+
+def test_variables_that_make_no_sense_are_said_and_harm_nobody(monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")  # less than a batch
+    with caplog.at_level(logging.WARNING, logger="ister"):
+        tracing.start("service", ENDPOINT)
+    assert not tracing.is_on()
+    assert "no traces are sent" in caplog.text
+
+
+def test_a_protocol_that_is_not_spoken_is_said(caplog):
+    with caplog.at_level(logging.WARNING, logger="ister"):
+        tracing.start("service", {**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    assert "spans are sent as http/protobuf" in caplog.text
+
+
+def test_complaints_are_in_our_log_and_seldom():
+    written = io.StringIO()
+    logs.configure(stream=written)
+    tracing.start("service", ENDPOINT)
+    for number in range(3):
+        logging.getLogger("opentelemetry.exporter").warning("no answer %d", number)
+    (line,) = written.getvalue().splitlines()
+    assert json.loads(line)["event"] == "no answer 0"
+    tracing.stop()
+    complaints = logging.getLogger("opentelemetry")
+    assert (complaints.handlers, complaints.propagate) == ([], True)
+
+
+def test_the_end_does_not_wait_for_a_collector_that_never_answers():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {
+            **os.environ,
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+        }
+        script = """
+import os, time
+from ister import tracing
+tracing.start("service", os.environ)
+with tracing.span("work"):
+    pass
+began = time.monotonic()
+tracing.stop()
+print(time.monotonic() - began)
+"""
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, check=True, capture_output=True
+        )
+        # The interpreter's own end has to be quick, too.
+        left = time.monotonic() - began - float(done.stdout)
+    assert float(done.stdout) < 5
+    assert left < 8
 
 
 def test_an_error_goes_through_a_span():

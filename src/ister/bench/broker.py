@@ -256,10 +256,17 @@ async def _delivery_times(client: Any, seconds: int) -> list[float]:  # noqa: AN
     # Those that are done are let go of: a heap that grows makes the collector stop this client.
     under_way: set[asyncio.Future[Any]] = set()
 
+    failures: list[BaseException] = []
+
     def begin(work: Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)
         under_way.add(task)
-        task.add_done_callback(under_way.discard)
+        task.add_done_callback(end)
+
+    def end(task: asyncio.Future[Any]) -> None:
+        under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failures.append(error)
 
     async with (
         _producer(client, topic) as producer,
@@ -282,8 +289,10 @@ async def _delivery_times(client: Any, seconds: int) -> list[float]:  # noqa: AN
         try:
             await asyncio.wait_for(receiving, _WAIT_SECONDS)
         except TimeoutError as error:
-            raise UnavailableError("messages are missing") from error
+            raise UnavailableError("messages are missing") from (failures or [error])[0]
         await asyncio.gather(*under_way)
+    if failures:
+        raise failures[0]
     return times
 
 

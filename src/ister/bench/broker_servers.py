@@ -2,8 +2,8 @@
 
 The broker is `ister serve` itself. The other one, `python -m ister.bench.broker_servers COUNT`,
 speaks the same protocol and keeps nothing: a send is answered, a stream has COUNT prepared messages
-in it and then those that are sent to its topic, an acknowledgement is answered. It prints its port
-as one JSON line and ends with its standard input.
+in it and then those that are sent since it was subscribed to, whatever the topic, and an
+acknowledgement is answered. It prints its port as one JSON line and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -87,29 +87,31 @@ class _Bare:
             for offset, payload in enumerate(payloads(count))
         ]
 
-        self._streams: list[asyncio.Queue[bytes]] = []
+        # For the newest subscription, while there is one.
+        self._sent: asyncio.Queue[bytes] | None = None
 
     async def CreateProducer(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         return danube.ProducerResponse(request_id=request.request_id, producer_id=1)
 
     async def SendMessage(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        for stream in self._streams:
-            stream.put_nowait(request.SerializeToString())
+        if self._sent is not None:
+            self._sent.put_nowait(request.SerializeToString())
         return danube.MessageResponse(request_id=request.request_id)
 
     async def Subscribe(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        self._sent = asyncio.Queue()
         return danube.ConsumerResponse(request_id=request.request_id, consumer_id=1)
 
     async def ReceiveMessages(self, request: Any, context: Any) -> AsyncIterator[bytes]:  # noqa: N802, ANN401
         for data in self._prepared:
             yield data
-        sent: asyncio.Queue[bytes] = asyncio.Queue()
-        self._streams.append(sent)
+        sent = self._sent
         try:
-            while True:
+            while sent is not None:
                 yield await sent.get()
         finally:
-            self._streams.remove(sent)
+            if self._sent is sent:
+                self._sent = None
 
     async def Ack(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         return danube.AckResponse(request_id=request.request_id)

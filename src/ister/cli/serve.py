@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
     _check_ports(config)
     _raise_file_limit()
     tracing.start("ister-broker", os.environ)
+    _set_aside_modules()
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
 
@@ -130,7 +131,6 @@ def run(options: argparse.Namespace) -> int:
             return
         listening = starting.result().to_json()
         pipeline = _start_pipeline(options, config, listening)
-        _set_aside_what_stays()
         if options.json:
             print(json.dumps({"event": "ready", "pid": os.getpid(), **listening}), flush=True)
         else:
@@ -144,7 +144,10 @@ def run(options: argparse.Namespace) -> int:
         _log.info("ended")
         _exit()
 
-    asyncio.run(serve())
+    try:
+        asyncio.run(serve())
+    finally:
+        tracing.stop()
     return 0
 
 
@@ -165,11 +168,11 @@ def _start_pipeline(
     return pipeline
 
 
-def _set_aside_what_stays() -> None:
-    """Has the collector pass over what is there now: modules and topics, all of which stay.
+def _set_aside_modules() -> None:
+    """Has the collector pass over what is loaded by now, all of which stays.
 
-    It stops every thread while it looks at them, for 50 ms and more, and what is delivered then is
-    late.
+    It stops every thread while it looks at that, for 50 ms and more, and what is delivered then is
+    late. Before topics are opened: those may go, and what was set aside never does.
     """
     gc.collect()
     gc.freeze()

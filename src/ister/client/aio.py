@@ -456,7 +456,7 @@ class AsyncClient(AdminCalls):
             name: Which of its consumers; one that nobody else has by default.
             kind: `exclusive`, `shared`, `failover` or `key_shared`.
             start: Where a new subscription begins: `earliest`, `latest`, an offset, or a point in
-                time, with its time zone.
+                time, with its time zone; one that is still to come is as `latest`.
             key_filters: Routing keys to take, with `*` and `?`; for `key_shared`.
             create: Make the topic if it does not exist.
             buffer_bytes: How much to have ready before it is asked for.

@@ -17,10 +17,12 @@ def milliseconds_of(time: datetime) -> int:
     """A publish time.
 
     Raises:
-        InvalidRequestError: It has no time zone.
+        InvalidRequestError: It has no time zone, or no message can have it.
     """
     if time.tzinfo is None:
-        raise InvalidRequestError("a time without a time zone")
+        raise InvalidRequestError(f"{time} is a time without a time zone")
+    if time < _EPOCH:
+        raise InvalidRequestError(f"{time} is before 1970")
     return (time - _EPOCH) // timedelta(milliseconds=1)
 
 
@@ -31,9 +33,8 @@ def format_start(start: Start) -> str:
         InvalidRequestError: It is no place in a topic.
     """
     if isinstance(start, datetime):
-        if (time := milliseconds_of(start)) >= 0:
-            return f"@{time}"
-    elif start in ("earliest", "latest") or (type(start) is int and start >= 0):
+        return f"@{milliseconds_of(start)}"
+    if start in ("earliest", "latest") or (type(start) is int and start >= 0):
         return str(start)
     raise InvalidRequestError(
         f"a subscription cannot start at {start!r}", hint="earliest, latest, an offset or a time"

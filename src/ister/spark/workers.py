@@ -55,7 +55,7 @@ def spare_collector() -> None:
 
 
 def keep_buffers() -> None:
-    """Has this process keep up to 128 MiB of freed buffers for the next ones; before a task.
+    """Has this process keep freed buffers for the next ones, about 128 MiB; before a task.
 
     Elsewhere than in a worker, and where the C library cannot be asked for that, nothing changes.
     """

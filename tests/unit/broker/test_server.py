@@ -17,14 +17,9 @@ from ister.broker.topics import Topics
 from ister.broker.wire import danube, danube_admin, ister_api
 from ister.errors import ConfigError, DirectoryLockedError, UnavailableError
 from ister.topic.log import Log
+from servers.ports import free_port
 
 NAME = "/default/t"
-
-
-def free_port():
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def free_ports():

@@ -30,7 +30,10 @@ def test_a_client_refuses_what_is_no_place(start):
         format_start(start)
 
 
-@pytest.mark.parametrize("text", ["now", "-1", "@", "@@7", "@-1", "@1.5", "7@", "٣", "@9" * 12])
+@pytest.mark.parametrize(
+    "text",
+    ["now", "-1", "@", "@@7", "@-1", "@1.5", "7@", "٣", "@9" * 12, "9" * 20, "@" + "9" * 5000],
+)
 def test_a_broker_refuses_what_is_no_place(text):
     with pytest.raises(InvalidRequestError):
         _parse_start(text)

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.servers.etcd import EtcdCluster, EtcdServer, etcd_binary, free_port
+from tests.servers.etcd import EtcdCluster, EtcdServer, etcd_binary
+from tests.servers.ports import free_port
 
 from ister.clock import ManualClock, SystemClock
 from ister.errors import (

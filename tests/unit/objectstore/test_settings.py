@@ -4,7 +4,7 @@ import builtins
 import logging
 
 import pytest
-from tests.servers.s3 import free_port
+from tests.servers.ports import free_port
 
 from ister.clock import SystemClock
 from ister.errors import ConfigError, IsterError, PermissionDeniedError

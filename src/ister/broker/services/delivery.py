@@ -35,6 +35,8 @@ _ACKS_MAX: Final = 10_000
 _CONFIRMATIONS_MAX: Final = 16
 # How long a stream may say nothing before it is opened.
 _OPEN_SECONDS: Final = 10.0
+# Of an offset, and of a time.
+_DIGITS_MAX: Final = 19
 
 
 class DeliveryService:
@@ -231,7 +233,7 @@ def _parse_start(text: str) -> Start:
     if text == "earliest":
         return "earliest"
     time = text.removeprefix("@")
-    if time.isascii() and time.isdigit():
+    if time.isascii() and time.isdigit() and len(time) <= _DIGITS_MAX:
         return start_at_time(int(time)) if text != time else int(text)
     raise InvalidRequestError(
         f"a subscription cannot start at {text!r}", hint="earliest, latest, an offset or a time"

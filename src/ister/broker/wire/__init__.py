@@ -23,7 +23,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import ServiceDescriptor
 
 from ister.broker.counters import Calls
-from ister.broker.rpc import Gate, streaming_handler, unary_handler
+from ister.broker.rpc import Gate, status_of, streaming_handler, unary_handler
 from ister.tracing import traced_call
 
 __all__ = ["add_service", "danube", "danube_admin", "danube_schema", "ister_api", "stub"]
@@ -103,9 +103,8 @@ def add_service(
             )
         else:
             make = grpc.unary_unary_rpc_method_handler
-            handler = traced_call(
-                where, unary_handler(call, parse, where, gate, calls.of(name, method.name))
-            )
+            call = traced_call(where, call, status_of)
+            handler = unary_handler(call, parse, where, gate, calls.of(name, method.name))
         # Requests are parsed by the handler: what is no message gets a status that says so.
         handlers[method.name] = make(handler, response_serializer=_serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))

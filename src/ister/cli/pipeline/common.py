@@ -125,8 +125,9 @@ def run_job(
         config = place.config
         master = options.master or (config.pipeline.master if config is not None else "local[*]")
         bar = Bar()
-        tracing.start("ister-pipeline", os.environ)
         with open_session(master, _conf(options, config), name=f"ister {job}") as spark:
+            # Not before: a thread of it would be started in the fork that becomes the JVM, too.
+            tracing.start("ister-pipeline", os.environ)
             try:
                 report = work(spark, place, bar)
             finally:
