@@ -30,7 +30,7 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, over src
 	$(BIN)/mypy
 
-test: lint types ## all checks and suites that fit into a few minutes
+test: lint types ## lint, types and every suite but the heavy ones, in half an hour on two cores
 	$(BIN)/python -m pytest -m "not fault" --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 docs: $(STAMP) ## the site of the documents, into site/

@@ -73,3 +73,17 @@ def test_a_broker_that_is_gone_is_said_to_be_and_its_return_too(empty, open_page
     banner.wait_for(state="detached")
     assert page.locator("#announce").inner_text() == "The broker answers again."
     eventually(lambda: "Live" in page.locator("#freshness").inner_text())
+
+
+def test_a_broker_that_is_back_and_not_ready_is_back(shop, open_page):
+    page = open_page(shop, "#/topics")
+    settled(page)
+    page.route("**/api/**", lambda route: route.abort())
+    page.locator(".banner.bad").wait_for()
+    page.unroute("**/api/**")
+    body = '{"error": {"code": "UNAVAILABLE", "message": "the broker is not ready"}}'
+    page.route("**/api/**", lambda route: route.fulfill(status=503, body=body))
+    page.locator(".banner.bad").wait_for(state="detached")
+    assert page.locator("#announce").inner_text() == "The broker answers again."
+    page.unroute("**/api/**")
+    page.get_by_role("link", name="/default/payments").wait_for()

@@ -103,8 +103,8 @@ async function reload() {
     if (mine !== round) return;
     if (route.page === overview) remember(data.overview);
     else if (about) remember(about);
-    if (!shown.isAnswering) announce("The broker answers again.");
-    Object.assign(shown, { data, error: null, updatedAt: Date.now(), isAnswering: true, isSignIn: false });
+    noteAnswer();
+    Object.assign(shown, { data, error: null, isSignIn: false });
   } catch (error) {
     if (mine !== round) return;
     fail(error);
@@ -124,6 +124,13 @@ function keepSignIn(error) {
   return null;
 }
 
+// Whatever it says: a broker that has just started says that it is not ready.
+function noteAnswer() {
+  if (!shown.isAnswering) announce("The broker answers again.");
+  shown.isAnswering = true;
+  shown.updatedAt = Date.now();
+}
+
 function fail(error) {
   if (!(error instanceof ApiError)) {
     shown.error = new ApiError(-1, "page", `This page failed: ${error.message}`, "Reload it; if that does not help, it is a bug.");
@@ -135,8 +142,7 @@ function fail(error) {
     shown.error = shown.data === null ? error : null;
     return;
   }
-  shown.isAnswering = true;
-  shown.updatedAt = Date.now();
+  noteAnswer();
   if (error.status === 401) {
     shown.refusal = credential.get() ? error.message : "";
     shown.focusHeading = !shown.isSignIn;
