@@ -158,8 +158,8 @@ def test_keep_leaves_the_broker_up_until_it_is_interrupted(home):
         assert address, "the dashboard's address was shown"
         assert _get(address, "/ready") == "ready"
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=_WAIT_SECONDS)
-    assert process.returncode == 0
+        out, err = process.communicate(timeout=_WAIT_SECONDS)
+    assert process.returncode == 0, f"{out}\n{err}"
     assert (data / "ister.yml").exists()
     assert processes_of(data) == []
 

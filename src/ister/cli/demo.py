@@ -170,8 +170,9 @@ def _keep(player: Player, directory: str, *, to_stderr: bool) -> None:
         ("try", f"ister topics describe /default/orders --broker {addresses.grpc}"),
     ):
         print(f"  {name:10} {value}", file=file)
-    print("  Ctrl-C ends the broker; the data stays.", file=file, flush=True)
     with suppress(KeyboardInterrupt):
+        # Within: whoever reads it may do so at once.
+        print("  Ctrl-C ends the broker; the data stays.", file=file, flush=True)
         # In looks: a signal that comes just before the thread begins to wait does not end that.
         while not threading.Event().wait(_LOOK_SECONDS):
             pass
