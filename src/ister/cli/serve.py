@@ -140,7 +140,9 @@ def run(options: argparse.Namespace) -> int:
             # First: it gives the lease back, and the broker uploads its last messages by itself.
             await pipeline.stop()
         await broker.stop(leave_connections=True)
-        await asyncio.to_thread(tracing.stop)
+        # The loop waits for it: whatever it went on with, callers would hear from a broker that is
+        # no more.
+        tracing.stop()
         _log.info("ended")
         _exit()
 
