@@ -445,11 +445,13 @@ class Load:
                 return
 
     async def _nack(self, consumer: Consumer, plan: Plan, message: Any) -> None:
-        self.history.nack(plan.name, message.msg_id.topic_offset)
+        nack = self.history.nack(plan.name, message.msg_id.topic_offset)
         try:
             await consumer.nack(message, reason="not today")
         except grpc.aio.AioRpcError as error:
             self._note(f"nack {plan.name}@{message.msg_id.topic_offset}", error)
+        finally:
+            self.history.nacked(nack)
 
     # -- the end ----------------------------------------------------------------------------
 

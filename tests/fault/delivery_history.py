@@ -131,6 +131,14 @@ class Ack:
 
 
 @dataclass(slots=True, eq=False)
+class Nack:
+    """A call that asks for a message again."""
+
+    started: float
+    ended: float = _NEVER
+
+
+@dataclass(slots=True, eq=False)
 class _Subscription:
     name: str
     topic: str
@@ -138,11 +146,24 @@ class _Subscription:
     created: float
     streams: list[Stream] = field(default_factory=list)
     acks: dict[int, list[Ack]] = field(default_factory=lambda: defaultdict(list))
-    nacks: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    nacks: dict[int, list[Nack]] = field(default_factory=lambda: defaultdict(list))
 
     def is_nacked(self, offset: int, start: float, end: float) -> bool:
         """Whether a nack was tried in that time."""
-        return any(start <= at <= end for at in self.nacks.get(offset, ()))
+        return any(start <= nack.started <= end for nack in self.nacks.get(offset, ()))
+
+    def is_nacked_late(self, one: _Delivery) -> bool:
+        """Whether a nack of an earlier delivery can have come to the broker after this one.
+
+        A client repeats a call that a broker's end has cut off, and the next broker takes it for
+        the message that it has sent meanwhile.
+        """
+        return all(
+            other.at >= one.at for other in one.stream.deliveries if other.offset == one.offset
+        ) and any(
+            nack.started <= one.at and nack.ended >= one.stream.opened
+            for nack in self.nacks.get(one.offset, ())
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -304,9 +325,15 @@ class DeliveryHistory:
         """The broker confirmed it."""
         ack.confirmed = self.now()
 
-    def nack(self, subscription: str, offset: int) -> None:
+    def nack(self, subscription: str, offset: int) -> Nack:
         """A call is about to be made that asks for a message again."""
-        self._subscriptions[subscription].nacks[offset].append(self.now())
+        made = Nack(self.now())
+        self._subscriptions[subscription].nacks[offset].append(made)
+        return made
+
+    def nacked(self, nack: Nack) -> None:
+        """The call is over, whatever has become of it."""
+        nack.ended = self.now()
 
     # -- the broker -------------------------------------------------------------------------
 
@@ -533,6 +560,8 @@ class DeliveryHistory:
         if not again.stream.is_of_life_of(first.stream):
             return True
         if subscription.is_nacked(first.offset, first.at, again.at):
+            return True
+        if subscription.is_nacked_late(first):
             return True
         if again.at - first.stream.opened >= self._ack_timeout:
             return True

@@ -373,3 +373,31 @@ def test_nack_is_a_cause():
     story.history.nack("s", 3)
     story.deliver(story.stream("d"), 3)
     assert story.kinds() == {}
+
+
+def test_nack_that_the_next_broker_gets_is_a_cause():
+    story, stream = a_story()
+    story.publish(3)
+    story.deliver(stream, 3)
+    nack = story.history.nack("s", 3)
+    story.restart(is_killed=False)
+    stream = story.stream()
+    story.history.nacked(nack)
+    # Sent before the nack came, and looked at after it was answered.
+    story.deliver(stream, 3)
+    story.deliver(stream, 3)
+    assert story.kinds() == {}
+    story.deliver(stream, 3)
+    assert story.kinds() == {"uncaused": 1}
+
+
+def test_nack_that_the_broker_before_has_answered_is_none():
+    story, stream = a_story()
+    story.publish(3)
+    story.deliver(stream, 3)
+    story.history.nacked(story.history.nack("s", 3))
+    story.restart(is_killed=False)
+    stream = story.stream()
+    story.deliver(stream, 3)
+    story.deliver(stream, 3)
+    assert story.kinds() == {"uncaused": 1}
