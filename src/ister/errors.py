@@ -11,8 +11,8 @@
     ├ UnauthenticatedError       show valid credentials        UNAUTHENTICATED
     ├ ConflictError              re-read, then decide          ABORTED
     │ ├ AlreadyExistsError       take the existing one
-    │ ├ DirectoryLockedError     stop the other process
-    │ └ FencedError              someone newer owns the topic: stop
+    │ └ DirectoryLockedError     stop the other process
+    ├ FencedError                a newer owner exists: stop    ABORTED
     ├ UnavailableError           retry later                   UNAVAILABLE          retriable
     │ ├ CommitUnknownError       read back what happened
     │ ├ DiskError                look at the disk, then reopen
@@ -205,12 +205,17 @@ class AlreadyExistsError(ConflictError):
     code = "ALREADY_EXISTS"
 
 
-class FencedError(ConflictError):
-    """A newer owner has the topic: this one may publish nothing more."""
-
-
 class DirectoryLockedError(ConflictError):
     """Another process (or another handle in this one) owns the WAL directory."""
+
+
+class FencedError(IsterError):
+    """A newer owner has the topic: this one may publish nothing more.
+
+    Not a conflict: reading again and deciding anew cannot help, so no handler of conflicts gets it.
+    """
+
+    code = "ABORTED"
 
 
 class UnavailableError(IsterError):

@@ -8,8 +8,10 @@ import pytest
 
 from ister import errors
 from ister.errors import (
+    ConflictError,
     DataGapError,
     DiskError,
+    FencedError,
     InvariantError,
     IsterError,
     OffsetOutOfRangeError,
@@ -28,7 +30,7 @@ _TREE = {
     "UnauthenticatedError": ("IsterError", "UNAUTHENTICATED", False, Exception),
     "ConflictError": ("IsterError", "ABORTED", False, Exception),
     "AlreadyExistsError": ("ConflictError", "ALREADY_EXISTS", False, Exception),
-    "FencedError": ("ConflictError", "ABORTED", False, Exception),
+    "FencedError": ("IsterError", "ABORTED", False, Exception),
     "DirectoryLockedError": ("ConflictError", "ABORTED", False, Exception),
     "UnavailableError": ("IsterError", "UNAVAILABLE", True, Exception),
     "CommitUnknownError": ("UnavailableError", "UNAVAILABLE", True, Exception),
@@ -122,3 +124,9 @@ def test_check_raises_what_an_assertion_would():
     check(True, "fine")
     with pytest.raises(InvariantError, match="not fine"):
         check(False, "not fine")
+
+
+def test_fenced_is_not_a_conflict():
+    """Goal: a handler that reads again and decides anew never gets "stop for good"."""
+    assert not issubclass(FencedError, ConflictError)
+    assert not FencedError.retriable

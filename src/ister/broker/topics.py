@@ -35,7 +35,6 @@ from ister.errors import (
     CapacityError,
     ConflictError,
     CorruptDataError,
-    FencedError,
     InvalidRequestError,
     IsterError,
     NotFoundError,
@@ -294,8 +293,6 @@ class Topics:
                 if new is None:
                     raise
                 topic = self.log.topic(text, create=True, ack=ack, codec=codec)
-        except (UnavailableError, FencedError):
-            raise
         except ConflictError as error:
             if isinstance(error, AlreadyExistsError):
                 raise

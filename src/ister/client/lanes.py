@@ -40,7 +40,6 @@ from ister.clock import Clock
 from ister.errors import (
     ConflictError,
     CorruptDataError,
-    FencedError,
     InvalidRequestError,
     InvariantError,
     IsterError,
@@ -249,7 +248,7 @@ class Lane:
             # Those before it are answered: it is this one that was refused.
             await self._refused(first_sent, error)
             return
-        is_conflict = isinstance(error, ConflictError) and not isinstance(error, FencedError)
+        is_conflict = isinstance(error, ConflictError)
         if is_conflict and was_sent and not self._is_established:
             self._raise_epoch()
             return

@@ -30,6 +30,7 @@ from ister.errors import (
     ConflictError,
     CorruptDataError,
     DataGapError,
+    FencedError,
     IsterError,
     NotFoundError,
     OffsetOutOfRangeError,
@@ -125,6 +126,7 @@ class _SliceReader:
                     OffsetOutOfRangeError,
                     CorruptDataError,
                     ConflictError,
+                    FencedError,
                 ) as error:
                     # Another source may have it.
                     self._last = error

@@ -152,8 +152,6 @@ class OwnedTopic:
         """
         try:
             self._change(compares, operations)
-        except FencedError:
-            raise
         except ConflictError:
             return False
         return True
@@ -225,8 +223,6 @@ class OwnedTopic:
                     ],
                     is_done=lambda: self._holds(key, data),
                 )
-            except FencedError:
-                raise
             except ConflictError:
                 # A commit of our own that had been given up on has happened after all, somebody
                 # has committed in our name, or has merged the newest object with others.
@@ -260,8 +256,6 @@ class OwnedTopic:
                     [Put(key, data)],
                     is_done=lambda: self._holds(key, data),
                 )
-            except FencedError:
-                raise
             except ConflictError:
                 return False
             if self.last is not None and self.last.start == new.start:
@@ -328,8 +322,6 @@ class OwnedTopic:
             failpoints.reach("tier.before_swap")
             try:
                 self._change(compares, operations, is_done=lambda: self._holds(key, data))
-            except FencedError:
-                raise
             except ConflictError:
                 return False
             failpoints.reach("tier.after_swap")
@@ -354,8 +346,6 @@ class OwnedTopic:
                     [Delete(key)],
                     is_done=lambda: self.catalog.store.get(key) is None,
                 )
-            except FencedError:
-                raise
             except ConflictError:
                 return False
             self._resync()
@@ -384,8 +374,6 @@ class OwnedTopic:
             # A commit or a merge of the newest one changes the pointer: then it is right by itself.
             try:
                 self._change([self._current_is_known()], [Put(keys.current, data)])
-            except FencedError:
-                raise
             except ConflictError:
                 return False
             self._resync()
@@ -477,8 +465,6 @@ class OwnedTopic:
                     [Delete(keys.descriptor(d.start)) for d, _ in found],
                     is_done=lambda: not there(),
                 )
-            except FencedError:
-                raise
             except ConflictError:
                 continue  # one of them was merged just now
             return [described for described, _ in found]
@@ -518,8 +504,6 @@ class OwnedTopic:
                 try:
                     self._change([self._current_is_known()], operations, is_done=is_done)
                     break
-                except FencedError:
-                    raise
                 except ConflictError:
                     # The newest object was merged with others meanwhile: the end is the same.
                     self._resync()

@@ -325,8 +325,6 @@ class TopicTier:
         while True:
             try:
                 return self._uploader.upload(source, start, synced)
-            except FencedError:
-                raise
             except ConflictError:
                 if self.owned.tiered <= start:
                     raise

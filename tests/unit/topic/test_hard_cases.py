@@ -11,7 +11,6 @@ import ister.topic.log as topic_log
 from ister.clock import SystemClock
 from ister.errors import (
     CommitUnknownError,
-    ConflictError,
     DataGapError,
     FencedError,
     UnavailableError,
@@ -501,7 +500,7 @@ def test_replaced_owner_puts_no_cursor_back(site, monkeypatch):
 
     log = site.open("a")
     monkeypatch.setattr(topic_log, "recover_tiered", slow)
-    with pytest.raises(ConflictError):
+    with pytest.raises(FencedError):
         log.topic(TEXT)
     assert load_progress(site.metadata, key).offset == 20
 

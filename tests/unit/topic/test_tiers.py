@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ister import failpoints
-from ister.errors import ConflictError, NotFoundError, UnavailableError
+from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.model import AckLevel, Codec, TopicState
 from ister.objectstore.base import Capabilities
@@ -562,7 +562,7 @@ def test_zombie_that_goes_on_deleting_spares_the_topic_that_was_made_again(site,
         made.append(topic)
 
     failpoints.arm(point, overtake)
-    with pytest.raises(ConflictError):
+    with pytest.raises(FencedError):
         log.delete(TEXT)
     failpoints.disarm()
     topic = made[1]

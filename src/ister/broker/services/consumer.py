@@ -70,8 +70,6 @@ class ConsumerService:
                 request.consumer_name,
                 tuple(request.key_filters),
             )
-        except FencedError:
-            raise
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         return danube.ConsumerResponse(
@@ -91,7 +89,7 @@ class ConsumerService:
         except IsterError as error:
             # The client comes again at once, whatever it is told.
             await asyncio.sleep(_REFUSAL_SECONDS)
-            if isinstance(error, NotFoundError | ConflictError):
+            if isinstance(error, NotFoundError | ConflictError | FencedError):
                 raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
         try:

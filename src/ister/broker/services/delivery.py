@@ -20,7 +20,7 @@ from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.topics import Topics, start_at_time
 from ister.broker.wire import ister_api
-from ister.errors import ConflictError, FencedError, InvalidRequestError
+from ister.errors import ConflictError, InvalidRequestError
 from ister.limits import MIB
 from ister.model import Start, StreamMessage
 from ister.subscription.policy import SubscriptionKind
@@ -78,8 +78,6 @@ class DeliveryService:
         subscription, consumer = await self._open(opening)
         try:
             outbox = subscription.attach(consumer.id, consumer.filters)
-        except FencedError:
-            raise
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         answers: asyncio.Queue[Any] = asyncio.Queue(_CONFIRMATIONS_MAX)
@@ -151,8 +149,6 @@ class DeliveryService:
                 tuple(request.key_filters),
                 _parse_start(request.start),
             )
-        except FencedError:
-            raise
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         topic.arrive(consumer)

@@ -39,6 +39,7 @@ from ister.clock import Clock
 from ister.errors import (
     ConflictError,
     CorruptDataError,
+    FencedError,
     IsterError,
     NotFoundError,
     OffsetOutOfRangeError,
@@ -175,7 +176,7 @@ class _Patchwork:
             except (CorruptDataError, NotFoundError, OffsetOutOfRangeError) as error:
                 reason = f"{source.name}: {error.message}"
                 continue
-            except (UnavailableError, ConflictError) as error:
+            except (UnavailableError, ConflictError, FencedError) as error:
                 # A broker that is not the owner any more has other messages.
                 if source.name != _BROKER:
                     raise
@@ -423,7 +424,11 @@ class _Healer:
                 continue
             if source.name in (_LOCAL, _BROKER):
                 with suppress(
-                    CorruptDataError, OffsetOutOfRangeError, NotFoundError, ConflictError
+                    CorruptDataError,
+                    OffsetOutOfRangeError,
+                    NotFoundError,
+                    ConflictError,
+                    FencedError,
                 ):
                     return self._make(at, self._plan(source, at, limit))
             elif made := self._copy_whole(source, at, limit, allows_kept=False):

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ister import failpoints
 from ister.config import CloudBackend, Config
-from ister.errors import ConflictError, CorruptDataError, FencedError, InvariantError, IsterError
+from ister.errors import ConflictError, CorruptDataError, InvariantError, IsterError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor, encode_descriptor
 from ister.limits import KIB
 from ister.metadata.base import Delete, Put, RevisionIs
@@ -783,7 +783,7 @@ class _Commit:
             return False
         if isinstance(error, InvariantError) or not isinstance(error, IsterError):
             return False
-        if isinstance(error, ConflictError) and not isinstance(error, FencedError):
+        if isinstance(error, ConflictError):
             self._scrub.has_changed = True  # somebody was faster: look again
         else:
             self._scrub.fail(error)
