@@ -313,6 +313,11 @@ _BROKER: Final[tuple[Metric, ...]] = (
         ("ister_health_state", "state", "0: well, 1: attention, 2: bad; one of each check"),
     ),
     *_of_broker(
+        "counter",
+        ("thread",),
+        ("ister_thread_failures_total", "errors", "unexpected errors of background threads"),
+    ),
+    *_of_broker(
         "gauge",
         (),
         ("ister_broker_ready", "1", "1 while clients should come"),

@@ -35,6 +35,7 @@ _LAYERS = {
                 "metrics",
                 "failpoints",
                 "logs",
+                "threads",
                 "tracing",
             ]
         ),

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import ister
+from ister import threads
 from ister.broker.counters import Calls
 from ister.broker.dispatch import Dispatch
 from ister.broker.health import STATES, BrokerHealth, state_of
@@ -387,6 +388,8 @@ class Exposition:
         families.set("ister_broker_ready", int(health.is_ready))
         for check in health.checks(names=False):
             families.set("ister_health_state", STATES.index(check.state), (check.name,))
+        for failure in threads.failures():
+            families.set("ister_thread_failures_total", failure.count, (failure.thread,))
         families.set("ister_metadata_up", int(watch.metadata_answers))
         if watch.disk is not None:
             families.set("ister_disk_free_bytes", watch.disk.free_bytes)

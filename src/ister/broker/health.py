@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from ister import threads
 from ister.broker.dispatch import Dispatch
 from ister.broker.security.tls import ServerTls
 from ister.broker.served import ServedTopic
@@ -84,6 +85,7 @@ _CLOCK_JUMP_SHOWN_SECONDS: Final = 3600.0
 # 2024: a machine without a battery begins in 1970.
 _CLOCK_EARLIEST_NS: Final = 1_704_067_200 * 10**9
 _FILES_LOW_SHARE: Final = 0.8
+_THREAD_FAILURE_SHOWN_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,12 +192,11 @@ class Watch:
             # A store that does not answer holds one thread, not one more each time.
             if now - looked_at >= LOOK_SECONDS and (looking is None or looking.done()):
                 looked_at = now
-                looking = asyncio.ensure_future(asyncio.to_thread(self.look))
-                looking.add_done_callback(_log_failure)
-            try:
+                looking = asyncio.ensure_future(
+                    asyncio.to_thread(threads.run, "ister-health", self.look)
+                )
+            with threads.guard("ister-lags"):
                 await self.note_lags()
-            except Exception:  # noqa: BLE001 - it is tried again
-                _log.exception("lags are not known")
             await asyncio.sleep(_TICK_SECONDS)
 
     # -- in a thread ------------------------------------------------------------------------
@@ -292,11 +293,6 @@ class Watch:
         tiered = core.wal.tiered or 0
         since = next((at for end, at in lag.marks if end > tiered), None)
         return 0.0 if since is None else max(0.0, self._clock.monotonic() - since)
-
-
-def _log_failure(looking: asyncio.Future[None]) -> None:
-    if not looking.cancelled() and (error := looking.exception()) is not None:
-        _log.error("a look at the stores failed", exc_info=error)
 
 
 def _parse(value: bytes) -> dict[str, Any] | None:
@@ -466,6 +462,7 @@ class BrokerHealth:
             yield self._check_certificate(self.tls)
         yield self._check_clock()
         yield self._check_files()
+        yield self._check_threads(names)
 
     def _check_ready(self) -> Check:
         reasons = self.reasons
@@ -661,6 +658,29 @@ class BrokerHealth:
             state="attention",
             words=words,
             hint="raise the limit (LimitNOFILE of systemd), or lower storage.wal.max_open_files",
+        )
+
+    @staticmethod
+    def _check_threads(names: bool) -> Check:
+        found = [
+            failure
+            for failure in threads.failures()
+            if failure.has_ended or failure.age_seconds < _THREAD_FAILURE_SHOWN_SECONDS
+        ]
+        if not found:
+            return Check(name="threads", state="ok", words="no background thread has failed")
+        told = [
+            f"{one.thread} {'ended' if one.has_ended else 'failed'} ({_count(one.count, 'error')}, "
+            f"the last {_span(one.age_seconds)} ago{f': {one.error}' if names else ''})"
+            for one in found[:_NAMES_SHOWN]
+        ]
+        has_ended = any(one.has_ended for one in found)
+        restart = "restart the broker, and " if has_ended else ""
+        return Check(
+            name="threads",
+            state="bad" if has_ended else "attention",
+            words=f"unexpected errors in background threads: {'; '.join(told)}",
+            hint=f"a fault in Ister: {restart}report it with the traceback from the log",
         )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from ister import threads
 from ister.clock import Clock
 from ister.config import Engine, StorageConfig
 from ister.errors import ClosedError, FencedError, IsterError
@@ -73,18 +74,16 @@ class Background:
         self._pool = ThreadPoolExecutor(storage.uploader.threads, thread_name_prefix="ister-upload")
         self._tidier = ThreadPoolExecutor(1, thread_name_prefix="ister-retention")
         self._threads = [
-            threading.Thread(target=self._keep, name="ister-lease", daemon=True),
-            threading.Thread(target=self._tend, name="ister-tender", daemon=True),
+            threads.start("ister-lease", self._keep),
+            threads.start("ister-tender", self._tend),
         ]
-        for thread in self._threads:
-            thread.start()
 
     def add(self, topic: Topic) -> None:
         """A topic was opened."""
         if topic.tier is not None:
             topic.tier.on_wanted = self._look.set
             if self._uploads:
-                self._tidier.submit(self._check, topic)
+                self._tidier.submit(threads.run, "ister-check", self._check, topic)
         self._look.set()
 
     def stop(self) -> None:
@@ -134,11 +133,9 @@ class Background:
             self._look.clear()
             if self._stopping.is_set():
                 return
-            try:
+            # A fault in here must not end uploads for every topic.
+            with threads.guard("ister-tender"):
                 self._hand_out(self._clock.monotonic())
-            except Exception:  # noqa: BLE001
-                # A fault in here must not end uploads for every topic.
-                _log.exception("tender")
 
     def _hand_out(self, now: float) -> None:
         has_retention, has_orphans = now >= self._retention_at, now >= self._orphans_at
@@ -156,12 +153,12 @@ class Background:
                 self._hand_out_upload(topic, tier, now, is_left=is_left)
             if has_retention and not tier.is_retaining:
                 tier.is_retaining = True
-                self._tidier.submit(self._retain, topic)
+                self._tidier.submit(threads.run, "ister-retention", self._retain, topic)
             if has_orphans:
-                self._tidier.submit(self._collect, topic)
+                self._tidier.submit(threads.run, "ister-orphans", self._collect, topic)
         if now >= self._probe_at:
             self._probe_at = now + _ORPHAN_CHECK_SECONDS
-            self._tidier.submit(self._tiers.probe)
+            self._tidier.submit(threads.run, "ister-probe", self._tiers.probe)
 
     def _hand_out_upload(self, topic: Topic, tier: TopicTier, now: float, *, is_left: bool) -> None:
         if is_left and not (self._uploads and tier.is_left_behind(now)):
@@ -178,8 +175,8 @@ class Background:
         except IsterError:
             # Noted by the tier, which decides when to try again.
             _log.debug("upload", exc_info=True)
-        except Exception:  # noqa: BLE001 - a fault of ours; the thread has other topics to serve
-            _log.exception("upload", extra={"topic": topic.name})
+        except Exception as error:  # noqa: BLE001 - the thread has other topics to serve
+            threads.record("ister-upload", error, topic=topic.name)
         finally:
             tier.is_submitted = False
             if tier.is_wanted and work == tier.upload:

@@ -965,6 +965,12 @@ class Wal:
             waiter.finish(failure.again())
         self._close_file_quietly(wait=False)
 
+    def stop(self, error: Exception) -> None:
+        """Stops the writer because of an error that nobody expected; whoever waits is told."""
+        with self._commit_lock:
+            if self._state is not TopicState.CLOSED:
+                self._fail(error)
+
     def _close_file_quietly(self, *, wait: bool) -> None:
         """Releases the handle of a writer that has stopped, unless a running sync still has it."""
         if self._writer is None or not self._sync_lock.acquire(blocking=wait):

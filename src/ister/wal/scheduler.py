@@ -9,20 +9,18 @@ in the queue at most once (it keeps a flag), so the queue is bounded by the numb
 
 from __future__ import annotations
 
-import logging
 import threading
 from heapq import heappop, heappush
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from ister import threads as background
 from ister.clock import Clock
 from ister.errors import IsterError
 from ister.wal.log import Schedule, Wal
 
 __all__ = ["Scheduler", "Threads"]
-
-_log = logging.getLogger("ister.wal.scheduler")
 
 
 class Threads(Schedule, Protocol):
@@ -49,12 +47,9 @@ class Scheduler:
         self._holders: dict[Wal, None] = {}
         self._holders_lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._work, name=f"ister-commit-{number}", daemon=True)
-            for number in range(threads)
+            background.start(f"ister-commit-{number}", self._work) for number in range(threads)
         ]
-        self._threads.append(threading.Thread(target=self._tick, name="ister-timer", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._threads.append(background.start("ister-timer", self._tick))
 
     def submit(self, log: Wal) -> None:
         """Has `log.run()` called soon."""
@@ -81,11 +76,20 @@ class Scheduler:
         while (log := self._queue.get()) is not None:
             try:
                 log.run()
-            except Exception:  # noqa: BLE001
-                # `run` handles its own errors; this is a fault in it, and the thread has other
-                # topics to serve.
-                _log.exception("commit thread", extra={"topic": log.settings.topic})
-            self.note_open_file(log)
+                self.note_open_file(log)
+            except Exception as error:  # noqa: BLE001
+                self._stop_log("ister-commit", log, error)
+
+    @staticmethod
+    def _stop_log(thread: str, log: Wal, error: Exception) -> None:
+        """Stops a log whose work failed in an unexpected way; the thread has others to serve.
+
+        Logs handle the errors that they expect, so this is a fault of ours. Nobody knows whether
+        the log's commits would go on: those who wait are told, and recovery opens it again.
+        """
+        background.record(thread, error, topic=log.settings.topic)
+        with background.guard(thread, topic=log.settings.topic):
+            log.stop(error)
 
     def note_open_file(self, log: Wal) -> None:
         """Closes the files of those that have been idle longest, beyond the limit."""
@@ -123,4 +127,7 @@ class Scheduler:
                 while heap and heap[0][0] <= self._clock.monotonic():
                     when, _, log = heappop(heap)
                     armed.discard((when, log))
-                    log.on_timer(when)
+                    try:
+                        log.on_timer(when)
+                    except Exception as error:  # noqa: BLE001
+                        self._stop_log("ister-timer", log, error)
