@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ister.errors import CapacityError, ClosedError, DiskError, IsterError, WaitTimeoutError
 from ister.model import AckLevel, Start
+from ister.topic.arguments import as_bytes
 from ister.topic.message import Message
 from ister.wal.waiters import Waiter
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from ister.topic.tier import Tiered
     from ister.topic.topic import Topic
     from ister.wal.log import Wal
@@ -30,14 +35,109 @@ __all__ = ["AsyncReader", "AsyncTopic"]
 
 _COMPACT_MIN = 64
 
+_T = TypeVar("_T")
+
 
 class AsyncTopic:
-    """A topic's `wait`, `flush` and `read` for asyncio. `append` is quick enough as it is."""
+    """A topic's `append`, `wait`, `flush` and `read` for asyncio."""
 
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._hubs: dict[tuple[int, AckLevel, bool], _Hub] = {}
         self._last_hub: _Hub | None = None
+
+    async def append(
+        self,
+        payload: bytes | bytearray | memoryview,
+        *,
+        attributes: Mapping[str, str] | None = None,
+        routing_key: str | None = None,
+        producer_name: str = "",
+        publish_time: datetime | int | None = None,
+        schema_id: int | None = None,
+        schema_version: int | None = None,
+    ) -> int:
+        """As `Topic.append`, but awaits where that one would block.
+
+        A task that is cancelled meanwhile has appended nothing.
+        """
+        payload = as_bytes(payload)
+        return await self._admitted(
+            len(payload),
+            partial(
+                self._topic.append,
+                payload,
+                attributes=attributes,
+                routing_key=routing_key,
+                producer_name=producer_name,
+                publish_time=publish_time,
+                schema_id=schema_id,
+                schema_version=schema_version,
+            ),
+        )
+
+    async def append_many(
+        self,
+        payloads: Iterable[bytes | bytearray | memoryview],
+        *,
+        attributes: Mapping[str, str] | None = None,
+        routing_key: str | None = None,
+        producer_name: str = "",
+        publish_time: datetime | int | None = None,
+        schema_id: int | None = None,
+        schema_version: int | None = None,
+    ) -> range:
+        """As `Topic.append_many`, but awaits where that one would block."""
+        messages = [as_bytes(payload) for payload in payloads]
+        return await self._admitted(
+            sum(map(len, messages)),
+            partial(
+                self._topic.append_many,
+                messages,
+                attributes=attributes,
+                routing_key=routing_key,
+                producer_name=producer_name,
+                publish_time=publish_time,
+                schema_id=schema_id,
+                schema_version=schema_version,
+            ),
+        )
+
+    async def append_arrow(self, batch: pa.RecordBatch) -> range:
+        """As `Topic.append_arrow`, but awaits where that one would block."""
+        return await self._admitted(batch.nbytes, partial(self._topic.append_arrow, batch))
+
+    async def _admitted(self, size_bytes: int, append: Callable[[], _T]) -> _T:
+        """Calls `append` on the loop when it does not block."""
+        wal = self._topic.wal
+        while True:
+            if wal.settings.blocks_when_full and not wal.buffer.has_room(size_bytes):
+                # Others append meanwhile: look again when what is in the buffer now is written.
+                await self._passed(wal.next - 1, AckLevel.WRITTEN, None)
+                continue
+            try:
+                return append()
+            except CapacityError:
+                if not await self._room():
+                    raise
+
+    async def _room(self) -> bool:
+        """Returns once a held append should be tried again; False if appends do not wait now."""
+        loop = asyncio.get_running_loop()
+        room = loop.create_future()
+
+        def finish() -> None:
+            if not room.done():
+                room.set_result(None)
+
+        def on_room() -> None:
+            with suppress(RuntimeError):  # the loop has been closed, and its tasks with it
+                loop.call_soon_threadsafe(finish)
+
+        if not self._topic.wal.notify_room(on_room):
+            return False
+        await room
+        return True
 
     async def wait(
         self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None

@@ -27,6 +27,7 @@ reader would not notice; see `ister.wal.recovery`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
@@ -180,6 +181,7 @@ class Wal:
         self._sync_lock = threading.Lock()
         self._room = threading.Condition(self.lock)
         self._room_waiters = 0
+        self._room_callbacks: list[Callable[[], None]] = []
         self._is_scheduled = False
         self._timer_at = math.inf
         self._is_lazy_armed = False
@@ -275,7 +277,10 @@ class Wal:
                     if not (waits and self.settings.blocks_when_full):
                         self._metrics.count("wal.append_refused")
                         raise reason()
-                self._wait_for_room()
+                if _is_on_loop():
+                    self._metrics.count("wal.append_refused")
+                    raise _on_loop(reason())
+                self._wait_for_room(timeout=None)
                 continue
             if self.buffer.has_room(size_bytes):
                 return
@@ -359,15 +364,45 @@ class Wal:
                 self._release_commit()
                 self.lock.acquire()
             return
-        self._wait_for_room()
+        self._wait_for_room(timeout=STALL_RETRY_SECONDS)
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, *, timeout: float | None) -> None:
         """Waits until something changes for those who wait to append; `lock` is held."""
         self._room_waiters += 1
         try:
-            self._room.wait(timeout=STALL_RETRY_SECONDS)
+            self._room.wait(timeout=timeout)
         finally:
             self._room_waiters -= 1
+
+    def _is_room_wanted(self) -> bool:
+        """Whether somebody waits to append and a write would help: a hold ends without one."""
+        return self._room_waiters > 0 and self.buffer.pending_bytes > 0
+
+    def notify_room(self, on_room: Callable[[], None]) -> bool:
+        """Has `on_room` called once when a held append should be tried again, in any thread.
+
+        It is called with `lock` held and must not block. For callers that cannot block in `admit`.
+
+        Returns:
+            False if appends do not wait now: what refused them is final for the caller.
+        """
+        with self.lock:
+            if self._refusal is not None or not self.settings.blocks_when_full:
+                return False
+            if not all(waits for _, waits in self._holds.values()):
+                return False
+            if self._holds:
+                self._room_callbacks.append(on_room)
+            else:
+                on_room()
+            return True
+
+    def _notify_room(self) -> None:
+        """Wakes everybody who waits to append; `lock` is held."""
+        self._room.notify_all()
+        callbacks, self._room_callbacks = self._room_callbacks, []
+        for on_room in callbacks:
+            on_room()
 
     def hold(self, name: str, reason: Callable[[], IsterError], *, waits: bool) -> None:
         """Keeps appends back until `unhold`.
@@ -380,14 +415,14 @@ class Wal:
         with self.lock:
             self._holds[name] = (reason, waits)
             self.buffer.is_refusing = True
-            self._room.notify_all()
+            self._notify_room()
 
     def unhold(self, name: str) -> None:
         """Ends a hold; one that does not exist is fine."""
         with self.lock:
             if self._holds.pop(name, None) is not None:
                 self.buffer.is_refusing = self._refusal is not None or bool(self._holds)
-                self._room.notify_all()
+                self._notify_room()
 
     def end_tiering(self, error: IsterError) -> None:
         """Nothing more becomes tiered: tells those who wait for it, and those who come to."""
@@ -572,7 +607,7 @@ class Wal:
                     is_lazy_write_due
                     or self._is_wanted(AckLevel.WRITTEN)
                     or self.buffer.pending_bytes >= _KICK_BYTES
-                    or self._room_waiters > 0
+                    or self._is_room_wanted()
                     or self._state is TopicState.STALLED
                 )
             if not (write or sync):
@@ -747,7 +782,7 @@ class Wal:
                     self._is_wanted(AckLevel.SYNCED)
                     or self._is_wanted(AckLevel.WRITTEN)
                     or self.buffer.pending_bytes >= _KICK_BYTES
-                    or self._room_waiters > 0
+                    or self._is_room_wanted()
                 )
             ):
                 self._submit()
@@ -906,7 +941,7 @@ class Wal:
                 for level in (AckLevel.WRITTEN, AckLevel.SYNCED)
                 for waiter in self._waiters[level].take_impatient(self.next)
             ]
-            self._room.notify_all()
+            self._notify_room()
             self._timer_at = math.inf
             self._arm_timer(self._stalled_until)
         if is_new:
@@ -922,7 +957,7 @@ class Wal:
                 return
             self._refusal = None
             self.buffer.is_refusing = bool(self._holds)
-            self._room.notify_all()
+            self._notify_room()
         _log.info("writing goes on", extra={"topic": self.settings.topic})
 
     def _fail(self, error: BaseException) -> None:
@@ -946,7 +981,7 @@ class Wal:
             everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
             self._is_failure_told = self._is_failure_told or bool(everyone)
             self.buffer.discard()
-            self._room.notify_all()
+            self._notify_room()
         self._inflight.clear()
         writer = self._writer
         if writer is not None and isinstance(error, Exception):
@@ -1014,7 +1049,7 @@ class Wal:
                 self._refuse(self._closed_error)
                 everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
                 everyone += self._late_wakes
-                self._room.notify_all()
+                self._notify_room()
         for waiter in everyone:
             waiter.finish(self._closed_error())
         if self._writer is not None:
@@ -1038,7 +1073,7 @@ class Wal:
                 self._state = TopicState.CLOSED
                 self._refuse(self._closed_error)
                 everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
-                self._room.notify_all()
+                self._notify_room()
             self._close_file_quietly(wait=True)
         if self._checkpointer is not None:
             self._checkpointer.end()
@@ -1096,3 +1131,18 @@ class Wal:
 
     def _quarantine_error(self) -> CorruptDataError:
         return self.damage[0].as_error(self.settings.topic)
+
+
+def _is_on_loop() -> bool:
+    """Whether the calling thread runs an event loop, which must not be blocked."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _on_loop(error: IsterError) -> IsterError:
+    """The reason of a hold, for a caller that would have frozen its event loop."""
+    error.hint = f"`await topic.aio.append(…)` waits without blocking the event loop; {error.hint}"
+    return error

@@ -367,3 +367,104 @@ def test_a_read_that_was_left_behind_by_a_closed_reader_is_no_complaint(machine)
 
     _run(work())
     assert complaints == []
+
+
+# -- appends that are kept back ---------------------------------------------------------------
+
+
+def _lag():
+    return CapacityError("too much waits for its upload", hint="it goes on later")
+
+
+@pytest.mark.parametrize(
+    ("append", "result"),
+    [
+        (lambda topic: topic.aio.append(b"x"), 0),
+        (lambda topic: topic.aio.append_many([b"x", b"y"]), range(2)),
+    ],
+    ids=["append", "append_many"],
+)
+def test_held_append_leaves_the_loop_free_and_goes_on(machine, append, result):
+    topic = machine.topic()
+    topic.wal.hold("lag", _lag, waits=True)
+
+    async def work():
+        task = asyncio.create_task(append(topic))
+        for _ in range(100):  # the loop turns
+            await asyncio.sleep(0)
+        assert not task.done()
+        assert topic.watermarks.next == 0
+        await asyncio.to_thread(topic.wal.unhold, "lag")
+        assert await task == result
+
+    _run(work())
+
+
+def test_held_append_on_the_loop_itself_is_refused_and_says_what_waits(machine):
+    topic = machine.topic()
+    topic.wal.hold("lag", _lag, waits=True)
+
+    async def work():
+        with pytest.raises(CapacityError, match="too much") as refused:
+            topic.append(b"x")
+        assert "await topic.aio.append" in refused.value.hint
+
+    _run(work())
+    assert topic.watermarks.next == 0
+
+
+def test_cancelled_held_append_has_appended_nothing(machine):
+    topic = machine.topic()
+    topic.wal.hold("lag", _lag, waits=True)
+
+    async def work():
+        cancelled, stays = (asyncio.create_task(topic.aio.append(b"%d" % n)) for n in range(2))
+        await _until(lambda: len(topic.wal._room_callbacks) == 2)
+        cancelled.cancel()
+        topic.wal.unhold("lag")
+        assert await stays == 0
+        assert [m.payload async for m in topic.aio.read()] == [b"1"]
+
+    _run(work())
+
+
+def test_held_append_ends_with_its_topic(machine):
+    topic = machine.topic()
+    topic.wal.hold("lag", _lag, waits=True)
+
+    async def work():
+        task = asyncio.create_task(topic.aio.append(b"x"))
+        await _until(lambda: topic.wal._room_callbacks)
+        await asyncio.to_thread(topic.close)
+        with pytest.raises(ClosedError):
+            await task
+
+    _run(work())
+
+
+def test_hold_that_refuses_reaches_an_async_append(machine):
+    topic = machine.topic()
+    topic.wal.hold("disk", _lag, waits=False)
+
+    async def work():
+        with pytest.raises(CapacityError):
+            await topic.aio.append(b"x")
+
+    _run(work())
+
+
+def test_full_buffer_leaves_the_loop_free(machine):
+    """While a write is stuck, an append that finds the buffer full waits, and the loop turns."""
+    topic = machine.topic(buffer_max_bytes=65536)
+    machine.fs.before = gate = Gate("write")
+
+    async def work():
+        tasks = [asyncio.create_task(topic.aio.append(bytes(30_000))) for _ in range(6)]
+        await _until(gate._reached.is_set)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert 0 < topic.watermarks.next < 6
+        gate.open()
+        assert sorted(await asyncio.gather(*tasks)) == list(range(6))
+
+    _run(work())

@@ -101,6 +101,52 @@ def test_close_ends_the_wait_of_a_held_append(machine):
     assert isinstance(task.error(), ClosedError)
 
 
+def held(topic, **hold):
+    """A thread whose append is kept back, and a message before it that nobody waits for."""
+    topic.append(b"before")
+    topic.wal.hold("lag", reason(), waits=True, **hold)
+    task = Task(topic.append, b"x")
+    eventually(lambda: topic.wal._room_waiters == 1)
+    return task
+
+
+def test_held_append_makes_nobody_commit(machine):
+    topic = machine.topic()
+    task = held(topic)
+    topic.flush()
+    commits = []
+    commit = topic.wal._commit
+    topic.wal._commit = lambda **how: (commits.append(how), commit(**how))
+    Task(topic.wal.run).result()
+    assert not topic.wal._is_scheduled
+    assert commits == []
+    topic.wal.unhold("lag")
+    assert task.result() == 1
+
+
+def test_held_append_does_not_keep_trim_and_other_topics_waiting(machine):
+    log = machine.open(rotate_max_bytes=4096)
+    topic, other = (log.topic(f"/default/{name}", create=True) for name in ("a", "b"))
+    for payload in numbered(30, size=1000):
+        topic.wait(topic.append(payload))
+    task = held(topic)
+    Task(topic.wal.run)
+    assert Task(topic.wal.trim, 20).result() > 0
+    for payload in numbered(200):
+        Task(other.wait, other.append(payload)).result()
+    assert task.is_running
+    topic.wal.unhold("lag")
+    assert task.result() == 31
+
+
+def test_what_is_in_the_buffer_is_written_while_appends_are_held(machine):
+    topic = machine.topic(fsync_interval_ms=1)
+    task = held(topic)
+    eventually(lambda: topic.watermarks.synced == 1)
+    topic.wal.unhold("lag")
+    assert task.result() == 1
+
+
 def test_hold_outlives_a_full_disk(machine):
     topic = machine.topic(fsync_interval_ms=1)
     topic.append(b"x")
