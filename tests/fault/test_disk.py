@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -362,17 +363,25 @@ def test_failed_open_on_a_full_disk_does_not_keep_the_lock():
 
 
 def run_under_limit(
-    directory: Path, history: History, *, lifted: bool, **options: object
+    directory: Path,
+    history: History,
+    *,
+    is_felt: Callable[[WriterChild], bool],
+    lifted: bool,
+    **options: object,
 ) -> WriterChild:
-    """Runs a writer under a limit, until some messages after it was lifted, and kills it."""
+    """Runs a writer under a limit until it is felt, and some messages after it was lifted."""
     with WriterChild(directory, history, **options) as child:
-        assert child.listen(20.0, until="ready"), child.complaints()
+        assert child.listen(60.0, until="ready"), child.complaints()
+        deadline = time.monotonic() + 60.0
+        while not is_felt(child):
+            child.listen(0.05)
+            assert time.monotonic() < deadline, f"the limit is not felt: {child.lines}"
         if lifted:
-            assert child.listen(20.0, until="lifted"), child.complaints()
+            child.signal(signal.SIGUSR1)
+            assert child.listen(60.0, until="lifted"), child.complaints()
             for _ in range(20):
-                assert child.listen(20.0, until="ack"), "nothing goes on after the limit was lifted"
-        else:
-            child.listen(0.5)
+                assert child.listen(60.0, until="ack"), "nothing goes on after the limit was lifted"
         assert child.kill() == -signal.SIGKILL, child.complaints()
         return child
 
@@ -380,7 +389,8 @@ def run_under_limit(
 def test_file_size_limit_stalls_and_goes_on_when_lifted(tmp_path, request):
     """Goal: EFBIG is a full disk: CapacityError, stalled, reads as before, on when there is room.
 
-    Method: RLIMIT_FSIZE below the size at which files rotate, lifted after 0.4 s; then a kill.
+    Method: RLIMIT_FSIZE below the size at which files rotate, lifted when a topic has stalled and
+    somebody was told; then a kill.
     """
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
@@ -388,6 +398,7 @@ def test_file_size_limit_stalls_and_goes_on_when_lifted(tmp_path, request):
     child = run_under_limit(
         tmp_path,
         history,
+        is_felt=lambda child: "stalled" in child.states and bool(child.errors),
         lifted=True,
         level="mixed",
         seed=seed,
@@ -395,7 +406,6 @@ def test_file_size_limit_stalls_and_goes_on_when_lifted(tmp_path, request):
         size=1000,
         rotate_bytes=1 << 20,
         limit_file_size=100_000,
-        limit_seconds=0.4,
     )
     assert set(child.errors) == {"CapacityError"}, child.errors
     assert "stalled" in child.states
@@ -419,6 +429,8 @@ def test_no_free_handles_loses_nothing(tmp_path, request, free, lifted):
     child = run_under_limit(
         tmp_path,
         history,
+        # Enough for a few rotations, or refused often.
+        is_felt=lambda child: child.lines["ack"] + child.lines["error"] >= 60,
         lifted=lifted,
         level="mixed",
         seed=seed,
@@ -426,7 +438,6 @@ def test_no_free_handles_loses_nothing(tmp_path, request, free, lifted):
         trim_keep=200,
         rotate_bytes=4096,
         limit_free_files=1 + free,
-        limit_seconds=0.4 if lifted else 0,
     )
     assert set(child.errors) <= {"CapacityError"}, child.errors
     with ister.open(settings_of(str(tmp_path), level="mixed")) as log:

@@ -28,9 +28,11 @@ import argparse
 import os
 import random
 import resource
+import signal
 import sys
 import threading
 import time
+from types import FrameType
 
 import ister
 from ister.fs import local
@@ -61,9 +63,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-file-size", type=int, default=0, help="RLIMIT_FSIZE, in bytes")
     parser.add_argument(
         "--limit-free-files", type=int, default=-1, help="RLIMIT_NOFILE: so many beyond those open"
-    )
-    parser.add_argument(
-        "--limit-seconds", type=float, default=0.0, help="how long the limit holds; for good if 0"
     )
     return parser.parse_args(arguments)
 
@@ -170,7 +169,7 @@ class Writer:
 
 
 def lower_limits(options: argparse.Namespace) -> None:
-    """Sets the limits asked for, and has them lifted after a while."""
+    """Sets the limits asked for; SIGUSR1 lifts them."""
     lowered: list[tuple[int, tuple[int, int]]] = []
 
     def lower(kind: int, value: int) -> None:
@@ -184,15 +183,12 @@ def lower_limits(options: argparse.Namespace) -> None:
         open_now = max(map(int, os.listdir("/proc/self/fd")))
         lower(resource.RLIMIT_NOFILE, open_now + options.limit_free_files)
 
-    def lift() -> None:
+    def lift(number: int, frame: FrameType | None) -> None:
         for kind, before in lowered:
             resource.setrlimit(kind, before)
         say("lifted")
 
-    if lowered and options.limit_seconds:
-        timer = threading.Timer(options.limit_seconds, lift)
-        timer.daemon = True
-        timer.start()
+    signal.signal(signal.SIGUSR1, lift)
 
 
 def main() -> int:
