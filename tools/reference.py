@@ -43,7 +43,12 @@ _CONFIG_TEXT: Final = """\
 One YAML file has all of them; each has a default. `${NAME}` in a value is an environment variable,
 `${NAME:-text}` one with a default. Every setting can be given by an environment variable of its
 own: `ISTER_STORAGE__WAL__DIR` is `storage.wal.dir`. An unknown key is refused, with the nearest one
-that exists.
+that exists; a key that is set twice is refused, with both lines.
+
+What an unquoted value means is up to its setting: `no` is false for a switch, and a name where a
+name belongs; `1_000` is a number; `0100` and `1:30` are not. An option of a backend that is `yes`,
+`no`, `on` or `off` has to be quoted, or written as `true` or `false`. `~` or `~user` at the start
+of a path is a home directory.
 
 `ister config example` prints a file with all settings and what they mean, `ister config check` says
 what is wrong with one, and `ister config show` what is in force."""

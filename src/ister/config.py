@@ -16,6 +16,9 @@ what they lead to. `ister config example` prints the whole tree.
 default), and `ISTER_STORAGE__WAL__DIR` overrides `storage.wal.dir`. A key that does not exist is
 refused, with the nearest one that does. Settings are data: clocks, file systems and the like are
 passed beside them, not in them.
+
+What an unquoted value of a file means is up to its setting: `no` is false for a switch and the text
+`no` for a name (`ister.yaml_tree`). `~` and `~user` at the start of a path are home directories.
 """
 
 from __future__ import annotations
@@ -28,8 +31,6 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol, TypeAlias
 
-import yaml
-
 from ister.errors import ConfigError
 from ister.limits import (
     GIB,
@@ -39,6 +40,7 @@ from ister.limits import (
     MIB,
 )
 from ister.model import AckLevel, Codec
+from ister.yaml_tree import TEXT_BYTES_MAX, Plain, YamlTree, parse_yaml
 
 __all__ = [
     "AdvertisedConfig",
@@ -80,6 +82,8 @@ __all__ = [
     "WalConfig",
     "WalRetentionConfig",
     "examine_config",
+    "expand_home",
+    "find_line",
     "load_config",
 ]
 
@@ -88,11 +92,23 @@ ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | None"
 _REFERENCE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _ENVIRONMENT_PREFIX: Final = "ISTER_"
 _YAML_SUFFIXES: Final = (".yml", ".yaml")
-_WHOLE_NUMBER: Final = re.compile(r"[+-]?[0-9]{1,18}")
+_WHOLE_NUMBER: Final = re.compile(
+    r"[+-]?(0|[1-9][0-9]{0,17}|[1-9][0-9]{0,2}(_[0-9]{3}){1,5}|0x[0-9A-Fa-f]{1,15})"
+)
+_ODD_NUMBER: Final = re.compile(r"[+-]?[0-9][0-9_:]*")
+"""Octal (`0100`), in sixties (`1:30`): numbers that readers of YAML do not agree about."""
+_SWITCHES: Final = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
-class _FromEnvironment(str):
-    """A text that came from the environment: what it means is up to the setting it is for."""
+class _FromEnvironment(Plain):
+    """A text that came from the environment."""
 
     __slots__ = ()
 
@@ -176,6 +192,7 @@ def _setting(
     high: int | None = None,
     is_number: bool = False,
     is_secret: bool = False,
+    is_path: bool = False,
 ) -> Any:
     """One setting.
 
@@ -186,6 +203,7 @@ def _setting(
         high: A number's largest value.
         is_number: It is a number or null, which a default of null does not tell.
         is_secret: It is never shown, nor is anything of it.
+        is_path: It is a path: `~` at its start is a home directory.
     """
     return field(
         **({"default_factory": dict} if default == {} else {"default": default}),
@@ -196,6 +214,7 @@ def _setting(
             "high": high,
             "is_number": is_number,
             "is_secret": is_secret,
+            "is_path": is_path,
         },
     )
 
@@ -237,6 +256,7 @@ class WalConfig:
 
     dir: str | None = _setting(
         None,
+        is_path=True,
         says="The directory of all topics' logs; `wal_cloud` needs one, and without one nothing "
         "is kept on disk.",
     )
@@ -374,6 +394,7 @@ class CloudConfig:
     )
     root: str | None = _setting(
         None,
+        is_path=True,
         says="A directory for `fs` (`objects` beside `wal.dir` unless set), "
         "`s3://bucket/prefix`, `gs://…`, `azblob://…`",
     )
@@ -425,7 +446,7 @@ class MetadataConfig:
         says="Which kind of metadata store; `etcd` needs the extra `ister[etcd]`.",
     )
     path: str | None = _setting(
-        None, says="SQLite's file; `metadata.db` beside `wal.dir` unless set."
+        None, is_path=True, says="SQLite's file; `metadata.db` beside `wal.dir` unless set."
     )
     endpoints: tuple[str, ...] = _setting((), says="etcd's, as host:port.")
     username: str | None = _setting(None, says="Who this is to etcd.")
@@ -518,9 +539,13 @@ class AdvertisedConfig:
 class TlsConfig:
     """`broker.tls`: with a certificate all three ports speak TLS alone."""
 
-    cert_file: str | None = _setting(None, says="The broker's certificate chain, PEM.")
-    key_file: str | None = _setting(None, says="Its private key, PEM.")
-    ca_file: str | None = _setting(None, says="Who signs the certificates of clients, PEM.")
+    cert_file: str | None = _setting(
+        None, is_path=True, says="The broker's certificate chain, PEM."
+    )
+    key_file: str | None = _setting(None, is_path=True, says="Its private key, PEM.")
+    ca_file: str | None = _setting(
+        None, is_path=True, says="Who signs the certificates of clients, PEM."
+    )
     client_auth: ClientAuth = _setting(
         ClientAuth.NONE, says="Whether clients have to show a certificate of their own."
     )
@@ -536,7 +561,9 @@ class JwtConfig:
     secret: str | None = _setting(
         None, is_secret=True, says="The key of HS256, HS384 and HS512; never shown."
     )
-    public_key_file: str | None = _setting(None, says="The key of all other algorithms, PEM.")
+    public_key_file: str | None = _setting(
+        None, is_path=True, says="The key of all other algorithms, PEM."
+    )
     issuer: str | None = _setting(None, says="What `iss` has to be.")
     audience: str | None = _setting(None, says="What `aud` has to name.")
     leeway_seconds: int = _setting(30, low=0, high=60, says="How far clocks may be apart.")
@@ -553,12 +580,14 @@ class AuthConfig:
     jwt: JwtConfig = field(default_factory=JwtConfig)
     api_keys_file: str | None = _setting(
         None,
+        is_path=True,
         says="A file with a line per key: its name and its SHA-256; read again when it changes.",
     )
     mtls_principal: bool = _setting(False, says="Whether a client's certificate says who it is.")
     super_admins: tuple[str, ...] = _setting((), says="Who may do everything.")
     audit_file: str | None = _setting(
         None,
+        is_path=True,
         says="Where refusals and changes are noted, a JSON object a line; the logger "
         "`ister.audit` unless set.",
     )
@@ -740,11 +769,13 @@ class ExportConfig:
     format: TableFormat = _setting(TableFormat.PARQUET, says="What they are exported to.")
     to: str | None = _setting(
         None,
+        is_path=True,
         says="A directory or URL (Parquet, Delta) or a table's name (Iceberg); `{namespace}` and "
         "`{topic}` stand for those of each topic.",
     )
     schema: str | None = _setting(
         None,
+        is_path=True,
         says="A file with a JSON Schema, whose properties become columns; without one, the "
         "envelope's.",
     )
@@ -823,6 +854,8 @@ class Examined:
     problems: tuple[Problem, ...]
     origins: Mapping[str, Origin]
     """Of every setting that was named somewhere; all others have their defaults."""
+    lines: Mapping[str, int | None] = field(default_factory=dict)
+    """The line of every key of a config file; None where the environment overrides it."""
 
 
 def load_config(source: ConfigSource, environment: Mapping[str, str] | None = None) -> Config:
@@ -835,16 +868,25 @@ def load_config(source: ConfigSource, environment: Mapping[str, str] | None = No
         environment: Where `${NAME}` and `ISTER_…` are looked up; the process's by default.
 
     Raises:
-        ConfigError: A key is unknown, a value is of the wrong kind or out of bounds, or two of
-            them contradict each other. Names the key.
+        ConfigError: A key is unknown or given twice, a value is of the wrong kind or out of
+            bounds, or two of them contradict each other. Names the key, and the line in a file.
     """
     environment = os.environ if environment is None else environment
-    tree = _read_tree(source)
-    _apply_environment(tree, environment, _refuse)
-    tree = _expand(tree, environment, "", _refuse)
-    config: Config = _build(Config, tree, "", _refuse)
-    for _, error in _contradictions(config, tree):
+    read = _read_tree(source)
+    tree, lines = read.tree, _lines(read, environment)
+
+    def refuse(key: str | None, error: ConfigError, near: str | None = None) -> None:
+        if (line := find_line(key, lines)) is not None and error.path is None:
+            error.path = f"{_path_of(source)}:{line}"
         raise error
+
+    for key, problem in read.problems:
+        refuse(key, problem)
+    _apply_environment(tree, environment, refuse)
+    tree = _expand(tree, environment, "", refuse)
+    config: Config = _build(Config, tree, "", refuse)
+    for keys, error in _contradictions(config, tree):
+        refuse(keys[0], error)
     return _fill_in_places(config)
 
 
@@ -863,10 +905,13 @@ def examine_config(source: ConfigSource, environment: Mapping[str, str] | None =
         problems.append(Problem(key=key, message=message, hint=error.hint, near=near))
 
     try:
-        tree = _read_tree(source)
+        read = _read_tree(source)
     except ConfigError as error:
         note(None, error)
         return Examined(config=None, problems=tuple(problems), origins={})
+    tree = read.tree
+    for key, problem in read.problems:
+        note(key, problem)
     _apply_environment(tree, environment, note)
     is_directory = not isinstance(source, Mapping | None) and not _is_yaml(_path_of(source))
     origins = dict(_origins(tree, "", Origin.DIRECTORY if is_directory else Origin.FILE))
@@ -881,7 +926,35 @@ def examine_config(source: ConfigSource, environment: Mapping[str, str] | None =
         config=None if problems else _fill_in_places(config),
         problems=tuple(problems),
         origins=origins,
+        lines=_lines(read, environment),
     )
+
+
+def find_line(key: str | None, lines: Mapping[str, int | None]) -> int | None:
+    """The line of a key in a config file; of a missing one, that of the section it belongs to."""
+    while key:
+        if key in lines:
+            return lines[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def expand_home(path: str) -> str:
+    """A path whose `~` or `~user`, if it begins with one, is replaced by the home directory.
+
+    Raises:
+        ConfigError: There is no such user, or the home directory is not known.
+    """
+    if not path.startswith("~"):
+        return path
+    expanded = os.path.expanduser(path)
+    if expanded == path:
+        user = path.partition("/")[0]
+        raise ConfigError(
+            f"{path!r}: the home directory {user!r} is not known",
+            hint=f"give the path in full, or ./{user} for a directory of that name",
+        )
+    return expanded
 
 
 class _Note(Protocol):
@@ -890,23 +963,24 @@ class _Note(Protocol):
     def __call__(self, key: str | None, error: ConfigError, near: str | None = None) -> None: ...
 
 
-def _refuse(key: str | None, error: ConfigError, near: str | None = None) -> None:
-    raise error
-
-
 _BACKENDS_WITH_A_PLACE: Final = (CloudBackend.FS, CloudBackend.LOCAL, CloudBackend.MEMORY)
 """Those whose objects are beside `wal.dir` unless told otherwise."""
 
 
-def _read_tree(source: ConfigSource) -> dict[str, Any]:
+def _read_tree(source: ConfigSource) -> YamlTree:
     if source is None:
-        return {"storage": {"mode": "memory"}}
+        return YamlTree({"storage": {"mode": "memory"}})
     if isinstance(source, Mapping):
-        return _copy(source)
+        return YamlTree(_copy(source))
     path = _path_of(source)
     if _is_yaml(path):
         return _read_yaml(path)
-    return {"storage": {"wal": {"dir": os.path.join(path, "wal")}}}
+    return YamlTree({"storage": {"wal": {"dir": os.path.join(path, "wal")}}})
+
+
+def _lines(read: YamlTree, environment: Mapping[str, str]) -> dict[str, int | None]:
+    """Lines of a file, without those of values that the environment overrides."""
+    return {**read.lines, **dict.fromkeys(".".join(keys) for _, keys in _overrides(environment))}
 
 
 def _origins(tree: Mapping[str, Any], prefix: str, named: Origin) -> Iterator[tuple[str, Origin]]:
@@ -939,43 +1013,43 @@ def _path_of(source: object) -> str:
             f"cannot open {source!r}",
             hint="a directory, the path of an ister.yml, a mapping, or nothing",
         )
-    return path
+    return expand_home(path)
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def _read_yaml(path: str) -> YamlTree:
     try:
         with open(path, encoding="utf-8") as file:
-            tree = yaml.safe_load(file)
+            text = file.read(TEXT_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(f"the config file cannot be read: {error.strerror}", path=path) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        text = f"the config file is not valid YAML: {_where_and_what(error)}"
-        raise ConfigError(text, path=path) from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the config file is not valid UTF-8: {error}", path=path) from error
+    if len(text) > TEXT_BYTES_MAX:
+        raise ConfigError(f"the config file is larger than {TEXT_BYTES_MAX} bytes", path=path)
+    try:
+        read = parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"the config file is {error.message}", path=path) from error
+    if read.tree is None:
+        read.tree = {}
+    if not isinstance(read.tree, dict):
         raise ConfigError("the config file does not hold a tree of keys", path=path)
-    return tree
+    return read
 
 
-def _where_and_what(error: Exception) -> str:
-    """What is wrong with YAML, in one line, and without the name of the file."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return str(error).partition("\n")[0]
-    what = getattr(error, "problem", None) or getattr(error, "context", None) or "it ends early"
-    return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
+def _overrides(environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Variables that override settings, with the keys of each from the top on."""
+    for name in sorted(environment):
+        if name.startswith(_ENVIRONMENT_PREFIX) and "__" in name:
+            yield name, name.removeprefix(_ENVIRONMENT_PREFIX).lower().split("__")
 
 
 def _apply_environment(tree: dict[str, Any], environment: Mapping[str, str], note: _Note) -> None:
-    for name, value in sorted(environment.items()):
-        if not name.startswith(_ENVIRONMENT_PREFIX) or "__" not in name:
-            continue
-        *parents, last = name.removeprefix(_ENVIRONMENT_PREFIX).lower().split("__")
+    for name, (*parents, last) in _overrides(environment):
         node = tree
         for parent in parents:
             child = node.get(parent)
@@ -987,7 +1061,7 @@ def _apply_environment(tree: dict[str, Any], environment: Mapping[str, str], not
                 break
             node = child
         else:
-            node[last] = _FromEnvironment(value)
+            node[last] = _FromEnvironment(environment[name])
 
 
 def _expand(value: Any, environment: Mapping[str, str], key: str, note: _Note) -> Any:
@@ -1061,10 +1135,14 @@ def _convert(value: Any, default: Any, bounds: Mapping[str, int | None], path: s
     if value is None and bounds.get("is_number"):
         return None
     if isinstance(default, int) or bounds.get("is_number"):
-        if isinstance(value, _FromEnvironment) and _WHOLE_NUMBER.fullmatch(value):
-            value = int(value)
+        if isinstance(value, Plain) and _WHOLE_NUMBER.fullmatch(value):
+            value = int(value, base=0)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{path} has to be a whole number, not {value!r}")
+            is_odd = isinstance(value, Plain) and _ODD_NUMBER.fullmatch(value)
+            raise ConfigError(
+                f"{path} has to be a whole number, not {value!r}",
+                hint="write a decimal number without leading zeros or colons" if is_odd else None,
+            )
         low, high = bounds["low"], bounds["high"]
         if (low is not None and value < low) or (high is not None and value > high):
             wanted = f"at least {low}" if high is None else f"between {low} and {high}"
@@ -1077,12 +1155,25 @@ def _convert(value: Any, default: Any, bounds: Mapping[str, int | None], path: s
     if not isinstance(value, str) or not value or "\0" in value:
         shown = type(value).__name__ if bounds.get("is_secret") else repr(value)
         raise ConfigError(f"{path} has to be a non-empty text, not {shown}")
-    return str(value)
+    _refuse_switch(value, path)
+    return expand_home(str(value)) if bounds.get("is_path") else str(value)
+
+
+def _is_unquoted(value: Any) -> bool:
+    """Whether a value stands in a file, without quotes."""
+    return isinstance(value, Plain) and not isinstance(value, _FromEnvironment)
+
+
+def _refuse_switch(value: Any, path: str) -> None:
+    """Refuses `true` where a text belongs: somebody takes the setting for a switch."""
+    if _is_unquoted(value) and value.lower() in ("true", "false"):
+        raise ConfigError(f"{path} has to be a text, not {value}", hint="quote it if it is one")
 
 
 def _as_bool(value: Any, path: str) -> bool:
-    if isinstance(value, _FromEnvironment) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
+    words = _SWITCHES if _is_unquoted(value) else ("true", "false")
+    if isinstance(value, Plain) and value.lower() in words:
+        return _SWITCHES[value.lower()]
     if not isinstance(value, bool):
         raise ConfigError(f"{path} has to be true or false, not {value!r}")
     return value
@@ -1095,6 +1186,8 @@ def _as_texts(value: Any, path: str) -> tuple[str, ...]:
     is_list = isinstance(items, list | tuple)
     if not is_list or not all(isinstance(item, str) and item.strip() for item in items):
         raise ConfigError(f"{path} has to be a list of texts, not {value!r}")
+    for item in items:
+        _refuse_switch(item, path)
     return tuple(str(item).strip() for item in items)
 
 
@@ -1109,8 +1202,26 @@ def _as_options(value: Any, path: str) -> dict[str, str]:
         if isinstance(item, Mapping | list | tuple):
             raise ConfigError(f"{path}.{key} has to be a single value")
         if item is not None:
-            options[str(key)] = str(item).lower() if isinstance(item, bool) else str(item)
+            options[str(key)] = _as_option(item, f"{path}.{key}")
     return options
+
+
+def _as_option(value: Any, path: str) -> str:
+    text = str(value)
+    if isinstance(value, bool):
+        return text.lower()
+    if not _is_unquoted(value):
+        return text
+    lower = text.lower()
+    if lower in ("true", "false"):
+        return lower
+    if lower in _SWITCHES:
+        raise ConfigError(
+            f"{path} is {text} without quotes, which is a switch to some readers of YAML and a "
+            "text to others",
+            hint=f"write {str(_SWITCHES[lower]).lower()}, or {text!r} in quotes",
+        )
+    return text
 
 
 def _contradictions(

@@ -1,7 +1,9 @@
 """Settings: every key, its bounds, where they come from, and what is refused by name."""
 
+import re
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 import pytest
 
@@ -596,6 +598,227 @@ def test_yaml_file_that_is_wrong_is_refused(tmp_path, content, message):
         load_config(path, {})
 
 
+def _load_text(tmp_path, text, environment=None):
+    path = tmp_path / "ister.yml"
+    path.write_text(text)
+    return load_config(path, environment or {})
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("storage:\n  wal: {dir: /x}\n  ack: tiered\n  ack: memory\n", "storage.ack", (3, 4)),
+        ("storage: {wal: {dir: /x}}\nbroker: {}\nstorage: {ack: memory}\n", "storage", (1, 3)),
+        ('storage: {wal: {dir: /x, "dir": /y}}\n', "storage.wal.dir", (1, 1)),
+        ("storage:\n  cloud:\n    options:\n      a: 1\n      a: 1\n", "options.a", (4, 5)),
+    ],
+    ids=["level", "section", "quoted", "option"],
+)
+def test_key_that_is_set_twice_is_refused_with_both_lines(tmp_path, text, key, lines):
+    first, second = lines
+    with pytest.raises(ConfigError, match=f"{key} is set twice: in line {first} and in line"):
+        _load_text(tmp_path, text)
+    examined = examine_config(tmp_path / "ister.yml", {})
+    assert examined.config is None
+    assert f"in line {first} and in line {second}" in examined.problems[0].message
+
+
+@pytest.mark.parametrize("written", ["0100", "1:30", "0_1", "1__0", "1_00", "0o17", "1.5", "1e3"])
+def test_number_that_readers_of_yaml_read_differently_is_refused_with_its_line(tmp_path, written):
+    with pytest.raises(ConfigError, match="cache_capacity has to be a whole number") as refused:
+        _load_text(tmp_path, f"storage:\n  wal:\n    dir: /x\n    cache_capacity: {written}\n")
+    assert refused.value.path == f"{tmp_path / 'ister.yml'}:4"
+    assert repr(written) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [("100", 100), ("1_000", 1000), ("0x10", 16), ("+5", 5)]
+)
+def test_number_that_means_one_thing_is_taken(tmp_path, written, value):
+    text = f"storage: {{wal: {{dir: /x, cache_capacity: {written}}}}}"
+    assert _load_text(tmp_path, text).storage.wal.cache_capacity == value
+
+
+def test_number_in_quotes_is_a_text(tmp_path):
+    with pytest.raises(ConfigError, match="has to be a whole number, not '100'"):
+        _load_text(tmp_path, "storage: {wal: {dir: /x, cache_capacity: '100'}}")
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("no", "no"), ("0100", "0100"), ("1:30", "1:30"), ("3.10", "3.10"), ("2024-01-01",) * 2],
+)
+def test_text_without_quotes_stays_as_it_is_written(tmp_path, written, value):
+    text = f"""
+broker: {{bootstrap_namespaces: [{written}]}}
+storage:
+  wal: {{dir: {written}}}
+  metadata: {{username: {written}}}
+pipeline: {{conf: {{spark.version: {"'no'" if written == "no" else written}}}}}
+"""
+    config = _load_text(tmp_path, text)
+    assert config.storage.wal.dir == value
+    assert config.storage.metadata.username == value
+    assert config.broker.bootstrap_namespaces == (value,)
+    assert config.pipeline.conf == {"spark.version": value}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [("yes", True), ("on", True), ("True", True), ("no", False), ("Off", 0)]
+)
+def test_switch_of_a_file_may_be_yes_or_no(tmp_path, written, value):
+    text = f"storage: {{wal: {{dir: /x}}, cloud_reader: {{read_ahead: {written}}}}}"
+    assert _load_text(tmp_path, text).storage.cloud_reader.read_ahead is bool(value)
+
+
+@pytest.mark.parametrize("key", ["audit_file", "super_admins"])
+def test_true_is_no_text(tmp_path, key):
+    with pytest.raises(ConfigError, match=rf"broker\.auth\.{key} has to be a text, not true"):
+        _load_text(
+            tmp_path, f"broker: {{auth: {{{key}: {'[true]' if key[0] == 's' else 'true'}}}}}"
+        )
+
+
+@pytest.mark.parametrize("written", ["yes", "no", "On", "off"])
+def test_option_that_may_be_a_switch_or_a_text_is_refused(tmp_path, written):
+    text = "storage: {{wal: {{dir: /x}}, cloud: {{options: {{region: {}}}}}}}"
+    with pytest.raises(ConfigError, match=r"options\.region is \w+ without quotes"):
+        _load_text(tmp_path, text.format(written))
+    quoted = _load_text(tmp_path, text.format(f"'{written}'"))
+    assert quoted.storage.cloud.options == {"region": written}
+    switch = _load_text(tmp_path, text.format("True"))
+    assert switch.storage.cloud.options == {"region": "true"}
+
+
+def test_error_names_the_line_of_the_key_or_of_its_section(tmp_path):
+    def line(text, environment=None):
+        with pytest.raises(ConfigError) as refused:
+            _load_text(tmp_path, text, environment)
+        return refused.value.path and refused.value.path.removeprefix(f"{tmp_path}/ister.yml")
+
+    assert line("storage:\n  wal:\n    dri: /x\n") == ":3"
+    assert line("storage:\n  wal: {dir: /x}\n  ack: fast\n") == ":3"
+    assert line("storage:\n  wal:\n    dir: ${MISSING}\n") == ":3"
+    assert line("\nstorage:\n  mode: wal_cloud\n") == ":2"
+    # What the environment says is in no line of the file.
+    overridden = {"ISTER_STORAGE__ACK": "fast"}
+    assert line("storage:\n  wal: {dir: /x}\n  ack: synced\n", overridden) is None
+
+
+def test_anchors_aliases_and_merges_are_followed(tmp_path):
+    text = """
+storage:
+  wal: {dir: /x}
+  metadata: {username: &name ann}
+broker:
+  auth: {jwt: {issuer: *name}}
+pipeline:
+  compact: &often
+    every_minutes: 7
+    topics: [a]
+  scrub:
+    topics: [b]
+    <<: *often
+"""
+    config = _load_text(tmp_path, text)
+    assert config.broker.auth.jwt.issuer == "ann"
+    assert config.pipeline.scrub.every_minutes == 7
+    assert config.pipeline.scrub.topics == ("b",)
+    with pytest.raises(ConfigError, match=r"scrub\.every_minutes is 0") as refused:
+        _load_text(tmp_path, text.replace("<<: *often", "<<: {every_minutes: 0}"))
+    assert refused.value.path.endswith(":13")
+
+
+_LAUGHS = "a: &a [x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]\n" for last, name in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _LAUGHS,
+        "a: &a {<<: *a}\n",
+        "a: &a [*a]\n",
+        "a: " + "[" * 5_000 + "]" * 5_000,
+        "a: " + "[" * 100 + "]" * 100,
+        "? [a]\n: b\n",
+        "a: 1\n---\nb: 2\n",
+        "a: {<<: x}\n",
+        "a: !!int '3'\n",
+        "a: *b\n",
+    ],
+    ids=["laughs", "merge", "circle", "abyss", "deep", "key", "two", "merged text", "tag", "alias"],
+)
+def test_yaml_that_is_not_supported_is_refused_at_once(tmp_path, text):
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        _load_text(tmp_path, text)
+
+
+def test_yaml_file_that_is_too_large_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="larger than 1048576 bytes"):
+        _load_text(tmp_path, "#" * (1 << 20) + "\n")
+
+
+# -- home directories ---------------------------------------------------------------------------
+
+_PATHS = [
+    "broker.tls.cert_file",
+    "broker.tls.key_file",
+    "broker.tls.ca_file",
+    "broker.auth.jwt.public_key_file",
+    "broker.auth.api_keys_file",
+    "broker.auth.audit_file",
+    "pipeline.export.to",
+    "pipeline.export.schema",
+    "storage.wal.dir",
+    "storage.cloud.root",
+    "storage.metadata.path",
+]
+
+
+def test_every_setting_that_sounds_like_a_path_is_one():
+    named = {path for path in _KEYS if re.search(r"(_file|\.dir|\.path)$", path)}
+    assert named <= set(_PATHS)
+
+
+@pytest.mark.parametrize("way", ["mapping", "file", "reference", "override"])
+@pytest.mark.parametrize("path", _PATHS)
+def test_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch, path, way):
+    monkeypatch.setenv("HOME", "/home/ann")
+    environment = {"ISTER_STORAGE__WAL__DIR": _DIR, "H": "~/x"}
+    if way == "override":
+        environment[f"ISTER_{path.upper().replace('.', '__')}"] = "~/x"
+    elif path == "storage.wal.dir":
+        del environment["ISTER_STORAGE__WAL__DIR"]
+    tree = {} if way == "override" else _tree(path, "${H}" if way == "reference" else "~/x")
+    if way == "file":
+        source = tmp_path / "ister.yml"
+        *parents, last = path.split(".")
+        lines = [f"{'  ' * depth}{name}:\n" for depth, name in enumerate(parents)]
+        source.write_text("".join(lines) + f"{'  ' * len(parents)}{last}: ~/x\n")
+    value = load_config(source if way == "file" else tree, environment)
+    for name in path.split("."):
+        value = getattr(value, name)
+    assert value == "/home/ann/x"
+
+
+def test_tilde_of_the_source_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config("~/data", {}).storage.wal.dir == str(tmp_path / "data" / "wal")
+    (tmp_path / "ister.yml").write_text("storage: {wal: {dir: /x}}")
+    assert load_config("~/ister.yml", {}).storage.wal.dir == "/x"
+    assert load_config("./~/data", {}).storage.wal.dir == "./~/data/wal"
+
+
+def test_home_of_nobody_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="'~nobody-of-that-name/x'") as refused:
+        _load_text(tmp_path, "storage:\n  wal:\n    dir: ~nobody-of-that-name/x\n")
+    assert refused.value.path.endswith(":3")
+    with pytest.raises(ConfigError):
+        load_config("~nobody-of-that-name/x", {})
+
+
 def test_yaml_file_that_is_empty_is_an_empty_tree(tmp_path):
     path = tmp_path / "ister.yml"
     path.write_text("# nothing\n")
@@ -659,8 +882,8 @@ def test_reference_without_its_variable_is_refused_with_key_and_name():
         pytest.param("/data/a #1", id="comment sign"),
         pytest.param("/data: x", id="colon"),
         pytest.param("null", id="null"),
-        pytest.param("~", id="tilde"),
         pytest.param("2024", id="digits"),
+        pytest.param("x~", id="tilde at the end"),
         pytest.param("[", id="bracket"),
     ],
 )

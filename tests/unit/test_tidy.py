@@ -31,6 +31,7 @@ _LAYERS = {
                 "model",
                 "config",
                 "config_reference",
+                "yaml_tree",
                 "clock",
                 "metrics",
                 "failpoints",

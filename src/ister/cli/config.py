@@ -21,8 +21,6 @@ from ister.cli.config_check import (
     Connection,
     describe_places,
     find_deeper_problems,
-    find_duplicates,
-    find_lines,
     try_connections,
 )
 from ister.cli.look import (
@@ -34,7 +32,7 @@ from ister.cli.look import (
     print_table,
 )
 from ister.cli.report import answer, error_as_json, print_json
-from ister.config import Config, Examined, Origin, Problem, examine_config
+from ister.config import Config, Examined, Origin, Problem, examine_config, find_line
 from ister.config_reference import Setting, example, masked, settings, value_of
 from ister.errors import ConfigError, IsterError
 
@@ -159,10 +157,9 @@ def _check(options: argparse.Namespace) -> int:
 def _check_source(options: argparse.Namespace) -> int:
     source = _source(options)
     examined = examine_config(source)
-    problems = [*find_duplicates(source), *examined.problems]
+    problems = list(examined.problems)
     if examined.config is not None:
         problems += find_deeper_problems(examined.config)
-    lines = find_lines(source)
     places = describe_places(examined.config) if examined.config and not problems else {}
     connections: list[Connection] = []
     if options.connect and examined.config is not None and not problems:
@@ -174,14 +171,15 @@ def _check_source(options: argparse.Namespace) -> int:
                 "ok": is_ok,
                 "source": source,
                 "problems": [
-                    {**asdict(problem), "line": _line(problem, lines)} for problem in problems
+                    {**asdict(problem), "line": find_line(problem.key, examined.lines)}
+                    for problem in problems
                 ],
                 "places": places,
                 "connections": [asdict(item) for item in connections],
             }
         )
     else:
-        _print_check(source, problems, lines, places, connections)
+        _print_check(source, problems, examined.lines, places, connections)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         print_error(f"{source}: {count}")
@@ -191,26 +189,16 @@ def _check_source(options: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
-def _line(problem: Problem, lines: Mapping[str, int]) -> int | None:
-    """Where a problem is in the file; of a section that is missing, where the one above is."""
-    key = problem.key or ""
-    while key:
-        if key in lines:
-            return lines[key]
-        key = key.rpartition(".")[0]
-    return None
-
-
 def _print_check(
     source: str,
     problems: Sequence[Problem],
-    lines: Mapping[str, int],
+    lines: Mapping[str, int | None],
     places: Mapping[str, str],
     connections: Sequence[Connection],
 ) -> None:
     if problems:
         for problem in problems:
-            _print_problem(problem, source, _line(problem, lines))
+            _print_problem(problem, source, find_line(problem.key, lines))
         return
     print_facts(places, title=f"{source}: the settings can be used")
     if connections:

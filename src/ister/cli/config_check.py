@@ -1,4 +1,4 @@
-"""What can be found out about settings beyond reading them: lines, files, stores.
+"""What can be found out about settings beyond reading them: files, stores.
 
 Owns: the checks of `ister config check`. Does not own: what settings mean (`ister.config`), the
 checks of the parts themselves (each is asked for its own), or how findings are shown.
@@ -13,8 +13,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-import yaml
 
 from ister.cli.look import format_bytes
 from ister.clock import SystemClock
@@ -35,8 +33,6 @@ __all__ = [
     "Connection",
     "describe_places",
     "find_deeper_problems",
-    "find_duplicates",
-    "find_lines",
     "try_connections",
 ]
 
@@ -49,47 +45,6 @@ class Connection:
     is_ok: bool
     says: str
     hint: str | None = None
-
-
-# -- the file -------------------------------------------------------------------------------
-
-
-def find_lines(path: str) -> dict[str, int]:
-    """The line of every key of a YAML file, from 1 on; nothing if it is no YAML."""
-    found: dict[str, int] = {}
-    for key, line in _keys(path):
-        found.setdefault(key, line)
-    return found
-
-
-def find_duplicates(path: str) -> list[Problem]:
-    """Keys that stand twice in a YAML file, of which YAML would take the last."""
-    problems: list[Problem] = []
-    seen: dict[str, int] = {}
-    for key, line in _keys(path):
-        if key in seen:
-            text = f"{key} stands twice: in line {seen[key]} and in line {line}"
-            problems.append(Problem(key=key, message=text, hint="take one of them out"))
-        seen[key] = line
-    return problems
-
-
-def _keys(path: str) -> Iterator[tuple[str, int]]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            node = yaml.compose(file, Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return
-    yield from _keys_below(node, "")
-
-
-def _keys_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        path = f"{prefix}{key.value}"
-        yield path, key.start_mark.line + 1
-        yield from _keys_below(value, f"{path}.")
 
 
 # -- what the parts say ---------------------------------------------------------------------

@@ -19,10 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, NoReturn
 
 from ister.cli.look import is_terminal, print_error
+from ister.config import expand_home
+from ister.errors import ConfigError
 
 __all__ = ["Parser", "walk_commands"]
 
 _EXIT_USAGE: Final = 2
+_PATHS: Final = ("DIR", "FILE", "PATH", "TABLE", "URL-or-PATH")
+"""What arguments that are paths are called in the help."""
 _WIDTH_MAX: Final = 110
 _WIDTH_MIN: Final = 40
 _HELP_POSITION_MAX: Final = 26
@@ -146,7 +150,18 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._refuse_options(unknown)
             self.refuse(f"unexpected argument {unknown[0]!r}")
+        self._expand_paths(parsed)
         return parsed, unknown
+
+    def _expand_paths(self, parsed: argparse.Namespace) -> None:
+        """Replaces `~` in paths: shells leave it alone in `--data=~/x`."""
+        for action in self.arguments:
+            value = getattr(parsed, action.dest, None)
+            if action.metavar in _PATHS and isinstance(value, str):
+                try:
+                    setattr(parsed, action.dest, expand_home(value))
+                except ConfigError as error:
+                    self.refuse(error.message, hint=error.hint)
 
     def _refuse_options(self, unknown: Iterable[str]) -> None:
         """Ends the process if an option is among what is not known."""

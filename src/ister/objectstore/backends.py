@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from ister.config import expand_home
 from ister.errors import ConfigError
 from ister.objectstore.store_errors import error_code, redact
 
@@ -65,6 +66,8 @@ def parse_backend(backend: str, root: str, options: Mapping[str, str]) -> Backen
     elif backend == "gcs":
         bucket, prefix = _split_root(root, ("gs", "gcs"))
         settings = {"bucket": bucket, **_renamed(options, {"credential_file": "credential_path"})}
+        if "credential_path" in settings:
+            settings["credential_path"] = expand_home(settings["credential_path"])
     elif backend == "azblob":
         bucket, prefix = _split_root(root, ("azblob",))
         settings = {"container": bucket, **options}

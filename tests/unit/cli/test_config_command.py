@@ -34,7 +34,7 @@ storage:
 brokr: {}
 broker:
   ports: {grpc: 99999}
-  auth: {jwt: {secret: 5}}
+  auth: {jwt: {secret: [5]}}
 """
 
 
@@ -108,7 +108,7 @@ def test_check_on_a_terminal_says_what_to_do_below(file, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "key", "message"),
     [
-        ("storage: {ack: synced}\nstorage: {wal: {dir: a}}\n", "storage", "stands twice"),
+        ("storage: {ack: synced}\nstorage: {wal: {dir: a}}\n", "storage", "is set twice"),
         ("storage: {wal: {dir: a, dir: b}}\n", "storage.wal.dir", "in line 1 and in line 1"),
         ("storage: [", None, "not valid YAML"),
         ("storage: {mode: wal_cloud}\n", "storage.wal.dir", "is not set"),

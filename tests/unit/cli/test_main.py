@@ -87,3 +87,27 @@ def test_a_number_that_is_too_small_is_said_so(arguments, capsys):
     with pytest.raises(SystemExit):
         main(["consume", "/default/t", *arguments])
     assert "must be a whole number, and at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--data=~/data"], ["--data", "~/data"]])
+def test_tilde_in_a_path_is_the_home_directory(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ister.open(tmp_path / "data") as log:
+        log.topic("/default/a", create=True)
+    assert main(["topics", "list", "--json", *arguments]) == 0
+    assert "/default/a" in capsys.readouterr().out
+
+
+def test_home_of_nobody_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["topics", "list", "--data", "~nobody-of-that-name/x"])
+    assert ended.value.code == 2
+    assert "'~nobody-of-that-name/x'" in capsys.readouterr().err
+
+
+def test_config_of_the_environment_may_begin_with_a_tilde(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ISTER_CONFIG", "~/ister.yml")
+    (tmp_path / "ister.yml").write_text("storage: {wal: {dir: ~/wal}}\n")
+    assert main(["config", "show", "--json"]) == 0
+    assert str(tmp_path / "wal") in capsys.readouterr().out

@@ -288,11 +288,11 @@ def test_greeting_on_a_terminal_is_a_panel_that_fits(columns, monkeypatch, tmp_p
 
 @pytest.mark.usefixtures("_no_environment")
 def test_settings_that_are_wrong_name_their_file_and_the_command_that_shows_all(capsys, tmp_path):
-    for text in ("brokr: {}\n", "storage: [\n"):
+    for text, path in (("brokr: {}\n", "bad.yml:1"), ("storage: [\n", "bad.yml")):
         (tmp_path / "bad.yml").write_text(text)
         assert main(["serve", "--config", "bad.yml"]) == 1
         err = capsys.readouterr().err
-        assert "(path=bad.yml)" in err
+        assert f"(path={path})" in err
         assert "`ister config check bad.yml` shows all problems" in err
 
 
