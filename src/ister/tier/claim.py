@@ -61,7 +61,7 @@ from ister.model import AckLevel, Codec
 from ister.tier.catalog import Catalog
 from ister.tier.ownership import OwnedTopic
 
-__all__ = ["ClaimCheck", "Membership", "NewTopic", "check_claim", "claim"]
+__all__ = ["ClaimCheck", "ClaimView", "Membership", "NewTopic", "check_claim", "claim"]
 
 _log = logging.getLogger("ister.tier.claim")
 
@@ -77,20 +77,47 @@ class NewTopic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimView:
+    """The keys that a claim depends on, each as it was read, with its revision.
+
+    Read once for an opening: the claim's transaction requires all of them to be unchanged.
+    """
+
+    record: tuple[TopicRecord, int] | None
+    owner: tuple[OwnerRecord, int] | None
+    sealed: tuple[SealedState, int] | None
+
+    @classmethod
+    def read(cls, catalog: Catalog) -> ClaimView:
+        """Reads the keys of one topic."""
+        return cls(record=catalog.record(), owner=catalog.owner(), sealed=catalog.sealed())
+
+    @property
+    def known(self) -> TopicRecord | None:
+        """The topic's record; None if there is none."""
+        return self.record[0] if self.record is not None else None
+
+    @property
+    def seal(self) -> SealedState | None:
+        """The seal, if the topic was handed over and nobody has taken it."""
+        return self.sealed[0] if self.sealed is not None else None
+
+    @property
+    def revision(self) -> int | None:
+        """Of the record; None if there is none."""
+        return self.record[1] if self.record is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimCheck:
     """What a look at a topic before its claim has shown."""
 
     is_current: bool
     """Whether local files, if there are any, are the topic's newest."""
-    revision: int | None
-    """Of the record that says so; None if there is no record."""
+    view: ClaimView
+    """What says so."""
     gives_up: bool = False
     """Whether this node goes on without the files that it had: offsets are given out again."""
-
-    def still_holds(self, catalog: Catalog) -> bool:
-        """Whether the record is still that one."""
-        found = catalog.record()
-        return self.revision == (found[1] if found is not None else None)
 
 
 class Membership:
@@ -221,18 +248,21 @@ def claim(
         UnavailableError: The metadata store does not answer.
     """
     claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
+    view = seen.view if seen is not None else ClaimView.read(catalog)
     for _ in range(_ATTEMPTS):
-        if seen is not None and not seen.still_holds(catalog):
-            return None
-        owned = claimant.attempt(seen)
+        owned = claimant.attempt(view, gives_up=seen is not None and seen.gives_up)
         if owned is not None:
             return owned
+        view = ClaimView.read(catalog)
+        if seen is not None and view.revision != seen.view.revision:
+            return None
     raise ConflictError("the topic keeps changing hands", topic=str(catalog.keys.topic))
 
 
 def check_claim(
     catalog: Catalog,
     membership: Membership,
+    view: ClaimView,
     *,
     new: NewTopic | None,
     has_files: bool,
@@ -245,6 +275,7 @@ def check_claim(
     Args:
         catalog: The topic's.
         membership: This process's.
+        view: The topic's keys, as read for this claim.
         new: As for `claim`.
         has_files: Whether this node has local files of the topic.
         take_over: As for `claim`.
@@ -261,16 +292,13 @@ def check_claim(
         ConflictError: This node wrote the topic last, has not sealed it, and has no files of it.
     """
     claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
-    found, sealed = catalog.record(), catalog.sealed()
-    known = found[0] if found is not None else None
-    owner = catalog.owner()
-    claimant.refuse(known, owner[0] if owner is not None else None)
-    claimant.next_record(known, sealed[0] if sealed is not None else None)
-    revision = found[1] if found is not None else None
+    claimant.refuse(view)
+    claimant.next_record(view)
+    known = view.known
     if known is None or not known.is_open:
-        return ClaimCheck(is_current=known is None, revision=revision)
+        return ClaimCheck(is_current=known is None, view=view)
     is_mine = bool(known.lineage) and known.lineage[-1].node == membership.node
-    if is_mine and sealed is None and not has_files and not take_over:
+    if is_mine and view.sealed is None and not has_files and not take_over:
         last = catalog.last()
         tiered = last.end if last is not None else 0
         raise ConflictError(
@@ -282,8 +310,8 @@ def check_claim(
         )
     return ClaimCheck(
         is_current=is_mine or not known.lineage,
-        revision=revision,
-        gives_up=is_mine and sealed is None and not has_files,
+        view=view,
+        gives_up=is_mine and view.sealed is None and not has_files,
     )
 
 
@@ -298,17 +326,12 @@ class _Claimant:
     clock: Clock
     metrics: Metrics
 
-    def attempt(self, seen: ClaimCheck | None) -> OwnedTopic | None:
-        """Reads, decides, and writes if what was read still holds; None if it does not."""
+    def attempt(self, view: ClaimView, *, gives_up: bool) -> OwnedTopic | None:
+        """Decides, and writes if what was read still holds; None if it does not."""
         catalog, keys, node = self.catalog, self.catalog.keys, self.membership.node
-        found, owner, sealed = catalog.record(), catalog.owner(), catalog.sealed()
-        if seen is not None and seen.revision != (found[1] if found is not None else None):
-            return None
-        known = found[0] if found is not None else None
-        self.refuse(known, owner[0] if owner is not None else None)
-        seal = sealed[0] if sealed is not None else None
-        gives_up = seen is not None and seen.gives_up
-        record, lease = self.next_record(known, seal, gives_up=gives_up), self.membership.lease
+        found, owner, sealed = view.record, view.owner, view.sealed
+        self.refuse(view)
+        record, lease = self.next_record(view, gives_up=gives_up), self.membership.lease
         compares: list[Compare] = [
             Absent(keys.record) if found is None else RevisionIs(keys.record, found[1]),
             Absent(keys.owner) if owner is None else RevisionIs(keys.owner, owner[1]),
@@ -340,17 +363,19 @@ class _Claimant:
             record=record,
             revision=revision,
             node=node,
-            sealed=seal,
+            sealed=view.seal,
             clock=self.clock,
             metrics=self.metrics,
         )
+        known = view.known
         owned.is_rebuilt = known is not None and known.is_open and not known.lineage
         self.membership.add(owned, lease)
         return owned
 
-    def refuse(self, known: TopicRecord | None, owner: OwnerRecord | None) -> None:
+    def refuse(self, view: ClaimView) -> None:
         """Raises if the topic is not there, or is somebody else's."""
         topic = str(self.catalog.keys.topic)
+        known, owner = view.known, view.owner[0] if view.owner is not None else None
         if known is not None and known.state == "deleting":
             raise NotFoundError(f"the topic {topic} is being deleted", topic=topic)
         if self.new is None and (known is None or not known.is_open):
@@ -362,11 +387,9 @@ class _Claimant:
                 hint="seal it there first, or wait for that node's lease to end",
             )
 
-    def next_record(
-        self, known: TopicRecord | None, sealed: SealedState | None, *, gives_up: bool = False
-    ) -> TopicRecord:
+    def next_record(self, view: ClaimView, *, gives_up: bool = False) -> TopicRecord:
         """The record under this node's new epoch."""
-        node = self.membership.node
+        node, known, sealed = self.membership.node, view.known, view.seal
         epoch = known.epoch + 1 if known is not None else 1
         if known is None or not known.is_open:
             check(self.new is not None, "a topic is made from something")

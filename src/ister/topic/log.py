@@ -382,7 +382,8 @@ class Log:
         The directory comes first: after the claim nobody could tell old files from new ones.
         """
         has_files = not directory.is_blank()
-        is_unknown = tiers.catalog(name).record() is None
+        view = tiers.view(name)
+        is_unknown = view.record is None
         new: NewTopic | None = None
         if create or (is_unknown and has_files and not directory.is_new()):
             # Files without a record were made before there was a bucket: they say what they are.
@@ -391,7 +392,7 @@ class Log:
                 ack=AckLevel(state.ack) if state is not None else ack or self.config.storage.ack,
                 codec=state.codec if state is not None else codec or self.config.storage.codec,
             )
-        seen = tiers.check_claim(name, new=new, has_files=has_files, take_over=take_over)
+        seen = tiers.check_claim(name, view, new=new, has_files=has_files, take_over=take_over)
         if not has_files:
             directory.mark()
         elif not seen.is_current and not directory.is_new():

@@ -37,7 +37,7 @@ from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.tier.catalog import Catalog
-from ister.tier.claim import ClaimCheck, Membership, NewTopic, check_claim, claim
+from ister.tier.claim import ClaimCheck, ClaimView, Membership, NewTopic, check_claim, claim
 from ister.tier.names import (
     TopicKeys,
     manifest_key,
@@ -202,16 +202,26 @@ class Tiers:
         """What the metadata store knows about a topic."""
         return Catalog(self.metadata, self.keys(name), clock=self.clock, metrics=self.metrics)
 
+    def view(self, name: TopicName) -> ClaimView:
+        """What a claim of the topic depends on, as it is now."""
+        return ClaimView.read(self.catalog(name))
+
     def check_claim(
-        self, name: TopicName, *, new: NewTopic | None, has_files: bool, take_over: bool
+        self,
+        name: TopicName,
+        view: ClaimView,
+        *,
+        new: NewTopic | None,
+        has_files: bool,
+        take_over: bool,
     ) -> ClaimCheck:
         """Whether local files are the topic's newest; as `ister.tier.claim.check_claim`."""
-        catalog = self.catalog(name)
-        if new is not None and catalog.record() is None:
+        if new is not None and view.record is None:
             self._refuse_forgotten(name)
         return check_claim(
-            catalog,
+            self.catalog(name),
             self.membership,
+            view,
             new=new,
             has_files=has_files,
             take_over=take_over,
@@ -229,11 +239,9 @@ class Tiers:
             ConflictError: Another node has it, or the bucket knows more than the metadata store.
             UnavailableError: A store does not answer.
         """
-        catalog = self.catalog(name)
-        found = catalog.record()
-        is_known = found is not None and found[0].is_open
+        known = seen.view.known
         owned = claim(
-            catalog,
+            self.catalog(name),
             self.membership,
             new=new,
             take_over=take_over,
@@ -241,7 +249,7 @@ class Tiers:
             metrics=self.metrics,
             seen=seen,
         )
-        if owned is not None and not is_known:
+        if owned is not None and (known is None or not known.is_open):
             self._save_manifest(name, owned)
         return owned
 
