@@ -43,6 +43,7 @@ from ister.errors import (
     CommitUnknownError,
     ConflictError,
     CorruptDataError,
+    FencedError,
     InvariantError,
     IsterError,
     NotFoundError,
@@ -771,15 +772,17 @@ class TierWorld:
             self.seen.look(may_expire=self.expires)
         is_lapsed = process.log is None or not process.log.tiers.membership.is_valid
         if not self.is_right(process):
-            if isinstance(error, ConflictError | NotFoundError | OffsetOutOfRangeError) or (
-                is_lapsed and isinstance(error, UnavailableError)
-            ):
+            if isinstance(
+                error, ConflictError | FencedError | NotFoundError | OffsetOutOfRangeError
+            ) or (is_lapsed and isinstance(error, UnavailableError)):
                 return
             if process.topic is not None and isinstance(error, CorruptDataError):
                 return  # a reader of one that was fenced; the topic is another one by now
         elif is_lapsed and isinstance(error, UnavailableError | NotFoundError):
             return
-        if isinstance(error, ConflictError) and (process.had_fault or process.has_unknown):
+        if isinstance(error, ConflictError | FencedError) and (
+            process.had_fault or process.has_unknown
+        ):
             return
         # Not as it is: this may be in the middle of the other node's work, which handles errors.
         raise BrokenPromiseError(f"{error!r}") from error
