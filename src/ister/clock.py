@@ -1,12 +1,14 @@
 """The only reader of time, and a clock for tests that moves by hand.
 
 `now_ns` is wall time and goes into messages; everything that measures or waits uses `monotonic`,
-so a jump of the wall clock changes neither the order of offsets nor rotation.
+so a jump of the wall clock changes neither the order of offsets nor rotation. Lease deadlines, and
+everything else that goes on while the machine is suspended, use `boottime`.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Protocol
 
 __all__ = ["Clock", "ManualClock", "SystemClock"]
@@ -23,6 +25,10 @@ class Clock(Protocol):
         """Seconds on a clock that never goes back; only differences mean anything."""
         ...
 
+    def boottime(self) -> float:
+        """Seconds on a clock that never goes back and counts the time the machine is suspended."""
+        ...
+
 
 class SystemClock:
     """The machine's clocks."""
@@ -30,6 +36,7 @@ class SystemClock:
     # The built-in functions themselves: a call through a method of ours costs as much again.
     now_ns = staticmethod(time.time_ns)
     monotonic = staticmethod(time.monotonic)
+    boottime = staticmethod(partial(time.clock_gettime, time.CLOCK_BOOTTIME))
 
 
 class ManualClock:
@@ -38,6 +45,7 @@ class ManualClock:
     def __init__(self, *, now_ms: int = 1_700_000_000_000) -> None:
         self._now_ms = now_ms
         self._monotonic = 0.0
+        self._suspended = 0.0
 
     def now_ns(self) -> int:
         """Nanoseconds since the Unix epoch, as set."""
@@ -47,9 +55,18 @@ class ManualClock:
         """Seconds advanced so far."""
         return self._monotonic
 
+    def boottime(self) -> float:
+        """Seconds advanced or suspended so far."""
+        return self._monotonic + self._suspended
+
     def advance(self, seconds: float) -> None:
-        """Moves both clocks forward."""
+        """Moves all clocks forward."""
         self._monotonic += seconds
+        self._now_ms += int(seconds * 1000)
+
+    def suspend(self, seconds: float) -> None:
+        """Moves all clocks but `monotonic` forward, as a suspended machine does."""
+        self._suspended += seconds
         self._now_ms += int(seconds * 1000)
 
     def jump_wall(self, milliseconds: int) -> None:

@@ -400,7 +400,7 @@ class Exposition:
         tiers = self._log.tiers
         if tiers is None:
             return
-        left = tiers.membership.valid_until - self._clock.monotonic()
+        left = tiers.membership.valid_until - self._clock.boottime()
         families.set("ister_lease_valid", int(tiers.membership.is_valid))
         families.set("ister_lease_seconds", round(max(0.0, left), 3))
         is_wanted = self._config.storage.uploader.engine is Engine.SPARK

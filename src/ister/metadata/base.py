@@ -107,7 +107,7 @@ class Lease(Protocol):
 
     @property
     def valid_until(self) -> float:
-        """The `Clock.monotonic` second up to which the lease surely holds."""
+        """The `Clock.boottime` second up to which the lease surely holds."""
         ...
 
     def renew(self) -> None:

@@ -252,7 +252,7 @@ class EtcdMetadata:
         async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
             nonlocal asked_at
             # Before each attempt: a lease whose answer was lost ends unused.
-            asked_at = self._clock.monotonic()
+            asked_at = self._clock.boottime()
             return await endpoint.call(endpoint.lease.LeaseGrant, request, timeout)
 
         answer = self._run("grant of a lease", self._repeat("grant of a lease", ask))
@@ -463,11 +463,11 @@ class EtcdMetadata:
 
         async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
             nonlocal asked_at
-            asked_at = self._clock.monotonic()
+            asked_at = self._clock.boottime()
             return await endpoint.keep_alive(lease.id, timeout)
 
         # There is no use in an answer that comes after the end.
-        left = max(lease.valid_until - self._clock.monotonic(), self._call_timeout_seconds)
+        left = max(lease.valid_until - self._clock.boottime(), self._call_timeout_seconds)
         answer = self._run(
             "renewal of a lease",
             self._repeat("renewal of a lease", ask, total_seconds=min(left, self._total_seconds)),
@@ -489,9 +489,9 @@ class EtcdMetadata:
             self._repeat("end of a lease", ask, total_seconds=self._call_timeout_seconds),
         )
 
-    def monotonic(self) -> float:
+    def boottime(self) -> float:
         """The store's clock."""
-        return self._clock.monotonic()
+        return self._clock.boottime()
 
     # -- watches ----------------------------------------------------------------------------
 

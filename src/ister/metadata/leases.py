@@ -15,7 +15,7 @@ __all__ = ["HeldLease", "LeaseKeeper"]
 class LeaseKeeper(Protocol):
     """What a lease needs of its store."""
 
-    def monotonic(self) -> float:
+    def boottime(self) -> float:
         """The store's clock."""
         ...
 
@@ -48,7 +48,7 @@ class HeldLease:
 
     def revoke(self) -> None:
         # The holder stops believing in it before anybody else can see the keys gone.
-        self._valid_until = min(self._valid_until, self.store.monotonic())
+        self._valid_until = min(self._valid_until, self.store.boottime())
         try:
             self.store.revoke_lease(self.id)
         except Exception:  # noqa: BLE001 - revoking raises nothing; the lease ends by itself

@@ -162,13 +162,13 @@ class MemoryMetadata:
     def grant_lease(self, ttl_seconds: float) -> Lease:
         """A new lease."""
         check_lease_time(ttl_seconds)
-        asked_at = self._clock.monotonic()
+        asked_at = self._clock.boottime()
         self.before("grant_lease", "")
         with self._lock:
             self._check_open()
             self._leases_granted += 1
             lease_id = self._leases_granted
-            self._lease_ends[lease_id] = self._clock.monotonic() + ttl_seconds
+            self._lease_ends[lease_id] = self._clock.boottime() + ttl_seconds
         self.after("grant_lease", str(lease_id))
         return HeldLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
 
@@ -245,7 +245,7 @@ class MemoryMetadata:
 
     def _find(self, key: str) -> KeyValue | None:
         entry = self._entries.get(key)
-        if entry is None or not self._is_alive(entry, self._clock.monotonic()):
+        if entry is None or not self._is_alive(entry, self._clock.boottime()):
             return None
         return KeyValue(key, entry.value, entry.revision)
 
@@ -261,7 +261,7 @@ class MemoryMetadata:
         keys = self._keys[first:last]
         if descending:
             keys.reverse()
-        now = self._clock.monotonic()
+        now = self._clock.boottime()
         found: list[KeyValue] = []
         for key in keys:
             entry = self._entries[key]
@@ -326,7 +326,7 @@ class MemoryMetadata:
 
     def _remove_ended(self) -> None:
         """Removes the leases that have ended, and their keys."""
-        now = self._clock.monotonic()
+        now = self._clock.boottime()
         ended = {lease_id for lease_id, end in self._lease_ends.items() if end <= now}
         if ended:
             self._end_leases(ended)
@@ -342,14 +342,14 @@ class MemoryMetadata:
 
     def renew_lease(self, lease: HeldLease) -> float:
         """Moves a lease's end; see `Lease.renew`."""
-        asked_at = self._clock.monotonic()
+        asked_at = self._clock.boottime()
         self.before("renew", str(lease.id))
         with self._lock:
             self._check_open()
             self._remove_ended()
             if lease.id not in self._lease_ends:
                 raise NotFoundError(f"the lease {lease.id} has ended")
-            self._lease_ends[lease.id] = self._clock.monotonic() + lease.ttl_seconds
+            self._lease_ends[lease.id] = self._clock.boottime() + lease.ttl_seconds
         self.after("renew", str(lease.id))
         return asked_at + lease.ttl_seconds
 
@@ -367,9 +367,9 @@ class MemoryMetadata:
             if watch in self._watches:
                 self._watches.remove(watch)
 
-    def monotonic(self) -> float:
+    def boottime(self) -> float:
         """The store's clock."""
-        return self._clock.monotonic()
+        return self._clock.boottime()
 
 
 class _MemoryWatch:

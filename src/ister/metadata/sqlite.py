@@ -10,7 +10,7 @@ drops a torn one. A crash between making the file and its tables leaves an empty
 the next open fills.
 
     entries (key BLOB, value BLOB, revision, lease)     sorted by the key's UTF-8 bytes
-    leases  (id, boot, ends, ttl)                       `ends` on the monotonic clock of `boot`
+    leases  (id, boot, ends, ttl)                       `ends` in `boottime` seconds of `boot`
     changes (revision, key)                             the latest ones, for watches
     state   (name, value)                               the revision counter
 
@@ -20,7 +20,7 @@ compare from that moment on; the next change removes it, under a revision of its
 another boot has ended: the machine went down, and its holder with it.
 
 Writers wait for each other, at most `busy_timeout_seconds`; readers wait for nobody. The clock
-must be one that all processes share (`SystemClock`: CLOCK_MONOTONIC). A process that forks must
+must be one that all processes share (`SystemClock`: CLOCK_BOOTTIME). A process that forks must
 open its own store: SQLite's locks do not survive a fork.
 """
 
@@ -190,7 +190,7 @@ class SqliteMetadata:
         """A key, or None if there is none."""
         encoded = encode_key(key)
         with self._reader("get") as connection:
-            return self._find(connection, key, encoded, self._clock.monotonic())
+            return self._find(connection, key, encoded, self._clock.boottime())
 
     def range(
         self,
@@ -218,7 +218,7 @@ class SqliteMetadata:
                 {
                     **values,
                     "boot": self._boot,
-                    "now": self._clock.monotonic(),
+                    "now": self._clock.boottime(),
                     "limit": -1 if limit is None else limit,
                 },
             ).fetchall()
@@ -259,7 +259,7 @@ class SqliteMetadata:
     def grant_lease(self, ttl_seconds: float) -> Lease:
         """A new lease."""
         check_lease_time(ttl_seconds)
-        asked_at = self._clock.monotonic()
+        asked_at = self._clock.boottime()
 
         def work(change: _Change) -> int:
             cursor = change.connection.execute(
@@ -503,7 +503,7 @@ class SqliteMetadata:
                 connection.execute("BEGIN IMMEDIATE")
                 with _rolled_back_on_error(connection):
                     # Time is read once the lock is held: nobody can change anything any more.
-                    change = _Change(self, connection, self._boot, self._clock.monotonic())
+                    change = _Change(self, connection, self._boot, self._clock.boottime())
                     change.end_leases("boot != ? OR ends <= ?", [self._boot, change.now])
                     result = work(change)
                     change.finish()
@@ -540,7 +540,7 @@ class SqliteMetadata:
 
         No margin: holder and store read the same clock, and the holder has read it first.
         """
-        asked_at = self._clock.monotonic()
+        asked_at = self._clock.boottime()
 
         def work(change: _Change) -> None:
             cursor = change.connection.execute(
@@ -562,7 +562,7 @@ class SqliteMetadata:
         with self._reader("look for leases") as connection:
             ended = connection.execute(
                 "SELECT 1 FROM leases WHERE boot != ? OR ends <= ? LIMIT 1",
-                (self._boot, self._clock.monotonic()),
+                (self._boot, self._clock.boottime()),
             ).fetchone()
         if ended is not None and not self._is_read_only:
             self._change("end of leases", lambda _: None)
@@ -602,9 +602,9 @@ class SqliteMetadata:
         if poller is not None:
             poller.stop()
 
-    def monotonic(self) -> float:
+    def boottime(self) -> float:
         """The store's clock."""
-        return self._clock.monotonic()
+        return self._clock.boottime()
 
     def check_lease(self, lease: Lease) -> int:
         """The number of a lease of this store's."""

@@ -140,13 +140,13 @@ class Membership:
 
     @property
     def valid_until(self) -> float:
-        """The monotonic second up to which this process surely owns its topics."""
+        """The `Clock.boottime` second up to which this process surely owns its topics."""
         return self.lease.valid_until
 
     @property
     def is_valid(self) -> bool:
         """Whether it still does."""
-        return self._clock.monotonic() < self.lease.valid_until
+        return self._clock.boottime() < self.lease.valid_until
 
     def add(self, owned: OwnedTopic, lease: Lease) -> None:
         """Takes note of a topic that was claimed with `lease`.

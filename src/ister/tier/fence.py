@@ -116,7 +116,7 @@ class Fence:
     @property
     def is_valid(self) -> bool:
         """Whether the key surely is this holder's, by its own clock."""
-        return self._clock.monotonic() < self._lease.valid_until
+        return self._clock.boottime() < self._lease.valid_until
 
     def renew(self) -> None:
         """Asks for another time.

@@ -31,6 +31,8 @@ class AClock(SystemClock):
     def monotonic(self):
         return self.at
 
+    boottime = monotonic
+
     def now_ns(self):
         return int(self.wall * 1e9)
 

@@ -287,9 +287,9 @@ sys.stdin.read()
     store = open_store()
     while (owner := store.get("/owner")) is not None:
         assert owner.value == b"child"
-        assert time.monotonic() < float(valid_until) + 1
+        assert SystemClock.boottime() < float(valid_until) + 1
         time.sleep(0.01)
-    assert time.monotonic() >= float(valid_until)
+    assert SystemClock.boottime() >= float(valid_until)
 
 
 def test_watch_sees_another_process(path, open_store):
@@ -391,7 +391,7 @@ def test_lease_ends_by_the_clock_and_its_keys_at_the_next_change(open_store, pat
     put = store.put("/a", b"", lease)
     clock.advance(9.9)
     assert store.get("/a") is not None
-    clock.advance(0.1)
+    clock.suspend(0.1)
     assert store.get("/a") is None
     assert store.range("/") == []
     assert _raw(path, "SELECT key FROM entries") == [[(b"/a",)]]

@@ -592,6 +592,14 @@ def test_lease_that_is_not_renewed_is_not_believed_in(cluster):
     assert not node.is_valid
 
 
+def test_lease_does_not_outlast_a_suspended_machine(cluster):
+    node = cluster.node("a")
+    cluster.claim(node)
+    cluster.clock.suspend(TTL_SECONDS + 1)
+    assert not node.is_valid
+    assert cluster.catalog().owner() is None
+
+
 def test_lease_that_ended_is_replaced_and_the_owner_keys_put_back(cluster):
     node = cluster.node("a")
     owned = cluster.claim(node)
