@@ -19,8 +19,9 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.memory import MemoryObjectStore
 from ister.tier.catalog import Catalog
-from ister.tier.claim import Membership, NewTopic, claim
+from ister.tier.claim import NewTopic, claim
 from ister.tier.fence import Fence
+from ister.tier.membership import Membership
 from ister.tier.names import TopicKeys, format_object_id, object_key
 from ister.tier.object_maker import ObjectMaker
 from ister.tier.outside import act_outside
@@ -48,6 +49,27 @@ class KeptMetadata(MemoryMetadata):
         """Only the connection ends."""
 
 
+class Directory:
+    """A node's data directory, as far as memberships are concerned."""
+
+    def __init__(self, identity: str, instances: Sequence[str] = ()) -> None:
+        self.identity = identity
+        self.holder = f"process 1 on {identity}"
+        self._instances = list(instances)
+
+    def instances(self) -> list[str]:
+        """The processes that had it."""
+        return list(self._instances)
+
+    def remember(self, instance: str) -> None:
+        """Makes a process the newest one."""
+        self._instances.append(instance)
+
+    def copied(self, identity: str) -> "Directory":
+        """The same files, elsewhere."""
+        return Directory(identity, self._instances)
+
+
 class Cluster:
     """One bucket, one metadata store, one clock; and the nodes that share them."""
 
@@ -57,10 +79,18 @@ class Cluster:
         self.objects = MemoryObjectStore(clock=self.clock, **store)
         self.metadata = KeptMetadata(self.clock)
         self.keys = TopicKeys(PREFIX, NAME)
+        self.directories: dict[str, Directory] = {}
 
     def node(self, name: str) -> Membership:
         """A process that has just joined."""
-        return Membership(self.metadata, node=name, ttl_seconds=TTL_SECONDS, clock=self.clock)
+        return Membership(
+            self.metadata,
+            root_prefix=PREFIX,
+            node=name,
+            directory=self.directories.setdefault(name, Directory(name)),
+            ttl_seconds=TTL_SECONDS,
+            clock=self.clock,
+        )
 
     def catalog(self, name: TopicName = NAME) -> Catalog:
         """What the metadata store knows about a topic."""

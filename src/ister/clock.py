@@ -29,6 +29,10 @@ class Clock(Protocol):
         """Seconds on a clock that never goes back and counts the time the machine is suspended."""
         ...
 
+    def sleep(self, seconds: float) -> None:
+        """Returns after so many seconds."""
+        ...
+
 
 class SystemClock:
     """The machine's clocks."""
@@ -37,6 +41,7 @@ class SystemClock:
     now_ns = staticmethod(time.time_ns)
     monotonic = staticmethod(time.monotonic)
     boottime = staticmethod(partial(time.clock_gettime, time.CLOCK_BOOTTIME))
+    sleep = staticmethod(time.sleep)
 
 
 class ManualClock:
@@ -63,6 +68,10 @@ class ManualClock:
         """Moves all clocks forward."""
         self._monotonic += seconds
         self._now_ms += int(seconds * 1000)
+
+    def sleep(self, seconds: float) -> None:
+        """Moves all clocks forward, and returns at once."""
+        self.advance(seconds)
 
     def suspend(self, seconds: float) -> None:
         """Moves all clocks but `monotonic` forward, as a suspended machine does."""

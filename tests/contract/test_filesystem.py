@@ -190,7 +190,15 @@ def test_create_empties_what_is_there(place):
 
 @pytest.mark.parametrize(
     "operation",
-    ["open", "open_read", "remove", "list_directory", "modified_ms", "remove_directory"],
+    [
+        "open",
+        "open_read",
+        "remove",
+        "list_directory",
+        "modified_ms",
+        "identity",
+        "remove_directory",
+    ],
 )
 def test_missing_path_is_not_found(place, operation):
     with pytest.raises(NotFoundError) as missing:
@@ -357,6 +365,20 @@ def test_write_moves_the_time_of_a_file(place):
     file.write_at(0, [b"C"])
     file.close()
     assert place.fs.modified_ms(path) > before + 3_000_000
+
+
+# -- identity -----------------------------------------------------------------------------------
+
+
+def test_identity_tells_a_file_from_its_copies(place):
+    path, copied = place.file("a", b"content"), place.file("b", b"content")
+    identity = place.fs.identity(path)
+    assert identity
+    place.read("a")
+    assert place.fs.identity(path) == identity
+    assert place.fs.identity(copied) != identity
+    place.fs.remove(path)
+    assert place.fs.identity(place.file("a", b"content")) != identity, "made anew"
 
 
 # -- lock ---------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from fault.writer_child import HEAVY, new_seed, say_replay
 from ister import failpoints
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.model import TopicName
-from ister.tier.claim import Membership
+from ister.tier.ownership import OwnedTopic
 from ister.topic.log import Log
 
 TTL = 2
@@ -279,14 +279,14 @@ def test_owner_replaced_between_two_looks_at_its_rights_acknowledges_nothing(tmp
         topic_a.upload()
         take_over(log_b)
         offset = topic_a.append(b"after")
-        look = Membership.is_valid.fget
+        look = OwnedTopic.is_leased.fget
 
-        def is_valid(membership):
+        def is_leased(owned):
             monkeypatch.undo()
             log_a.tiers.membership.renew()
-            return look(membership)
+            return look(owned)
 
-        monkeypatch.setattr(Membership, "is_valid", property(is_valid))
+        monkeypatch.setattr(OwnedTopic, "is_leased", property(is_leased))
         with pytest.raises((FencedError, UnavailableError)):
             topic_a.wait(offset)
         with pytest.raises(FencedError):

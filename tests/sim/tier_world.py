@@ -770,7 +770,13 @@ class TierWorld:
             return
         with self._quietly():
             self.seen.look(may_expire=self.expires)
-        is_lapsed = process.log is None or not process.log.tiers.membership.is_valid
+        topic = process.topic
+        is_lapsed = (
+            process.log is None
+            or not process.log.tiers.membership.is_valid
+            # The process has a lease again, and has not got to the topic.
+            or (topic is not None and not topic.tier.owned.is_leased)
+        )
         if not self.is_right(process):
             if isinstance(
                 error, ConflictError | FencedError | NotFoundError | OffsetOutOfRangeError

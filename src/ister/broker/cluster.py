@@ -19,6 +19,7 @@ from typing import Any
 
 from ister.errors import CorruptDataError, IsterError, UnavailableError
 from ister.format.records import decode_owner
+from ister.metadata.base import Delete, Put
 from ister.model import TopicName
 from ister.topic.tiers import Tiers
 
@@ -59,15 +60,19 @@ class Cluster:
         try:
             found = tiers.metadata.get(key)
             if found is None or found.value != value:
-                tiers.metadata.put(key, value, lease=tiers.membership.lease)
+                # Not over the entry of a process that has replaced this one.
+                put = Put(key, value, tiers.membership.lease)
+                tiers.metadata.transact([tiers.membership.is_here], [put])
         except IsterError as error:
             _log.warning("this broker is not known to others", extra={"error": str(error)})
 
     def leave(self) -> None:
         """Takes this broker's entry back."""
-        if self._tiers is not None:
+        tiers = self._tiers
+        if tiers is not None:
+            key = self._prefix(tiers) + self.own.node
             try:
-                self._tiers.metadata.delete(self._prefix(self._tiers) + self.own.node)
+                tiers.metadata.transact([tiers.membership.is_here], [Delete(key)])
             except IsterError as error:
                 _log.warning("this broker is still listed", extra={"error": str(error)})
 

@@ -40,7 +40,8 @@ from ister.model import TopicName, Watermarks
 from ister.subscription.store import StoredSubscription, SubscriptionStore
 from ister.tier.catalog import Catalog, Subscription, list_topics
 from ister.tier.names import TopicKeys
-from ister.topic.tiers import NODE_NAME, open_metadata
+from ister.topic.node import NODE_NAME
+from ister.topic.tiers import open_metadata
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.scan import scan_file
 

@@ -2,6 +2,8 @@
 
     /topics/<ns>/<topic>                      TopicRecord
     /cluster/owners/<ns>/<topic>              OwnerRecord, with the owner's lease
+    /cluster/nodes/<node>/process             NodeProcess, with the same lease
+    /cluster/nodes/<node>/latest              the instance that had the node last
     /storage/topics/<ns>/<topic>/objects/cur  {"start": "<20 digits>"}
     /storage/topics/<ns>/<topic>/upload/session   UploadSession
     /storage/topics/<ns>/<topic>/state        SealedState
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from ister.errors import CorruptDataError
@@ -27,6 +29,7 @@ from ister.model import AckLevel, Codec
 
 __all__ = [
     "Lineage",
+    "NodeProcess",
     "OwnerRecord",
     "Progress",
     "RetiredObjects",
@@ -35,6 +38,8 @@ __all__ = [
     "UploadSession",
     "WriterRecord",
     "decode_current",
+    "decode_latest",
+    "decode_node_process",
     "decode_owner",
     "decode_progress",
     "decode_retired",
@@ -43,6 +48,8 @@ __all__ = [
     "decode_topic",
     "decode_writer",
     "encode_current",
+    "encode_latest",
+    "encode_node_process",
     "encode_owner",
     "encode_progress",
     "encode_retired",
@@ -109,6 +116,22 @@ class OwnerRecord:
 
     node: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeProcess:
+    """The process that has a node's data directory open now."""
+
+    instance: str
+    """Random, of this process alone."""
+    directory: str
+    """What tells it from its copies until the machine starts again; empty if unknown."""
+    holder: str
+    """The process, for people: its number and host."""
+    since: int
+    """When it began, in seconds since the Unix epoch."""
+    ttl_seconds: float
+    """Of its lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +261,48 @@ def decode_owner(data: bytes, *, key: str) -> OwnerRecord:
         return OwnerRecord(node=str(fields["node"]), epoch=int(fields["epoch"]))
     except _MISFITS as error:
         raise _corrupt("owner record", error, key) from error
+
+
+def encode_node_process(process: NodeProcess) -> bytes:
+    """The record's JSON."""
+    return _dump(asdict(process))
+
+
+def decode_node_process(data: bytes, *, key: str) -> NodeProcess:
+    """Reads which process has a node.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        return NodeProcess(
+            instance=str(fields["instance"]),
+            directory=str(fields["directory"]),
+            holder=str(fields["holder"]),
+            since=int(fields["since"]),
+            ttl_seconds=float(fields["ttl_seconds"]),
+        )
+    except _MISFITS as error:
+        raise _corrupt("node record", error, key) from error
+
+
+def encode_latest(instance: str) -> bytes:
+    """Which instance had a node last."""
+    return _dump({"instance": instance})
+
+
+def decode_latest(data: bytes, *, key: str) -> str:
+    """The instance that had a node last.
+
+    Raises:
+        CorruptDataError: It is something else; names the key.
+    """
+    fields = _load(data, key)
+    try:
+        return str(fields["instance"])
+    except _MISFITS as error:
+        raise _corrupt("node record", error, key) from error
 
 
 def encode_current(start: int) -> bytes:

@@ -134,6 +134,20 @@ class FileSystem(Protocol):
         """
         ...
 
+    def identity(self, path: str) -> str:
+        """What tells a file from every other one, its copies included; empty if unknown.
+
+        The same for the same file until the machine starts again; it may change sooner.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        ...
+
+    def holder(self) -> str:
+        """This process, as it is named to people elsewhere: its number and host."""
+        ...
+
     def remove_directory(self, path: str) -> None:
         """Removes an empty directory.
 

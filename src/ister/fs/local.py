@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -19,7 +20,7 @@ from ister.errors import CapacityError, DirectoryLockedError, DiskError, NotFoun
 from ister.format.crc import Buffer
 from ister.fs.base import File, FileLock
 
-__all__ = ["DIRECTORY_MODE", "LocalFileSystem"]
+__all__ = ["DIRECTORY_MODE", "LocalFileSystem", "boot_id"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -49,6 +50,17 @@ def map_os_error(
     if error.errno == errno.ENOENT:
         return NotFoundError(text, path=path)
     return DiskError(text, errno=error.errno, path=path)
+
+
+def boot_id() -> str:
+    """What tells this run of the machine's kernel from every other one.
+
+    Raises:
+        DiskError, NotFoundError: The kernel does not say.
+    """
+    path = "/proc/sys/kernel/random/boot_id"
+    with _mapped("read", path), open(path, encoding="ascii") as file:
+        return file.read().strip()
 
 
 class _LocalFile:
@@ -201,6 +213,19 @@ class LocalFileSystem:
     def modified_ms(self, path: str) -> int | None:
         with _mapped("stat", path):
             return os.stat(path).st_mtime_ns // 1_000_000
+
+    def identity(self, path: str) -> str:
+        with _mapped("stat", path):
+            found = os.stat(path, follow_symlinks=False)
+        try:
+            boot = boot_id()
+        except (DiskError, NotFoundError):
+            return ""
+        # The time of change, too: the number of a file that was removed is given out again.
+        return f"{boot} {found.st_dev} {found.st_ino} {found.st_ctime_ns}"
+
+    def holder(self) -> str:
+        return f"process {os.getpid()} on {socket.gethostname()}"
 
     def remove_directory(self, path: str) -> None:
         with _mapped("remove directory", path):

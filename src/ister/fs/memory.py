@@ -21,8 +21,11 @@ Not modelled: bit rot (tests flip bits themselves) and hard links.
 
 from __future__ import annotations
 
+import copy
 import errno
+import itertools
 import random
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +62,7 @@ class _Inode:
     pending: list[_Change] = field(default_factory=list)
     """What may or may not survive."""
     modified_ms: int | None = None
+    number: int = field(default_factory=itertools.count(1).__next__)
 
 
 @dataclass
@@ -118,6 +122,7 @@ class MemoryFileSystem:
         self._root = _Directory()
         self._lock = threading.RLock()
         self._held_locks: set[str] = set()
+        self._boot = secrets.token_hex(8)
         self.before: Callable[[str, str], None] = _no_fault
         """Called with (kind, path) before each operation; may raise OSError or SimulatedCrash."""
         self.write_limit_bytes: int | None = None
@@ -200,6 +205,17 @@ class MemoryFileSystem:
                 raise NotFoundError("stat failed: no such file", path=path)
             return inode.modified_ms if isinstance(inode, _Inode) else None
 
+    def identity(self, path: str) -> str:
+        with self._lock:
+            self._enter("stat", path)
+            inode = self._find(path)
+            if not isinstance(inode, _Inode):
+                raise NotFoundError("stat failed: no such file", path=path)
+            return f"{self._boot} {inode.number}"
+
+    def holder(self) -> str:
+        return f"a process on machine {self._boot}"
+
     def remove_directory(self, path: str) -> None:
         with self._lock:
             self._enter("remove_directory", path)
@@ -249,7 +265,16 @@ class MemoryFileSystem:
             self.before = _no_fault
             self._held_locks.clear()
             self.open_files = 0
+            self._boot = secrets.token_hex(8)
             self._crash_directory(self._root, rng)
+
+    def copied(self) -> MemoryFileSystem:
+        """A machine of its own with a copy of this one's files, as they read now."""
+        with self._lock:
+            other = MemoryFileSystem()
+            other.now_ms = self.now_ms
+            other._root = copy.deepcopy(self._root)
+            return other
 
     def kill(self) -> None:
         """The process ends and the machine stays up: the page cache survives whole."""

@@ -50,7 +50,7 @@ from ister.errors import (
     UnsupportedOperationError,
     UnsupportedVersionError,
 )
-from ister.fs.local import LocalFileSystem, map_os_error
+from ister.fs.local import LocalFileSystem, boot_id, map_os_error
 from ister.metadata.base import (
     Absent,
     Compare,
@@ -157,7 +157,7 @@ class SqliteMetadata:
         self._clock = clock
         self._busy_timeout_seconds = busy_timeout_seconds
         self._is_read_only = read_only
-        self._boot = _boot_id()
+        self._boot = boot_id()
         self._is_closed = False
         self._damage: CorruptDataError | None = None
         self._writer_lock = threading.Lock()
@@ -780,11 +780,3 @@ def _holds(compare: Compare, found: KeyValue | None) -> bool:
     if isinstance(compare, RevisionIs):
         return found.revision == compare.revision
     return found.value == compare.value
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError as error:
-        raise map_os_error(error, "read", "/proc/sys/kernel/random/boot_id") from error

@@ -1,13 +1,13 @@
-"""Becoming a topic's owner, and staying it: leases, nodes, claims.
+"""Becoming a topic's owner.
 
     check ─► (the caller makes its directory ready) ─► claim ─► epoch + 1
 
-Owns: this process's lease, and the transaction that changes a topic's owner. Does not own: what an
-owner may do (`ownership`), local files.
+Owns: the transaction that changes a topic's owner. Does not own: this process's lease and place
+among others (`membership`), what an owner may do (`ownership`), local files.
 
-Nodes. An owner is a `node`: an identity that is kept with the local files and used under their
-lock, so a node that comes back may take its own topics at once, without waiting for a lease to
-end: the lock proves that the process before it is gone. Another node may claim a topic that was
+Nodes. An owner is a `node`, of which there is one process at a time: every claim compares the
+node's key. So a node that comes back takes its own topics at once, without waiting for the lease
+under which an earlier process had them to end. Another node may claim a topic that was
 sealed. One that was not has messages on a disk that is not here; claiming it takes `take_over`,
 which goes on from what the bucket holds and gives up the rest.
 
@@ -20,9 +20,7 @@ What a crash leaves: an owner key that ends with its lease.
 
 from __future__ import annotations
 
-import logging
 import secrets
-import threading
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -31,10 +29,7 @@ from ister.clock import Clock
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
-    FencedError,
-    IsterError,
     NotFoundError,
-    UnavailableError,
     check,
 )
 from ister.format.records import (
@@ -50,8 +45,6 @@ from ister.metadata.base import (
     Absent,
     Compare,
     Delete,
-    Lease,
-    MetadataStore,
     Operation,
     Put,
     RevisionIs,
@@ -59,11 +52,10 @@ from ister.metadata.base import (
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec
 from ister.tier.catalog import Catalog
+from ister.tier.membership import Membership
 from ister.tier.ownership import OwnedTopic
 
-__all__ = ["ClaimCheck", "ClaimView", "Membership", "NewTopic", "check_claim", "claim"]
-
-_log = logging.getLogger("ister.tier.claim")
+__all__ = ["ClaimCheck", "ClaimView", "NewTopic", "check_claim", "claim"]
 
 _ATTEMPTS: Final = 5
 
@@ -118,103 +110,6 @@ class ClaimCheck:
     """What says so."""
     gives_up: bool = False
     """Whether this node goes on without the files that it had: offsets are given out again."""
-
-
-class Membership:
-    """This process's lease, under which it owns topics. Thread-safe.
-
-    `valid_until` is asked before anything is acknowledged: a process that was stopped for longer
-    than its lease knows it by its own clock, before it has heard from anybody.
-    """
-
-    def __init__(
-        self, store: MetadataStore, *, node: str, ttl_seconds: float, clock: Clock
-    ) -> None:
-        self.node = node
-        self._store = store
-        self._ttl = ttl_seconds
-        self._clock = clock
-        self._lock = threading.RLock()
-        self._owned: dict[str, OwnedTopic] = {}
-        self.lease = store.grant_lease(ttl_seconds)
-
-    @property
-    def valid_until(self) -> float:
-        """The `Clock.boottime` second up to which this process surely owns its topics."""
-        return self.lease.valid_until
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether it still does."""
-        return self._clock.boottime() < self.lease.valid_until
-
-    def add(self, owned: OwnedTopic, lease: Lease) -> None:
-        """Takes note of a topic that was claimed with `lease`.
-
-        Raises:
-            FencedError: That lease has ended meanwhile, and somebody else has the topic.
-            UnavailableError: It has ended, and the metadata store does not answer.
-        """
-        with self._lock:
-            self._owned[owned.topic] = owned
-            if lease is self.lease:
-                return
-            try:
-                self._reassert(owned, self.lease)
-            except IsterError:
-                self.remove(owned)
-                raise
-
-    def _reassert(self, owned: OwnedTopic, lease: Lease) -> None:
-        try:
-            owned.reassert(lease)
-        except NotFoundError as error:
-            raise UnavailableError("a new lease has ended at once") from error
-
-    def remove(self, owned: OwnedTopic) -> None:
-        """Forgets a topic that was released."""
-        with self._lock:
-            if self._owned.get(owned.topic) is owned:
-                del self._owned[owned.topic]
-
-    def renew(self) -> None:
-        """Renews the lease; where it has ended, takes a new one and puts the owner keys back.
-
-        Raises:
-            UnavailableError: The metadata store does not answer; try again before `valid_until`.
-        """
-        # One at a time: two that each took a new lease would leave owner keys under the other's.
-        with self._lock:
-            try:
-                self.lease.renew()
-            except NotFoundError:
-                _log.warning("the lease ended", extra={"node": self.node})
-            else:
-                return
-            lease = self._store.grant_lease(self._ttl)
-            try:
-                self._reassert_all(lease)
-            except UnavailableError:
-                lease.revoke()
-                raise
-            self.lease = lease
-
-    def _reassert_all(self, lease: Lease) -> None:
-        for topic in list(self._owned.values()):
-            try:
-                self._reassert(topic, lease)
-            except FencedError:
-                self.remove(topic)
-            except UnavailableError:
-                raise
-            except IsterError as error:
-                # One topic's record cannot be read or written: that is its own trouble.
-                topic.give_up(error)
-                self.remove(topic)
-
-    def end(self) -> None:
-        """Gives the lease back, and with it every owner key."""
-        self.lease.revoke()
 
 
 def claim(
@@ -336,6 +231,7 @@ class _Claimant:
             Absent(keys.record) if found is None else RevisionIs(keys.record, found[1]),
             Absent(keys.owner) if owner is None else RevisionIs(keys.owner, owner[1]),
             Absent(keys.sealed) if sealed is None else RevisionIs(keys.sealed, sealed[1]),
+            self.membership.is_here,
         ]
         operations: list[Operation] = [
             Put(keys.record, encode_topic(record)),
@@ -356,6 +252,7 @@ class _Claimant:
             self.membership.renew()
             return None
         if revision is None:
+            self.membership.check()
             return None
         failpoints.reach("tier.after_claim")
         owned = OwnedTopic(

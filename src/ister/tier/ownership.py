@@ -116,6 +116,10 @@ class OwnedTopic:
         self._fence: FencedError | None = None
         self.on_fenced: Callable[[FencedError], None] = lambda error: None
         """Called once, when it turns out that somebody else owns the topic."""
+        self.lease: Lease | None = None
+        """What the owner key was put with; None for whoever acts for the owner."""
+        self.on_regained: Callable[[], None] = lambda: None
+        """Called when the owner key is back after the lease had ended."""
         self._current_revision = self._read_current()
         self.first = catalog.first()
         """The oldest object."""
@@ -140,6 +144,11 @@ class OwnedTopic:
     def is_fenced(self) -> bool:
         """Whether somebody else owns the topic by now, as far as this one has noticed."""
         return self._fence is not None
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether nobody else can own the topic yet, by this process's own clock."""
+        return self.lease is not None and self._clock.boottime() < self.lease.valid_until
 
     # -- changes ----------------------------------------------------------------------------
 
@@ -520,19 +529,36 @@ class OwnedTopic:
         if not self.is_fenced:
             self._change([], [Delete(self.catalog.keys.owner)])
 
-    def reassert(self, lease: Lease) -> None:
+    def reassert(self, lease: Lease, is_here: Compare) -> None:
         """Puts the owner key back after the lease had ended, if nobody took the topic meanwhile.
+
+        Args:
+            lease: The new lease.
+            is_here: Holds while this process is its node's only one.
 
         Raises:
             FencedError: Somebody has.
-            ConflictError: The topic was handed over.
+            ConflictError: The topic was handed over, or `is_here` does not hold.
             UnavailableError: The metadata store does not answer.
         """
+        if not self.transact([is_here, self._is_kept()], [self._owner_put(lease)]):
+            raise ConflictError("the topic was handed over", topic=self.topic)
+
+    def reassertion(self, lease: Lease) -> tuple[list[Compare], Put]:
+        """What `reassert` compares and puts, for a transaction with those of other topics."""
+        with self._lock:
+            is_known = RevisionIs(self.catalog.keys.record, self._revision)
+        return [is_known, self._is_kept()], self._owner_put(lease)
+
+    def _is_kept(self) -> Compare:
         # A seal leaves the record as it is: without this, a request that lands late would make a
         # topic that was handed over this node's again, for as long as it lives.
-        is_kept = Absent(self.catalog.keys.sealed)
-        if not self.transact([is_kept], [self._owner_put(lease)]):
-            raise ConflictError("the topic was handed over", topic=self.topic)
+        return Absent(self.catalog.keys.sealed)
+
+    def regain(self, lease: Lease) -> None:
+        """Takes note that the owner key is back, with a new lease."""
+        self.lease = lease
+        self.on_regained()
 
     def mark_deleting(self) -> None:
         """Ends the topic: from here on nobody opens it, and its deletion goes on after a crash."""
@@ -648,9 +674,10 @@ class OwnedTopic:
     def give_up(self, reason: IsterError) -> None:
         """Stops being the owner, because it cannot be told whether this one still is."""
         if self._fence is None:
-            self._fence = FencedError(
-                f"the topic's record cannot be used: {reason.message}", topic=self.topic
-            )
+            text = f"the topic's record cannot be used: {reason.message}"
+            if isinstance(reason, FencedError):
+                text = reason.message
+            self._fence = FencedError(text, topic=self.topic, hint=reason.hint)
             _log.error("given up", extra={"topic": self.topic, "error": str(reason)})
             self.on_fenced(self._fence)
 

@@ -116,11 +116,10 @@ class Background:
             self._hold_or_let_go()
 
     def _hold_or_let_go(self) -> None:
-        is_valid = self._tiers.membership.is_valid
         for topic in self._topics():
             if topic.tier is None:
                 continue
-            if is_valid:
+            if topic.tier.owned.is_leased:
                 topic.wal.unhold("lease")
             else:
                 topic.wal.hold("lease", topic.tier.refused_error, waits=False)

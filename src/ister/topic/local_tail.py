@@ -36,7 +36,7 @@ from ister.fs.local import LocalFileSystem
 from ister.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
 from ister.metrics import Metrics
 from ister.model import TopicName
-from ister.topic.tiers import NODE_NAME
+from ister.topic.node import NODE_NAME
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
 from ister.wal.snapshot import WalSnapshot, load_snapshot

@@ -51,6 +51,7 @@ from ister.tier.cursors import clip_progress
 from ister.tier.ownership import OwnedTopic
 from ister.topic.background import Background
 from ister.topic.cache import Cache
+from ister.topic.node import INSTANCES_NAME, NODE_NAME, Node
 from ister.topic.opening import (
     finish_set_aside,
     measure_backlog,
@@ -59,7 +60,7 @@ from ister.topic.opening import (
     set_aside,
 )
 from ister.topic.tier import TopicTier
-from ister.topic.tiers import NODE_NAME, Tiers, open_metadata, open_objects, read_node
+from ister.topic.tiers import Tiers, open_metadata, open_objects
 from ister.topic.topic import Topic
 from ister.tracing import span
 from ister.wal.directory import LOCK_NAME, WalDirectory
@@ -121,6 +122,8 @@ class Log:
 
         Raises:
             DirectoryLockedError: Another process has it open.
+            ConflictError: It is a copy of a directory that another process has open, or that was
+                used since.
             DiskError: It cannot be made or locked.
             ConfigError: A store's settings do not make sense, or a library is missing.
             UnavailableError: The metadata store does not answer.
@@ -165,7 +168,7 @@ class Log:
         self, root: str, objects: ObjectStore | None, metadata: MetadataStore | None
     ) -> Tiers:
         storage = self.config.storage
-        node = read_node(self._fs, root)
+        node = Node(self._fs, root)
         if objects is None:
             objects = open_objects(storage, self._clock)
         if metadata is None:
@@ -281,7 +284,7 @@ class Log:
             names = set(self._topics)
         if self._root is not None:
             for namespace in self._fs.list_directory(self._root):
-                if namespace in (LOCK_NAME, NODE_NAME):
+                if namespace in (LOCK_NAME, NODE_NAME, INSTANCES_NAME):
                     continue
                 try:
                     found = self._fs.list_directory(f"{self._root}/{namespace}")

@@ -142,6 +142,7 @@ class TopicTier:
         self.on_wanted: Callable[[], None] = lambda: None
         """Called when an upload should not wait for its time."""
         owned.on_fenced = self._on_fenced
+        owned.on_regained = self._on_regained
         wal.on_tier_wanted = self._on_wanted
         wal.note_tiered(min(owned.tiered, wal.synced))
 
@@ -175,10 +176,10 @@ class TopicTier:
         """
         # In this order: a renewal in between finds out about being replaced before it makes the
         # lease look valid again.
-        is_valid = self._tiers.membership.is_valid
+        is_leased = self.owned.is_leased
         if self.owned.is_fenced:
             raise self._fenced_error()
-        if not is_valid:
+        if not is_leased:
             raise self.lapsed_error()
 
     def lapsed_error(self) -> UnavailableError:
@@ -202,6 +203,9 @@ class TopicTier:
     def _on_fenced(self, error: FencedError) -> None:
         self._wal.hold("fenced", self._fenced_error, waits=False)
         self._wal.end_tiering(error)
+
+    def _on_regained(self) -> None:
+        self._wal.unhold("lease")
 
     def _on_wanted(self) -> None:
         self.is_wanted = True

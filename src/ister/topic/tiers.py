@@ -2,17 +2,12 @@
 
     Tiers = object store + metadata store + this node's membership + threads that read ahead
 
-Owns: their opening and closing, and the node's identity. Does not own: any topic's state.
-
-The node's identity is a file beside the topics' directories, under the same lock: whoever has the
-files is the node. See `ister.tier.claim` for what that is good for.
+Owns: their opening and closing. Does not own: any topic's state, the node's identity (`node`).
 """
 
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,15 +24,14 @@ from ister.config import (
     StorageConfig,
     UploaderConfig,
 )
-from ister.errors import ClosedError, ConflictError, IsterError, NotFoundError
-from ister.fs.base import FileSystem
-from ister.limits import KIB
+from ister.errors import ClosedError, ConflictError, IsterError
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.tier.catalog import Catalog
-from ister.tier.claim import ClaimCheck, ClaimView, Membership, NewTopic, check_claim, claim
+from ister.tier.claim import ClaimCheck, ClaimView, NewTopic, check_claim, claim
+from ister.tier.membership import Membership
 from ister.tier.names import (
     TopicKeys,
     manifest_key,
@@ -49,22 +43,18 @@ from ister.tier.ownership import OwnedTopic, resume_delete
 from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.rebuild import manifest_of, save_manifest
 from ister.tier.uploader import Uploader, UploadSettings
+from ister.topic.node import Node
 
 __all__ = [
-    "NODE_NAME",
     "Tiers",
     "open_metadata",
     "open_objects",
-    "read_node",
     "upload_settings",
 ]
 
 _log = logging.getLogger("ister.topic.tiers")
 
-NODE_NAME: Final = ".node"
 _READ_AHEAD_THREADS: Final = 4
-_NODE_BYTES: Final = 8
-_NODE: Final = re.compile(rf"[0-9a-f]{{{2 * _NODE_BYTES}}}")
 _STALE_SECONDS_MIN: Final = 3600
 # One request of a call, of which there may be several attempts.
 _IO_TIMEOUT_SECONDS: Final = 20.0
@@ -127,42 +117,6 @@ def upload_settings(config: UploaderConfig) -> UploadSettings:
     )
 
 
-def read_node(fs: FileSystem, root: str) -> str:
-    """The identity of the node whose files these are; made at the first call.
-
-    The caller holds the directory's lock.
-    """
-    path = f"{root}/{NODE_NAME}"
-    try:
-        file = fs.open_read(path)
-    except NotFoundError:
-        return _make_node(fs, root, path)
-    try:
-        node = file.read_at(0, KIB).decode("ascii", errors="replace").strip()
-    finally:
-        file.close()
-    if not _NODE.fullmatch(node):
-        _log.error("the node's identity is damaged; it gets a new one", extra={"path": path})
-        return _make_node(fs, root, path)
-    # Whoever made it may have been killed before its name was durable.
-    fs.sync_directory(root)
-    return node
-
-
-def _make_node(fs: FileSystem, root: str, path: str) -> str:
-    node = secrets.token_hex(_NODE_BYTES)
-    temporary = f"{path}.tmp"
-    file = fs.create(temporary)
-    try:
-        file.write_at(0, [f"{node}\n".encode()])
-        file.sync()
-    finally:
-        file.close()
-    fs.rename(temporary, path)
-    fs.sync_directory(root)
-    return node
-
-
 class Tiers:
     """What the topics of one log share beside their files. Thread-safe."""
 
@@ -170,20 +124,29 @@ class Tiers:
         self,
         storage: StorageConfig,
         *,
-        node: str,
+        node: Node,
         objects: ObjectStore,
         metadata: MetadataStore,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        """Joins the metadata store as `node`; the stores are closed with this."""
+        """Joins the metadata store as `node`; the stores are closed with this.
+
+        Raises:
+            As `ister.tier.membership.Membership`.
+        """
         self.storage = storage
         self.objects = objects
         self.metadata = metadata
         self.clock = clock
         self.metrics = metrics
         self.membership = Membership(
-            metadata, node=node, ttl_seconds=storage.metadata.lease_ttl_seconds, clock=clock
+            metadata,
+            root_prefix=storage.metadata.root_prefix,
+            node=node.id,
+            directory=node,
+            ttl_seconds=storage.metadata.lease_ttl_seconds,
+            clock=clock,
         )
         self._lock = threading.Lock()
         self._ahead: ThreadPoolExecutor | None = None

@@ -7,6 +7,7 @@ import pytest
 from ister.broker.cluster import Address, Cluster
 from ister.config import load_config
 from ister.errors import UnavailableError
+from ister.metadata.base import Absent
 from ister.model import TopicName
 from ister.topic.log import Log
 from servers.broker import broker_settings
@@ -134,10 +135,12 @@ def test_a_store_that_does_not_answer_does_not_end_the_broker(caplog):
         def get(self, key):
             raise UnavailableError("gone")
 
-        delete = get
+        def transact(self, compares, operations):
+            raise UnavailableError("gone")
 
     settings = load_config(None, {}).storage
-    tiers = SimpleNamespace(storage=settings, metadata=Silent())
+    membership = SimpleNamespace(is_here=Absent("/process"))
+    tiers = SimpleNamespace(storage=settings, metadata=Silent(), membership=membership)
     cluster = Cluster(address("a"), tiers)
     cluster.join()
     cluster.leave()

@@ -403,7 +403,7 @@ def test_lease_of_another_boot_has_ended(open_store, monkeypatch):
     store = open_store()
     lease = store.grant_lease(1000)
     store.put("/a", b"", lease)
-    monkeypatch.setattr(sqlite, "_boot_id", lambda: "the next boot")
+    monkeypatch.setattr(sqlite, "boot_id", lambda: "the next boot")
     rebooted = open_store()
     assert rebooted.get("/a") is None
     rebooted.put("/b", b"")

@@ -24,7 +24,7 @@ from ister.fs.local import LocalFileSystem
 from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.topic.local_tail import LocalTail
-from ister.topic.tiers import NODE_NAME
+from ister.topic.node import NODE_NAME
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
 from rig import Task, numbered, payloads

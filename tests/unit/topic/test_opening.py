@@ -13,6 +13,7 @@ from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.model import TopicState
 from ister.tier.names import TopicKeys, object_key
 from ister.tier.rebuild import find_topics, rebuild_topic
+from ister.topic.node import INSTANCES_NAME
 from ister.topic.opening import (
     finish_set_aside,
     measure_backlog,
@@ -83,8 +84,11 @@ def snapshot(site, disk="a"):
     return copy.deepcopy(site.disk(disk)._root)
 
 
-def restore(site, root, disk="a"):
+def restore(site, root, disk="a", *, is_confirmed=False):
+    """Puts an older copy in the place of the files; confirmed as an operator would."""
     site.disk(disk)._root = copy.deepcopy(root)
+    if is_confirmed:
+        site.disk(disk).remove(f"{ROOT}/{INSTANCES_NAME}")
 
 
 def crash():
@@ -239,7 +243,7 @@ def test_files_restored_from_an_older_copy_are_set_aside(site):
     sent += fill(topic, 10)
     topic.upload()
     log.close()
-    restore(site, older)
+    restore(site, older, is_confirmed=True)
     before = logs_of(content(site.disk()))
     topic = site.open().topic(TEXT)
     (where,) = aside(site.disk())
@@ -255,6 +259,26 @@ def test_files_restored_from_an_older_copy_are_set_aside(site):
     assert site.ranges()[-1] == (20, 22)
 
 
+def test_older_copy_of_the_files_is_refused_until_confirmed(site):
+    """Goal: a restored backup does not give out offsets again that were acknowledged since."""
+    log = site.open()
+    fill(log.topic(TEXT, create=True), 10)
+    older = snapshot(site)
+    fill(log.topic(TEXT), 10)  # acknowledged, and in these files alone
+    log.close()
+    newest = snapshot(site)
+    restore(site, older)
+    with pytest.raises(ConflictError, match="older copy") as refused:
+        site.open()
+    assert ".instances" in refused.value.hint
+    restore(site, newest)
+    log = site.open()
+    assert log.topic(TEXT).watermarks.next == 20
+    log.close()
+    restore(site, older, is_confirmed=True)
+    assert site.open().topic(TEXT).watermarks.next == 10
+
+
 def test_log_that_begins_behind_the_bucket_does_so_after_a_power_cut(site):
     log = site.open()
     topic = log.topic(TEXT, create=True)
@@ -265,7 +289,7 @@ def test_log_that_begins_behind_the_bucket_does_so_after_a_power_cut(site):
     sent += fill(log.topic(TEXT), 3)
     log.topic(TEXT).upload()
     log.close()
-    restore(site, older)
+    restore(site, older, is_confirmed=True)
     log = site.open()
     log.topic(TEXT)
     site.kill(log)

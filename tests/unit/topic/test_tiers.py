@@ -12,8 +12,8 @@ from ister.model import AckLevel, Codec, TopicState
 from ister.objectstore.base import Capabilities
 from ister.objectstore.memory import MemoryObjectStore
 from ister.tier.rebuild import load_manifest
+from ister.topic.node import NODE_NAME, Node
 from ister.topic.tier import RepairedObjects
-from ister.topic.tiers import NODE_NAME, read_node
 from rig import ROOT, NoThreads, eventually, numbered, payloads
 from tier_rig import NAME, TTL_SECONDS, Site
 
@@ -86,17 +86,17 @@ def is_identity(node):
 
 def test_identity_is_made_once_and_kept():
     fs = a_root()
-    node = read_node(fs, ROOT)
+    node = Node(fs, ROOT).id
     assert is_identity(node)
-    assert [read_node(fs, ROOT) for _ in range(3)] == [node] * 3
+    assert [Node(fs, ROOT).id for _ in range(3)] == [node] * 3
     for seed in range(5):
         fs.crash(random.Random(seed))
-        assert read_node(fs, ROOT) == node
+        assert Node(fs, ROOT).id == node
     assert fs.open_files == 0
 
 
 def test_every_directory_is_another_node():
-    assert len({read_node(a_root(), ROOT) for _ in range(20)}) == 20
+    assert len({Node(a_root(), ROOT).id for _ in range(20)}) == 20
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -113,7 +113,7 @@ def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
 
         fs.before = crash_at
         try:
-            read_node(fs, ROOT)
+            Node(fs, ROOT)
         except SimulatedCrash:
             steps += 1
         else:
@@ -122,11 +122,11 @@ def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
             fs.crash(random.Random(100 * seed + at))
         else:
             fs.kill()
-        node = read_node(fs, ROOT)
+        node = Node(fs, ROOT).id
         assert is_identity(node), seen
-        assert read_node(fs, ROOT) == node
+        assert Node(fs, ROOT).id == node
         fs.crash(random.Random(seed))
-        assert read_node(fs, ROOT) == node, "it was used, so it has to stay"
+        assert Node(fs, ROOT).id == node, "it was used, so it has to stay"
     assert steps >= 5
 
 
@@ -138,9 +138,9 @@ def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
 def test_file_that_is_no_identity_is_replaced_by_one(data):
     fs = a_root()
     put_node(fs, data)
-    node = read_node(fs, ROOT)
+    node = Node(fs, ROOT).id
     assert is_identity(node)
-    assert read_node(fs, ROOT) == node
+    assert Node(fs, ROOT).id == node
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_file_that_is_no_identity_is_replaced_by_one(data):
 def test_identity_is_read_with_or_without_an_end_of_line(data):
     fs = a_root()
     put_node(fs, data)
-    assert read_node(fs, ROOT) == "0123456789abcdef"
+    assert Node(fs, ROOT).id == "0123456789abcdef"
 
 
 def test_identity_is_no_topic_and_no_namespace(site):
