@@ -106,14 +106,23 @@ class Background:
         ttl = self._storage.metadata.lease_ttl_seconds
         pause = ttl / 3
         while not self._stopping.wait(pause):
-            try:
-                self._tiers.membership.renew()
-            except IsterError as error:
-                _log.warning("lease not renewed", extra={"error": str(error)})
-                pause = ttl / 15
-            else:
-                pause = ttl / 3
-            self._hold_or_let_go()
+            pause = ttl / 15
+            # A fault in here must not end renewals. Where it lasts, the lease ends, and nothing
+            # is acknowledged any more.
+            with threads.guard("ister-lease"):
+                if self._renew():
+                    pause = ttl / 3
+            with threads.guard("ister-lease"):
+                self._hold_or_let_go()
+
+    def _renew(self) -> bool:
+        """Renews the lease; whether there is no hurry to do it again."""
+        try:
+            self._tiers.membership.renew()
+        except IsterError as error:
+            _log.warning("lease not renewed", extra={"error": str(error)})
+            return isinstance(error, FencedError)
+        return True
 
     def _hold_or_let_go(self) -> None:
         for topic in self._topics():

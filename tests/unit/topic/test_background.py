@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from ister import threads
 from ister.clock import SystemClock
 from ister.errors import UnavailableError
 from ister.model import AckLevel
@@ -184,6 +185,26 @@ def test_lease_is_renewed_by_itself(site):
     until = log.tiers.membership.valid_until
     eventually(lambda: log.tiers.membership.valid_until > until + 1)
     assert site.catalog().owner() is not None
+
+
+def test_lease_keeper_survives_an_exception_that_nobody_expected(site):
+    """Goal: it is told, nothing is acknowledged without a lease, and renewals go on."""
+    threads.forget()
+    log = opened(site, storage={"metadata": {"lease_ttl_seconds": 2}})
+    topic = log.topic(TEXT, create=True)
+
+    def fail(kind, key):
+        raise RuntimeError("unexpected")
+
+    site.metadata.before = fail
+    eventually(lambda: topic.wal._holds, "appends are held")
+    with pytest.raises(UnavailableError, match="may have another owner"):
+        topic.append(b"x")
+    assert ("ister-lease", False) in [(f.thread, f.has_ended) for f in threads.failures()]
+    site.metadata.before = lambda kind, key: None
+    eventually(lambda: not topic.wal._holds, "appends go on")
+    topic.wait(topic.append(b"x"), "synced")
+    threads.forget()
 
 
 def test_lease_that_cannot_be_renewed_holds_appends_and_lets_go_later(site):
