@@ -233,8 +233,16 @@ class World:
         name = self.rng.choice(TOPICS)
         topic = log.topic(name, create=True)
         action = self.rng.choices(
-            (self.append, self.wait, self.read, self.pass_time, self.trim, self.release),
-            weights=(8, 6, 3, 3, 1, 1),
+            (
+                self.append,
+                self.wait,
+                self.read,
+                self.pass_time,
+                self.trim,
+                self.release,
+                self.rotate,
+            ),
+            weights=(8, 6, 3, 3, 1, 1, 1),
         )[0]
         action(topic, self.promises[name])
         if self.rng.random() < 0.5:
@@ -282,6 +290,9 @@ class World:
 
     def release(self, topic: Topic, promises: Promises) -> None:
         topic.wal.release_file()
+
+    def rotate(self, topic: Topic, promises: Promises) -> None:
+        topic.rotate()
 
     # -- checks -----------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ _ETCD_ALIASES: Final[Mapping[str, tuple[str, float]]] = {
 _LABELLED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ("danube_wal_file_rotate_total", "wal.rotated_by_size", ("size",)),
     ("danube_wal_file_rotate_total", "wal.rotated_by_time", ("time",)),
+    ("danube_wal_file_rotate_total", "wal.rotated_by_request", ("request",)),
     ("danube_wal_reader_create_total", "reader.opened_hot_total", ("wal_only",)),
     (
         "danube_wal_reader_create_total",

@@ -175,6 +175,10 @@ class AsyncTopic:
         """As `Topic.flush`."""
         return await asyncio.to_thread(self._topic.flush)
 
+    async def rotate(self) -> bool:
+        """As `Topic.rotate`."""
+        return await asyncio.to_thread(self._topic.rotate)
+
     async def upload(self) -> Tiered:
         """As `Topic.upload`."""
         return await asyncio.to_thread(self._topic.upload)

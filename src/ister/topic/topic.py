@@ -477,6 +477,24 @@ class Topic:
             self.tier.check_owner()
         return self.wal.synced
 
+    def rotate(self) -> bool:
+        """Ends the active file: the next append goes into a new one.
+
+        Everything appended so far is synced first. Retention removes whole files that have ended,
+        so this is how a file's messages become removable before it has its size or age. Safe
+        beside appends of other threads.
+
+        Returns:
+            False if the active file is empty, or the log is in memory: nothing is changed.
+
+        Raises:
+            CapacityError: The disk is full.
+            DiskError: The next file cannot be made, and the active one stays in use; or a sync
+                failed, and the topic's writer has stopped.
+            ClosedError: The topic is closed.
+        """
+        return self.wal.rotate()
+
     def _sync_all(self, timeout: float | None = None) -> None:
         last = self.wal.next - 1
         if self.wal.directory is not None and last >= self.wal.synced:

@@ -42,6 +42,7 @@ from ister.errors import (
     CapacityError,
     ClosedError,
     CorruptDataError,
+    DiskError,
     IsterError,
     WaitTimeoutError,
     check,
@@ -697,15 +698,16 @@ class Wal:
             self._metrics.count("wal.writer_flush_bytes", size)
         self._active_at = self._clock.monotonic()
 
-    def _rotate(self, writer: WalWriter, next_offset: int) -> None:
-        """Begins a new file; everything in the old one is synced."""
+    def _rotate(self, writer: WalWriter, next_offset: int) -> bool:
+        """Begins a new file; everything in the old one is synced. False if it cannot be made."""
         with self._sync_lock:
             if not writer.rotate(next_offset):
-                return
+                return False
             if self._checkpointer is not None:
                 self._checkpointer.note(self.synced)
         if self._checkpointer is not None:
             self._checkpointer.save_quietly()
+        return True
 
     def _next_group(self) -> list[Chunk]:
         """The chunks for one write: at least one, at most about `WRITE_BYTES_MAX`."""
@@ -879,6 +881,36 @@ class Wal:
         """
         if self._checkpointer is not None:
             self._checkpointer.save()
+
+    def rotate(self) -> bool:
+        """Syncs what was appended so far, ends the active file and begins the next one.
+
+        Returns:
+            False if the active file is empty: there is nothing to end.
+
+        Raises:
+            CapacityError, DiskError: As a commit; or the next file cannot be made, and the active
+                one stays in use.
+        """
+        writer = self._writer
+        if writer is None:
+            return False
+        with self._committing():
+            self._commit(sync=True)
+            if writer.position == 0:
+                return False
+            try:
+                is_rotated = self._rotate(writer, self.written)
+            except BaseException as error:
+                self._fail(error)
+                raise
+        if not is_rotated:
+            raise DiskError(
+                "the next file cannot be made; the active one stays in use",
+                errno=None,
+                path=writer.directory.path,
+            )
+        return True
 
     def trim(self, before: int) -> int:
         """Removes files whose frames are all below `before`, oldest first.

@@ -178,8 +178,9 @@ class WalWriter:
         if not self.files:
             self._file = self._make_file(self._seq)
             self.is_open = True
-            self._file_since = self._clock.monotonic()
         if not self.files or self.files[-1].seq != self._seq:
+            # One that was made by a call may have been empty for long: its age begins here.
+            self._file_since = self._clock.monotonic()
             self.files = (*self.files, WalFile(self._seq, first_offset))
         return self._open_active()
 
@@ -242,7 +243,13 @@ class WalWriter:
             self.index.add(next_offset, self.position, self._time_max)
         self._save_index(self._seq, self.index, below=next_offset)
         self.close_file()
-        is_large = self.position >= self._rotate_max_bytes
+        reason = (
+            "size"
+            if self.position >= self._rotate_max_bytes
+            else "time"
+            if self._clock.monotonic() - self._file_since >= self._rotate_max_seconds
+            else "request"
+        )
         self._seq += 1
         self._file = file
         self.is_open = True
@@ -254,9 +261,15 @@ class WalWriter:
         self._file_since = now
         self.last_rotation_at = self._clock.now_ns() // 1_000_000_000
         self._metrics.count("wal.writer_rotate_events")
-        self._metrics.count("wal.rotated_by_size" if is_large else "wal.rotated_by_time")
+        self._metrics.count(f"wal.rotated_by_{reason}")
         _log.info(
-            "rotated", extra={"path": self.directory.path, "file": format_log_name(self._seq)}
+            "rotated",
+            extra={
+                "path": self.directory.path,
+                "file": format_log_name(self._seq),
+                "offset": next_offset,
+                "reason": reason,
+            },
         )
         failpoints.reach("wal.after_rotate")
         return True

@@ -1,11 +1,13 @@
 """When a file ends, and what a rotation that fails leaves in use."""
 
 import errno
+import threading
 from itertools import pairwise
 
 import pytest
 
-from ister.errors import DiskError
+from ister import failpoints
+from ister.errors import ClosedError, DiskError
 from ister.model import TopicState
 from rig import NAME, ROOT, Calls, ManualClock, numbered, payloads
 
@@ -162,3 +164,112 @@ def test_failed_sync_of_a_new_name_is_final(machine):
     assert calls.count("sync", "wal.1.log") == 0
     machine.kill()
     assert payloads(machine.reopened().read())[:8] == numbered(8, size=500)
+
+
+def test_call_ends_a_file_that_has_neither_its_size_nor_its_age(machine):
+    topic = machine.topic()
+    assert not topic.rotate()
+    _append(topic, 3)
+    topic.append(b"unsynced")
+    assert topic.rotate()
+    assert topic.watermarks.synced == 4
+    assert _logs(machine) == ["wal.1.log", "wal.log"]
+    # An empty file is not ended.
+    assert not topic.rotate()
+    _append(topic, 1)
+    assert [file.first_offset for file in topic.wal.files] == [0, 4]
+    assert topic.wal.trim(5) == 1
+    assert topic.earliest == 4
+    snapshot = topic.wal._metrics.snapshot()
+    assert (snapshot["wal.writer_rotate_events"], snapshot["wal.rotated_by_request"]) == (1, 1)
+
+
+def test_age_of_a_file_begins_with_its_first_message(machine):
+    clock = ManualClock()
+    topic = machine.topic(rotate_max_seconds=60, clock=clock)
+    _append(topic, 1)
+    topic.rotate()
+    clock.advance(100)
+    _append(topic, 2)
+    assert [file.first_offset for file in topic.wal.files] == [0, 1]
+
+
+def test_appends_beside_calls_that_rotate_lose_nothing(machine):
+    """Goal: `rotate` is safe beside producers; every file but the last has a message."""
+    topic = machine.topic()
+    producers = [
+        threading.Thread(
+            target=lambda name=name: [
+                topic.wait(topic.append(b"%d:%d" % (name, n))) for n in range(100)
+            ]
+        )
+        for name in range(3)
+    ]
+    for producer in producers:
+        producer.start()
+    count = 0
+    while any(producer.is_alive() for producer in producers):
+        count += topic.rotate()
+    for producer in producers:
+        producer.join()
+    count += topic.rotate()
+    files = topic.wal.files
+    assert len(files) == count
+    assert all(a.first_offset < b.first_offset for a, b in pairwise(files))
+    machine.cut_power(seed=3)
+    found = payloads(machine.reopened().read())
+    for name in range(3):
+        mine = [item for item in found if item.startswith(b"%d:" % name)]
+        assert mine == [b"%d:%d" % (name, n) for n in range(100)]
+
+
+@pytest.mark.parametrize(
+    "point", ["wal.before_sync", "wal.after_sync", "wal.after_create_file", "wal.after_rotate"]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_crash_inside_of_a_call_that_rotates_loses_nothing(machine, point, seed):
+    topic = machine.topic()
+    _append(topic, 3)
+    topic.append(b"more")
+
+    def crash():
+        raise KeyboardInterrupt
+
+    failpoints.arm(point, crash)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            topic.rotate()
+    finally:
+        failpoints.disarm()
+    machine.cut_power(seed)
+    topic = machine.reopened()
+    assert topic.state is TopicState.OPEN
+    assert payloads(topic.read())[:3] == numbered(3, size=500)
+    next_offset = topic.watermarks.next
+    assert topic.append(b"next") == next_offset
+    topic.flush()
+    assert payloads(topic.read(next_offset)) == [b"next"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+def test_call_that_cannot_make_the_next_file_says_so_and_changes_nothing(machine, number):
+    topic = machine.topic()
+    _append(topic, 2)
+    machine.fs.before = Calls(
+        fail=lambda kind, path: OSError(number, "no") if kind == "create" else None
+    )
+    with pytest.raises(DiskError, match="stays in use"):
+        topic.rotate()
+    machine.fs.before = Calls()
+    assert topic.state is TopicState.OPEN
+    _append(topic, 1)
+    assert [file.first_offset for file in topic.wal.files] == [0]
+    assert payloads(topic.read()) == numbered(3, size=500)
+
+
+def test_closed_topic_does_not_rotate(machine):
+    topic = machine.topic()
+    _append(topic, 1)
+    topic.close()
+    with pytest.raises(ClosedError):
+        topic.rotate()
