@@ -172,8 +172,6 @@ def test_keys_are_sorted_by_their_bytes(store, root):
         store.put(f"{root}/{name}", b"")
     expected = sorted((f"{root}/{name}" for name in names), key=str.encode)
     assert _keys(store.range(f"{root}/")) == expected
-    assert _keys(store.range(f"{root}/", descending=True)) == expected[::-1]
-    assert _keys(store.range(f"{root}/", descending=True, limit=3)) == expected[:-4:-1]
 
 
 def test_prefix_of_another_name_is_not_its_directory(store, root):
@@ -207,10 +205,6 @@ _RANGES = {
     "limit as many as there are": ({"limit": 10}, "0123456789"),
     "limit above": ({"limit": 99}, "0123456789"),
     "limit of none": ({"limit": 0}, ""),
-    "backwards": ({"descending": True}, "9876543210"),
-    "the last": ({"descending": True, "limit": 1}, "9"),
-    "the last before": ({"descending": True, "limit": 2, "end": "5"}, "43"),
-    "backwards down to": ({"descending": True, "start": "7"}, "987"),
     "limited in between": ({"start": "2", "end": "8", "limit": 2}, "23"),
 }
 
@@ -256,9 +250,7 @@ def test_range_over_several_pages_is_complete(store, root):
     for start in range(0, len(names), 100):
         store.transact([], [Put(name, b"v") for name in names[start : start + 100]])
     assert _keys(store.range(f"{root}/")) == names
-    assert _keys(store.range(f"{root}/", descending=True)) == names[::-1]
     assert _keys(store.range(f"{root}/", limit=1500)) == names[:1500]
-    assert _keys(store.range(f"{root}/", limit=1500, descending=True)) == names[:599:-1]
     assert store.delete_prefix(f"{root}/") == len(names)
 
 

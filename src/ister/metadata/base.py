@@ -149,7 +149,6 @@ class MetadataStore(Protocol):
         start: str | None = None,
         end: str | None = None,
         limit: int | None = None,
-        descending: bool = False,
     ) -> list[KeyValue]:
         """The keys that begin with `prefix`, sorted.
 
@@ -158,7 +157,6 @@ class MetadataStore(Protocol):
             start: Only keys at or after this one (a whole key, not a suffix).
             end: Only keys before this one.
             limit: At most so many.
-            descending: From the last one backwards.
         """
         ...
 

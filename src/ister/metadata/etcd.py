@@ -188,28 +188,21 @@ class EtcdMetadata:
         start: str | None = None,
         end: str | None = None,
         limit: int | None = None,
-        descending: bool = False,
     ) -> list[KeyValue]:
         """The keys that begin with `prefix`, sorted; see `MetadataStore.range`."""
         bounds = key_bounds(prefix, start, end, limit)
         if bounds is None:
             self._check_open()
             return []
-        # For a descending page etcd reads and sorts the whole range; without a limit it is cheaper
-        # to turn the ascending one round.
-        is_turned = descending and limit is None
         low, high = bounds
         for _ in range(_RESTARTS_MAX):
-            pages = _Pages(self._rpc, low, high, limit, descending and not is_turned)
+            pages = _Pages(self._rpc, low, high, limit)
             try:
                 while (request := pages.next_request()) is not None:
                     pages.take(self._read_page(request, pages))
             except _CompactedError:
                 continue
-            found = [_key_value(pair) for pair in pages.found]
-            if is_turned:
-                found.reverse()
-            return found
+            return [_key_value(pair) for pair in pages.found]
         raise UnavailableError(f"range {prefix}: etcd compacts faster than it can be read")
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
@@ -669,7 +662,6 @@ class _Pages:
         low: bytes,
         high: bytes | None,
         limit: int | None,
-        descending: bool,
     ) -> None:
         self.found: list[Any] = []
         self._rpc = rpc
@@ -677,7 +669,6 @@ class _Pages:
         self._low = low or b"\0"
         self._high = high or b"\0"
         self._limit = limit
-        self._is_descending = descending
         self._page_keys = _PAGE_KEYS
         self._revision = 0
         self._is_done = False
@@ -689,14 +680,11 @@ class _Pages:
         wanted = self._page_keys
         if self._limit is not None:
             wanted = min(wanted, self._limit - len(self.found))
-        kinds = self._rpc.RangeRequest
-        return kinds(
+        return self._rpc.RangeRequest(
             key=self._low,
             range_end=self._high,
             limit=wanted,
             revision=self._revision,
-            sort_order=kinds.DESCEND if self._is_descending else kinds.NONE,
-            sort_target=kinds.KEY,
         )
 
     def take(self, answer: _Message) -> None:
@@ -707,10 +695,7 @@ class _Pages:
         self.found.extend(answer.kvs)
         self._is_done = not answer.more or len(self.found) == self._limit
         if answer.kvs:
-            if self._is_descending:
-                self._high = answer.kvs[-1].key
-            else:
-                self._low = answer.kvs[-1].key + b"\0"
+            self._low = answer.kvs[-1].key + b"\0"
 
     def shrink(self) -> bool:
         """Asks for less at a time; whether that is possible."""

@@ -113,11 +113,10 @@ class MemoryMetadata:
         start: str | None = None,
         end: str | None = None,
         limit: int | None = None,
-        descending: bool = False,
     ) -> list[KeyValue]:
         """The keys that begin with `prefix`, sorted; see `MetadataStore.range`."""
         bounds = key_bounds(prefix, start, end, limit)
-        return self._read("range", prefix, lambda: self._select(bounds, limit, descending))
+        return self._read("range", prefix, lambda: self._select(bounds, limit))
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
         """Sets a key, whatever it was; returns the revision."""
@@ -142,7 +141,7 @@ class MemoryMetadata:
         return self._change(
             "delete_prefix",
             prefix,
-            lambda: self._remove([found.key for found in self._select(bounds, None, False)]),
+            lambda: self._remove([found.key for found in self._select(bounds, None)]),
         )
 
     def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
@@ -250,7 +249,7 @@ class MemoryMetadata:
         return KeyValue(key, entry.value, entry.revision)
 
     def _select(
-        self, bounds: tuple[bytes, bytes | None] | None, limit: int | None, descending: bool
+        self, bounds: tuple[bytes, bytes | None] | None, limit: int | None
     ) -> list[KeyValue]:
         if bounds is None:
             return []
@@ -258,12 +257,10 @@ class MemoryMetadata:
         # The upper bound may cut a character in two; as bytes it still says which keys are below.
         first = bisect_left(self._keys, low, key=str.encode)
         last = len(self._keys) if high is None else bisect_left(self._keys, high, key=str.encode)
-        keys = self._keys[first:last]
-        if descending:
-            keys.reverse()
         now = self._clock.boottime()
         found: list[KeyValue] = []
-        for key in keys:
+        for at in range(first, last):
+            key = self._keys[at]
             entry = self._entries[key]
             if self._is_alive(entry, now):
                 found.append(KeyValue(key, entry.value, entry.revision))

@@ -199,7 +199,6 @@ class SqliteMetadata:
         start: str | None = None,
         end: str | None = None,
         limit: int | None = None,
-        descending: bool = False,
     ) -> list[KeyValue]:
         """The keys that begin with `prefix`, sorted; see `MetadataStore.range`."""
         bounds = key_bounds(prefix, start, end, limit)
@@ -210,7 +209,7 @@ class SqliteMetadata:
         # Everything that varies in the statement is one of our own constants.
         statement = (
             f"SELECT key, value, revision FROM entries WHERE {where} AND {_ALIVE} "  # noqa: S608
-            f"ORDER BY key {'DESC' if descending else 'ASC'} LIMIT :limit"
+            "ORDER BY key LIMIT :limit"
         )
         with self._reader("range") as connection:
             rows = connection.execute(

@@ -144,7 +144,7 @@ class Heads:
         topic, record = item.topic, item.record
         snapshot = item.local.catch_up(item.mark) if item.local is not None else None
         # After the snapshot: what was uploaded and trimmed meanwhile is in the catalog by now.
-        first, last = topic.catalog.first(), topic.catalog.last()
+        first, last, _ = topic.catalog.ends()
         earliest = first.start if first is not None else topic.earliest
         tiered = last.end if last is not None else earliest
         end = tiered

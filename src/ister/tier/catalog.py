@@ -1,9 +1,18 @@
 """What the metadata store knows about a topic, read without owning it.
 
-Owns: nothing. Every call asks the store anew, one key or one short range, so the size of a topic's
-history does not matter: a descriptor is looked up when a reader comes to it. Lookups go by "the
-last descriptor that starts at or before", never by "the first that starts after": an offset in the
-middle of an object belongs to the object.
+Owns: nothing but hints. Every call asks the store anew, so a descriptor is looked up when a reader
+comes to it. Lookups go by "the last descriptor that starts at or before", never by "the first that
+starts after": an offset in the middle of an object belongs to the object.
+
+A lookup costs the same whatever the size of the history: it asks for ascending ranges that are
+bounded at both ends and hold a few keys. etcd counts every key of the range it is asked for, even
+with a limit of one, and for a descending range it reads every value as well. Where to look follows
+from what is known of the topic: objects follow each other without a hole, they are about as long
+as the last one seen, and `cur` names the newest. None of this is relied on: where it is wrong, the
+next range is a wider one.
+
+Objects may be merged between two ranges of one lookup. That takes keys away and never adds one, so
+a lookup ends with one range that holds its answer, or begins again.
 
 Anybody may read: other processes, other machines, Spark.
 """
@@ -12,7 +21,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Final, NamedTuple
 
 from ister.clock import Clock
 from ister.errors import CorruptDataError
@@ -22,6 +32,7 @@ from ister.format.records import (
     Progress,
     SealedState,
     TopicRecord,
+    decode_current,
     decode_owner,
     decode_progress,
     decode_sealed,
@@ -32,11 +43,17 @@ from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.tier.names import TopicKeys
 
-__all__ = ["Catalog", "Subscription", "list_records", "list_topics"]
+__all__ = ["Catalog", "Ends", "Subscription", "list_records", "list_topics"]
 
 _log = logging.getLogger("ister.tier.catalog")
 
-_PAGE = 256
+_PAGE: Final = 256
+_FEW: Final = 8
+"""Descriptors that one step of a lookup reads, at most: a descriptor is up to 64 KiB."""
+
+_OFFSET_MAX: Final = 2**64 - 1
+_LENGTH_AT_FIRST: Final = 1024
+_GROWTH: Final = 16
 
 
 class Subscription(NamedTuple):
@@ -44,6 +61,15 @@ class Subscription(NamedTuple):
 
     name: str
     progress: Progress
+
+
+class Ends(NamedTuple):
+    """Where a topic's history begins and ends."""
+
+    first: ObjectDescriptor | None
+    last: ObjectDescriptor | None
+    pointer_revision: int | None
+    """Of the pointer to the newest object, read before the objects; None without one."""
 
 
 class Catalog:
@@ -56,6 +82,9 @@ class Catalog:
         self.keys = keys
         self._clock = clock
         self._metrics = metrics
+        # Hints, set without a lock: where the oldest object was, and how long one is.
+        self._oldest = 0
+        self._length = _LENGTH_AT_FIRST
 
     def record(self) -> tuple[TopicRecord, int] | None:
         """The topic's record and its revision; None if there never was such a topic."""
@@ -81,11 +110,14 @@ class Catalog:
 
     def find(self, offset: int) -> ObjectDescriptor | None:
         """The last object that starts at or before `offset`, whether or not it reaches it."""
-        return self._one(end=self.keys.descriptor(offset + 1), descending=True)
+        return self._last_before(min(offset, _OFFSET_MAX) + 1)
 
     def following(self, offset: int) -> ObjectDescriptor | None:
         """The first object that starts at or after `offset`."""
-        return self._one(start=self.keys.descriptor(offset), descending=False)
+        near = offset + self._length
+        # Objects follow each other: nothing there means the end of the history, or a hole.
+        page = self._range(offset, near, limit=1) or self._range(near, None, limit=1)
+        return self._decode(page[0]) if page else None
 
     def holding(self, offset: int) -> ObjectDescriptor | None:
         """The object that holds `offset`; the first one behind it, if none does."""
@@ -96,11 +128,35 @@ class Catalog:
 
     def first(self) -> ObjectDescriptor | None:
         """The oldest object."""
-        return self._one(descending=False)
+        near = self._oldest + self._length
+        page = self._range(0, near, limit=1)
+        if not page:
+            # Older ones have expired. The record says up to where.
+            record = self.record()
+            floor = 0 if record is None else record[0].expired_before
+            if floor >= near:
+                page = self._range(near, floor + self._length, limit=1)
+        page = page or self._range(near, None, limit=1)
+        if not page:
+            return None
+        described = self._decode(page[0])
+        self._oldest = described.start
+        return described
 
     def last(self) -> ObjectDescriptor | None:
         """The newest object."""
-        return self._one(descending=True)
+        return self._last(self.store.get(self.keys.current))
+
+    def ends(self) -> Ends:
+        """The oldest and the newest object, and the revision of the pointer to the newest."""
+        # The pointer first: it may be older than the rest, never newer.
+        pointer = self.store.get(self.keys.current)
+        last = self._last(pointer)
+        return Ends(
+            self.first() if last is not None else None,
+            last,
+            None if pointer is None else pointer.revision,
+        )
 
     def descriptors(
         self, start: int = 0, end: int | None = None
@@ -109,24 +165,70 @@ class Catalog:
 
         Objects that are merged under the walk may come twice, as they were and merged.
         """
-        stop = self.keys.objects_end if end is None else self.keys.descriptor(end)
-        key = self._first_key(start)
-        while True:
-            page = self._range(start=key, end=stop, limit=_PAGE)
-            for found in page:
-                described = decode_descriptor(found.value, key=found.key)
-                yield described, found.revision
-            if len(page) < _PAGE:
+        stop = _OFFSET_MAX + 1 if end is None else end
+        width = self._length
+        while (begin := self._first_start(start)) < stop:
+            page = self._range(begin, min(begin + width, stop), limit=_PAGE)
+            if not page and begin + width < stop:
+                # Nothing follows: the end of the history, or a hole.
+                page = self._range(begin + width, stop, limit=_PAGE)
+            if (not page or self._start(page[0]) > begin) and self._first_start(start) < begin:
+                continue  # merged with what is before it, just now
+            if not page:
                 return
+            for found in page:
+                described = self._decode(found)
+                yield described, found.revision
+            # So wide that the next page is about a full one.
+            width = max(1, (described.end - self._start(page[0])) * _PAGE // len(page))
             # Not "after the last key": what follows may have been merged with what was here.
-            key = self._first_key(described.end)
+            start = described.end
 
-    def _first_key(self, start: int) -> str:
-        """The key of the object that holds `start`, or would."""
-        before = self.find(start)
-        return self.keys.descriptor(
-            before.start if before is not None and before.end > start else start
-        )
+    def _first_start(self, offset: int) -> int:
+        """Where the object that holds `offset` starts, or would."""
+        before = self.find(offset)
+        return before.start if before is not None and before.end > offset else offset
+
+    def _last(self, pointer: KeyValue | None) -> ObjectDescriptor | None:
+        """The newest object, looked for from where the pointer says."""
+        while pointer is not None:
+            start = _OFFSET_MAX
+            with suppress(CorruptDataError):
+                start = decode_current(pointer.value, key=pointer.key)
+            page = self._range(start, None, limit=_FEW)
+            if 0 < len(page) < _FEW:
+                return self._decode(page[-1])
+            again = self.store.get(self.keys.current)
+            if again is None or again.revision == pointer.revision:
+                break
+            pointer = again  # the newest one was merged just now
+        # No pointer means no objects, as a rule.
+        if pointer is None and not self._range(0, None, limit=1):
+            return None
+        return self._last_before(_OFFSET_MAX + 1)
+
+    def _last_before(self, end: int) -> ObjectDescriptor | None:
+        """The last object that starts before `end`: looks further back, then bisects."""
+        high, low = end, 0
+        width = self._length
+        while True:
+            begin = max(low, high - width)
+            page = self._range(begin, high, limit=_FEW)
+            if 0 < len(page) < _FEW:
+                return self._decode(page[-1])
+            if page:
+                # It starts at or after the last of these. If they are evenly long, the next range
+                # holds a few.
+                first, low = self._start(page[0]), self._start(page[-1])
+                width = min((low - first) * _FEW // (2 * (_FEW - 1)), (high - low + 1) // 2)
+            elif begin > low:
+                high = begin
+                width = (high - low + 1) // 2 if low else width * _GROWTH
+            elif low:
+                # What was here was merged with what is before it, just now.
+                high, low, width = end, 0, self._length
+            else:
+                return None
 
     def subscriptions(self) -> list[Subscription]:
         """Every cursor that can be read."""
@@ -144,20 +246,26 @@ class Catalog:
                 _log.error("unreadable cursor", extra={"error": str(error)})
         return subscriptions
 
-    def _one(
-        self, *, start: str | None = None, end: str | None = None, descending: bool
-    ) -> ObjectDescriptor | None:
-        found = self._range(
-            start=start, end=end or self.keys.objects_end, limit=1, descending=descending
-        )
-        return decode_descriptor(found[0].value, key=found[0].key) if found else None
+    def _decode(self, found: KeyValue) -> ObjectDescriptor:
+        described = decode_descriptor(found.value, key=found.key)
+        self._length = max(1, described.end - described.start)
+        return described
 
-    def _range(
-        self, *, start: str | None, end: str, limit: int, descending: bool = False
-    ) -> list[KeyValue]:
+    def _start(self, found: KeyValue) -> int:
+        try:
+            return int(found.key.removeprefix(self.keys.objects))
+        except ValueError:
+            raise CorruptDataError("not the key of a descriptor", path=found.key) from None
+
+    def _range(self, start: int, end: int | None, *, limit: int) -> list[KeyValue]:
+        """The first descriptors that start in a range of offsets."""
+        keys = self.keys
         began = self._clock.monotonic()
         found = self.store.range(
-            self.keys.objects, start=start, end=end, limit=limit, descending=descending
+            keys.objects,
+            start=keys.descriptor(start),
+            end=keys.objects_end if end is None or end > _OFFSET_MAX else keys.descriptor(end),
+            limit=limit,
         )
         self._metrics.observe(
             "cloud_reader.query_duration_seconds", self._clock.monotonic() - began

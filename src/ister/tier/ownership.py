@@ -120,10 +120,11 @@ class OwnedTopic:
         """What the owner key was put with; None for whoever acts for the owner."""
         self.on_regained: Callable[[], None] = lambda: None
         """Called when the owner key is back after the lease had ended."""
-        self._current_revision = self._read_current()
-        self.first = catalog.first()
+        ends = catalog.ends()
+        self._current_revision = ends.pointer_revision
+        self.first = ends.first
         """The oldest object."""
-        self.last = catalog.last()
+        self.last = ends.last
         """The newest object."""
 
     # -- what it is -------------------------------------------------------------------------
@@ -692,11 +693,11 @@ class OwnedTopic:
         Raises:
             FencedError: The topic is another owner's by now, and so may be what was read.
         """
-        # The pointer first: one that is older than the rest makes the next commit fail, no more.
-        current = self._read_current()
-        first, last = self.catalog.first(), self.catalog.last()
+        # Its pointer may be older than the rest; then the next commit fails, no more.
+        ends = self.catalog.ends()
         self._refresh_record()
-        self._current_revision, self.first, self.last = current, first, last
+        self._current_revision = ends.pointer_revision
+        self.first, self.last = ends.first, ends.last
 
     def _current_is_known(self) -> Compare:
         key = self.catalog.keys.current

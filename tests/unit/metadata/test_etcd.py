@@ -224,7 +224,7 @@ def test_answer_over_our_limit_is_asked_for_in_smaller_pages(open_store, monkeyp
     for number in range(20):
         store.put(f"/pages/{number:02d}", b"x" * 100_000)
     assert [pair.key for pair in store.range("/pages/")] == [f"/pages/{n:02d}" for n in range(20)]
-    assert len(store.range("/pages/", descending=True, limit=7)) == 7
+    assert len(store.range("/pages/", limit=7)) == 7
 
 
 def test_credentials_are_used_renewed_and_refused(open_store):
