@@ -20,8 +20,8 @@ cases apart:
 - nobody has it, but the directory does not know the instance that had it last: this is an older
   copy, whose files lack what was written since: refused.
 
-A process that finds the key with another one after its own lease had ended has been replaced: it
-is fenced, in all topics, for good.
+A process that finds, after its own lease had ended, that another one has the key, or had it, has
+been replaced: it is fenced, in all topics, for good.
 
 What a crash leaves: keys that end with their lease.
 """
@@ -204,7 +204,7 @@ class Membership:
         give_up_at: float | None = None
         while True:
             found, latest = self._store.get(self._key), self._store.get(self._latest_key)
-            if latest is not None and known and self._decode_latest(latest) not in known:
+            if _is_older(known, latest):
                 raise self._older_copy()
             if found is None or found.value == self._value:
                 return found, latest
@@ -225,9 +225,6 @@ class Membership:
                     "which makes it a node of its own",
                 )
             self._clock.sleep(_LOOK_SECONDS)
-
-    def _decode_latest(self, found: KeyValue) -> str:
-        return decode_latest(found.value, key=found.key)
 
     def _older_copy(self) -> ConflictError:
         return ConflictError(
@@ -315,7 +312,11 @@ class Membership:
             raise self._lost.again()
         found = self._store.get(self._key)
         if found is not None and found.value != self._value:
-            self._lose(found)
+            other = decode_node_process(found.value, key=found.key)
+            self._lose(
+                "another process with a copy of this directory has replaced this one: "
+                f"{_describe(other)}"
+            )
         return found
 
     def _extend(self) -> bool:
@@ -325,15 +326,13 @@ class Membership:
             return False
         return True
 
-    def _lose(self, found: KeyValue) -> NoReturn:
-        """Gives everything up: another process has the node."""
-        other = decode_node_process(found.value, key=found.key)
+    def _lose(self, reason: str) -> NoReturn:
+        """Gives everything up: another process has the node, or had it since."""
         self._lost = FencedError(
-            f"another process with a copy of this directory has replaced this one: "
-            f"{_describe(other)}",
+            reason,
             hint="what this one acknowledged and had not uploaded stays in its local files",
         )
-        _log.error("replaced", extra={"node": self.node, "holder": _describe(other)})
+        _log.error("replaced", extra={"node": self.node, "reason": reason})
         with self._lock:
             owned = list(self._owned.values())
             self._owned.clear()
@@ -347,10 +346,13 @@ class Membership:
 
         def take(lease: Lease) -> bool:
             # Also over a key of this process: it may be that of a lease that was given up.
-            is_unchanged = _unchanged(self._key, self._look())
+            found, latest = self._look(), self._store.get(self._latest_key)
+            if _is_older(self._directory.instances(), latest):
+                self._lose("another process with a copy of this directory was here meanwhile")
+            compares = [_unchanged(self._key, found), _unchanged(self._latest_key, latest)]
             with suppress(CommitUnknownError):
                 put = Put(self._key, self._value, lease)
-                return self._store.transact([is_unchanged], [put]) is not None
+                return self._store.transact(compares, [put]) is not None
             return False
 
         return self._with_new_lease(take)
@@ -426,6 +428,13 @@ class Membership:
                         [self.is_here], [Put(self._latest_key, encode_latest(closed))]
                     )
         self.lease.revoke()
+
+
+def _is_older(known: list[str], latest: KeyValue | None) -> bool:
+    """Whether a directory that knows these instances lacks the one that had the node last."""
+    if latest is None or not known:
+        return False
+    return decode_latest(latest.value, key=latest.key) not in known
 
 
 def _unchanged(key: str, found: KeyValue | None) -> Compare:

@@ -148,6 +148,18 @@ def test_loser_does_not_come_back_behind_the_winner(cluster):
     join(cluster, copied)
 
 
+def test_loser_that_wakes_up_after_the_winner_has_ended_stays_fenced(cluster):
+    directory = Directory("here")
+    node = join(cluster, directory)
+    owned = cluster.claim(node)
+    other = join(cluster, directory.copied("there"))  # waits for the lease
+    other.lease.revoke()
+    with pytest.raises(FencedError, match="was here meanwhile"):
+        node.renew()
+    assert owned.is_fenced
+    assert not node.is_valid
+
+
 def test_directory_without_a_record_of_its_processes_is_taken_as_it_is(cluster):
     """Made by an earlier version, or confirmed by an operator."""
     join(cluster, Directory("here")).end()

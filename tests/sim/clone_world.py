@@ -1,0 +1,473 @@
+"""One node whose disk is copied while it is in use, another node, and several topics; by one seed.
+
+A `CloneWorld` begins with two machines. Disks are copied at any time, `.node` included, and the
+copies are started beside the original, or after it. Processes are killed, lose their power, close,
+or stand still for longer than their lease; in the middle of one's work on the metadata store others
+get their turns. Answers of the metadata store are lost.
+
+What is checked, by rules that know nothing of how copies are told apart:
+
+- an acknowledgement comes from the process that has the topic, by the topic's record;
+- an acknowledged message is in the topic from then on, at its offset, with two exceptions, both
+  of which take an owner that was alone when it stopped answering: another node was told to take the
+  topic over; or a copy of the disk goes on in the place of the very last process, which has not
+  closed. What was acknowledged before the copy was made, or is in the bucket, is there even then;
+- when everything else has ended, the last holder's disk opens, and every other copy is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import ister.tier.membership
+from ister.clock import ManualClock
+from ister.config import load_config
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    FencedError,
+    InvariantError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+)
+from ister.fs.memory import MemoryFileSystem
+from ister.metadata.memory import MemoryMetadata
+from ister.model import TopicName
+from ister.objectstore.memory import MemoryObjectStore
+from ister.tier.catalog import Catalog
+from ister.tier.names import TopicKeys
+from ister.topic.log import Log
+from ister.topic.topic import Topic
+from tests.sim.tier_world import find_break, read_all
+from tests.sim.world import BrokenPromiseError, InlineSchedule
+
+__all__ = ["CloneWorld", "find_break", "run_seed"]
+
+LEASE_SECONDS: Final = 5
+TOPICS: Final = tuple(f"/ns/t{number}" for number in range(5))
+_DISKS_MAX: Final = 5
+_EXPECTED: Final = (ConflictError, FencedError, UnavailableError)
+
+
+@dataclass(eq=False)
+class Disk:
+    """A machine's disk."""
+
+    number: int
+    family: int
+    """Which node it is, or was copied from."""
+    fs: MemoryFileSystem
+    parent: Disk | None = None
+    copied_at: int = 0
+    process: Process | None = None
+
+    def had(self, acked: Acked) -> bool:
+        """Whether what one disk had at some moment is on this one, by how it was copied."""
+        disk, until = self, None
+        while disk is not None:
+            if disk is acked.run.disk and (until is None or acked.at < until):
+                return True
+            until = disk.copied_at if until is None else min(until, disk.copied_at)
+            disk = disk.parent
+        return False
+
+
+@dataclass(eq=False)
+class Process:
+    """One life on a disk."""
+
+    disk: Disk
+    log: Log | None
+    """None if it ended before it had begun: it may have joined."""
+    schedule: InlineSchedule
+    has_closed: bool = False
+
+
+@dataclass(frozen=True)
+class Acked:
+    """A message that was acknowledged."""
+
+    payload: bytes
+    run: Process
+    at: int
+
+
+@dataclass
+class Owed:
+    """What one topic owes its users."""
+
+    acked: dict[int, Acked] = field(default_factory=dict)
+    taken_over: dict[int, int] = field(default_factory=dict)
+    """By node: when it was last told to take the topic over from another one."""
+
+
+class CloneWorld:
+    """See the module header."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.clock = ManualClock()
+        self.store = MemoryObjectStore(clock=self.clock)
+        self.store.close = lambda: None
+        self.meta = MemoryMetadata(self.clock)
+        self.meta.close = lambda: None  # both outlive the processes
+        self.meta.before = self._before
+        self.meta.after = self._after
+        self.fault_rate = rng.choice((0.0, 0.0, 0.01, 0.05))
+        nodes = rng.choice((1, 1, 2))
+        self.disks = [Disk(number, number, MemoryFileSystem()) for number in range(nodes)]
+        self.owed = {name: Owed() for name in TOPICS}
+        self.joined: dict[int, list[Process]] = {number: [] for number in range(nodes)}
+        """By node: who joined, in order."""
+        self.at = 0
+        self.acks = self.copies = self.replaced = self.refused = self.regained = 0
+        self.trace: Callable[[str], None] = lambda text: None
+        self._running: list[Disk] = []
+        self._interrupt_in = 0
+        self._is_quiet = False
+        self._config = load_config(
+            {
+                "storage": {
+                    "mode": "wal_cloud",
+                    "ack": "synced",
+                    "wal": {"dir": "/data/wal", "rotate_max_bytes": 4096},
+                    "uploader": {"engine": "none"},
+                    "cloud": {"backend": "memory"},
+                    "cloud_reader": {"read_ahead": False},
+                    "metadata": {"backend": "memory", "lease_ttl_seconds": LEASE_SECONDS},
+                }
+            },
+            {},
+        )
+
+    # -- faults -----------------------------------------------------------------------------
+
+    def _before(self, kind: str, key: str) -> None:
+        if self._is_quiet:
+            return
+        if self._interrupt_in:
+            self._interrupt_in -= 1
+            if not self._interrupt_in:
+                self._interrupt()
+        if self.rng.random() < self.fault_rate:
+            raise UnavailableError(f"no answer to {kind}")
+
+    def _after(self, kind: str, key: str) -> None:
+        if self._is_quiet or kind not in ("put", "delete", "transact"):
+            return
+        if self.rng.random() < self.fault_rate:
+            raise CommitUnknownError(f"no answer to {kind}")
+
+    def _interrupt(self) -> None:
+        """Time passes, and others have their turns."""
+        self.trace("interrupted")
+        self.clock.advance(self.rng.choice((0.0, 1.0, 6.0, 6.0, 20.0)))
+        for _ in range(self.rng.randrange(1, 6)):
+            free = [disk for disk in self.disks if disk not in self._running]
+            if free:
+                self.turn(self.rng.choice(free))
+        self.trace("goes on")
+
+    @contextmanager
+    def _on(self, disk: Disk) -> Iterator[None]:
+        self._running.append(disk)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Nothing fails in here."""
+        before, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = before
+
+    # -- lives ------------------------------------------------------------------------------
+
+    def live(self, turns: int) -> None:
+        """Lives through `turns` turns, and checks that everything is in order."""
+        logging.disable(logging.CRITICAL)
+        try:
+            for _ in range(turns):
+                if self.rng.random() < 0.2:
+                    self._interrupt_in = self.rng.randrange(1, 12)
+                self.turn(self.rng.choice(self.disks))
+            self.heal()
+        finally:
+            logging.disable(logging.NOTSET)
+
+    def turn(self, disk: Disk) -> None:
+        """One thing that happens on a disk."""
+        self.at += 1
+        process = disk.process
+        if process is None:
+            action = self.rng.choice((self.start, self.start, self.start, self.copy, self.idle))
+        else:
+            actions = {
+                self.append: 8,
+                self.upload: 3,
+                self.renew: 4,
+                self.idle: 4,
+                self.copy: 1.5,
+                self.kill: 0.7,
+                self.cut_power: 0.5,
+                self.close: 0.7,
+            }
+            action = self.rng.choices(list(actions), list(actions.values()))[0]
+        self.trace(f"{self.at}: disk {disk.number}: {action.__name__}")
+        try:
+            with self._on(disk):
+                action(disk)
+        except InvariantError as error:
+            raise BrokenPromiseError(f"{error!r}") from error
+        except _EXPECTED as error:
+            self.trace(f"disk {disk.number}: {error!r}")
+
+    def start(self, disk: Disk) -> None:
+        """A process begins; where it may not, it says so."""
+        schedule = InlineSchedule()
+        joined = self.joined[disk.family]
+        try:
+            log = Log(
+                self._config,
+                fs=disk.fs,
+                clock=self.clock,
+                scheduler=schedule,
+                objects=self.store,
+                metadata=self.meta,
+                background=False,
+            )
+        except ConflictError:
+            self.refused += 1
+            raise
+        except UnavailableError:
+            joined.append(Process(disk, None, schedule))
+            raise
+        disk.process = Process(disk, log, schedule)
+        self.replaced += bool(joined) and joined[-1].disk is not disk
+        joined.append(disk.process)
+
+    def copy(self, disk: Disk) -> None:
+        """The disk is copied as it reads now, or as a power cut would leave it."""
+        if len(self.disks) >= _DISKS_MAX or not disk.fs.exists("/data/wal/.node"):
+            return
+        self.copies += 1
+        fs = disk.fs.copied()
+        fs.kill()
+        if self.rng.random() < 0.5:
+            fs.crash(self.rng)
+        self.disks.append(Disk(len(self.disks), disk.family, fs, disk, self.at))
+
+    def idle(self, disk: Disk) -> None:
+        self.clock.advance(self.rng.choice((0.1, 1.0, 3.0, 6.0, 20.0)))
+
+    def kill(self, disk: Disk) -> None:
+        disk.process = None
+        disk.fs.kill()
+
+    def cut_power(self, disk: Disk) -> None:
+        disk.process = None
+        disk.fs.crash(self.rng)
+
+    def close(self, disk: Disk) -> None:
+        process = disk.process
+        # Whether others can know of it, which takes a store that answers.
+        process.has_closed = not self.fault_rate and process.log.tiers.membership.is_valid
+        self._interrupt_in = 0
+        try:
+            process.log.close()
+        finally:
+            disk.process = None
+            disk.fs.kill()
+
+    # -- work -------------------------------------------------------------------------------
+
+    def append(self, disk: Disk) -> None:
+        process = disk.process
+        name, topic = self._open(process)
+        payload = b"%d on %d" % (self.at, disk.number)
+        offset = topic.append(payload)
+        process.schedule.run()
+        topic.wait(offset, "synced")
+        joined = [one for one in self.joined[disk.family] if one.log is not None]
+        if not self._has(name, topic) or joined[-1] is not process:
+            raise BrokenPromiseError(f"{name}: disk {disk.number} was replaced, and acknowledged")
+        self.acks += 1
+        owed = self.owed[name]
+        if offset in owed.acked:
+            raise BrokenPromiseError(f"{name}: {offset} was acknowledged twice")
+        owed.acked[offset] = Acked(payload, process, self.at)
+
+    def upload(self, disk: Disk) -> None:
+        _, topic = self._open(disk.process)
+        topic.upload()
+
+    def renew(self, disk: Disk) -> None:
+        membership = disk.process.log.tiers.membership
+        was_valid = membership.is_valid
+        membership.renew()
+        self.regained += not was_valid
+
+    def _open(self, process: Process) -> tuple[str, Topic]:
+        name = self.rng.choice(TOPICS)
+        take_over = self.rng.random() < 0.3
+        if take_over:
+            self.owed[name].taken_over[process.disk.family] = self.at
+        before = process.log._topics.get(name)
+        topic = process.log.topic(name, create=True, take_over=take_over)
+        if topic is not before:
+            with self._quietly():
+                self._check_opened(process, name, topic)
+        return name, topic
+
+    def _has(self, name: str, topic: Topic) -> bool:
+        """Whether a topic is still its owner's, by its record."""
+        keys = TopicKeys("/danube", TopicName.parse(name))
+        catalog = Catalog(self.meta, keys, clock=self.clock, metrics=topic.tier._tiers.metrics)
+        with self._quietly():
+            found = catalog.record()
+        return found is not None and found[0].claim == topic.tier.owned.record.claim
+
+    def _check_opened(self, process: Process, name: str, topic: Topic) -> None:
+        if not self._has(name, topic):
+            return  # replaced while it was opened; it notices before its first answer
+        owed, held = self.owed[name], read_all(topic)
+        for offset, acked in list(owed.acked.items()):
+            if held.get(offset) == acked.payload:
+                continue
+            if not self._may_lack(process, owed, acked):
+                raise BrokenPromiseError(
+                    f"{name}: {offset} was {acked.payload!r}, acknowledged on disk "
+                    f"{acked.run.disk.number} at {acked.at}, and is {held.get(offset)!r} on "
+                    f"disk {process.disk.number}"
+                )
+            del owed.acked[offset]
+
+    def _may_lack(self, process: Process, owed: Owed, acked: Acked) -> bool:
+        """Whether a message may be missing that was acknowledged; see the module header."""
+        family = acked.run.disk.family
+        if any(other != family and at >= acked.at for other, at in owed.taken_over.items()):
+            return True
+        if acked.run.has_closed:
+            return False
+        # A copy went on in the place of the very process that gave the acknowledgement.
+        joined = self.joined[family]
+        for successor in joined[joined.index(acked.run) + 1 :]:
+            if not successor.disk.had(acked):
+                return True
+            if successor.log is not None:
+                return False
+        return False
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """No more faults: one disk of each node goes on, and all others are refused."""
+        self._is_quiet = True
+        had_faults = self.fault_rate > 0
+        for disk in self.disks:
+            disk.process = None
+            disk.fs.kill()
+        self.clock.advance(LEASE_SECONDS + 1)
+        for family, joined in self.joined.items():
+            last = [joined[-1].disk] if joined else []
+            disks = [disk for disk in self.disks if disk.family == family]
+            opened = None
+            for disk in [*last, *disks] if had_faults else last:
+                try:
+                    self.start(disk)
+                except ConflictError:
+                    continue
+                opened = disk
+                break
+            if opened is None:
+                if joined:
+                    raise BrokenPromiseError(f"no disk of node {family} can be used")
+                continue
+            self._check_topics(opened)
+            opened.process.log.close()
+            opened.process = None
+            for disk in disks:
+                if disk is not opened and disk.fs.exists("/data/wal/.instances"):
+                    self._check_refused(disk)
+
+    def _check_topics(self, disk: Disk) -> None:
+        process = disk.process
+        for name in TOPICS:
+            try:
+                topic = process.log.topic(name)
+            except (ConflictError, NotFoundError) as error:
+                # A copy from before the topic was made says that it has no files of it.
+                owed = self.owed[name].acked.values()
+                if len(self.joined) == 1 and any(map(disk.had, owed)):
+                    raise BrokenPromiseError(f"{name} cannot be opened: {error!r}") from error
+                continue
+            self._check_opened(process, name, topic)
+            offset = topic.append(b"the end")
+            topic.flush()
+            topic.wait(offset, "synced")
+
+    def _check_refused(self, disk: Disk) -> None:
+        try:
+            self.start(disk)
+        except ConflictError:
+            return
+        raise BrokenPromiseError(f"disk {disk.number}, an older copy, is not refused")
+
+
+def run_seed(
+    seed: int, *, turns: int = 60, trace: Callable[[str], None] | None = None
+) -> CloneWorld:
+    """One world from its beginning to its end.
+
+    Raises:
+        BrokenPromiseError: With the command that shows it again.
+    """
+    world = CloneWorld(seed)
+    if trace is not None:
+        world.trace = trace
+    # A few topics are many: they come back in several transactions.
+    together = ister.tier.membership._TOPICS_PER_TRANSACTION
+    ister.tier.membership._TOPICS_PER_TRANSACTION = 2
+    try:
+        world.live(turns)
+    except (BrokenPromiseError, IsterError) as error:
+        raise BrokenPromiseError(
+            f"seed {seed}: {error!r}\n"
+            f"replay: python -m tests.sim.clone_world {seed} --turns {turns}"
+        ) from error
+    finally:
+        ister.tier.membership._TOPICS_PER_TRANSACTION = together
+    return world
+
+
+def main() -> None:
+    """Runs one seed, for replay."""
+    import argparse  # noqa: PLC0415
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--trace", action="store_true", help="show every turn")
+    arguments = parser.parse_args()
+    world = run_seed(
+        arguments.seed, turns=arguments.turns, trace=print if arguments.trace else None
+    )
+    print(
+        f"seed {arguments.seed}: {world.acks} acknowledged, {world.copies} copies, "
+        f"{world.refused} refused, {world.replaced} replaced, nothing broken"
+    )
+
+
+if __name__ == "__main__":
+    main()

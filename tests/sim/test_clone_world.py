@@ -1,0 +1,124 @@
+"""Copies of a node's disk beside each other, by seeds; and bugs that these worlds have to catch."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+import ister.tier.membership
+from ister.metadata.base import Absent, Put
+from ister.tier.membership import Membership
+from ister.tier.ownership import OwnedTopic
+from tests.sim.clone_world import find_break, run_seed
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+RUNS = 20_000 if os.environ.get("ISTER_HEAVY") else 400
+SEEDS_MAX = 4000
+
+
+@pytest.mark.sim
+@pytest.mark.timeout(6000)
+def test_copies_of_a_disk_lose_nothing_that_was_acknowledged() -> None:
+    """Goal: whatever is copied, started, stopped and paused, one process at a time has a node.
+
+    Method: worlds from consecutive seeds, beginning with a random one that is printed.
+    """
+    first = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
+    acks = copies = refused = replaced = regained = 0
+    for seed in range(first, first + RUNS):
+        world = run_seed(seed)
+        acks += world.acks
+        copies += world.copies
+        refused += world.refused
+        replaced += world.replaced
+        regained += world.regained
+    print(
+        f"{RUNS} worlds from seed {first}: {acks} acknowledged, {copies} copies, {refused} "
+        f"refused, {replaced} replaced, {regained} back after a pause"
+    )
+    assert min(copies, refused, replaced, regained) > RUNS // 2
+    assert acks > RUNS
+
+
+def a_copy_joins_at_once(patch: pytest.MonkeyPatch) -> None:
+    def wait_for_turn(self: Membership, known):
+        return self._store.get(self._key), self._store.get(self._latest_key)
+
+    patch.setattr(Membership, "_wait_for_turn", wait_for_turn)
+
+
+def older_copies_join(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ister.tier.membership, "_is_older", lambda known, latest: False)
+
+
+def a_renewal_does_not_compare(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Membership, "_look", lambda self: self._store.get(self._key))
+    patch.setattr(ister.tier.membership, "_is_older", lambda known, latest: False)
+
+
+def a_replaced_process_comes_back(patch: pytest.MonkeyPatch) -> None:
+    """It looks who is there now, and not who was there meanwhile."""
+
+    def rejoin(self: Membership):
+        lease = self._store.grant_lease(self._ttl)
+        self._look()
+        self._store.transact([Absent(self._key)], [Put(self._key, self._value, lease)])
+        return lease
+
+    patch.setattr(Membership, "_rejoin", rejoin)
+
+
+def claims_do_not_compare_the_node(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Membership, "is_here", property(lambda self: Absent("/nothing")))
+    patch.setattr(Membership, "check", lambda self: None)
+
+
+def a_batch_ignores_a_topic_that_was_taken(patch: pytest.MonkeyPatch) -> None:
+    def reclaim(self: Membership, topics, lease) -> None:
+        for topic in topics:
+            topic.regain(lease)
+
+    patch.setattr(Membership, "_reclaim_some", reclaim)
+
+
+def a_batch_does_not_compare_the_records(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        OwnedTopic, "reassertion", lambda self, lease: ([self._is_kept()], self._owner_put(lease))
+    )
+
+
+def topics_count_before_they_are_back(patch: pytest.MonkeyPatch) -> None:
+    """With the new lease, and not with their owner key."""
+    real = Membership._reclaim
+
+    def reclaim(self: Membership) -> None:
+        lapsed = [topic for topic in self._owned.values() if topic.lease is not self.lease]
+        for topic in lapsed:
+            topic.lease = self.lease
+        real(self)
+
+    patch.setattr(Membership, "_reclaim", reclaim)
+
+
+PLANTS: list[Plant] = [
+    a_copy_joins_at_once,
+    older_copies_join,
+    a_renewal_does_not_compare,
+    a_replaced_process_comes_back,
+    claims_do_not_compare_the_node,
+    a_batch_ignores_a_topic_that_was_taken,
+    a_batch_does_not_compare_the_records,
+    topics_count_before_they_are_back,
+]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_worlds_of_copies_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    seed = find_break(range(SEEDS_MAX), run_seed)
+    print(f"{plant.__name__}: caught by seed {seed}")
+    assert seed is not None
