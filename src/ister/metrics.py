@@ -79,10 +79,13 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("wal.cache.size", "gauge", "messages", "messages in the caches of all open topics"),
     Metric("wal.cache.bytes", "gauge", "bytes", "bytes in the caches of all open topics"),
     Metric("wal.cache.evictions", "gauge", "messages", "messages that left a cache so far"),
+    Metric("walcache.hit_ratio", "gauge", "1", "share of messages that readers took from a cache"),
+    Metric("wal.tail_read_latency_ms", "histogram", "ms", "visible to read, one wait in 16"),
     Metric("wal.open_files", "gauge", "files", "writer handles open now"),
     Metric("wal.topics", "gauge", "topics", "topics open now"),
     Metric("wal.reader.stitch_file_bytes", "counter", "bytes", "bytes read from WAL files"),
     Metric("wal.reader.stitch_cache_items", "counter", "messages", "messages read from a cache"),
+    Metric("wal.reader.stitch_tier_items", "counter", "messages", "read from files or the bucket"),
     Metric("wal_reader.memory_bytes", "gauge", "bytes", "file chunks held by readers now"),
     Metric("wal_reader.chunk_read_latency_ms", "histogram", "ms", "one chunk read from a file"),
     Metric("wal_reader.frames_parsed_total", "counter", "frames", "frames parsed from WAL files"),
@@ -97,6 +100,7 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("uploader.errors_total", "counter", "cycles", "upload cycles that failed"),
     Metric("uploader.stream_chunk_bytes", "histogram", "bytes", "one piece handed to the store"),
     Metric("uploader.memory_usage_bytes", "gauge", "bytes", "what uploads under way may hold"),
+    Metric("upload.inflight_parts", "gauge", "parts", "sent and not known to be stored, at most"),
     Metric("uploader.lag_bytes", "gauge", "bytes", "synced and not in the bucket, about"),
     Metric("cloud_reader.query_duration_seconds", "histogram", "s", "one look-up of descriptors"),
     Metric("cloud_reader.range_requests_total", "counter", "requests", "reads from objects"),
@@ -372,11 +376,6 @@ LEFT_OUT: Final[tuple[tuple[str, str], ...]] = (
     ("wal.fsync_latency_ms", "told as danube_wal_fsync_latency_seconds"),
     ("wal.bytes_total", "told as danube_wal_bytes_written_total"),
     ("wal.truncate_events", "told as danube_wal_delete_total"),
-    (
-        "walcache.hit_ratio",
-        "ister_wal_reader_stitch_cache_items_total, beside ister_wal_reader_frames_parsed_total",
-    ),
-    ("wal.tail_read_latency_ms", "readers wait without reading; `ister bench tail` measures it"),
 )
 """Metrics of Danube's, and of its designs, that are not told under their names, and why."""
 
@@ -474,7 +473,7 @@ class Metrics:
             m.name: Histogram(bounds_of(m.name)) for m in _LOG if m.kind == "histogram"
         }
         # One that nobody computes is that of a part which this process does not have.
-        self._gauges: dict[str, Callable[[], int]] = {
+        self._gauges: dict[str, Callable[[], float]] = {
             m.name: lambda: 0 for m in _LOG if m.kind == "gauge"
         }
         self._derived: dict[str, Callable[[], int]] = {}
@@ -489,7 +488,11 @@ class Metrics:
         with self._lock:
             self._histograms[name].observe(value)
 
-    def register_gauge(self, name: str, read: Callable[[], int]) -> None:
+    def counted(self, name: str) -> int:
+        """The value of a counter, without what is derived."""
+        return self._counters[name]
+
+    def register_gauge(self, name: str, read: Callable[[], float]) -> None:
         """Has a gauge computed by `read` whenever somebody looks."""
         check(BY_NAME[name].kind == "gauge", f"{name} is a gauge")
         self._gauges[name] = read
@@ -499,17 +502,17 @@ class Metrics:
         check(name in self._counters, f"{name} is a counter")
         self._derived[name] = read
 
-    def snapshot(self) -> dict[str, int | dict[str, float]]:
+    def snapshot(self) -> dict[str, float | dict[str, float]]:
         """All values by name: numbers, and summaries for histograms."""
         numbers, histograms = self.values()
         return {**numbers, **{name: one.summary() for name, one in histograms.items()}}
 
-    def values(self) -> tuple[dict[str, int], dict[str, Histogram]]:
+    def values(self) -> tuple[dict[str, float], dict[str, Histogram]]:
         """All counters and gauges, and copies of the histograms."""
         gauges = {name: read() for name, read in self._gauges.items()}
         derived = {name: read() for name, read in self._derived.items()}
         with self._lock:
-            numbers = {**self._counters, **gauges}
+            numbers: dict[str, float] = {**self._counters, **gauges}
             histograms = {name: one.copy() for name, one in self._histograms.items()}
         for name, value in derived.items():
             numbers[name] += value

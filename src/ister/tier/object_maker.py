@@ -91,6 +91,7 @@ class ObjectMaker:
         metrics: Metrics,
         pending_tag: str | None = None,
         on_memory: Callable[[int], None] = lambda change: None,
+        on_parts: Callable[[int], None] = lambda change: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """A maker.
@@ -104,6 +105,7 @@ class ObjectMaker:
             pending_tag: Eight hexadecimal digits, where others may write objects with the same
                 first offset at the same time: their pending names have to differ.
             on_memory: Told by how much the memory in use changes.
+            on_parts: Told by how much the number of parts in flight changes, at most.
             is_stopping: Asked between two chunks whether to give up.
         """
         self._topic = topic
@@ -113,6 +115,7 @@ class ObjectMaker:
         self._metrics = metrics
         self._pending_tag = pending_tag
         self._on_memory = on_memory
+        self._on_parts = on_parts
         self._is_stopping = is_stopping
 
     def make(
@@ -168,6 +171,7 @@ class ObjectMaker:
             key, chunk_bytes=settings.chunk_bytes, concurrent_parts=settings.concurrent_parts
         )
         self._on_memory(held)
+        parts = 0
         try:
             while summary.end < end:
                 if self._is_stopping():
@@ -175,6 +179,12 @@ class ObjectMaker:
                 batch = source.fetch(summary.end, end, bytes_max=settings.read_bytes)
                 data = summary.add(batch)
                 writer.write(data)
+                # A store does not say which parts it has; it never has more than these to go.
+                begun = min(
+                    -(-summary.size_bytes // settings.chunk_bytes), settings.concurrent_parts
+                )
+                self._on_parts(begun - parts)
+                parts = begun
                 self._metrics.observe("uploader.stream_chunk_bytes", len(data))
                 failpoints.reach("tier.after_part")
             failpoints.reach("tier.before_complete")
@@ -183,6 +193,7 @@ class ObjectMaker:
             # After a close that succeeded this does nothing.
             writer.abort()
             self._on_memory(-held)
+            self._on_parts(-parts)
         return summary
 
     def _complete(self, complete: Callable[[], None], key: str, summary: ObjectSummary) -> None:

@@ -52,6 +52,7 @@ class Uploader:
         clock: Clock,
         metrics: Metrics,
         on_memory: Callable[[int], None] = lambda change: None,
+        on_parts: Callable[[int], None] = lambda change: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._owned = owned
@@ -65,6 +66,7 @@ class Uploader:
             clock=clock,
             metrics=metrics,
             on_memory=on_memory,
+            on_parts=on_parts,
             is_stopping=is_stopping,
         )
 

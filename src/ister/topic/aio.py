@@ -22,6 +22,7 @@ from ister.errors import CapacityError, ClosedError, DiskError, IsterError, Wait
 from ister.model import AckLevel, Start
 from ister.topic.arguments import as_bytes
 from ister.topic.message import Message
+from ister.topic.reader import TAIL_SAMPLE
 from ister.wal.waiters import Waiter
 
 if TYPE_CHECKING:
@@ -243,6 +244,7 @@ class AsyncReader:
         # its messages belong to whoever asks next.
         self._left_behind: asyncio.Future[Sequence[Message]] | None = None
         self._waiting: asyncio.Future[None] | None = None
+        self._wait_count = 0
         self.core = topic.reader(start, end=end)
         """The reader underneath."""
 
@@ -263,15 +265,20 @@ class AsyncReader:
 
     async def _next_batch(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         core = self.core
+        is_measured = False
         while True:
             if self._left_behind is None:
                 # At the tail, which is where readers wait, this is all there is to do.
                 if messages := core.poll_cache(max_messages, max_bytes):
+                    if is_measured:
+                        core.note_tail_read(self._seconds_visible())
                     return messages
                 if core.next_offset >= self._wal.visible:
                     if core.is_at_end:
                         return []
                     await self._visible()
+                    self._wait_count += 1
+                    is_measured = self._wait_count % TAIL_SAMPLE == 1
                     continue
             if messages := await self._poll_in_thread(max_messages, max_bytes):
                 return messages
@@ -301,6 +308,11 @@ class AsyncReader:
             waiting.set_result(None)
         self._waiting = waiting
         return waiting
+
+    def _seconds_visible(self) -> float:
+        """How long ago the log said that messages are visible."""
+        hub = self._edge.hub(self._wal.visible_level, is_patient=True)
+        return hub.loop.time() - hub.passed_at
 
     def close(self) -> None:
         """Ends the reader; a task that waits in it is told. Called on the task's loop."""
@@ -333,6 +345,8 @@ class _Hub:
         self._heap: list[tuple[int, int, asyncio.Future[None]]] = []
         self._enlisted: Waiter | None = None
         self._compact_at = _COMPACT_MIN
+        self.passed_at = loop.time()
+        """When the log last called, by the loop's clock."""
 
     def serves(self, loop: asyncio.AbstractEventLoop, level: AckLevel, is_patient: bool) -> bool:
         """Whether this is the hub for these."""
@@ -375,6 +389,7 @@ class _Hub:
 
     def _on_passed(self, error: IsterError | None) -> None:
         """Called by the log, in any thread and with its lock held."""
+        self.passed_at = self.loop.time()
         is_on_loop = threading.get_ident() == self._thread
         call = self.loop.call_soon if is_on_loop else self.loop.call_soon_threadsafe
         with suppress(RuntimeError):  # the loop has been closed, and its tasks with it

@@ -825,8 +825,18 @@ class Log:
             "uploader.memory_usage_bytes",
             lambda: self._tiers.upload_memory_bytes if self._tiers is not None else 0,
         )
+        self.metrics.register_gauge(
+            "upload.inflight_parts",
+            lambda: self._tiers.upload_parts if self._tiers is not None else 0,
+        )
+        self.metrics.register_gauge("walcache.hit_ratio", self._cache_hit_ratio)
         for name, of_topic in _GAUGES.items():
             self.metrics.register_gauge(name, partial(self._sum_over_topics, of_topic))
+
+    def _cache_hit_ratio(self) -> float:
+        hits = self.metrics.counted("wal.reader.stitch_cache_items")
+        total = hits + self.metrics.counted("wal.reader.stitch_tier_items")
+        return hits / total if total else 0.0
 
     def _sum_over_topics(self, of_topic: Callable[[Topic], int]) -> int:
         return sum(map(of_topic, list(self._topics.values())))

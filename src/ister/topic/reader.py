@@ -18,6 +18,7 @@ that waits.
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from ister.errors import (
     DataGapError,
     InvalidRequestError,
     InvariantError,
+    IsterError,
     NotFoundError,
     OffsetOutOfRangeError,
     check,
@@ -48,10 +50,29 @@ from ister.wal.waiters import ThreadWaiter
 if TYPE_CHECKING:
     from ister.topic.cache import Cache
 
-__all__ = ["Reader"]
+__all__ = ["TAIL_SAMPLE", "Reader"]
+
+_log = logging.getLogger("ister.topic.reader")
 
 _BATCH_MESSAGES = 4096
 _COUNT_LOT = 256
+TAIL_SAMPLE = 16
+"""One wait in so many at the tail is measured."""
+
+
+class _MeasuredWaiter(ThreadWaiter):
+    """Knows when it was told."""
+
+    __slots__ = ("_clock", "woken_at")
+
+    def __init__(self, offset: int, clock: Clock) -> None:
+        super().__init__(offset, is_patient=True)
+        self._clock = clock
+        self.woken_at: float | None = None
+
+    def _wake(self, error: IsterError | None) -> None:
+        self.woken_at = self._clock.monotonic()
+        super()._wake(error)
 
 
 class Reader:
@@ -86,6 +107,7 @@ class Reader:
         self._is_closed = False
         self._reading = threading.Lock()
         self._cached_count = 0
+        self._wait_count = 0
         self._damage_left_out = 0
         self.next_offset = start
         """The offset of the message that comes next."""
@@ -124,7 +146,14 @@ class Reader:
             remaining = None if deadline is None else deadline - self._clock.monotonic()
             if remaining is not None and remaining <= 0:
                 return []
-            self._wait_visible(remaining)
+            woken_at = self._wait_visible(remaining)
+            if woken_at is not None and (messages := self.poll(max_messages, bytes_max)):
+                self.note_tail_read(self._clock.monotonic() - woken_at)
+                return messages
+
+    def note_tail_read(self, seconds: float) -> None:
+        """Counts how long messages were visible before this reader, which had waited, had them."""
+        self._metrics.observe("wal.tail_read_latency_ms", seconds * 1000)
 
     def poll(
         self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22
@@ -327,6 +356,7 @@ class Reader:
         if batch is None:
             return []
         self._batch = batch
+        self._metrics.count("wal.reader.stitch_tier_items", len(batch.starts))
         start = batch.first_offset
         return self._from_batch(start, max(end, start + 1), max_bytes)
 
@@ -399,6 +429,9 @@ class Reader:
         if self._history is None:
             self._history = self._open_history()
             self._metrics.count("reader.history_entered_total")
+            _log.debug(
+                "reader goes to the bucket", extra={"topic": wal.settings.topic, "offset": start}
+            )
         if self._files is not None:
             self._files.close()
         try:
@@ -414,6 +447,10 @@ class Reader:
             self._history.close()
             self._history = None
             self._metrics.count("reader.handoffs_total")
+            _log.debug(
+                "reader is back at local files",
+                extra={"topic": self._wal.settings.topic, "offset": self.next_offset},
+            )
 
     def _not_kept(self, start: int) -> OffsetOutOfRangeError:
         return OffsetOutOfRangeError(
@@ -424,16 +461,27 @@ class Reader:
             next=self._wal.next,
         )
 
-    def _wait_visible(self, timeout: float | None) -> None:
-        """Waits for the next message to become visible, for `timeout`, or for `close`."""
-        waiter = ThreadWaiter(self.next_offset, is_patient=True)
+    def _wait_visible(self, timeout: float | None) -> float | None:
+        """Waits for the next message to become visible, for `timeout`, or for `close`.
+
+        Returns:
+            When it did, for one wait in `TAIL_SAMPLE`.
+        """
+        self._wait_count += 1
+        is_measured = self._wait_count % TAIL_SAMPLE == 1
+        waiter = (
+            _MeasuredWaiter(self.next_offset, self._clock)
+            if is_measured
+            else ThreadWaiter(self.next_offset, is_patient=True)
+        )
         self._waiter = waiter
         if self._is_closed or not self._wal.enlist(waiter, self._wal.visible_level):
-            return
+            return None
         if not waiter.block(timeout):
             waiter.is_done = True
         elif waiter.error is not None:
             raise waiter.error
+        return waiter.woken_at if isinstance(waiter, _MeasuredWaiter) else None
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -152,6 +152,8 @@ class Tiers:
         self._ahead: ThreadPoolExecutor | None = None
         self.upload_memory_bytes = 0
         """What uploads under way may hold now."""
+        self.upload_parts = 0
+        """Parts of theirs that the store was given and may not have stored yet."""
         self.capabilities: Capabilities | None = None
         """What the object store turned out to be able to do; None until it was tried."""
 
@@ -276,12 +278,17 @@ class Tiers:
             clock=self.clock,
             metrics=self.metrics,
             on_memory=self._note_memory,
+            on_parts=self._note_parts,
             is_stopping=is_stopping,
         )
 
     def _note_memory(self, change: int) -> None:
         with self._lock:
             self.upload_memory_bytes += change
+
+    def _note_parts(self, change: int) -> None:
+        with self._lock:
+            self.upload_parts += change
 
     def probe(self) -> None:
         """Tries what the object store can do, says what it cannot, and removes old leftovers.

@@ -11,6 +11,7 @@ body into the cache. Nothing there waits for a disk. What an acknowledgement mea
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["Topic"]
+
+_log = logging.getLogger("ister.topic.topic")
 
 # One append in so many is timed for the latency histogram.
 _SAMPLE_MASK = 0xFF
@@ -558,6 +561,15 @@ class Topic:
             self._readers.add(reader)
         is_hot = self.tier is None or offset >= self.wal.trimmed
         self._metrics.count("reader.opened_hot_total" if is_hot else "reader.opened_history_total")
+        _log.debug(
+            "reader opened",
+            extra={
+                "topic": self.name,
+                "offset": offset,
+                "end": end,
+                "tier": "local" if is_hot else "bucket",
+            },
+        )
         return reader
 
     def read(

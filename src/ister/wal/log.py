@@ -957,6 +957,10 @@ class Wal:
             writer.directory.remove_log(file.seq)
             failpoints.reach("wal.after_remove_file")
         self._metrics.count("wal.trimmed_files", count)
+        _log.info(
+            "trimmed",
+            extra={"topic": self.settings.topic, "files": count, "offset": self.trimmed},
+        )
         return count
 
     # -- trouble and the end ----------------------------------------------------------------

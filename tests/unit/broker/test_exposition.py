@@ -151,12 +151,13 @@ def test_failures_of_a_subscription_are_told(tmp_path):
 
 def test_every_declared_metric_is_told_where_it_applies(tmp_path):
     elsewhere = {
-        # With etcd, with TLS, after a job, between two brokers, with a schema.
+        # With etcd, with TLS, after a job, between two brokers, with a schema, after a fault.
         *("danube_etcd_put_latency_seconds", "danube_etcd_descriptor_write_total"),
         "ister_certificate_expiry_timestamp_seconds",
         *("ister_job_last_start_timestamp_seconds", "ister_job_last_duration_seconds"),
         *("ister_job_last_ok", "danube_client_redirects_total"),
         *("danube_schema_validation_total", "danube_schema_validation_failures_total"),
+        "ister_thread_failures_total",
     }
 
     async def scenario():

@@ -1,0 +1,129 @@
+"""What operators see of reading, trimming and uploading: log lines and metrics."""
+
+import asyncio
+import logging
+import threading
+
+import pytest
+
+import ister
+from ister.topic.reader import TAIL_SAMPLE
+from rig import eventually, numbered, payloads
+from tier_rig import NAME, Site
+
+ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
+KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+def fill(topic, count, *, size=0):
+    for payload in numbered(count, first=topic.watermarks.next, size=size):
+        topic.append(payload)
+    topic.flush()
+
+
+def lines(caplog, event):
+    """The fields of every record of an event."""
+    return [vars(record) for record in caplog.records if record.getMessage() == event]
+
+
+def test_reader_start_hand_off_and_trim_are_logged_with_topic_and_offset(site, caplog):
+    caplog.set_level(logging.DEBUG, logger="ister")
+    log = site.open("a", **ROTATE, **KEEP_NOTHING)
+    topic = log.topic(str(NAME), create=True)
+    for _ in range(8):
+        fill(topic, 4, size=600)
+    topic.upload()
+    assert topic.tier.trim()
+    (trimmed,) = lines(caplog, "trimmed")
+    assert trimmed["levelno"] == logging.INFO
+    assert (trimmed["topic"], trimmed["offset"]) == (str(NAME), topic.watermarks.trimmed)
+    assert trimmed["files"] > 0
+    fill(topic, 4)
+    assert len(payloads(topic.read("earliest"))) == 36
+    (opened,) = lines(caplog, "reader opened")
+    assert (opened["topic"], opened["offset"], opened["tier"]) == (str(NAME), 0, "bucket")
+    (entered,) = lines(caplog, "reader goes to the bucket")
+    assert (entered["topic"], entered["offset"]) == (str(NAME), 0)
+    (left,) = lines(caplog, "reader is back at local files")
+    assert (left["topic"], left["offset"]) == (str(NAME), topic.watermarks.tiered)
+
+
+def test_hit_ratio_is_the_share_of_messages_from_the_cache(tmp_path):
+    with ister.open({"storage": {"wal": {"dir": str(tmp_path), "cache_capacity": 30}}}) as log:
+        assert log.metrics.snapshot()["walcache.hit_ratio"] == 0
+        topic = log.topic("/default/a", create=True)
+        fill(topic, 100)
+        with topic.reader(80) as reader:
+            assert len(reader.poll()) == 20
+        assert log.metrics.snapshot()["walcache.hit_ratio"] == 1
+        with topic.reader(0, end=60) as reader:
+            assert sum(len(batch) for batch in iter(reader.poll, [])) == 60
+        snapshot = log.metrics.snapshot()
+        hits, others = (snapshot[f"wal.reader.stitch_{kind}_items"] for kind in ("cache", "tier"))
+        assert hits == 20
+        assert 60 <= others <= 100
+        assert snapshot["walcache.hit_ratio"] == hits / (hits + others)
+
+
+def test_latency_at_the_tail_is_measured_for_one_wait_in_sixteen():
+    with ister.open() as log:
+        topic = log.topic("/default/a", create=True)
+        taken = []
+
+        def follow():
+            with topic.reader("latest") as reader:
+                while len(taken) < 2 * TAIL_SAMPLE:
+                    taken.extend(reader.next_batch())
+
+        reading = threading.Thread(target=follow)
+        reading.start()
+        for number in range(2 * TAIL_SAMPLE):
+            eventually(lambda: bool(topic.wal._waiters[topic.wal.visible_level]))
+            topic.append(b"%d" % number)
+            eventually(lambda number=number: len(taken) > number)
+        reading.join()
+        found = log.metrics.snapshot()["wal.tail_read_latency_ms"]
+        assert found["count"] == 2
+        assert 0 <= found["max"] < 60_000
+
+
+def test_latency_at_the_tail_is_measured_on_event_loops_too():
+    async def scenario(log):
+        topic = log.topic("/default/a", create=True)
+        reader = topic.aio.reader("latest")
+        for number in range(TAIL_SAMPLE + 1):
+            waiting = asyncio.ensure_future(reader.next_batch())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            topic.append(b"%d" % number)
+            assert payloads(await waiting) == [b"%d" % number]
+        reader.close()
+
+    with ister.open() as log:
+        asyncio.run(scenario(log))
+        assert log.metrics.snapshot()["wal.tail_read_latency_ms"]["count"] == 2
+
+
+def test_replay_measures_no_latency_of_the_tail(tmp_path):
+    with ister.open(tmp_path) as log:
+        topic = log.topic("/default/a", create=True)
+        fill(topic, 3000)
+        assert len(payloads(topic.read("earliest"))) == 3000
+        assert log.metrics.snapshot()["wal.tail_read_latency_ms"]["count"] == 0
+
+
+def test_parts_in_flight_are_counted_while_an_object_is_under_way(site):
+    log = site.open("a", storage={"uploader": {"stream_chunk_size": 65536, "concurrent_parts": 2}})
+    topic = log.topic(str(NAME), create=True)
+    fill(topic, 40, size=8000)
+    seen = []
+    site.objects.before = lambda *_: seen.append(log.metrics.snapshot()["upload.inflight_parts"])
+    topic.upload()
+    assert max(seen) == 2
+    assert log.metrics.snapshot()["upload.inflight_parts"] == 0
