@@ -438,6 +438,22 @@ class CloudReaderConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EtcdTlsConfig:
+    """`storage.metadata.tls`: for etcd that speaks TLS. Files are read again when they change."""
+
+    ca_file: str | None = _setting(
+        None,
+        is_path=True,
+        says="Who signs the certificates of etcd's members, PEM; the authorities that gRPC comes "
+        "with unless set.",
+    )
+    cert_file: str | None = _setting(
+        None, is_path=True, says="The certificate chain shown to etcd, PEM."
+    )
+    key_file: str | None = _setting(None, is_path=True, says="Its private key, PEM.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataConfig:
     """`storage.metadata`: who owns a topic, and which objects it consists of."""
 
@@ -448,9 +464,12 @@ class MetadataConfig:
     path: str | None = _setting(
         None, is_path=True, says="SQLite's file; `metadata.db` beside `wal.dir` unless set."
     )
-    endpoints: tuple[str, ...] = _setting((), says="etcd's, as host:port.")
+    endpoints: tuple[str, ...] = _setting(
+        (), says="etcd's, as host:port; with `https://` before it, or with `tls` set, by TLS."
+    )
     username: str | None = _setting(None, says="Who this is to etcd.")
     password: str | None = _setting(None, is_secret=True, says="Its password; never shown.")
+    tls: EtcdTlsConfig = field(default_factory=EtcdTlsConfig)
     root_prefix: str = _setting("/danube", says="What every key begins with.")
     lease_ttl_seconds: int = _setting(
         15,

@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -301,11 +302,27 @@ class EtcdCluster:
             itself stops.
         heartbeat_ms: Between leader and followers.
         election_ms: Without a heartbeat until a new leader is sought.
+        tls: Paths of the CA, of a certificate and of its key. Clients then have to speak TLS and
+            show a certificate of that CA; nothing else is taken.
+        checks_name: Whether the certificate has to be one of 127.0.0.1.
     """
 
     def __init__(
-        self, nodes=3, *, quota_bytes=None, is_synced=False, heartbeat_ms=100, election_ms=1000
+        self,
+        nodes=3,
+        *,
+        quota_bytes=None,
+        is_synced=False,
+        heartbeat_ms=100,
+        election_ms=1000,
+        tls=None,
+        checks_name=True,
     ):
+        self._scheme = "http" if tls is None else "https"
+        self._context = None
+        self._tls = tls
+        self._checks_name = checks_name
+        self.reload_certificates()
         self._directory = Path(tempfile.mkdtemp(prefix="ister-etcd-"))
         self._options = [
             *("--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms)),
@@ -318,6 +335,10 @@ class EtcdCluster:
         ]
         if not is_synced:
             self._options.append("--unsafe-no-fsync")
+        if tls is not None:
+            ca_file, cert_file, key_file = tls
+            self._options += ["--client-cert-auth", "--trusted-ca-file", ca_file]
+            self._options += ["--cert-file", cert_file, "--key-file", key_file]
         if quota_bytes is not None:
             self._options += ["--quota-backend-bytes", str(quota_bytes)]
         self._isolated = set()
@@ -346,6 +367,14 @@ class EtcdCluster:
         return [f"127.0.0.1:{node.client_port}" for node in self._nodes]
 
     # -- what can be done to it -------------------------------------------------------------
+
+    def reload_certificates(self):
+        """Has this rig use the files as they are now; nodes do when they are started."""
+        if self._tls is not None:
+            ca_file, cert_file, key_file = self._tls
+            self._context = ssl.create_default_context(cafile=ca_file)
+            self._context.check_hostname = self._checks_name
+            self._context.load_cert_chain(cert_file, key_file)
 
     def kill(self, number):
         """SIGKILL."""
@@ -452,11 +481,11 @@ class EtcdCluster:
         cluster = ",".join(
             f"{other.name}={url}" for other, url in zip(self._nodes, advertised, strict=True)
         )
-        client = f"http://127.0.0.1:{node.client_port}"
+        client = f"{self._scheme}://127.0.0.1:{node.client_port}"
         node.spawn(
             [
                 *("--listen-client-urls", client),
-                *("--advertise-client-urls", f"http://{self.endpoints[number]}"),
+                *("--advertise-client-urls", f"{self._scheme}://{self.endpoints[number]}"),
                 *("--listen-peer-urls", f"http://127.0.0.1:{node.peer_port}"),
                 *("--initial-advertise-peer-urls", advertised[number]),
                 *("--initial-cluster", cluster),
@@ -483,12 +512,12 @@ class EtcdCluster:
 
     def _ask(self, number, path, body):
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._nodes[number].client_port}/v3/{path}",
+            f"{self._scheme}://127.0.0.1:{self._nodes[number].client_port}/v3/{path}",
             data=json.dumps(body).encode(),
             method="POST",
         )
         try:
-            with urllib.request.urlopen(request, timeout=1) as answer:
+            with urllib.request.urlopen(request, timeout=1, context=self._context) as answer:
                 return json.load(answer)
         except (OSError, ValueError):
             return None

@@ -141,6 +141,9 @@ _KEYS = {
     "storage.metadata.endpoints": ((), ["a:1", "b:2"], ("a:1", "b:2")),
     "storage.metadata.username": (None, "ister", "ister"),
     "storage.metadata.password": (None, "hidden", "hidden"),
+    "storage.metadata.tls.ca_file": (None, "/x/ca.pem", "/x/ca.pem"),
+    "storage.metadata.tls.cert_file": (None, "/x/me.pem", "/x/me.pem"),
+    "storage.metadata.tls.key_file": (None, "/x/me.key", "/x/me.key"),
     "storage.metadata.root_prefix": ("/danube", "/other", "/other"),
     "storage.metadata.lease_ttl_seconds": (15, 2, 2),
 }

@@ -853,7 +853,13 @@ def encode_settings(config: Config) -> bytes:
         }
     metadata = storage.get("metadata", {})
     if "endpoints" in metadata:
-        metadata["endpoints"] = [item for item in metadata["endpoints"] if _is_plain_address(item)]
+        # Certificates are this server's own files; a client has its own.
+        scheme = "https://" if metadata.pop("tls", None) else ""
+        metadata["endpoints"] = [
+            item if "://" in item else f"{scheme}{item}"
+            for item in metadata["endpoints"]
+            if _is_plain_address(item)
+        ]
     return _dump(settings={"storage": storage})
 
 

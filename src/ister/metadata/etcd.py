@@ -43,6 +43,7 @@ from enum import Enum
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ister.clock import Clock
+from ister.config import EtcdTlsConfig
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -75,6 +76,7 @@ from ister.metadata.checks import (
     key_bounds,
     prefix_end,
 )
+from ister.metadata.etcd_tls import ClientTls, explain_refusal
 from ister.metadata.leases import HeldLease
 
 __all__ = ["EtcdMetadata"]
@@ -95,6 +97,9 @@ _PAUSE_SECONDS_MIN: Final = 0.02
 _PAUSE_SECONDS_MAX: Final = 0.5
 _CONNECT_SECONDS_MAX: Final = 2.0
 _WATCH_PAUSE_SECONDS: Final = 0.5
+_RETIRE_SECONDS: Final = 30.0
+"""Longer than a call may take."""
+
 _STOP_SECONDS: Final = 5.0
 _MARGIN_SECONDS: Final = 1.0
 _MARGIN_SHARE: Final = 0.1
@@ -117,7 +122,9 @@ _CHANNEL_OPTIONS: Final = (
 # A member without a leader refuses at once what carries this, before it proposes anything.
 _REQUIRE_LEADER: Final = ("hasleader", "true")
 
-_ENDPOINT: Final = re.compile(r"(?:http://)?(?P<target>(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):\d+)/?")
+_ENDPOINT: Final = re.compile(
+    r"(?:(?P<scheme>https?)://)?(?P<target>(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):\d+)/?"
+)
 
 _NOT_PROPOSED: Final = (
     "failed to connect to all addresses",
@@ -132,14 +139,15 @@ class EtcdMetadata:
     """Metadata in etcd; see the module header. Thread-safe.
 
     Args:
-        endpoints: `host:port` of the members, `http://` before it or not.
+        endpoints: `host:port` of the members; with `https://` before one, by TLS, to all.
         clock: Measures leases.
         call_timeout_seconds: How long one request to one endpoint may take.
         username: Where the cluster asks for it; needs `password`.
         password: Of that user.
+        tls: Certificates. Those set mean TLS, whatever the endpoints say.
 
     Raises:
-        ConfigError: An endpoint is none, or `aetcd` is not installed.
+        ConfigError: An endpoint is none, a certificate cannot be read, or `aetcd` is not installed.
     """
 
     def __init__(
@@ -150,19 +158,22 @@ class EtcdMetadata:
         call_timeout_seconds: float = 5.0,
         username: str | None = None,
         password: str | None = None,
+        tls: EtcdTlsConfig | None = None,
     ) -> None:
         if (username is None) != (password is None):
             raise ConfigError("etcd: a user name and a password come together")
         if not endpoints:
             raise ConfigError("etcd: no endpoint")
-        targets = [_parse_endpoint(endpoint) for endpoint in endpoints]
+        targets, certificates = _parse_endpoints(endpoints, tls or EtcdTlsConfig(), clock)
         self.location = f"etcd {','.join(targets)}"
         self._rpc = _load_rpc()
         self._clock = clock
         self._call_timeout_seconds = call_timeout_seconds
         self._total_seconds = _TOTAL_FACTOR * call_timeout_seconds
         credentials = None if username is None or password is None else (username, password)
-        self._endpoints = [_Endpoint(self._rpc, target, credentials) for target in targets]
+        self._endpoints = [
+            _Endpoint(self._rpc, target, credentials, certificates) for target in targets
+        ]
         self._current = 0
         self._closing = threading.Lock()
         self._is_closed = False
@@ -408,8 +419,11 @@ class EtcdMetadata:
                         hint="read back whether it happened",
                     ) from error
                 if loop.time() + pause >= deadline:
+                    why = _text(error)
+                    if isinstance(error, _NotConnectedError):
+                        why = await endpoint.explain() or why
                     raise UnavailableError(
-                        f"{action}: no answer from {self.location} in {total:.1f} s: {_text(error)}"
+                        f"{action}: no answer from {self.location} in {total:.1f} s: {why}"
                     ) from error
             # The first round goes through all endpoints without a pause.
             if attempts >= len(self._endpoints):
@@ -492,8 +506,16 @@ class EtcdMetadata:
         """Keeps a watch up over broken connections, until it is cancelled."""
         while True:
             index = self._current
-            with suppress(Exception):
+            try:
                 await self._follow_once(watch, self._endpoints[index])
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The stream was cancelled, not this: its channel gave way to one with new
+                # certificates.
+            except Exception:  # noqa: BLE001, S110 - tried again, at another endpoint
+                pass
             if self._current == index:
                 self._current = (index + 1) % len(self._endpoints)
             await asyncio.sleep(_WATCH_PAUSE_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311
@@ -548,10 +570,19 @@ class EtcdMetadata:
 class _Endpoint:
     """One member: its channel, and the token that it gave. Used on the loop's thread alone."""
 
-    def __init__(self, rpc: _Message, target: str, credentials: tuple[str, str] | None) -> None:
+    def __init__(
+        self,
+        rpc: _Message,
+        target: str,
+        credentials: tuple[str, str] | None,
+        tls: ClientTls | None,
+    ) -> None:
         self._rpc = rpc
         self._target = target
         self._credentials = credentials
+        self._tls = tls
+        self._tls_serial = 0
+        self._retiring: set[asyncio.Task[None]] = set()
         self._channel: Any = None
         self._token: str | None = None
         self.kv: Any = None
@@ -571,8 +602,11 @@ class _Endpoint:
         Raises:
             _NotConnectedError: The endpoint does not take a connection.
         """
+        if self._tls is not None and self._tls.material().serial != self._tls_serial:
+            # A channel keeps the certificates that it was made with.
+            self._retire_channel()
         if self._channel is None:
-            self._channel = self._rpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+            self._channel = self._open_channel()
             self.kv = self._rpc.KVStub(self._channel)
             self.lease = self._rpc.LeaseStub(self._channel)
             self.watch = self._rpc.WatchStub(self._channel)
@@ -588,6 +622,31 @@ class _Endpoint:
             pause = min(pause * 2, 0.05)
         if self._credentials is not None and self._token is None:
             await self._authenticate(timeout)
+
+    def _open_channel(self) -> _Message:
+        if self._tls is None:
+            return self._rpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+        material = self._tls.material()
+        self._tls_serial = material.serial
+        credentials = importlib.import_module("grpc").ssl_channel_credentials(
+            root_certificates=material.authorities,
+            private_key=material.key,
+            certificate_chain=material.certificates,
+        )
+        return self._rpc.secure_channel(self._target, credentials, options=_CHANNEL_OPTIONS)
+
+    def _retire_channel(self) -> None:
+        """Lets the calls under way end; watches go on with the next channel."""
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_SECONDS))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
+    async def explain(self) -> str | None:
+        """Why there is no connection, if it is because of TLS."""
+        why = await explain_refusal(self._target, self._tls)
+        return None if why is None else f"{self._target}: {why}"
 
     async def _authenticate(self, timeout: float) -> None:
         name, password = self._credentials or ("", "")
@@ -802,17 +861,28 @@ def _key_value(pair: _Message) -> KeyValue:
     return KeyValue(pair.key.decode(), pair.value, pair.mod_revision)
 
 
-def _parse_endpoint(endpoint: str) -> str:
-    if endpoint.startswith("https://"):
+def _parse_endpoints(
+    endpoints: Sequence[str], config: EtcdTlsConfig, clock: Clock
+) -> tuple[list[str], ClientTls | None]:
+    """Where the members are, as host:port, and the certificates; None without TLS."""
+    schemes, targets = set(), []
+    for endpoint in endpoints:
+        match = _ENDPOINT.fullmatch(endpoint)
+        if match is None:
+            # Not repeated here: it may hold a password.
+            raise ConfigError("etcd: an endpoint is not of the form host:port")
+        schemes.add(match["scheme"])
+        targets.append(match["target"])
+    has_files = config != EtcdTlsConfig()
+    if not has_files and "https" not in schemes:
+        return targets, None
+    if "http" in schemes:
         raise ConfigError(
-            f"etcd: TLS is not supported by the client: {endpoint.rpartition('@')[2]}",
-            hint="use http:// inside of a trusted network, or a local TLS proxy",
+            "etcd: an endpoint begins with http://, and "
+            + ("storage.metadata.tls is set" if has_files else "another one with https://"),
+            hint="write https:// for all of them, or for none and take the certificates out",
         )
-    match = _ENDPOINT.fullmatch(endpoint)
-    if match is None:
-        # Not repeated here: it may hold a password.
-        raise ConfigError("etcd: an endpoint is not of the form host:port")
-    return match["target"]
+    return targets, ClientTls(config, clock=clock)
 
 
 def _load_rpc() -> _Message:

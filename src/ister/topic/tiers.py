@@ -98,7 +98,11 @@ def open_metadata(
         from ister.metadata.etcd import EtcdMetadata  # noqa: PLC0415 - an extra
 
         return EtcdMetadata(
-            config.endpoints, clock=clock, username=config.username, password=config.password
+            config.endpoints,
+            clock=clock,
+            username=config.username,
+            password=config.password,
+            tls=config.tls,
         )
     from ister.metadata.sqlite import SqliteMetadata  # noqa: PLC0415
 

@@ -789,3 +789,14 @@ except ConfigError as error:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "pip install 'ister[arrow]'" in done.stdout
+
+
+def test_settings_say_that_etcd_speaks_tls_and_keep_the_certificates():
+    metadata = {
+        "backend": "etcd",
+        "endpoints": ["a:1", "https://b:2"],
+        "tls": {"ca_file": "/etc/ca.pem", "cert_file": "/etc/me.pem", "key_file": "/etc/me.key"},
+    }
+    config = load_config({"storage": {"wal": {"dir": "/wal"}, "metadata": metadata}}, {})
+    shared = decode_settings(encode_settings(config))["storage"]["metadata"]
+    assert shared == {"backend": "etcd", "endpoints": ["https://a:1", "https://b:2"]}

@@ -161,11 +161,6 @@ def test_endpoint_that_is_none_is_refused(endpoints):
     assert "secret" not in str(refused.value)
 
 
-def test_tls_is_refused_by_name():
-    with pytest.raises(ConfigError, match="TLS"):
-        EtcdMetadata(["https://host:2379"], clock=SystemClock())
-
-
 def test_user_without_password_is_refused():
     with pytest.raises(ConfigError):
         EtcdMetadata(["host:1"], clock=SystemClock(), username="someone")
