@@ -359,6 +359,13 @@ class UploaderConfig:
     threads: int = _setting(
         4, low=1, high=64, says="Topics uploaded at once, and so the memory that uploads take."
     )
+    max_bytes_per_second: int | None = _setting(
+        None,
+        low=64 * KIB,
+        is_number=True,
+        says="Bytes a second that all uploads of this process send together; null is no limit. "
+        "Tasks of a pipeline's `tier` job share it.",
+    )
     max_lag_bytes: int = _setting(
         8 * GIB,
         low=1,

@@ -119,6 +119,7 @@ _KEYS = {
     "storage.uploader.max_batch_bytes": (8_388_608, 1, 1),
     "storage.uploader.max_object_bytes": (134_217_728, 4096, 4096),
     "storage.uploader.max_object_seconds": (300, 1, 1),
+    "storage.uploader.max_bytes_per_second": (None, 65_536, 65_536),
     "storage.uploader.finalize": (Finalize.DIRECT, "copy", Finalize.COPY),
     "storage.uploader.stream_chunk_size": (8_388_608, 65_536, 65_536),
     "storage.uploader.concurrent_parts": (4, 1, 1),

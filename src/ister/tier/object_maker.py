@@ -35,6 +35,7 @@ from ister.format.frame import FrameBatch
 from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.objectstore.base import ObjectStore
+from ister.tier.egress import EgressLimit
 from ister.tier.names import format_object_id, format_pending_id, object_key
 from ister.tier.summary import ObjectSummary
 from ister.tier.verify import verify_content, verify_size
@@ -93,6 +94,7 @@ class ObjectMaker:
         on_memory: Callable[[int], None] = lambda change: None,
         on_parts: Callable[[int], None] = lambda change: None,
         is_stopping: Callable[[], bool] = lambda: False,
+        egress: EgressLimit | None = None,
     ) -> None:
         """A maker.
 
@@ -107,6 +109,7 @@ class ObjectMaker:
             on_memory: Told by how much the memory in use changes.
             on_parts: Told by how much the number of parts in flight changes, at most.
             is_stopping: Asked between two chunks whether to give up.
+            egress: Says when bytes may be sent; None is at once.
         """
         self._topic = topic
         self._store = store
@@ -117,6 +120,7 @@ class ObjectMaker:
         self._on_memory = on_memory
         self._on_parts = on_parts
         self._is_stopping = is_stopping
+        self._egress = egress
 
     def make(
         self,
@@ -174,10 +178,10 @@ class ObjectMaker:
         parts = 0
         try:
             while summary.end < end:
-                if self._is_stopping():
-                    raise ClosedError("the topic is being closed", topic=str(self._topic))
+                self._check_stopping()
                 batch = source.fetch(summary.end, end, bytes_max=settings.read_bytes)
                 data = summary.add(batch)
+                self._wait_for_egress(len(data))
                 writer.write(data)
                 # A store does not say which parts it has; it never has more than these to go.
                 begun = min(
@@ -195,6 +199,14 @@ class ObjectMaker:
             self._on_memory(-held)
             self._on_parts(-parts)
         return summary
+
+    def _check_stopping(self) -> None:
+        if self._is_stopping():
+            raise ClosedError("the topic is being closed", topic=str(self._topic))
+
+    def _wait_for_egress(self, size_bytes: int) -> None:
+        if self._egress is not None and not self._egress.take(size_bytes, self._is_stopping):
+            self._check_stopping()
 
     def _complete(self, complete: Callable[[], None], key: str, summary: ObjectSummary) -> None:
         """Completes an object; where the answer is lost, looks whether it is there."""
@@ -237,6 +249,7 @@ class ObjectMaker:
                 chunk = self._store.read(pending, position, settings.read_bytes)
                 if not chunk:
                     raise CorruptDataError("the pending object is too short", path=pending)
+                self._wait_for_egress(len(chunk))
                 writer.write(chunk)
                 position += len(chunk)
             self._complete(writer.close, key, summary)

@@ -30,6 +30,7 @@ from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import UploadSession
 from ister.metrics import Metrics
 from ister.objectstore.base import ObjectStore
+from ister.tier.egress import EgressLimit
 from ister.tier.names import format_object_id
 from ister.tier.object_maker import FrameSource, ObjectMaker, UploadSettings
 from ister.tier.ownership import OwnedTopic
@@ -54,6 +55,7 @@ class Uploader:
         on_memory: Callable[[int], None] = lambda change: None,
         on_parts: Callable[[int], None] = lambda change: None,
         is_stopping: Callable[[], bool] = lambda: False,
+        egress: EgressLimit | None = None,
     ) -> None:
         self._owned = owned
         self._settings = settings
@@ -68,6 +70,7 @@ class Uploader:
             on_memory=on_memory,
             on_parts=on_parts,
             is_stopping=is_stopping,
+            egress=egress,
         )
 
     def upload(self, source: FrameSource, start: int, synced: int) -> ObjectDescriptor | None:

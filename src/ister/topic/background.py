@@ -20,6 +20,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from ister import threads
@@ -72,6 +73,8 @@ class Background:
         # Not at once: a program that ends soon would leave a probe half way.
         self._probe_at = now + _PROBE_AFTER_SECONDS
         self._pool = ThreadPoolExecutor(storage.uploader.threads, thread_name_prefix="ister-upload")
+        self._queue_lock = threading.Lock()
+        self._queued_count = 0
         self._tidier = ThreadPoolExecutor(1, thread_name_prefix="ister-retention")
         self._threads = [
             threads.start("ister-lease", self._keep),
@@ -171,13 +174,23 @@ class Background:
     def _hand_out_upload(self, topic: Topic, tier: TopicTier, now: float, *, is_left: bool) -> None:
         if is_left and not (self._uploads and tier.is_left_behind(now)):
             if tier.is_follow_due(now):
-                tier.is_submitted = True
-                self._pool.submit(self._run, topic, tier, tier.follow)
+                self._submit(topic, tier, tier.follow)
         elif self._uploads and tier.is_due(now):
-            tier.is_submitted = True
-            self._pool.submit(self._run, topic, tier, tier.upload)
+            self._submit(topic, tier, partial(tier.upload, is_crowded=self._is_crowded))
+
+    def _submit(self, topic: Topic, tier: TopicTier, work: Callable[[], object]) -> None:
+        tier.is_submitted = True
+        with self._queue_lock:
+            self._queued_count += 1
+        self._pool.submit(self._run, topic, tier, work)
+
+    def _is_crowded(self) -> bool:
+        """Whether topics wait for a thread: one with a long backlog lets them go first."""
+        return self._queued_count > 0
 
     def _run(self, topic: Topic, tier: TopicTier, work: Callable[[], object]) -> None:
+        with self._queue_lock:
+            self._queued_count -= 1
         try:
             work()
         except IsterError:
@@ -187,8 +200,9 @@ class Background:
             threads.record("ister-upload", error, topic=topic.name)
         finally:
             tier.is_submitted = False
-            if tier.is_wanted and work == tier.upload:
-                # Somebody has come while this cycle ran: the tender has passed the topic over.
+            if tier.is_wanted and work != tier.follow:
+                # Somebody has come while this cycle ran, or it has let others go first: the
+                # tender has passed the topic over.
                 self._look.set()
 
     def _retain(self, topic: Topic) -> None:

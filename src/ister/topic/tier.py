@@ -267,8 +267,12 @@ class TopicTier:
             or now_seconds - made_at >= settings.interval_seconds
         )
 
-    def upload(self) -> Tiered:
+    def upload(self, *, is_crowded: Callable[[], bool] = lambda: False) -> Tiered:
         """One cycle: everything that is synced by now goes into the bucket.
+
+        Args:
+            is_crowded: Asked after each object; if others wait for their turn, the rest of the
+                cycle is left to the next one.
 
         Raises:
             FencedError: Another owner has the topic.
@@ -284,7 +288,7 @@ class TopicTier:
             self._cycle_at = began
             was_wanted, self.is_wanted = self.is_wanted, False
             try:
-                tiered = self._upload()
+                tiered = self._upload(is_crowded)
             except BaseException as error:
                 # Whoever waits still does.
                 self.is_wanted = self.is_wanted or was_wanted
@@ -302,7 +306,7 @@ class TopicTier:
             self._behind_since = None
             return tiered
 
-    def _upload(self) -> Tiered:
+    def _upload(self, is_crowded: Callable[[], bool]) -> Tiered:
         wal = self._wal
         mark, synced = wal.synced_bytes_total, wal.synced
         # A commit that had been given up on may have happened after all, or a pipeline's.
@@ -317,6 +321,9 @@ class TopicTier:
                 start = described.end
                 objects.append(described)
                 self._note_object(described, source.place)
+                if start < synced and is_crowded():
+                    self.is_wanted = True
+                    return Tiered(start=first, end=start, objects=tuple(objects))
         finally:
             source.close()
             self.apply_pressure()

@@ -31,6 +31,7 @@ from ister.model import TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
 from ister.tier.catalog import Catalog
 from ister.tier.claim import ClaimCheck, ClaimView, NewTopic, check_claim, claim
+from ister.tier.egress import EgressLimit
 from ister.tier.membership import Membership
 from ister.tier.names import (
     TopicKeys,
@@ -154,6 +155,8 @@ class Tiers:
         )
         self._lock = threading.Lock()
         self._ahead: ThreadPoolExecutor | None = None
+        rate = storage.uploader.max_bytes_per_second
+        self._egress = None if rate is None else EgressLimit(rate, clock=clock)
         self.upload_memory_bytes = 0
         """What uploads under way may hold now."""
         self.upload_parts = 0
@@ -284,6 +287,7 @@ class Tiers:
             on_memory=self._note_memory,
             on_parts=self._note_parts,
             is_stopping=is_stopping,
+            egress=self._egress,
         )
 
     def _note_memory(self, change: int) -> None:

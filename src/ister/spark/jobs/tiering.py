@@ -283,7 +283,7 @@ class _Tiering:
             for done in run_tasks(
                 job.spark,
                 items,
-                partial(make_object, self._place),
+                partial(make_object, self._place, task_count=min(slots, len(items))),
                 weigh=attrgetter("size_bytes"),
                 name="ister tier",
             ):

@@ -15,16 +15,18 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ister.client.frames import BrokerFrames
+from ister.clock import SystemClock
 from ister.errors import CorruptDataError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
 from ister.model import TopicName
 from ister.spark.jobs.report import error_as_fields
 from ister.spark.place import Place
 from ister.spark.workers import compile_for
+from ister.tier.egress import EgressLimit
 from ister.tier.object_maker import FrameSource, ObjectMaker
 from ister.topic.local_tail import LocalTail
 from ister.topic.tiers import upload_settings
@@ -58,8 +60,19 @@ class MadeObject:
     """Why it ends before it should."""
 
 
-def make_object(place: Place, item: UploadItem) -> MadeObject:
+@lru_cache(maxsize=4)
+def _egress(bytes_per_second: float) -> EgressLimit:
+    """The limit of this worker process, which does one task at a time."""
+    return EgressLimit(bytes_per_second, clock=SystemClock())
+
+
+def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeObject:
     """Makes one object. Harmless when done twice.
+
+    Args:
+        place: The log.
+        item: The object.
+        task_count: How many tasks may run at once: they share `uploader.max_bytes_per_second`.
 
     Raises:
         CorruptDataError: Its first frame is damaged, or the object is not what was written.
@@ -69,6 +82,7 @@ def make_object(place: Place, item: UploadItem) -> MadeObject:
     compile_for(item.size_bytes)
     history = place.history()
     settings = upload_settings(place.config.storage.uploader)
+    rate = place.config.storage.uploader.max_bytes_per_second
     maker = ObjectMaker(
         TopicName.parse(item.topic),
         history.objects,
@@ -76,6 +90,7 @@ def make_object(place: Place, item: UploadItem) -> MadeObject:
         clock=history.clock,
         metrics=history.metrics,
         pending_tag=secrets.token_hex(4),
+        egress=None if rate is None else _egress(rate / task_count),
     )
     make = partial(maker.make, epoch=item.epoch, incarnation=item.incarnation)
     with _frames_of(place, item) as source:

@@ -16,12 +16,13 @@ from ister.clock import ManualClock
 from ister.errors import FencedError, IsterError, UnavailableError
 from ister.format.records import decode_topic, encode_topic
 from ister.model import TopicName
-from ister.spark.jobs import tiering
+from ister.spark.jobs import tiering, upload_task
 from ister.spark.jobs.job import open_job
 from ister.spark.jobs.report import error_as_fields
 from ister.spark.jobs.tasks import Done
 from ister.spark.jobs.tier_topics import Cycle, TopicBook
 from ister.spark.jobs.tiering import _stoppable, tier_cycle
+from ister.tier.egress import EgressLimit
 from ister.tier.names import TopicKeys
 from ister.tier.ownership import OwnedTopic
 from ister.tier.pipeline import PipelineKeys
@@ -112,6 +113,30 @@ def check_chain(place, count, name=A):
 def object_files(place, name=A):
     folder = Path(f"{place.root}/objects/storage/topics{name}/objects")
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+# -- the rate -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "tasks_at_once"), [(1, 1), (40, 2)])
+def test_tasks_share_the_rate_of_uploads(tmp_path, tasks, monkeypatch, count, tasks_at_once):
+    uploader = {"max_object_bytes": 4096, "max_bytes_per_second": 1 << 30}
+    place = SparkPlace(tmp_path, uploader=uploader)
+    rates = []
+
+    class Limit(EgressLimit):
+        def take(self, size_bytes, is_stopping=lambda: False):
+            rates.append(self.bytes_per_second)
+            return super().take(size_bytes, is_stopping)
+
+    monkeypatch.setattr(upload_task, "EgressLimit", Limit)
+    upload_task._egress.cache_clear()
+    place.fill(A, count, size=500)
+    with a_job(place) as job:
+        tier_cycle(job, [A])
+    check_chain(place, count)
+    assert set(rates) == {(1 << 30) / tasks_at_once}
+    upload_task._egress.cache_clear()
 
 
 # -- owners ---------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""How fast uploads may send: one bucket of tokens for all of a process.
+
+Owns: when bytes may be sent. Does not own: the bytes, or who sends them.
+
+Bytes are taken slice by slice, in the order in which they were asked for. So uploads that run at
+once share the rate, and one with little to send waits for slices of the others, not for their
+objects. Nobody holds a lock while waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from ister.clock import Clock
+
+__all__ = ["EgressLimit"]
+
+_SLICE_SECONDS: Final = 0.25
+_LOOK_SECONDS: Final = 0.1
+"""How often one that waits looks whether it should give up."""
+
+
+class EgressLimit:
+    """Lets so many bytes a second through. Thread-safe."""
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        *,
+        clock: Clock,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
+        """A limit.
+
+        Args:
+            bytes_per_second: For everybody together.
+            clock: Where time comes from.
+            sleep: Waits for so many seconds; for tests.
+        """
+        self.bytes_per_second = bytes_per_second
+        self._clock = clock
+        self._sleep = threading.Event().wait if sleep is None else sleep
+        self._lock = threading.Lock()
+        # When what has been let through so far is paid for.
+        self._free_at = clock.monotonic()
+
+    def take(self, size_bytes: int, is_stopping: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until so many bytes may be sent.
+
+        Returns:
+            False if `is_stopping` said so first.
+        """
+        slice_bytes = max(1, int(self.bytes_per_second * _SLICE_SECONDS))
+        while size_bytes > 0:
+            count = min(size_bytes, slice_bytes)
+            size_bytes -= count
+            if not self._take_slice(count, is_stopping):
+                return False
+        return True
+
+    def _take_slice(self, size_bytes: int, is_stopping: Callable[[], bool]) -> bool:
+        with self._lock:
+            due_at = max(self._free_at, self._clock.monotonic())
+            self._free_at = due_at + size_bytes / self.bytes_per_second
+        while (remaining := due_at - self._clock.monotonic()) > 0:
+            if is_stopping():
+                return False
+            self._sleep(min(remaining, _LOOK_SECONDS))
+        return not is_stopping()
