@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ister.errors import check
+from ister import forks
+from ister.errors import ClosedError, check
 
 __all__ = ["BY_NAME", "LEFT_OUT", "METRICS", "Histogram", "Metric", "Metrics", "bounds_of"]
 
@@ -477,6 +478,11 @@ class Metrics:
             m.name: lambda: 0 for m in _LOG if m.kind == "gauge"
         }
         self._derived: dict[str, Callable[[], int]] = {}
+        forks.register(self)
+
+    def _after_fork(self, _error: ClosedError) -> None:
+        """Numbers may be read in a forked child; they are those of the moment of the fork."""
+        forks.renew(self._lock)
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to a counter."""

@@ -20,9 +20,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ister import forks
 from ister.clock import SystemClock
 
-__all__ = ["ThreadFailure", "failures", "forget", "guard", "record", "run", "start", "watch_task"]
+__all__ = [
+    "ThreadFailure",
+    "failures",
+    "forget",
+    "guard",
+    "record",
+    "run",
+    "run_to_end",
+    "start",
+    "watch_task",
+]
 
 _log = logging.getLogger("ister.threads")
 
@@ -51,6 +62,7 @@ class ThreadFailure:
 
 _lock = threading.Lock()
 _failures: dict[str, ThreadFailure] = {}
+forks.in_child(lambda: forks.renew(_lock))
 
 
 def failures() -> list[ThreadFailure]:
@@ -110,16 +122,19 @@ def run(thread: str, work: Callable[..., object], *arguments: object) -> None:
         work(*arguments)
 
 
+def run_to_end(thread: str, work: Callable[..., object], *arguments: object) -> None:
+    """Runs all that a thread does; an exception that escapes is recorded as its end."""
+    try:
+        work(*arguments)
+    except Exception as error:  # noqa: BLE001 - there is nobody above
+        record(thread, error, has_ended=True)
+
+
 def start(name: str, work: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Starts a daemon thread; an exception that escapes from `work` is recorded."""
-
-    def run_recorded() -> None:
-        try:
-            work(*arguments)
-        except Exception as error:  # noqa: BLE001 - there is nobody above
-            record(name, error, has_ended=True)
-
-    thread = threading.Thread(target=run_recorded, name=name, daemon=True)
+    """Starts a daemon thread that does `work`, by `run_to_end`."""
+    thread = threading.Thread(
+        target=run_to_end, args=(name, work, *arguments), name=name, daemon=True
+    )
     thread.start()
     return thread
 

@@ -35,6 +35,7 @@ _LAYERS = {
                 "clock",
                 "metrics",
                 "failpoints",
+                "forks",
                 "logs",
                 "threads",
                 "tracing",
@@ -60,7 +61,7 @@ _LAYERS = {
     "ister.cli": 7,
 }
 _IO_MODULES = {"os", "io", "socket", "subprocess", "pathlib", "shutil", "tempfile", "mmap"}
-_IO_ALLOWED = {"ister.config": {"os"}, "ister.failpoints": {"os"}}
+_IO_ALLOWED = {"ister.config": {"os"}, "ister.failpoints": {"os"}, "ister.forks": {"os"}}
 
 _PUBLIC = [
     "AckLevel",
@@ -272,3 +273,14 @@ def _named_in_texts(modules, reached):
 def test_version_is_the_distributions():
     project = tomllib.loads((_PROJECT / "pyproject.toml").read_text())
     assert ister.__version__ == project["project"]["version"]
+
+
+def test_threads_are_started_where_their_failures_are_recorded():
+    """Elsewhere only by programs that end with what they do."""
+    allowed = {"ister.threads", "ister.tracing", "ister.cli.produce", "ister.spark.jobs.service"}
+    found = {
+        name
+        for name, path in _FILES.items()
+        if "threading.Thread(" in path.read_text() and not name.startswith("ister.bench")
+    }
+    assert found <= allowed

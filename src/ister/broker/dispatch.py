@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ister import failpoints
+from ister import failpoints, threads
 from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.broker.policies import Rate
@@ -481,8 +481,8 @@ class Dispatch:
             self.end_streams(UnavailableError("the topic was closed", topic=self.topic.name))
         except FencedError:
             self._on_fenced()
-        except Exception:  # noqa: BLE001 - the streams end, and the log has the reason
-            _log.exception("a subscription stopped", extra={"topic": self.topic.name})
+        except Exception as error:  # noqa: BLE001 - the streams end; consumers come again
+            threads.record("ister-dispatch", error, topic=self.topic.name)
             self.end_streams(UnavailableError("the subscription stopped", topic=self.topic.name))
         finally:
             if reader is not None:
@@ -621,6 +621,7 @@ class Dispatch:
     ) -> None:
         tasks = self._tasks if into is None else into
         task = self._loop.create_task(work)
+        threads.watch_task("ister-dispatch", task)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 

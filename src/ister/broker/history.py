@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from ister import threads
 from ister.broker.dispatch import Dispatch
 from ister.broker.served import ServedTopic
 from ister.broker.topics import Topics
@@ -134,10 +135,9 @@ class History:
 
     async def _keep_looking(self) -> None:
         while True:
-            try:
+            # Nobody must be without a broker for want of a curve.
+            with threads.guard("ister-rates"):
                 await self.look()
-            except Exception:  # noqa: BLE001 - nobody must be without a broker for want of a curve
-                _log.exception("rates are not known")
             await asyncio.sleep(EVERY_SECONDS)
 
     async def look(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 
 from aiohttp import web
 
+from ister import threads
 from ister.broker.api import Api
 from ister.broker.dashboard import OPEN_PATHS as PAGE_PATHS
 from ister.broker.dashboard import add_pages
@@ -156,10 +157,11 @@ class Connections:
         while True:
             await asyncio.sleep(min(_LOOK_SECONDS, self._seconds))
             now, since = loop.time(), self._since
-            self._since = {one: since.get(one, now) for one in self._server.connections}
-            for one, begun in self._since.items():
-                if begun + self._seconds < now:
-                    one.force_close()
+            with threads.guard("ister-http"):
+                self._since = {one: since.get(one, now) for one in self._server.connections}
+                for one, begun in self._since.items():
+                    if begun + self._seconds < now:
+                        one.force_close()
 
     async def close(self) -> None:
         """Accepts nobody any more; those connected are the runner's."""

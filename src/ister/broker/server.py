@@ -22,7 +22,7 @@ from typing import Any, Final
 import grpc
 from aiohttp import web
 
-from ister import failpoints
+from ister import failpoints, threads
 from ister.broker.api import Api, Served
 from ister.broker.browse import Browser
 from ister.broker.cluster import Address, Cluster
@@ -437,8 +437,9 @@ class Broker:
         """Keeps this broker known to others, and its certificates fresh."""
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
-            await asyncio.to_thread(self.cluster.join)
-            await asyncio.to_thread(self._flight.renew)
+            with threads.guard("ister-heartbeat"):
+                await asyncio.to_thread(self.cluster.join)
+                await asyncio.to_thread(self._flight.renew)
 
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from typing import Final, TypeVar
 from weakref import WeakValueDictionary
 
+from ister import threads
 from ister.broker.cluster import Address, Cluster
 from ister.broker.consumers import Consumers
 from ister.broker.policies import Policies
@@ -620,6 +621,7 @@ class Topics:
             _log.warning("another broker has the topic", extra={"topic": name})
             reason = UnavailableError("another broker has the topic", topic=name)
             task = asyncio.get_running_loop().create_task(self._drop(topic, reason, flush=False))
+            threads.watch_task("ister-drop", task)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

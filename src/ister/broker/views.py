@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from ister import __version__
+from ister import __version__, threads
 from ister.broker.cluster import Address
 from ister.broker.dispatch import Dispatch
 from ister.broker.history import History
@@ -597,6 +597,7 @@ class _Sums:
         is_idle = self._counting is None or self._counting.done()
         if is_idle and self._clock.monotonic() - self._at > _SUMS_SECONDS:
             self._counting = asyncio.get_running_loop().create_task(self._count_all())
+            threads.watch_task("ister-sums", self._counting)
             await asyncio.wait([self._counting], timeout=_SUMS_PART_SECONDS)
         names = None if visible is None else {topic.name for topic in visible}
         each = [one for name, one in self._known.items() if names is None or name in names]

@@ -14,10 +14,11 @@ import argparse
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ister import threads
 from ister.cli.look import add_command, confirm, print_table, progress
 from ister.cli.place import (
     add_place_arguments,
@@ -236,15 +237,12 @@ def _kept_lease(log: Log) -> Iterator[Tiers]:
 
     def keep() -> None:
         while not stopping.wait(log.config.storage.metadata.lease_ttl_seconds / 3):
-            try:
+            # Whether the topics are still this node's is checked by every transaction; the next
+            # renewal puts the owner keys back.
+            with threads.guard("ister-repair-lease"), suppress(IsterError):
                 tiers.membership.renew()
-            except IsterError:
-                # Whether the topics are still this node's is checked by every transaction; the
-                # next renewal puts the owner keys back.
-                continue
 
-    thread = threading.Thread(target=keep, name="ister-repair-lease", daemon=True)
-    thread.start()
+    thread = threads.start("ister-repair-lease", keep)
     try:
         yield tiers
     finally:

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
+from ister import forks, threads
 from ister.client.contract import (
     FRAMES_COLUMN,
     HOLES,
@@ -133,6 +134,13 @@ class FlightClient:
             [(b"authorization", f"Bearer {token}".encode())] if token is not None else []
         )
         self._is_closed = False
+        self._fork_error: ClosedError | None = None
+        forks.register(self)
+
+    def _after_fork(self, error: ClosedError) -> None:
+        """Drops the parent's connection without a word to the server; see `ister.forks`."""
+        forks.leak(self._client)
+        self._fork_error = error
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -509,9 +517,12 @@ class FlightClient:
     def close(self) -> None:
         """Ends the connection. May be called twice."""
         self._is_closed = True
-        self._client.close()
+        if self._fork_error is None:
+            self._client.close()
 
     def _check_open(self) -> None:
+        if self._fork_error is not None:
+            raise self._fork_error.again()
         if self._is_closed:
             raise ClosedError("the client is closed")
 
@@ -543,8 +554,7 @@ class _Stream:
         self._lock = threading.Lock()
         self._reader: Any = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="ister-flight-read", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("ister-flight-read", self._run)
 
     def take(self, timeout_seconds: float) -> pa.RecordBatch | None:
         """The next batch; None at the end.

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from ister import forks
 from ister.client.options import (
     TlsOptions,
     Token,
@@ -106,6 +107,14 @@ class Network:
         self._flight: dict[str, str] = {}
         self._streams: dict[str, int] = {}
         self._is_closed = False
+        self._fork_error: ClosedError | None = None
+        forks.register(self)
+
+    def _after_fork(self, error: ClosedError) -> None:
+        """Drops the parent's connections without a word to the brokers; see `ister.forks`."""
+        forks.leak(*self._channels.values())
+        self._channels = {}
+        self._fork_error, self._is_closed = error, True
 
     def _make_credentials(self) -> Any:  # noqa: ANN401 - gRPC has no types
         if self._tls is None:
@@ -118,10 +127,14 @@ class Network:
     # -- channels ---------------------------------------------------------------------------
 
     def _channel(self, address: str, purpose: str) -> Any:  # noqa: ANN401
+        if self._fork_error is not None:
+            raise self._fork_error.again()
         if self._is_closed:
             raise ClosedError("the client is closed")
         found = self._channels.get((address, purpose))
         if found is None:
+            if not self._channels:
+                forks.GRPC.use()
             is_flight = purpose == "flight"
             options: list[tuple[str, int | str]] = [
                 *_OPTIONS,
@@ -318,6 +331,8 @@ class Network:
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
+        if channels:
+            forks.GRPC.release()
 
     def __repr__(self) -> str:
         return f"<Network {','.join(self._addresses)}>"

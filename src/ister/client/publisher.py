@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+from ister import forks, threads
 from ister.client.contract import PutAck, PutBatch, carries_error, decode_error
 from ister.errors import (
     ClosedError,
@@ -101,8 +102,13 @@ class Publisher:
         self._is_over = False  # the server has said its last word
         self._failure: IsterError | None = None
         self._acks: threading.Thread | None = None
-        self._sender = threading.Thread(target=self._send_all, name="ister-publish", daemon=True)
-        self._sender.start()
+        self._sender = threads.start("ister-publish", self._send_all)
+        forks.register(self)
+
+    def _after_fork(self, error: ClosedError) -> None:
+        """Fails a forked child's copy; what is unanswered is the parent's to send."""
+        forks.renew(self._changed)
+        self._failure, self._is_ending = error, True
 
     # -- for callers ------------------------------------------------------------------------
 
@@ -236,10 +242,7 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - raised again where rows are written
             self._fail(self._translate(error))
             return
-        self._acks = threading.Thread(
-            target=self._take_all, args=(reader,), name="ister-publish-acks", daemon=True
-        )
-        self._acks.start()
+        self._acks = threads.start("ister-publish-acks", self._take_all, reader)
         try:
             while (item := self._next()) is not None:
                 metadata = PutBatch(sequence=item.sequence).to_json()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from ister import forks, threads
 from ister.client.admin import AdminCalls, SubscriptionDescription, TopicDescription
 from ister.client.batches import Batch
 from ister.client.consuming import ConsumerCore, ConsumerOptions
@@ -54,8 +55,23 @@ class _LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_handle)
-        self._thread = threading.Thread(target=self._run, name="ister-client", daemon=True)
-        self._thread.start()
+        self._fork_error: ClosedError | None = None
+        self._thread = threads.start("ister-client", self._run)
+        forks.register(self)
+
+    def _after_fork(self, error: ClosedError) -> None:
+        """Drops the parent's loop in a forked child; to wake it would wake the parent's."""
+        forks.leak(self._loop)
+        self._fork_error = error
+
+    def check_process(self) -> None:
+        """Refuses what a forked child asks of its parent's client.
+
+        Raises:
+            ClosedError: This process is a fork of the one that opened the client.
+        """
+        if self._fork_error is not None:
+            raise self._fork_error.again()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -76,6 +92,9 @@ class _LoopThread:
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """What a coroutine gives; raises what it raises."""
+        if self._fork_error is not None:
+            work.close()
+            self.check_process()
         if self.is_current or self._loop.is_closed():
             work.close()
             if self.is_current:
@@ -100,7 +119,7 @@ class _LoopThread:
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""
-        if not self._loop.is_closed():
+        if self._fork_error is None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
@@ -187,6 +206,7 @@ class SentMessage:
             call()
 
     def _wait(self, timeout: float | None) -> None:
+        self._thread.check_process()
         if self._thread.is_current:
             raise self._thread.would_hang()
         done = threading.Event()
@@ -246,6 +266,7 @@ class Producer:
             ClosedError: The producer is closed.
             IsterError: Nothing can be published any more, and why.
         """
+        self._thread.check_process()
         core = self._core
         accepted = core.try_send(payload, attributes, routing_key, schema_id, schema_version)
         if accepted is None:
@@ -357,6 +378,7 @@ class Consumer:
             ClosedError: The consumer is closed.
             IsterError: There will be no more, and why.
         """
+        self._thread.check_process()
         core = self._core
         give_up_at = None if timeout is None else _monotonic() + timeout
         with core.arrived:
@@ -381,6 +403,7 @@ class Consumer:
         """
         given = 0
         while limit is None or given < limit:
+            self._thread.check_process()
             try:
                 message = self.receive(timeout)
             except (WaitTimeoutError, ClosedError):
@@ -398,6 +421,7 @@ class Consumer:
             InvalidRequestError: The message is another consumer's.
             ClosedError: The consumer is closed.
         """
+        self._thread.check_process()
         self._core.ack(message)
 
     def nack(
@@ -414,6 +438,7 @@ class Consumer:
             InvalidRequestError: The message is another consumer's, or the delay is none.
             ClosedError: The consumer is closed.
         """
+        self._thread.check_process()
         self._core.nack(message, delay=delay, reason=reason)
 
     def flush(self, timeout: float | None = None) -> None:
@@ -487,6 +512,13 @@ class Client:
         self._open: set[Producer | Consumer] = set()
         self._is_closed = False
         self._thread = _LoopThread()
+        forks.register(self)
+
+    def _after_fork(self, _error: ClosedError) -> None:
+        """Closes a forked child's copy; see `ister.forks`."""
+        forks.renew(self._lock)
+        self._is_closed = True
+        self._open = set()
 
     # -- publishing and consuming -----------------------------------------------------------
 
@@ -694,6 +726,7 @@ class Client:
     def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         if self._is_closed:
             work.close()
+            self._thread.check_process()
             raise ClosedError("the client is closed")
         return self._thread.run(work)
 

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from ister import threads
 from ister.format.crc import Buffer
 from ister.limits import COMPILE_AFTER_BYTES, FRAME_BODY_BYTES_MAX
 
@@ -47,7 +48,7 @@ def note_scanned(size_bytes: int) -> None:
     _scanned_bytes += size_bytes
     if _scanned_bytes >= COMPILE_AFTER_BYTES and not _is_tried:
         _is_tried = True
-        threading.Thread(target=load, name="scan-loader", daemon=True).start()
+        threads.start("ister-kernels", load)
 
 
 def load() -> bool:

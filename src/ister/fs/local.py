@@ -16,7 +16,14 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from ister.errors import CapacityError, DirectoryLockedError, DiskError, NotFoundError
+from ister import forks
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    DirectoryLockedError,
+    DiskError,
+    NotFoundError,
+)
 from ister.format.crc import Buffer
 from ister.fs.base import File, FileLock
 
@@ -68,6 +75,12 @@ class _LocalFile:
         self.path = path
         with _mapped("open", path):
             self._fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
+        forks.register(self)
+
+    def _after_fork(self, _error: ClosedError) -> None:
+        """Closes the child's descriptor: an idle child would keep a removed file's room."""
+        self.__del__()
+        self._fd = -1
 
     def read_at(self, position: int, size: int) -> bytes:
         with _mapped("read", self.path):
@@ -127,7 +140,10 @@ class _LocalFile:
 class _LocalLock:
     """flock on a file that names its holder.
 
-    The kernel releases it when the process ends, however that happens.
+    The kernel releases it when the process ends, however that happens. The lock belongs to the open
+    file, which a forked child shares: it ends when both have closed it, or when either unlocks it.
+    So a child closes its descriptor at once and unlocks nothing. (POSIX locks belong to a process,
+    and end when it closes any descriptor of the file; that is worse.)
     """
 
     def __init__(self, path: str) -> None:
@@ -152,11 +168,18 @@ class _LocalLock:
         with suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        forks.register(self)
+
+    def _after_fork(self, _error: ClosedError) -> None:
+        """Gives the child's descriptor up without unlocking the parent's directory."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
     def release(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            # A forked child shares the lock; closing alone would leave it with the child.
+            # A child that was forked by C code may share the lock; closing would leave it there.
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)

@@ -42,6 +42,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Final, TypeAlias, TypeVar
 
+from ister import forks, threads
 from ister.clock import Clock
 from ister.config import EtcdTlsConfig
 from ister.errors import (
@@ -177,12 +178,12 @@ class EtcdMetadata:
         self._current = 0
         self._closing = threading.Lock()
         self._is_closed = False
+        self._fork_error: ClosedError | None = None
         self._watches: set[_EtcdWatch] = set()
+        forks.GRPC.use()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._run_loop, name="ister-metadata-etcd", daemon=True
-        )
-        self._thread.start()
+        self._thread = threads.start("ister-metadata-etcd", self._run_loop)
+        forks.register(self)
 
     # -- the seam ---------------------------------------------------------------------------
 
@@ -283,6 +284,7 @@ class EtcdMetadata:
             if self._is_closed:
                 return
             self._is_closed = True
+        forks.GRPC.release()
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -309,7 +311,15 @@ class EtcdMetadata:
             with suppress(Exception):
                 await asyncio.wait_for(endpoint.close(), _STOP_SECONDS)
 
+    def _after_fork(self, error: ClosedError) -> None:
+        """Drops the parent's loop and connections; what ends them would be sent to etcd."""
+        forks.renew(self._closing)
+        forks.leak(self._loop, self._endpoints)
+        self._fork_error, self._is_closed = error, True
+
     def _check_open(self) -> None:
+        if self._fork_error is not None:
+            raise self._fork_error.again()
         if self._is_closed:
             raise ClosedError("the metadata store was closed")
 
@@ -542,7 +552,7 @@ class EtcdMetadata:
                 watch.next_revision = int(answer.header.revision) + 1
                 watch.is_started.set()
                 for key in dict.fromkeys(event.kv.key for event in answer.events):
-                    watch.tell(key)
+                    threads.run("ister-metadata-watch", watch.tell, key)
         finally:
             stream.cancel()
 
@@ -552,7 +562,7 @@ class EtcdMetadata:
         )
         answer = await endpoint.call(endpoint.kv.Range, request, self._call_timeout_seconds)
         for pair in answer.kvs:
-            watch.tell(pair.key)
+            threads.run("ister-metadata-watch", watch.tell, pair.key)
 
     def end_watch(self, watch: _EtcdWatch) -> None:
         """Called by a watch that ends."""

@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from ister import threads
 from ister.clock import Clock, SystemClock
 from ister.errors import ClosedError, CommitUnknownError, InvalidRequestError, NotFoundError
 from ister.metadata.base import (
@@ -379,8 +380,7 @@ class _MemoryWatch:
         self._prefix = prefix
         self._on_change = on_change
         self._changed: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ister-metadata-watch", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("ister-metadata-watch", self._run)
 
     def offer(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -389,7 +389,7 @@ class _MemoryWatch:
 
     def _run(self) -> None:
         while (key := self._changed.get()) is not None:
-            self._on_change(key)
+            threads.run("ister-metadata-watch", self._on_change, key)
 
     def close(self) -> None:
         self._store.forget_watch(self)

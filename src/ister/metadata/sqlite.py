@@ -20,8 +20,11 @@ compare from that moment on; the next change removes it, under a revision of its
 another boot has ended: the machine went down, and its holder with it.
 
 Writers wait for each other, at most `busy_timeout_seconds`; readers wait for nobody. The clock
-must be one that all processes share (`SystemClock`: CLOCK_BOOTTIME). A process that forks must
-open its own store: SQLite's locks do not survive a fork.
+must be one that all processes share (`SystemClock`: CLOCK_BOOTTIME).
+
+SQLite must not be carried over a fork. A child neither uses nor closes its parent's connections
+(to close one could change the log that the parent writes), and it cannot open the file itself:
+SQLite would take the parent's locks for its own, and hold none that others could see.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
+from ister import forks, threads
 from ister.clock import Clock, SystemClock
 from ister.errors import (
     CapacityError,
@@ -123,6 +127,10 @@ _ALIVE: Final = (
 # Two stores on one path in one process: closing any descriptor of a file drops all the locks that
 # the process holds on it, so a file is made only while no other store can be opening it.
 _opening = threading.Lock()
+forks.in_child(lambda: forks.renew(_opening))
+
+# The files, by device and inode, that the parent of this process had open when it forked.
+_open_in_parent: set[tuple[int, int]] = set()
 
 
 class SqliteMetadata:
@@ -167,8 +175,11 @@ class SqliteMetadata:
         self._watching = threading.Lock()
         self._watches: list[_SqliteWatch] = []
         self._poller: _Poller | None = None
+        self._file_id: tuple[int, int] | None = None
+        self._fork_error: ClosedError | None = None
         with _opening:
             existed = os.path.exists(self._path)
+            self._check_not_inherited()
             if read_only:
                 if not existed:
                     raise NotFoundError(
@@ -177,11 +188,13 @@ class SqliteMetadata:
                         hint="is it the right directory or config? Where the file was lost, "
                         "`ister recover` rebuilds it from the bucket",
                     )
+                self._note_file()
                 self._verify_read_only()
                 return
             LocalFileSystem().make_directories(os.path.dirname(self._path))
             if not existed:
                 self._make_file()
+            self._note_file()
         self._open_writer(check=existed)
 
     # -- the seam ---------------------------------------------------------------------------
@@ -300,6 +313,34 @@ class SqliteMetadata:
             connections.append(writer)
         for connection in connections:
             connection.close()
+
+    # -- forks ------------------------------------------------------------------------------
+
+    def _note_file(self) -> None:
+        found = os.stat(self._path)
+        self._file_id = (found.st_dev, found.st_ino)
+        forks.register(self)
+
+    def _check_not_inherited(self) -> None:
+        with suppress(FileNotFoundError):
+            found = os.stat(self._path)
+            if (found.st_dev, found.st_ino) in _open_in_parent:
+                raise ClosedError(
+                    "the process that this one was forked from had the metadata file open",
+                    path=self._path,
+                    hint="SQLite cannot open it here; fork first and open afterwards, or use the "
+                    "start method spawn",
+                )
+
+    def _after_fork(self, error: ClosedError) -> None:
+        """Drops the parent's connections without a word to SQLite; see the module header."""
+        forks.renew(self._writer_lock, self._readers_lock, self._watching)
+        forks.leak(self._writer, *self._idle_readers)
+        self._writer, self._idle_readers = None, []
+        self._watches, self._poller = [], None
+        self._fork_error, self._is_closed = error, True
+        if self._file_id is not None:
+            _open_in_parent.add(self._file_id)
 
     # -- opening ----------------------------------------------------------------------------
 
@@ -424,6 +465,8 @@ class SqliteMetadata:
     # -- inside -----------------------------------------------------------------------------
 
     def _check_open(self) -> None:
+        if self._fork_error is not None:
+            raise self._fork_error.again()
         if self._is_closed:
             raise ClosedError("the metadata store was closed", path=self._path)
         if self._damage is not None:
@@ -721,17 +764,17 @@ class _Poller:
     def __init__(self, store: SqliteMetadata) -> None:
         self._store = store
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ister-metadata-watch", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("ister-metadata-watch", self._run)
 
     def _run(self) -> None:
         while not self._stopping.wait(_POLL_SECONDS):
             # A watch is a hint: whoever needs the store itself meets the error there.
-            with suppress(IsterError):
-                self._store.remove_ended()
-            for watch in self._store.current_watches():
-                with suppress(IsterError):
-                    watch.look()
+            for look in (
+                self._store.remove_ended,
+                *(watch.look for watch in self._store.current_watches()),
+            ):
+                with threads.guard("ister-metadata-watch"), suppress(IsterError):
+                    look()
 
     def stop(self) -> None:
         self._stopping.set()

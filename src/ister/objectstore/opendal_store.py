@@ -41,6 +41,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from ister import forks
 from ister.clock import Clock
 from ister.errors import (
     AlreadyExistsError,
@@ -85,6 +86,8 @@ the disk works meanwhile, and completing the object waits for its last part alon
 
 _PROBE_FOLDER: Final = ".ister-probe"
 
+_library: Final = forks.Library("opendal")
+
 _TOO_SHORT: Final = "reader got too little data"
 """What opendal says when an answer is whole and shorter than the range that was asked for."""
 
@@ -123,6 +126,16 @@ class OpendalStore:
             )
         self._probe_lock = threading.Lock()
         self._capabilities: Capabilities | None = None
+        self._fork_error: ClosedError | None = None
+        forks.register(self)
+
+    def _after_fork(self, error: ClosedError) -> None:
+        """Drops the parent's connections and threads in a forked child; see `ister.forks`."""
+        forks.renew(self._closed, self._probe_lock)
+        forks.leak(self._operator, self._writing)
+        self._syncers = None
+        self._fork_error = error
+        self._closed.set()
 
     def __repr__(self) -> str:
         return f"<OpendalStore {self.location}>"
@@ -299,6 +312,8 @@ class OpendalStore:
         )
 
     def _check_open(self) -> None:
+        if self._fork_error is not None:
+            raise self._fork_error.again()
         if self._closed.is_set():
             raise ClosedError("the object store is closed", path=self.location)
 
@@ -579,6 +594,7 @@ def open_store(
     Raises:
         ConfigError: A setting is missing, unknown or wrong.
         PermissionDeniedError, CapacityError, DiskError: The directory cannot be made.
+        ClosedError: The process that this one was forked from had a store open.
     """
     try:
         import opendal  # noqa: PLC0415 - optional: only those who tier to a store need it
@@ -589,6 +605,7 @@ def open_store(
             f"storage.cloud.backend {backend!r} needs a package that is not installed",
             hint="pip install opendal",
         ) from error
+    _library.use()
     parsed = parse_backend(backend, root, options)
     check_option_names(parsed)
     hidden = hidden_values(options)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from ister import forks
 from ister.client.flight import FlightClient
 from ister.config import CloudBackend, Config, MetadataBackend, StorageMode, load_config
 from ister.errors import ConfigError
@@ -138,6 +139,14 @@ def _absolute(config: Config) -> Config:
     if metadata.path is not None:
         metadata = replace(metadata, path=os.path.abspath(metadata.path))
     return replace(config, storage=replace(storage, wal=wal, cloud=cloud, metadata=metadata))
+
+
+@forks.in_child
+def _forget_all() -> None:
+    """What the parent of a forked process opened is the parent's."""
+    forks.renew(_lock)
+    _histories.clear()
+    _clients.clear()
 
 
 @atexit.register

@@ -36,9 +36,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Final, NoReturn, Protocol
 
+from ister import forks
 from ister.clock import Clock
 from ister.errors import (
     CapacityError,
+    ClosedError,
     CommitUnknownError,
     ConflictError,
     DiskError,
@@ -147,7 +149,12 @@ class Membership:
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
         self._owned: dict[str, OwnedTopic] = {}
+        forks.register(self)
         self.lease = self._join()
+
+    def _after_fork(self, _error: ClosedError) -> None:
+        """Leaves the lease to the parent: in a forked child the store refuses every call."""
+        forks.renew(self._lock, self._renewing)
 
     @property
     def is_here(self) -> Compare:

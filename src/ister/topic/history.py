@@ -20,6 +20,7 @@ from typing import Final, Self
 
 import pyarrow as pa
 
+from ister import forks
 from ister.clock import Clock, SystemClock
 from ister.config import CloudBackend, Config, OnDamage, StorageMode
 from ister.errors import (
@@ -80,6 +81,8 @@ class History:
         self._metadata = metadata
         self._ahead: ThreadPoolExecutor | None = None
         self._is_closed = False
+        self._fork_error: ClosedError | None = None
+        forks.register(self)
 
     # -- stores -----------------------------------------------------------------------------
 
@@ -153,7 +156,15 @@ class History:
         if objects is not None:
             objects.close()
 
+    def _after_fork(self, error: ClosedError) -> None:
+        """Makes a forked child's copy unusable; see `ister.forks`."""
+        forks.renew(self._lock)
+        self._fork_error = error
+        self._ahead = self._metadata = self._objects = None
+
     def _check_open(self) -> None:
+        if self._fork_error is not None:
+            raise self._fork_error.again()
         if self._is_closed:
             raise ClosedError("the history is closed")
 

@@ -23,7 +23,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Final, Self
 from weakref import WeakValueDictionary
 
-from ister import failpoints
+from ister import failpoints, forks
 from ister.clock import Clock, SystemClock
 from ister.config import BufferFull, Config, StorageMode
 from ister.errors import (
@@ -148,6 +148,8 @@ class Log:
         # Each lives as long as somebody opens its topic: names that are none leave nothing behind.
         self._opening: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._is_closed = False
+        self._fork_error: ClosedError | None = None
+        forks.register(self)
         self._tiers: Tiers | None = None
         self._background: Background | None = None
         if self._root is not None and config.storage.mode is StorageMode.WAL_CLOUD:
@@ -816,7 +818,15 @@ class Log:
         if failure is not None:
             raise failure
 
+    def _after_fork(self, error: ClosedError) -> None:
+        """Makes a forked child's copy unusable; see `ister.forks`."""
+        forks.renew(self._lock)
+        self._fork_error = error
+        self._is_closed = True
+
     def _check_open(self) -> None:
+        if self._fork_error is not None:
+            raise self._fork_error.again()
         if self._is_closed:
             raise ClosedError("the log is closed")
 

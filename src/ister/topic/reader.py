@@ -26,6 +26,7 @@ from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from ister import forks
 from ister.clock import Clock
 from ister.errors import (
     ClosedError,
@@ -164,7 +165,7 @@ class Reader:
         try:
             with self._reading:
                 if self._is_closed:
-                    raise ClosedError("the reader is closed", topic=self._wal.settings.topic)
+                    raise self._closed_error()
                 return self._poll(max_messages, max_bytes)
         finally:
             if self._is_closed:
@@ -207,7 +208,7 @@ class Reader:
         try:
             with self._reading:
                 if self._is_closed:
-                    raise ClosedError("the reader is closed", topic=self._wal.settings.topic)
+                    raise self._closed_error()
                 return self._next_frames(self._chunk_bytes if max_bytes is None else max_bytes)
         finally:
             if self._is_closed:
@@ -493,8 +494,18 @@ class Reader:
         self._count_cached(0)
         waiter = self._waiter
         if waiter is not None:
-            waiter.finish(ClosedError("the reader is closed", topic=self._wal.settings.topic))
+            waiter.finish(self._closed_error())
         self._drop_if_idle()
+
+    def _closed_error(self) -> ClosedError:
+        self._wal.check_process()
+        return ClosedError("the reader is closed", topic=self._wal.settings.topic)
+
+    def _after_fork(self) -> None:
+        """Closes a forked child's copy; its chunk fetched ahead would never come."""
+        forks.renew(self._reading)
+        self._is_closed = True
+        self._files = self._history = self._batch = self._waiter = None
 
     def _drop_if_idle(self) -> None:
         """Gives the file back, unless a thread is reading it: then that one does it at its end."""

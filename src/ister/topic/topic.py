@@ -22,6 +22,7 @@ from functools import cached_property
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Self
 
+from ister import forks
 from ister.clock import Clock
 from ister.errors import (
     CapacityError,
@@ -106,6 +107,14 @@ class Topic:
         self._readers_lock = threading.Lock()
         self.batching = threading.Lock()
         """Held by whoever appends a staged batch: one at a time."""
+        forks.register(self)
+
+    def _after_fork(self, error: ClosedError) -> None:
+        """Makes a forked child's copy unusable; see `ister.forks`."""
+        forks.renew(self._readers_lock, self.batching)
+        self.wal.after_fork(error)
+        for reader in list(self._readers):
+            reader._after_fork()  # noqa: SLF001 - of this package
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -424,6 +433,7 @@ class Topic:
             UnavailableError: It is not sure that this process still owns the topic.
             ClosedError: The topic was closed before.
         """
+        self.wal.check_process()
         level = self.resolve_level(level)
         if isinstance(offset, bool) or not isinstance(offset, int):
             raise InvalidRequestError(f"an offset is a whole number, not {offset!r}")
@@ -475,6 +485,7 @@ class Topic:
         Raises:
             As `wait`.
         """
+        self.wal.check_process()
         self._sync_all(timeout)
         if self.tier is not None:
             self.tier.check_owner()
@@ -519,6 +530,7 @@ class Topic:
             raise InvalidRequestError(
                 "this log has no object store", hint="open it with storage.mode 'wal_cloud'"
             )
+        self.wal.check_process()
         self._sync_all()
         return self.tier.upload()
 
@@ -537,6 +549,7 @@ class Topic:
             InvalidRequestError: `start` or `end` makes no sense.
             ClosedError: The topic is closed.
         """
+        self.wal.check_process()
         if self.state is TopicState.CLOSED:
             raise ClosedError("the topic is closed", topic=self.name)
         offset = self.resolve_start(start)
@@ -649,6 +662,7 @@ class Topic:
             OffsetOutOfRangeError: It is an offset that is not there.
             As `read`, for a time that has to be looked for.
         """
+        self.wal.check_process()
         if start == "earliest":
             return self.earliest
         if start == "latest":

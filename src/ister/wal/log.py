@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ister import failpoints
+from ister import failpoints, forks
 from ister.clock import Clock
 from ister.errors import (
     CapacityError,
@@ -198,6 +198,7 @@ class Wal:
         self._stalled_until = 0.0
         self._active_at = clock.monotonic()
         self._is_closing = False
+        self._fork_error: ClosedError | None = None
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -1036,6 +1037,22 @@ class Wal:
             waiter.finish(failure.again())
         self._close_file_quietly(wait=False)
 
+    def after_fork(self, error: ClosedError) -> None:
+        """Makes a forked child's copy unusable; its buffer is the parent's to write."""
+        forks.renew(self.lock, self._commit_lock, self._sync_lock)
+        self._fork_error = error
+        self._state = TopicState.CLOSED
+        self._refuse(self._closed_error)
+
+    def check_process(self) -> None:
+        """Refuses what a forked child asks of its parent's log.
+
+        Raises:
+            ClosedError: This process is a fork of the one that opened the log.
+        """
+        if self._fork_error is not None:
+            raise self._closed_error()
+
     def stop(self, error: Exception) -> None:
         """Stops the writer because of an error that nobody expected; whoever waits is told."""
         with self._commit_lock:
@@ -1142,6 +1159,10 @@ class Wal:
             _log.debug("close failed", exc_info=True)
 
     def _closed_error(self) -> IsterError:
+        if self._fork_error is not None:
+            told = self._fork_error.again()
+            told.topic = self.settings.topic
+            return told
         if self.failure is not None:
             self._is_failure_told = True
             error = ClosedError(

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
+from ister import threads
 from ister.broker.flight.failures import as_ister_error
 from ister.broker.flight.source import FlightLimits
 from ister.client.contract import PutAck, PutBatch, PutOpen, encode_error
@@ -132,8 +133,7 @@ class Publishing:
         Raises:
             IsterError: Why the stream has ended before its end. The client was told.
         """
-        acks = threading.Thread(target=self._answer_all, name="ister-flight-acks", daemon=True)
-        acks.start()
+        acks = threads.start("ister-flight-acks", self._answer_all)
         try:
             self._take_all(reader)
         except (pa.ArrowException, OSError) as error:

@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 import pyarrow as pa
 from pyarrow import flight
 
+from ister import threads
 from ister.broker.flight.failures import sent
 from ister.broker.flight.publish import Publishing, check_schema
 from ister.broker.flight.reads import (
@@ -152,10 +153,7 @@ class FlightServer:
                 return
             self._is_closed = True
             # Returns when the last call has ended, and cannot be told to hurry.
-            ending = threading.Thread(
-                target=self._service.shutdown, name="ister-flight-end", daemon=True
-            )
-            ending.start()
+            ending = threads.start("ister-flight-end", self._service.shutdown)
             self._service.stop_publishing()
             ending.join(grace_seconds)
             while ending.is_alive():

@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Self, TypeAlias
 
+from ister import threads
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
 from ister.broker.schemas.kinds import CompatibilityMode, SchemaType, ValidationPolicy
@@ -153,8 +154,7 @@ class SchemaRegistry:
         self._watch = metadata.watch(self._keys.root, self._on_change)
         try:
             self.refresh()
-            self._thread = threading.Thread(target=self._keep_up, name="ister-schemas", daemon=True)
-            self._thread.start()
+            self._thread = threads.start("ister-schemas", self._keep_up)
         except BaseException:
             self._watch.close()
             raise
@@ -684,6 +684,8 @@ class SchemaRegistry:
                         extra={"error": str(error)},
                     )
                 is_answering = False
+            except Exception as error:  # noqa: BLE001 - the last settings known hold
+                threads.record("ister-schemas", error)
             else:
                 is_answering = True
             pause.wait(_REFRESH_PAUSE_SECONDS)

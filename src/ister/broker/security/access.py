@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
+from ister import threads
 from ister.broker.security.principal import Principal, PrincipalKind, parse_principal_kind
 from ister.broker.security.rights import (
     SYSTEM_ROLES,
@@ -147,8 +148,7 @@ class AccessControl:
         """
         self._reload()
         self._watch = self._metadata.watch(self._prefix, lambda _key: self._wake.set())
-        self._thread = threading.Thread(target=self._run, name="ister-access", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("ister-access", self._run)
 
     def close(self) -> None:
         """Ends keeping up. May be called twice."""
@@ -467,6 +467,8 @@ class AccessControl:
                 if not has_failed:
                     _log.warning("the rights cannot be read", extra={"error": str(error)})
                 has_failed = True
+            except Exception as error:  # noqa: BLE001 - old rights end by themselves
+                threads.record("ister-access", error)
 
 
 def _compile(

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from ister import logs
+from ister import logs, threads
 from ister.cli.look import add_command, print_table
 from ister.cli.pipeline.common import Bar, Place, add_job_arguments, find_place, run_job
 from ister.cli.report import answer, error_as_json, print_json
@@ -166,8 +166,7 @@ def _orphan_watch(parent: int | None, stop: threading.Event) -> Iterator[None]:
     if parent is None:
         yield
         return
-    thread = threading.Thread(target=watch, name="ister-pipeline-parent", daemon=True)
-    thread.start()
+    thread = threads.start("ister-pipeline-parent", watch)
     try:
         yield
     finally:

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow as pa
 
-from ister import failpoints
+from ister import failpoints, threads
 from ister.config import Config, ExportConfig, TableFormat
 from ister.errors import (
     CommitUnknownError,
@@ -857,15 +857,16 @@ class _Guards:
         self._by_name: dict[str, Fence] = {}
         self._marks: list[Callable[[], None]] = []
         self._stop = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="ister-export-lease", daemon=True)
+        self._keeper: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._keeper.start()
+        self._keeper = threads.start("ister-export-lease", self._keep)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._keeper.join()
+        if self._keeper is not None:
+            self._keeper.join()
         for fence in self._fences:
             fence.release()
 
@@ -927,3 +928,5 @@ class _Guards:
                 except IsterError as error:
                     # If it has ended, the export finds out at its next commit.
                     _log.warning("not renewed", extra={"error": str(error)})
+                except Exception as error:  # noqa: BLE001 - the others are renewed all the same
+                    threads.record("ister-export-lease", error)

@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ister import failpoints
+from ister import failpoints, threads
 from ister.clock import Clock, SystemClock
 from ister.config import Config, MetadataConfig, load_config
 from ister.errors import (
@@ -180,13 +180,13 @@ def open_job(
         )
         began = clock.monotonic()
         stop = threading.Event()
-        keeper = threading.Thread(
-            target=_keep,
-            args=(fence, metadata.lease_ttl_seconds / _RENEWALS_PER_LEASE, stop),
-            name="ister-job-lease",
-            daemon=True,
+        keeper = threads.start(
+            "ister-job-lease",
+            _keep,
+            fence,
+            metadata.lease_ttl_seconds / _RENEWALS_PER_LEASE,
+            stop,
         )
-        keeper.start()
         try:
             failpoints.reach("pipeline.after_lease")
             with nullcontext() if name in _LASTING else span(f"pipeline {name}"):
@@ -256,6 +256,8 @@ def _keep(fence: Fence, every: float, stop: threading.Event) -> None:
             return  # the job finds out at its next commit
         except IsterError as error:
             _log.warning("a job's lease was not renewed", extra={"error": str(error)})
+        except Exception as error:  # noqa: BLE001 - the next renewal may do better
+            threads.record("ister-job-lease", error)
 
 
 def _note_end(report: JobReport, error: BaseException) -> None:

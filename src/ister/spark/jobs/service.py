@@ -38,6 +38,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from ister import threads
 from ister.clock import Clock, SystemClock
 from ister.config import Config, Engine, PipelineConfig
 from ister.errors import (
@@ -567,20 +568,24 @@ class _Term:
     def _run_slow_jobs(self) -> None:
         look_at = -float("inf")
         while not self._over.is_set():
-            if self._clock.monotonic() >= look_at:
-                look_at = self._clock.monotonic() + self._service.request_seconds
-                request = self._take_request(("compact", "export", "scrub"))
-                if request is not None:
-                    self._run_requested(request)
-                    look_at = -float("inf")  # another one may have waited meanwhile
+            try:
+                if self._clock.monotonic() >= look_at:
+                    look_at = self._clock.monotonic() + self._service.request_seconds
+                    request = self._take_request(("compact", "export", "scrub"))
+                    if request is not None:
+                        self._run_requested(request)
+                        look_at = -float("inf")  # another one may have waited meanwhile
+                        continue
+                due = next((s for s in self._service.jobs if self._schedules[s.name].is_due), None)
+                if due is None:
+                    waits = [schedule.wait_seconds for schedule in self._schedules.values()]
+                    pause = min([self._service.request_seconds, *waits])
+                    self._over.wait(max(pause, 0.05))
                     continue
-            due = next((s for s in self._service.jobs if self._schedules[s.name].is_due), None)
-            if due is None:
-                waits = [schedule.wait_seconds for schedule in self._schedules.values()]
-                pause = min([self._service.request_seconds, *waits])
-                self._over.wait(max(pause, 0.05))
-                continue
-            self._run_slow_job(due, self._schedules[due.name])
+                self._run_slow_job(due, self._schedules[due.name])
+            except Exception as error:  # noqa: BLE001 - the other jobs go on
+                threads.record("ister-pipeline-jobs", error)
+                self._over.wait(_FAILURE_SECONDS)
 
     def _run_requested(self, request: PipelineRequest) -> None:
         """Does a job that somebody asked for, as if its time had come."""
@@ -679,8 +684,9 @@ class _Term:
             except IsterError as error:
                 _log.warning("the lease is in doubt", extra={"error": str(error)})
                 continue
-            self._save_status("running")
-            self._save_report()
+            with threads.guard("ister-pipeline-status"):
+                self._save_status("running")
+                self._save_report()
         self._over.set()
         if self._stop.is_set():
             self._save_status("stopping")
@@ -859,8 +865,12 @@ def _make_thread(work: Callable[[], None], name: str) -> threading.Thread:
     from pyspark import InheritableThread, SparkContext  # noqa: PLC0415 - an extra
 
     if SparkContext._active_spark_context is None:  # noqa: SLF001 - nothing else tells
-        return threading.Thread(target=work, name=name, daemon=True)
-    thread: threading.Thread = InheritableThread(target=work, name=name, daemon=True)
+        return threading.Thread(
+            target=threads.run_to_end, args=(name, work), name=name, daemon=True
+        )
+    thread: threading.Thread = InheritableThread(
+        target=threads.run_to_end, args=(name, work), name=name, daemon=True
+    )
     return thread
 
 

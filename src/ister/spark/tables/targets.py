@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import unquote, urlparse
 
+from ister import forks
 from ister.clock import SystemClock
 from ister.config import CloudBackend, CloudConfig
 from ister.errors import ConfigError, InvalidRequestError, UnavailableError
@@ -97,6 +98,13 @@ class Storage:
             while len(_stores) > _STORES_MAX:
                 _stores.popitem(last=False)[1].close()
             return store
+
+
+@forks.in_child
+def _forget_stores() -> None:
+    """What the parent of a forked process opened is the parent's."""
+    forks.renew(_lock)
+    _stores.clear()
 
 
 @atexit.register
