@@ -186,8 +186,10 @@ class TopicTier:
         """What a waiter gets while it is not sure that this process owns the topic."""
         return self._lapsed("whether the message counts is unknown until the store answers")
 
-    def refused_error(self) -> UnavailableError:
-        """What an append gets meanwhile."""
+    def refused_error(self) -> FencedError | UnavailableError:
+        """What an append gets meanwhile; one that was replaced does not go on."""
+        if self.owned.is_fenced:
+            return self._fenced_error()
         return self._lapsed("nothing was accepted; it goes on when the store answers")
 
     def _lapsed(self, hint: str) -> UnavailableError:

@@ -6,10 +6,10 @@ import pytest
 
 from ister import threads
 from ister.clock import SystemClock
-from ister.errors import UnavailableError
+from ister.errors import FencedError, UnavailableError
 from ister.model import AckLevel
 from rig import Task, TurningClock, eventually, numbered, payloads, waiting
-from tier_rig import NAME, Site
+from tier_rig import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 SLOW = {"interval_seconds": 86_400, "max_batch_bytes": 1 << 40}
@@ -235,6 +235,23 @@ def test_owner_that_slept_too_long_is_fenced_by_its_own_thread():
         site.metadata.before = lambda kind, key: None
         eventually(lambda: topic.tier.owned.is_fenced)
         assert other.append(b"y") == 1
+
+
+def test_append_of_an_owner_that_was_replaced_is_told_so_although_its_lease_lapsed_first():
+    """Goal: "goes on when the store answers" is no answer once another owner has the topic."""
+    with Site() as site:
+        topic = site.open("a").topic(TEXT, create=True)
+        topic.append(b"x")
+        topic.upload()
+        topic.wal.hold("lease", topic.tier.refused_error, waits=False)
+        with pytest.raises(UnavailableError):
+            topic.append(b"y")
+        site.clock.advance(2 * TTL_SECONDS)
+        site.open("b").topic(TEXT, take_over=True)
+        with pytest.raises(FencedError):
+            topic.tier.owned.check()
+        with pytest.raises(FencedError):
+            topic.append(b"y")
 
 
 # -- retention ----------------------------------------------------------------------------------
