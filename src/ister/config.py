@@ -487,6 +487,28 @@ class MetadataConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConfig:
+    """`storage.disk`: the room that is kept on each disk of the log, its SQLite and its bucket."""
+
+    min_free: int | None = _setting(
+        None,
+        low=0,
+        is_number=True,
+        says="Bytes; below that appends are refused with `CapacityError`, and local files that "
+        "the bucket holds go. Appends go on by themselves at a quarter more. null is 256 MiB, or "
+        "5 % of a smaller disk; 0 turns it off.",
+    )
+    reserve: int | None = _setting(
+        None,
+        low=0,
+        is_number=True,
+        says="Bytes of a file `.reserve` beside the topics, given up when there is no room left "
+        "for the metadata and checkpoints that freeing room needs. null is 1 % of the disk, "
+        "1 MiB to 16 MiB, and none below 16 MiB; 0 turns it off.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
     """`storage`: where messages go, and how."""
 
@@ -514,6 +536,7 @@ class StorageConfig:
     cloud: CloudConfig = field(default_factory=CloudConfig)
     cloud_reader: CloudReaderConfig = field(default_factory=CloudReaderConfig)
     metadata: MetadataConfig = field(default_factory=MetadataConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
 
 
 # -- the broker -----------------------------------------------------------------------------

@@ -147,6 +147,8 @@ _KEYS = {
     "storage.metadata.tls.key_file": (None, "/x/me.key", "/x/me.key"),
     "storage.metadata.root_prefix": ("/danube", "/other", "/other"),
     "storage.metadata.lease_ttl_seconds": (15, 2, 2),
+    "storage.disk.min_free": (None, 0, 0),
+    "storage.disk.reserve": (None, 1, 1),
 }
 _BOUNDS = {
     "broker.ports.grpc": (0, 65_535),
@@ -205,6 +207,8 @@ _BOUNDS = {
     "storage.cloud.orphan_grace_minutes": (0, None),
     "storage.cloud_reader.fetch_chunk_size": (65_536, 64 * 1024 * 1024),
     "storage.metadata.lease_ttl_seconds": (2, 3600),
+    "storage.disk.min_free": (0, None),
+    "storage.disk.reserve": (0, None),
 }
 _OPTIONAL_NUMBERS = {
     "pipeline.compact.every_minutes",
@@ -213,6 +217,8 @@ _OPTIONAL_NUMBERS = {
     "storage.wal.retention.size_mb",
     "storage.cloud.retention.time_minutes",
     "storage.cloud.retention.size_mb",
+    "storage.disk.min_free",
+    "storage.disk.reserve",
 }
 
 

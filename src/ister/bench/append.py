@@ -213,6 +213,7 @@ class _TracedFile:
         self.read_at = file.read_at
         self.size = file.size
         self.truncate = file.truncate
+        self.allocate = file.allocate
         self.close = file.close
 
     def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:

@@ -584,6 +584,10 @@ class BrokerHealth:
             "make room, or keep fewer local files: storage.wal.retention. "
             "Writing goes on by itself when there is room"
         )
+        guard = self._log.disk
+        if guard is not None and guard.is_low():
+            error = guard.error()
+            state, words, hint = "bad", f"appends are stopped: {error.message}", error.hint or hint
         yield Check(name="disk", state=state, words=words, hint=None if state == "ok" else hint)
 
     def _check_topics(self, survey: _Survey, names: bool) -> Check:

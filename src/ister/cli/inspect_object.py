@@ -237,6 +237,9 @@ class _ObjectFile:
     def truncate(self, size: int) -> None:
         self._refuse()
 
+    def allocate(self, size: int) -> None:
+        self._refuse()
+
     def sync(self) -> None:
         self._refuse()
 

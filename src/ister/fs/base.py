@@ -24,11 +24,23 @@ that `sync` may run beside `write_at`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ister.format.crc import Buffer
 
-__all__ = ["File", "FileLock", "FileSystem"]
+__all__ = ["DiskUsage", "File", "FileLock", "FileSystem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUsage:
+    """How full the disk of a path is."""
+
+    device: int
+    """The same for all paths of one disk."""
+    total_bytes: int
+    free_bytes: int
+    """What this process may still take."""
 
 
 class File(Protocol):
@@ -54,6 +66,14 @@ class File(Protocol):
 
     def truncate(self, size: int) -> None:
         """Cuts the file to `size` bytes. Durable only after `sync`."""
+        ...
+
+    def allocate(self, size: int) -> None:
+        """Takes room on the disk for the first `size` bytes, which read as zeros where new.
+
+        Raises:
+            CapacityError: There is not as much.
+        """
         ...
 
     def sync(self) -> None:
@@ -166,6 +186,10 @@ class FileSystem(Protocol):
 
     def sync_directory(self, path: str) -> None:
         """Returns once the entries of a directory are on stable storage."""
+        ...
+
+    def disk_usage(self, path: str) -> DiskUsage | None:
+        """How full the disk of `path` is, or of its nearest parent; None if it has no limit."""
         ...
 
     def lock(self, path: str) -> FileLock:

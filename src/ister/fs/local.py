@@ -25,7 +25,7 @@ from ister.errors import (
     NotFoundError,
 )
 from ister.format.crc import Buffer
-from ister.fs.base import File, FileLock
+from ister.fs.base import DiskUsage, File, FileLock
 
 __all__ = ["DIRECTORY_MODE", "LocalFileSystem", "boot_id"]
 
@@ -117,6 +117,10 @@ class _LocalFile:
     def truncate(self, size: int) -> None:
         with _mapped("truncate", self.path):
             os.ftruncate(self._fd, size)
+
+    def allocate(self, size: int) -> None:
+        with _mapped("allocate", self.path):
+            os.posix_fallocate(self._fd, 0, size)
 
     def sync(self) -> None:
         with _mapped("sync", self.path):
@@ -261,6 +265,18 @@ class LocalFileSystem:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+    def disk_usage(self, path: str) -> DiskUsage | None:
+        path = os.path.abspath(path)
+        while not os.path.lexists(path) and path != "/":
+            path = os.path.dirname(path)
+        with _mapped("measure", path):
+            found = os.statvfs(path)
+            return DiskUsage(
+                device=os.stat(path).st_dev,
+                total_bytes=found.f_blocks * found.f_frsize,
+                free_bytes=found.f_bavail * found.f_frsize,
+            )
 
     def lock(self, path: str) -> FileLock:
         return _LocalLock(path)

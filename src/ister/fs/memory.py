@@ -33,7 +33,7 @@ from typing import Final
 
 from ister.errors import DirectoryLockedError, DiskError, IsterError, NotFoundError
 from ister.format.crc import Buffer
-from ister.fs.base import File, FileLock
+from ister.fs.base import DiskUsage, File, FileLock
 from ister.fs.local import map_os_error
 
 __all__ = ["FaultPlan", "MemoryFileSystem", "SimulatedCrash"]
@@ -126,7 +126,11 @@ class MemoryFileSystem:
         self.before: Callable[[str, str], None] = _no_fault
         """Called with (kind, path) before each operation; may raise OSError or SimulatedCrash."""
         self.write_limit_bytes: int | None = None
-        """A full disk: the total of all files cannot grow beyond this."""
+        """A quota: the total of all files cannot grow beyond this, and nobody can measure it."""
+        self.capacity_bytes: int | None = None
+        """The size of the disk, which `disk_usage` tells."""
+        self.others_bytes: Callable[[], int] = lambda: 0
+        """What else is on the disk: metadata, files of other programs."""
         self.open_files = 0
         """Handles that are open now."""
         self.now_ms: Callable[[], int | None] = lambda: None
@@ -246,6 +250,14 @@ class MemoryFileSystem:
             directory.durable = dict(directory.entries)
             directory.pending.clear()
 
+    def disk_usage(self, path: str) -> DiskUsage | None:
+        with self._lock:
+            if self.capacity_bytes is None:
+                return None
+            return DiskUsage(
+                device=0, total_bytes=self.capacity_bytes, free_bytes=self.room_for(1 << 62)
+            )
+
     def lock(self, path: str) -> FileLock:
         with self._lock:
             self._enter("lock", path)
@@ -341,9 +353,14 @@ class MemoryFileSystem:
 
     def room_for(self, growth: int) -> int:
         """How much of a growth by `growth` bytes still fits."""
-        if self.write_limit_bytes is None:
-            return growth
-        return max(0, min(growth, self.write_limit_bytes - self._used_bytes(self._root)))
+        with self._lock:
+            room = growth
+            if self.write_limit_bytes is not None:
+                room = min(room, self.write_limit_bytes - self._used_bytes(self._root))
+            if self.capacity_bytes is not None:
+                used = self._used_bytes(self._root) + self.others_bytes()
+                room = min(room, self.capacity_bytes - used)
+            return max(0, room)
 
 
 class _MemoryFile:
@@ -404,6 +421,15 @@ class _MemoryFile:
             self._enter("truncate")
             del self._inode.cache[size:]
             self._inode.pending.append(_Change(size, None))
+
+    def allocate(self, size: int) -> None:
+        with self._owner._lock:  # noqa: SLF001
+            self._enter("allocate")
+            growth = max(0, size - len(self._inode.cache))
+            if self._owner.room_for(growth) < growth:
+                full = OSError(errno.ENOSPC, "No space left on device")
+                raise map_os_error(full, "allocate", self.path) from full
+            self._store(len(self._inode.cache), bytes(growth))
 
     def sync(self) -> None:
         with self._owner._lock:  # noqa: SLF001

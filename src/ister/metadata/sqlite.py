@@ -34,6 +34,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -117,6 +118,8 @@ _JOURNAL_BYTES_MAX: Final = 16 * 1024 * 1024
 _IDLE_READERS_MAX: Final = 4
 _POLL_SECONDS: Final = 0.2
 _SETTLE_SECONDS: Final = 0.02
+# SQLITE_IOERR_SHMSIZE: there is no room to make or to grow the `-shm` file.
+_SHARED_MEMORY_FULL: Final = sqlite3.SQLITE_IOERR | 19 << 8
 _DAMAGE_HINT: Final = "restore it, or delete it and run `ister recover`"
 
 _ALIVE: Final = (
@@ -142,6 +145,7 @@ class SqliteMetadata:
         busy_timeout_seconds: How long a change waits for those of others.
         read_only: Creates and changes nothing, for tools that look at a file. SQLite's own
             `-shm` may appear beside a file whose `-wal` was left by a crash.
+        on_full: Called when the disk is full; whether it has made room to try again.
 
     Raises:
         NotFoundError: `read_only`, and there is no such file, or nothing in it yet.
@@ -159,6 +163,7 @@ class SqliteMetadata:
         clock: Clock,
         busy_timeout_seconds: float = 10.0,
         read_only: bool = False,
+        on_full: Callable[[], bool] | None = None,
     ) -> None:
         self.location = f"sqlite {path}"
         self._path = os.path.abspath(path)
@@ -168,6 +173,7 @@ class SqliteMetadata:
         self._boot = boot_id()
         self._is_closed = False
         self._damage: CorruptDataError | None = None
+        self._on_full: Callable[[], bool] = on_full if on_full is not None else lambda: False
         self._writer_lock = threading.Lock()
         self._writer: sqlite3.Connection | None = None
         self._readers_lock = threading.Lock()
@@ -195,7 +201,12 @@ class SqliteMetadata:
             if not existed:
                 self._make_file()
             self._note_file()
-        self._open_writer(check=existed)
+        try:
+            self._open_writer(check=existed)
+        except CapacityError:
+            if not self._on_full():
+                raise
+            self._open_writer(check=existed)
 
     # -- the seam ---------------------------------------------------------------------------
 
@@ -480,14 +491,15 @@ class SqliteMetadata:
             raise self._map_error(error, action) from error
 
     def _map_error(self, error: sqlite3.Error, action: str) -> IsterError:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        full = getattr(error, "sqlite_errorcode", 0)
+        code = full & 0xFF
         text = f"{action} failed: {error}"
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             # For good: pages that are still in memory would let some changes through, on top of
             # a file that has to be restored.
             self._damage = CorruptDataError(text, path=self._path, hint=_DAMAGE_HINT)
             return self._damage.again()
-        if code == sqlite3.SQLITE_FULL:
+        if code == sqlite3.SQLITE_FULL or full == _SHARED_MEMORY_FULL:
             return CapacityError(text, path=self._path, hint="make room on the disk")
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return UnavailableError(
@@ -541,18 +553,48 @@ class SqliteMetadata:
             connection = self._writer
             if connection is None:
                 raise ClosedError("the metadata store was closed", path=self._path)
-            with self._mapped(action):
-                connection.execute("BEGIN IMMEDIATE")
-                with _rolled_back_on_error(connection):
-                    # Time is read once the lock is held: nobody can change anything any more.
-                    change = _Change(self, connection, self._boot, self._clock.boottime())
-                    change.end_leases("boot != ? OR ends <= ?", [self._boot, change.now])
-                    result = work(change)
-                    change.finish()
-                    self._commit(connection, action)
-                return result
+            remedies: list[Callable[[], bool]] = [
+                partial(self._reuse_journal, connection),
+                self._on_full,
+            ]
+            while True:
+                try:
+                    return self._try_change(connection, action, work)
+                except CapacityError as error:
+                    if not _is_full(error.__cause__):
+                        raise
+                    while remedies:
+                        if remedies.pop(0)():
+                            break
+                    else:
+                        raise
         finally:
             self._writer_lock.release()
+
+    def _try_change(
+        self, connection: sqlite3.Connection, action: str, work: Callable[[_Change], _T]
+    ) -> _T:
+        with self._mapped(action):
+            connection.execute("BEGIN IMMEDIATE")
+            with _rolled_back_on_error(connection):
+                # Time is read once the lock is held: nobody can change anything any more.
+                change = _Change(self, connection, self._boot, self._clock.boottime())
+                change.end_leases("boot != ? OR ends <= ?", [self._boot, change.now])
+                result = work(change)
+                change.finish()
+                self._commit(connection, action)
+            return result
+
+    def _reuse_journal(self, connection: sqlite3.Connection) -> bool:
+        """Moves the log into the file, so that the next change is written over the log's beginning.
+
+        The log takes its room on the disk already; only growing it needs more.
+        """
+        try:
+            busy, frames, moved = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except sqlite3.Error:
+            return False  # the file itself would have to grow
+        return not busy and frames == moved
 
     def _commit(self, connection: sqlite3.Connection, action: str) -> None:
         try:
@@ -802,6 +844,10 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 def _revision(connection: sqlite3.Connection) -> int:
     row = connection.execute("SELECT value FROM state WHERE name = 'revision'").fetchone()
     return int(row[0])
+
+
+def _is_full(error: BaseException | None) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
 def _is_busy(error: sqlite3.OperationalError) -> bool:

@@ -51,6 +51,7 @@ from ister.tier.cursors import clip_progress
 from ister.tier.ownership import OwnedTopic
 from ister.topic.background import Background
 from ister.topic.cache import Cache
+from ister.topic.disk import RESERVE_NAME, DiskGuard
 from ister.topic.node import INSTANCES_NAME, NODE_NAME, Node
 from ister.topic.opening import (
     finish_set_aside,
@@ -134,15 +135,24 @@ class Log:
         self._fs: FileSystem = fs if fs is not None else LocalFileSystem()
         self._root = self._wal_root()
         self._directory_lock: FileLock | None = None
+        self._topics: dict[str, Topic] = {}
+        self._disk: DiskGuard | None = None
         if self._root is not None:
             self._fs.make_directories(self._root)
             self._directory_lock = self._fs.lock(f"{self._root}/{LOCK_NAME}")
+            # Before the stores: on a full disk, opening SQLite's file may need the reserve.
+            self._disk = DiskGuard(
+                config.storage,
+                fs=self._fs,
+                root=self._root,
+                topics=self._open_topics,
+                metrics=self.metrics,
+            )
         wal = config.storage.wal
         self._scheduler: Threads = scheduler or Scheduler(
             threads=wal.writer_threads, clock=self._clock, open_files_max=wal.max_open_files
         )
         self._lock = threading.Lock()
-        self._topics: dict[str, Topic] = {}
         # What a failed sync left behind, by topic: see `ister.wal.recovery`, step 7.
         self._untrusted_from: dict[str, int] = {}
         # Each lives as long as somebody opens its topic: names that are none leave nothing behind.
@@ -164,6 +174,11 @@ class Log:
                 self._background = Background(
                     self._open_topics, self._tiers, config.storage, self._clock
                 )
+        if self._disk is not None:
+            if self._tiers is not None:
+                self._tiers.is_disk_low = self._disk.is_low
+            if background:
+                self._disk.start()
         self._register_gauges()
 
     def _open_tiers(
@@ -174,7 +189,9 @@ class Log:
         if objects is None:
             objects = open_objects(storage, self._clock)
         if metadata is None:
-            metadata = open_metadata(storage.metadata, self._clock)
+            metadata = open_metadata(
+                storage.metadata, self._clock, on_full=self._disk.give_up if self._disk else None
+            )
         try:
             return Tiers(
                 storage,
@@ -196,6 +213,11 @@ class Log:
     def tiers(self) -> Tiers | None:
         """The stores behind the topics; None without a bucket."""
         return self._tiers
+
+    @property
+    def disk(self) -> DiskGuard | None:
+        """What keeps room on the disks; None for a log in memory."""
+        return self._disk
 
     @property
     def has_files(self) -> bool:
@@ -274,6 +296,8 @@ class Log:
                         topic.close()
                         self._check_open()
                     self._topics[text] = topic
+                if self._disk is not None:
+                    self._disk.add(topic)
                 if self._background is not None:
                     self._background.add(topic)
             _check_same(topic, wanted_ack, wanted_codec)
@@ -286,7 +310,7 @@ class Log:
             names = set(self._topics)
         if self._root is not None:
             for namespace in self._fs.list_directory(self._root):
-                if namespace in (LOCK_NAME, NODE_NAME, INSTANCES_NAME):
+                if namespace in (LOCK_NAME, NODE_NAME, INSTANCES_NAME, RESERVE_NAME):
                     continue
                 try:
                     found = self._fs.list_directory(f"{self._root}/{namespace}")
@@ -803,6 +827,8 @@ class Log:
                 pass
         if self._background is not None:
             self._background.stop()
+        if self._disk is not None:
+            self._disk.stop()
         topics = list(self._topics.values())
         failure: IsterError | None = None
         for topic in topics:
@@ -840,6 +866,10 @@ class Log:
             lambda: self._tiers.upload_parts if self._tiers is not None else 0,
         )
         self.metrics.register_gauge("walcache.hit_ratio", self._cache_hit_ratio)
+        disk = self._disk
+        if disk is not None:
+            self.metrics.register_gauge("disk.reserve_bytes", lambda: disk.reserve_bytes)
+            self.metrics.register_gauge("disk.is_low", lambda: int(disk.is_low()))
         for name, of_topic in _GAUGES.items():
             self.metrics.register_gauge(name, partial(self._sum_over_topics, of_topic))
 

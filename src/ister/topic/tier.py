@@ -64,6 +64,8 @@ _log = logging.getLogger("ister.topic.tier")
 
 _RETRY_SECONDS_MIN: Final = 0.5
 _RETRY_SECONDS_MAX: Final = 60.0
+# While appends wait for room on the disk.
+_RETRY_SECONDS_PRESSED: Final = 5.0
 # A job commits what its tasks have made within minutes.
 _JOB_GRACE_SECONDS: Final = 3600
 # How often it is looked how far a pipeline has come.
@@ -126,6 +128,7 @@ class TopicTier:
         self._lag_mark = 0
         self._cycle_at = -float("inf")
         self._retry_at = -float("inf")
+        self._failed_at = -float("inf")
         self._follow_at = -float("inf")
         self._behind_since: float | None = None
         self._failures = 0
@@ -243,13 +246,18 @@ class TopicTier:
 
     def is_due(self, now: float) -> bool:
         """Whether a cycle should begin: by time, by size, or because somebody waits."""
-        if self.owned.is_fenced or self._stopping.is_set() or now < self._retry_at:
-            return False
         if self._wal.synced <= (self._wal.tiered or 0):
+            return False
+        is_pressed = self._tiers.is_disk_low()
+        retry_at = self._retry_at
+        if is_pressed:
+            retry_at = min(retry_at, self._failed_at + _RETRY_SECONDS_PRESSED)
+        if self.owned.is_fenced or self._stopping.is_set() or now < retry_at:
             return False
         settings = self._tiers.storage.uploader
         return (
             self.is_wanted
+            or is_pressed
             or now - self._cycle_at >= settings.interval_seconds
             or self.lag_bytes >= settings.max_batch_bytes
         )
@@ -453,7 +461,8 @@ class TopicTier:
         pause = min(_RETRY_SECONDS_MAX, _RETRY_SECONDS_MIN * 2 ** min(self._failures, 10))
         # Topics that failed together must not come back together.
         pause *= random.uniform(0.5, 1.0)  # noqa: S311
-        self._retry_at = self._clock.monotonic() + pause
+        self._failed_at = self._clock.monotonic()
+        self._retry_at = self._failed_at + pause
         self._metrics.count("uploader.errors_total")
         _log.warning(
             "upload failed",
@@ -520,6 +529,41 @@ class TopicTier:
             self._assure(wal.trimmed, before)
             return wal.trim(before)
 
+    def release(self, *, past_subscriptions: bool, is_enough: Callable[[], bool]) -> int:
+        """Removes local files that the bucket surely has, whatever retention says; how many.
+
+        For a disk that is low on room: such files are only a cache. One after the other, until
+        `is_enough`.
+
+        Args:
+            past_subscriptions: Whether files go that an active subscription has yet to read; it
+                reads them from the bucket then.
+            is_enough: Asked after each file.
+
+        Raises:
+            IsterError: The bucket's copy could not be read, or a file not be removed.
+        """
+        wal, count = self._wal, 0
+        with self._trimming:
+            assured: set[tuple[str, int]] = set()
+            floor: int | None = None if past_subscriptions else -1
+            while not self._stopping.is_set():
+                safe_before = min(self.owned.tiered, wal.tiered or 0)
+                before = wal.next_trim(safe_before)
+                if before is None:
+                    return count
+                if floor == -1:
+                    floor = self._subscription_floor()
+                if floor is not None and before > floor:
+                    return count
+                self.check_owner()
+                self._assure(wal.trimmed, before, assured)
+                removed = wal.trim(before, whole=True)
+                count += removed
+                if not removed or is_enough():
+                    return count
+        return count
+
     def _local_files(self) -> list[LocalFile]:
         directory = self._wal.directory
         if directory is None:
@@ -572,15 +616,20 @@ class TopicTier:
             self.check_owner()
             self._assure(self._wal.trimmed, self._wal.next)
 
-    def _assure(self, start: int, end: int) -> None:
+    def _assure(self, start: int, end: int, assured: set[tuple[str, int]] | None = None) -> None:
         """Makes sure that the bucket holds a range, whole and readable, and repairs what is not.
+
+        Args:
+            start: The first offset.
+            end: The offset after the last one.
+            assured: Objects that were checked a moment ago, to which those checked now are added.
 
         Raises:
             DataGapError: The catalog has a hole there.
             IsterError: An object is bad and could not be uploaded again.
         """
         content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
-        assured: set[tuple[str, int]] = set()
+        assured = set() if assured is None else assured
         # Objects may be merged while they are read: what has taken their place is looked at, too.
         while self._assure_new(start, end, assured, content=content):
             pass

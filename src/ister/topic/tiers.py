@@ -82,9 +82,19 @@ def open_objects(storage: StorageConfig, clock: Clock) -> ObjectStore:
 
 
 def open_metadata(
-    config: MetadataConfig, clock: Clock, *, read_only: bool = False
+    config: MetadataConfig,
+    clock: Clock,
+    *,
+    read_only: bool = False,
+    on_full: Callable[[], bool] | None = None,
 ) -> MetadataStore:
     """The metadata store that the settings name.
+
+    Args:
+        config: The settings.
+        clock: Measures leases.
+        read_only: Creates and changes nothing.
+        on_full: Called when the store's local disk is full; whether it has made room.
 
     Raises:
         ConfigError: The settings do not make sense, or a library is missing.
@@ -107,7 +117,7 @@ def open_metadata(
         )
     from ister.metadata.sqlite import SqliteMetadata  # noqa: PLC0415
 
-    return SqliteMetadata(config.path or "", clock=clock, read_only=read_only)
+    return SqliteMetadata(config.path or "", clock=clock, read_only=read_only, on_full=on_full)
 
 
 def upload_settings(config: UploaderConfig) -> UploadSettings:
@@ -161,6 +171,8 @@ class Tiers:
         """What uploads under way may hold now."""
         self.upload_parts = 0
         """Parts of theirs that the store was given and may not have stored yet."""
+        self.is_disk_low: Callable[[], bool] = lambda: False
+        """Whether appends wait for room, so that uploads should not wait for their time."""
         self.capabilities: Capabilities | None = None
         """What the object store turned out to be able to do; None until it was tried."""
 

@@ -172,6 +172,10 @@ class Wal:
         self._tiering_end: IsterError | None = None
         self.on_tier_wanted: Callable[[], None] = lambda: None
         """Called when somebody waits for `tiered`; must not block."""
+        self.on_disk_full: Callable[[], bool] = lambda: False
+        """Called when there is no room for what frees room; whether it has made some."""
+        self.may_retry: Callable[[], bool] = lambda: True
+        """Whether a write that met a full disk may be tried again now."""
         self.synced_bytes_total = 0
         """Bytes synced so far by this writer: what is new for an uploader is a difference."""
         if recovered.damage:
@@ -196,6 +200,7 @@ class Wal:
         self._unsynced_since = 0.0
         self._unwritten_since = 0.0
         self._stalled_until = 0.0
+        self._stall_cause = CapacityError("the disk is full")
         self._active_at = clock.monotonic()
         self._is_closing = False
         self._fork_error: ClosedError | None = None
@@ -640,6 +645,9 @@ class Wal:
         check(writer is not None, "only a log with files commits")
         if writer is None or self._state in (TopicState.CLOSED, TopicState.FAILED):
             raise self.failure.again() if self.failure is not None else self._closed_error()
+        if self._state is TopicState.STALLED and not (self._is_closing or self.may_retry()):
+            self._stall(self._stall_cause)
+            raise self._stalled_error(self._stall_cause)
         try:
             self._write_buffer(writer)
             if sync:
@@ -913,12 +921,17 @@ class Wal:
             )
         return True
 
-    def trim(self, before: int) -> int:
+    def trim(self, before: int, *, whole: bool = False) -> int:
         """Removes files whose frames are all below `before`, oldest first.
 
         The active file stays, and so does every file until its successor has a synced frame:
         otherwise nothing local would prove what the next offset is. The checkpoint is replaced
         first (the commit point), so a crash in the middle leaves files that the next trim takes.
+
+        Args:
+            before: The first offset that stays.
+            whole: Remove the active file, too, where everything written is synced, tiered and
+                below `before`: the bucket proves what the next offset is. A new one follows it.
 
         Returns:
             How many files were removed.
@@ -934,21 +947,17 @@ class Wal:
         with self._committing():
             if self._state not in (TopicState.OPEN, TopicState.STALLED):
                 raise self._closed_error()
+            count = self._count_trimmable(before)
             files = writer.files
-            count = 0
-            while (
-                count + 1 < len(files)
-                and files[count + 1].first_offset <= before
-                and files[count + 1].first_offset < self.synced
-            ):
-                count += 1
+            if whole and count + 1 >= len(files) and self._end_active_file(writer, before):
+                count = len(files)
             if count == 0:
                 return 0
             with self._sync_lock:
                 writer.files = files[count:]
                 checkpointer.note(self.synced)
         try:
-            checkpointer.save()
+            self._save_with_reserve(checkpointer)
         except IsterError:
             with self._committing(), self._sync_lock:
                 writer.files = (*files[:count], *writer.files)
@@ -964,6 +973,58 @@ class Wal:
         )
         return count
 
+    def next_trim(self, safe_before: int) -> int | None:
+        """Where a `whole` trim that keeps everything from `safe_before` on gets one file further.
+
+        None if no file can go.
+        """
+        files = self.files
+        if not files:
+            return None
+        if len(files) > 1 and files[1].first_offset < self.synced:
+            return files[1].first_offset if files[1].first_offset <= safe_before else None
+        written = self.written
+        is_tiered = (self.tiered or 0) >= written == self.synced
+        has_frames = files[0].first_offset < written
+        return written if is_tiered and has_frames and safe_before >= written else None
+
+    def _count_trimmable(self, before: int) -> int:
+        """Files that a trim takes: below `before`, and followed by one with a synced frame."""
+        files = self.files
+        count = 0
+        while (
+            count + 1 < len(files)
+            and files[count + 1].first_offset <= before
+            and files[count + 1].first_offset < self.synced
+        ):
+            count += 1
+        return count
+
+    def _end_active_file(self, writer: WalWriter, before: int) -> bool:
+        """Has what is written next go to a new file, so that all others may be removed.
+
+        The commit lock is held.
+
+        Returns:
+            False if something in the files is not in the bucket, or there is no room.
+        """
+        if not writer.files or not (self.tiered or 0) >= self.written == self.synced <= before:
+            return False
+        if writer.seq != writer.files[-1].seq:
+            return True  # ended before, and nothing written since
+        with self._sync_lock:
+            return writer.rotate(self.written) or (
+                self.on_disk_full() and writer.rotate(self.written)
+            )
+
+    def _save_with_reserve(self, checkpointer: Checkpointer) -> None:
+        try:
+            checkpointer.save()
+        except CapacityError:
+            if not self.on_disk_full():
+                raise
+            checkpointer.save()
+
     # -- trouble and the end ----------------------------------------------------------------
 
     def _stall(self, error: CapacityError) -> None:
@@ -971,6 +1032,7 @@ class Wal:
         with self.lock:
             is_new = self._state is not TopicState.STALLED
             self._state = TopicState.STALLED
+            self._stall_cause = error
             self._refuse(lambda: self._stalled_error(error))
             self._stalled_until = self._clock.monotonic() + STALL_RETRY_SECONDS
             everyone = [

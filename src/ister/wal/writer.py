@@ -175,7 +175,8 @@ class WalWriter:
 
     def _active_file(self, first_offset: int) -> File:
         """The active file, made now if this is its first frame."""
-        if not self.files:
+        # After a trim of everything the file is there, and empty.
+        if not self.files and self._file is None:
             self._file = self._make_file(self._seq)
             self.is_open = True
         if not self.files or self.files[-1].seq != self._seq:
