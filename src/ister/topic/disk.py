@@ -249,17 +249,22 @@ class DiskGuard:
             was = before.get(path)
             reserve = self._reserve_size(usage.total_bytes) if path == self._root else 0
             tight = max(min_free, reserve)
-            if self._reserve.size_bytes < reserve:
-                # What the reserve gave is for tidying up; appends would take it at once.
+            # What the reserve gave is for tidying up; appends would take it at once.
+            is_out = reserve > 0 and self._reserve.is_out
+            if is_out:
                 min_free = tight
             found[usage.device] = DiskState(
                 path=path,
                 total_bytes=usage.total_bytes,
                 free_bytes=usage.free_bytes,
                 min_free_bytes=min_free,
-                is_low=_is_below(usage.free_bytes, min_free, was is not None and was.is_low),
+                is_low=_is_below(
+                    usage.free_bytes, min_free, is_out or (was is not None and was.is_low)
+                ),
                 tidy_bytes=tight,
-                is_tight=_is_below(usage.free_bytes, tight, was is not None and was.is_tight),
+                is_tight=_is_below(
+                    usage.free_bytes, tight, is_out or (was is not None and was.is_tight)
+                ),
                 holds_log=path == self._root,
                 holds_bucket=is_bucket,
             )
@@ -349,8 +354,7 @@ class DiskGuard:
     def may_write(self) -> bool:
         """Whether a log that met the full disk may try again: not with the room of the reserve."""
         own = next((state for state in self._states if state.holds_log), None)
-        is_out = own is not None and self._reserve.size_bytes < self._reserve_size(own.total_bytes)
-        return own is None or not own.is_tight or not is_out
+        return own is None or not own.is_tight or not self._reserve.is_out
 
     def give_up(self) -> bool:
         """Gives the reserve up, for work that frees room; whether there was one."""
@@ -382,6 +386,8 @@ class _Reserve:
         self._path = path
         self._lock = threading.Lock()
         self.size_bytes = 0
+        self.is_out = False
+        """Whether it was given up, and not taken again since."""
         self._is_known = False
 
     def find(self) -> None:
@@ -394,6 +400,7 @@ class _Reserve:
                 file = self._fs.open_read(self._path)
                 try:
                     self.size_bytes = file.size()
+                    self.is_out = self.size_bytes == 0
                 finally:
                     file.close()
             except NotFoundError:
@@ -415,6 +422,7 @@ class _Reserve:
                 self._empty()
                 return
             self.size_bytes = size
+            self.is_out = False
 
     def give_up(self) -> bool:
         with self._lock:
@@ -433,6 +441,7 @@ class _Reserve:
             _log.warning("reserve not given up", extra={"path": self._path, "error": str(error)})
             return False
         self.size_bytes = 0
+        self.is_out = True
         return True
 
 
