@@ -200,6 +200,7 @@ _BOUNDS = {
     "storage.uploader.concurrent_parts": (1, 64),
     "storage.uploader.index_every_messages": (1, None),
     "storage.uploader.threads": (1, 64),
+    "storage.uploader.max_bytes_per_second": (65_536, None),
     "storage.uploader.max_lag_bytes": (1, None),
     "storage.cloud.call_timeout_seconds": (1, 3600),
     "storage.cloud.retention.time_minutes": (1, None),
@@ -211,6 +212,7 @@ _BOUNDS = {
     "storage.disk.reserve": (0, None),
 }
 _OPTIONAL_NUMBERS = {
+    "storage.uploader.max_bytes_per_second",
     "pipeline.compact.every_minutes",
     "pipeline.scrub.every_minutes",
     "storage.wal.retention.time_minutes",
@@ -784,6 +786,9 @@ _PATHS = [
     "storage.wal.dir",
     "storage.cloud.root",
     "storage.metadata.path",
+    "storage.metadata.tls.ca_file",
+    "storage.metadata.tls.cert_file",
+    "storage.metadata.tls.key_file",
 ]
 
 
