@@ -27,11 +27,11 @@ from ister.errors import (
 from ister.format.crc import Buffer
 from ister.fs.base import DiskUsage, File, FileLock
 
-__all__ = ["DIRECTORY_MODE", "LocalFileSystem", "boot_id"]
+__all__ = ["DIRECTORY_MODE", "FILE_MODE", "LocalFileSystem", "boot_id"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_FILE_MODE = 0o640
+FILE_MODE = 0o640
 # The kernel takes at most so many buffers in one call (IOV_MAX).
 _BUFFERS_MAX = 1024
 DIRECTORY_MODE = 0o750
@@ -74,7 +74,7 @@ class _LocalFile:
     def __init__(self, path: str, flags: int) -> None:
         self.path = path
         with _mapped("open", path):
-            self._fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
+            self._fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         forks.register(self)
 
     def _after_fork(self, _error: ClosedError) -> None:
@@ -153,7 +153,7 @@ class _LocalLock:
     def __init__(self, path: str) -> None:
         with _mapped("open", path):
             self._fd = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE
+                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE
             )
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

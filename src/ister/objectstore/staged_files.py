@@ -33,7 +33,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.fs.base import FileSystem
-from ister.fs.local import DIRECTORY_MODE, map_os_error
+from ister.fs.local import DIRECTORY_MODE, FILE_MODE, map_os_error
 from ister.objectstore.base import ObjectInfo
 from ister.objectstore.keys import STAGING_FOLDER
 
@@ -55,8 +55,24 @@ class StagedFiles:
         self._make(f"{root}/{STAGING_FOLDER}")
 
     def stage(self) -> str:
-        """A key below `.tmp` that nobody else uses."""
-        return f"{STAGING_FOLDER}/{secrets.token_hex(16)}"
+        """A key below `.tmp` that nobody else uses: of a file that is there, and empty.
+
+        Made here because opendal would have the umask alone say who may read it.
+        """
+        staged = f"{STAGING_FOLDER}/{secrets.token_hex(16)}"
+        path = f"{self._root}/{staged}"
+        try:
+            try:
+                _create(path)
+            except FileNotFoundError:
+                # Someone removed the directory after this process had made it.
+                with self._lock:
+                    self._durable.clear()
+                self._make(os.path.dirname(path))
+                _create(path)
+        except OSError as error:
+            raise map_os_error(error, "create", path) from error
+        return staged
 
     def sync(self, staged: str) -> None:
         """Has what was written of a staged file so far on the disk."""
@@ -243,3 +259,8 @@ class StagedFiles:
         finally:
             os.close(fd)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _create(path: str) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(path, flags, FILE_MODE))

@@ -269,3 +269,32 @@ with tempfile.TemporaryDirectory() as root:
     )
     assert done.stdout == "full\nfull\n['small']\n"
     assert CapacityError.retriable
+
+
+def test_others_can_read_neither_objects_nor_what_becomes_one(tmp_path):
+    """As the files of the log: 0640 in directories of 0750, whatever the umask allows."""
+    before = os.umask(0)
+    try:
+        store = open_store("fs", str(tmp_path / "bucket"), {}, clock=SystemClock())
+        store.put("a/put", b"1")
+        store.put("a/created", b"1", if_absent=True)
+        store.copy("a/put", "b/copied")
+        writer = store.open_writer("c/d/streamed", chunk_bytes=1024, concurrent_parts=2)
+        writer.write(bytes(10_000))
+        under_way = list((tmp_path / "bucket" / ".tmp").iterdir())
+        assert [path.stat().st_mode & 0o777 for path in under_way] == [0o640]
+        writer.close()
+        store.close()
+    finally:
+        os.umask(before)
+    modes = {
+        path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777
+        for path in tmp_path.rglob("*")
+    }
+    assert {path for path, mode in modes.items() if mode == 0o640} == {
+        "bucket/a/put",
+        "bucket/a/created",
+        "bucket/b/copied",
+        "bucket/c/d/streamed",
+    }
+    assert set(modes.values()) == {0o640, 0o750}
