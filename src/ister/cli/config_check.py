@@ -228,6 +228,8 @@ def _try_bucket(storage: StorageConfig) -> Connection:
     says = f"{store.location} answers: can {', '.join(able)}"
     if missing:
         says += f"; cannot {', '.join(missing)}, which Ister does without"
+    if can.leftovers:
+        says += f"; {can.leftovers}: have a lifecycle rule of the bucket abort them"
     return Connection(name="bucket", is_ok=True, says=says)
 
 

@@ -53,6 +53,9 @@ class Capabilities:
     """`put(if_absent=True)` refuses when the object exists. Some stores ignore the condition."""
     copy: bool
     """`copy` works on the server's side."""
+    leftovers: str = ""
+    """Why nobody removes the parts of uploads that a killed process began; empty if somebody does.
+    """
 
 
 class ObjectWriter(Protocol):
@@ -145,7 +148,7 @@ class ObjectStore(Protocol):
         """Removes what writers of killed processes have left, where this store can see it.
 
         Returns:
-            How many leftovers; 0 from stores that hide them (a bucket's lifecycle rule has to).
+            How many leftovers; 0 from stores that hide them, see `Capabilities.leftovers`.
         """
         ...
 

@@ -19,7 +19,7 @@ What opendal does, and what is made of it here (measured with 0.47.12):
   upload, which is an unknown outcome and is reported as one.
 - `File.close`, and leaving a `with` block even by an error, complete the object. Letting go of
   the file object does not: it stops the uploads. That is how `abort` works. On S3 the parts stay
-  until the bucket's lifecycle rule for incomplete uploads removes them.
+  behind, and opendal can neither list nor abort such an upload; `s3_uploads` does.
 - On a directory, conditional creates are a look followed by a rename (not exclusive), copies are
   neither atomic nor synced, and no directory is ever synced. There opendal only moves the bytes,
   into a staged file; `staged_files` does the rest.
@@ -65,6 +65,7 @@ from ister.objectstore.backends import (
 from ister.objectstore.base import Capabilities, ObjectInfo, ObjectWriter
 from ister.objectstore.keys import check_key, check_prefix, check_range
 from ister.objectstore.retry import Retry
+from ister.objectstore.s3_uploads import S3Uploads
 from ister.objectstore.staged_files import StagedFiles
 from ister.objectstore.store_errors import error_kind, map_store_error
 
@@ -84,6 +85,9 @@ _SYNC_THREADS: Final = 4
 """On a directory, so much of an object at a time is synced while the rest is still being written:
 the disk works meanwhile, and completing the object waits for its last part alone."""
 
+_STALE_UPLOAD_SECONDS: Final = 24 * 3600
+"""S3 tells when an upload began, not when it was last written to."""
+
 _PROBE_FOLDER: Final = ".ister-probe"
 
 _library: Final = forks.Library("opendal")
@@ -102,6 +106,7 @@ class OpendalStore:
         writing: opendal.Operator,
         backend: Backend,
         files: StagedFiles | None,
+        uploads: S3Uploads | None,
         clock: Clock,
         retry: Retry,
         closed: threading.Event,
@@ -113,6 +118,7 @@ class OpendalStore:
         self._writing = writing
         self._scheme = backend.scheme
         self._files = files
+        self._uploads = uploads
         self._clock = clock
         self._retry = retry
         self._closed = closed
@@ -151,13 +157,18 @@ class OpendalStore:
         check_key(key)
         self._check_open()
         staged = self._files.stage() if self._files is not None else None
-        file = self.attempt(
-            "open",
-            key,
-            lambda: self._writing.open(
-                staged or key, "wb", chunk=chunk_bytes, concurrent=max(1, concurrent_parts)
-            ),
-        )
+        try:
+            file = self.attempt(
+                "open",
+                key,
+                lambda: self._writing.open(
+                    staged or key, "wb", chunk=chunk_bytes, concurrent=max(1, concurrent_parts)
+                ),
+            )
+        except BaseException:
+            if self._files is not None and staged is not None:
+                self._files.discard(staged)
+            raise
         return _Writer(self, key, file, files=self._files, staged=staged, chunk_bytes=chunk_bytes)
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
@@ -200,17 +211,19 @@ class OpendalStore:
             self._repeat("delete", key, lambda _: self._operator.delete(key))
 
     def remove_stale_parts(self, older_than_seconds: float) -> int:
-        """Removes what writers of processes that died left behind; how many files that were.
+        """Removes what writers of processes that died left behind; how many there were.
 
-        Only for the `fs` backend; elsewhere the store's own lifecycle rule does it. The age is
-        that of the last write, so a writer that pauses for longer loses its object under way.
+        On `fs` files, whose age is that of the last write: a writer that pauses for longer loses
+        its object under way. On S3 multipart uploads, at least a day old, where they can be
+        listed; `Capabilities.leftovers` says where they cannot.
         """
         self._check_open()
         files = self._files
-        if files is None:
-            return 0
-        before = self._clock.now_ns() / 1e9 - older_than_seconds
-        return self.attempt("clean", "", lambda: files.remove_stale(before=before))
+        now = self._clock.now_ns() / 1e9
+        if files is not None:
+            before = now - older_than_seconds
+            return self.attempt("clean", "", lambda: files.remove_stale(before=before))
+        return self._abort_uploads("", before=now - max(older_than_seconds, _STALE_UPLOAD_SECONDS))
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -280,6 +293,10 @@ class OpendalStore:
         # Outside of the block above, so that an original with secrets is not kept as the context.
         raise mapped
 
+    def abort_uploads_of(self, key: str) -> None:
+        """Removes the parts of an object that was given up, if it can; raises nothing."""
+        self._abort_uploads(key, exact=True)
+
     def begin_sync(self, staged: str) -> Future[None] | None:
         """Begins to sync what was written of a staged file; None where that is not done."""
         if self._files is None or self._syncers is None or self._closed.is_set():
@@ -294,6 +311,40 @@ class OpendalStore:
         return f"{self.location.rstrip('/')}/{key}"
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _abort_uploads(
+        self, prefix: str, *, before: float | None = None, exact: bool = False
+    ) -> int:
+        if self._uploads is None:
+            return 0
+        count = 0
+        try:
+            for upload in list(self._uploads.list(prefix)):
+                if exact and upload.key != prefix:
+                    continue
+                if before is None or upload.initiated_at < before:
+                    self._uploads.abort(upload)
+                    count += 1
+        except IsterError as error:
+            # They are collected when they are old, or by the bucket's rule.
+            _logger.warning(
+                "incomplete uploads cannot be aborted",
+                extra={"location": self.path(prefix), "error": str(error)},
+            )
+        return count
+
+    def _tell_leftovers(self) -> str:
+        if self._scheme != "s3":
+            return ""
+        if self._uploads is None:
+            return "incomplete uploads cannot be listed: no access key is set"
+        try:
+            next(self._uploads.list(), None)
+        except IsterError as error:
+            if self._uploads.has_rule():
+                return ""
+            return f"incomplete uploads cannot be listed ({error.message})"
+        return ""
 
     def _repeat(self, action: str, key: str, call: Callable[[float], _Result]) -> _Result:
         self._check_open()
@@ -407,6 +458,7 @@ class OpendalStore:
             capabilities = Capabilities(
                 conditional_create=self._try_create(plain, created),
                 copy=self._try_copy(plain, copied),
+                leftovers=self._tell_leftovers(),
             )
         except BaseException:
             for name in names:
@@ -462,6 +514,7 @@ class _Writer:
         self._chunk_bytes = chunk_bytes
         self._error: IsterError | None = None
         self._is_complete = False
+        self._written_bytes = 0
         self._unsynced_bytes = 0
         self._syncing: Future[None] | None = None
 
@@ -470,6 +523,7 @@ class _Writer:
 
     def write(self, data: Buffer) -> None:
         file = self._open_file("write")
+        self._written_bytes += len(data)
         if isinstance(data, bytes) and len(data) <= self._chunk_bytes:
             self._attempt("write", lambda: file.write(data))
             self._sync_early(len(data))
@@ -490,8 +544,14 @@ class _Writer:
         self._file = None
 
     def abort(self) -> None:
+        if self._file is not None:
+            self._give_up()
+
+    def _give_up(self) -> None:
         # Closing the file would complete the object; without a reference it stops.
         self._file = None
+        if self._files is None and self._written_bytes >= self._chunk_bytes:
+            self._store.abort_uploads_of(self._key)
         self._discard()
 
     def _sync_early(self, size: int) -> None:
@@ -520,8 +580,7 @@ class _Writer:
         try:
             self._store.attempt(action, self._key, call)
         except BaseException as error:
-            self._file = None
-            self._discard()
+            self._give_up()
             if isinstance(error, NotFoundError) and _is_gone_upload(error):
                 # opendal repeated Complete, and the first one had already done it.
                 mapped = UnavailableError(error.message, path=error.path)
@@ -662,6 +721,11 @@ def open_store(
         writing=writing,
         backend=parsed,
         files=files,
+        uploads=(
+            S3Uploads.open(parsed.settings, clock=clock, timeout_seconds=io_timeout_seconds)
+            if parsed.scheme == "s3"
+            else None
+        ),
         clock=clock,
         retry=retry,
         closed=closed,

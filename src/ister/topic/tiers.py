@@ -318,6 +318,12 @@ class Tiers:
         """
         try:
             self.capabilities = self.objects.probe()
+            if self.capabilities.leftovers:
+                _log.warning(
+                    "%s; nothing removes the parts of killed processes but a lifecycle rule",
+                    self.capabilities.leftovers,
+                    extra={"store": self.objects.location},
+                )
             # Another process may be writing: leftovers are what nobody has touched for long.
             grace = self.storage.cloud.orphan_grace_minutes * 60
             self.objects.remove_stale_parts(max(grace, _STALE_SECONDS_MIN))
