@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 pa = pytest.importorskip("pyarrow")
 
 from builders import VARINT_BOUNDARIES, a_message, frames  # noqa: E402
+from ister import kernels  # noqa: E402
 from ister.errors import CorruptDataError, InvalidRequestError  # noqa: E402
-from ister.format import columnar  # noqa: E402
 from ister.format.archive import ArchiveReader, ArchiveWriter  # noqa: E402
 from ister.format.columnar import (  # noqa: E402
     COLUMNS,
@@ -73,7 +73,7 @@ def decoders(codec, columns):
     """The decoder in Python, and the compiled one if there is one; what it learned it keeps."""
     key = (codec, tuple(columns))
     if key not in _decoders:
-        ways = [False, True] if columnar.load() else [False]
+        ways = [False, True] if kernels.load() else [False]
         _decoders[key] = [ColumnarDecoder(TOPIC, codec, columns, is_compiled=way) for way in ways]
     return _decoders[key]
 

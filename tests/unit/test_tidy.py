@@ -44,6 +44,7 @@ _LAYERS = {
         0,
     ),
     "ister.format": 1,
+    "ister.kernels": 1,
     "ister.fs": 1,
     "ister.objectstore": 1,
     "ister.metadata": 1,

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
+from ister import kernels
 from ister.bench.measurement import (
     COPY_BYTES,
     GIB,
@@ -36,7 +37,6 @@ from ister.bench.measurement import (
 )
 from ister.config import CloudReaderConfig
 from ister.errors import InvariantError, UnavailableError, check
-from ister.format import compiled
 from ister.format.crc import crc32
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.limits import MIB
@@ -71,7 +71,7 @@ def run(run: Run) -> None:
     size_bytes = run.scaled(_HISTORY_BYTES)
     count = size_bytes // MESSAGE_BYTES
     run.need_disk(6 * size_bytes)
-    is_compiled = compiled.load()
+    is_compiled = kernels.load()
     with open_log(run.path("local")) as local_log, _open(run) as log, ExitStack() as stack:
         run.say("writing and uploading")
         local = local_log.topic(TOPIC, create=True)

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ister import kernels
 from ister.bench.measurement import (
     GIB,
     TOPIC,
@@ -39,7 +40,6 @@ from ister.bench.measurement import (
 from ister.bench.reading import count_messages, read_everything, touch_payloads
 from ister.config import CloudReaderConfig
 from ister.errors import InvariantError, UnavailableError, check
-from ister.format import compiled
 from ister.format.crc import crc32
 from ister.format.descriptor import ObjectDescriptor
 from ister.limits import MIB
@@ -72,7 +72,7 @@ def run(run: Run) -> None:
     run.say("writing")
     with filling_child(run.directory, "--bytes", str(size_bytes)) as child:
         child.wait()
-    is_compiled = compiled.load()
+    is_compiled = kernels.load()
     with _bucket(run) as bucket:
         run.say("uploading")
         with _open(run, bucket) as log:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from typing import Final
 
+from ister import kernels
 from ister.bench.measurement import (
     COPY_BYTES,
     GIB,
@@ -26,7 +27,6 @@ from ister.bench.measurement import (
     open_log,
 )
 from ister.errors import UnavailableError, check
-from ister.format import compiled
 from ister.limits import KIB, MIB
 
 __all__ = ["run"]
@@ -105,7 +105,7 @@ def _pull_batches(directory: str, count: int, *, max_messages: int, rounds: int)
         topic = log.topic(TOPIC)
         end = topic.watermarks.next
         # Loaded before, because it is the process's, not the readers': some 120 MiB of compiler.
-        compiled.load()
+        kernels.load()
         growth = _Growth()
         readers = [topic.reader(end * number // count, end=end) for number in range(count)]
         for _ in range(rounds):

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from ister import kernels
 from ister.bench.measurement import (
     COPY_BYTES,
     GIB,
@@ -27,7 +28,6 @@ from ister.bench.measurement import (
     warm_page_cache,
 )
 from ister.bench.reading import count_messages, read_everything, touch_payloads
-from ister.format import compiled
 from ister.format.crc import crc32
 
 __all__ = ["run"]
@@ -47,7 +47,7 @@ def run(run: Run) -> None:
         child.wait()
     paths = file_paths(run.directory)
     # A process that replays for long has it after 64 MiB; a server from the beginning.
-    is_compiled = compiled.load()
+    is_compiled = kernels.load()
     total = sum(os.path.getsize(path) for path in paths)
     with open_log(run.directory) as log:
         topic = log.topic(TOPIC)

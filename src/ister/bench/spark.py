@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from ister import kernels
 from ister.api import open_history
 from ister.bench.measurement import (
     COPY_BYTES,
@@ -299,7 +300,7 @@ def _start_child(side: str, *, cache: str) -> float:
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        env={**os.environ, "NUMBA_CACHE_DIR": cache},
+        env={**os.environ, kernels.CACHE_VARIABLE: cache},
     )
     if child.returncode != 0:
         raise UnavailableError(f"the process for {side} failed")
@@ -309,6 +310,7 @@ def _start_child(side: str, *, cache: str) -> float:
 def _start_loops() -> float:
     rows = make_rows(1, 1, topic=_TOPIC)
     started = time.process_time()
+    kernels.load()
     (frames,) = _encode_batch(rows, 0)
     _decode([frames.data], 1)
     return time.process_time() - started

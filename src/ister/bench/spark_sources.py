@@ -23,6 +23,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from ister import kernels
 from ister.bench.measurement import PeakMemory, stopwatch
 from ister.format import columnar
 from ister.format.columnar import COLUMNS
@@ -184,7 +185,7 @@ class _WatchedReader(BatchReader):
 @lru_cache(maxsize=1)
 def _memory_of_process() -> PeakMemory:
     """Counts from the first task of a process on, with libraries loaded: later ones find it."""
-    columnar.load()
+    kernels.load()
     import opendal  # noqa: F401, PLC0415 - an optional library; loaded before memory is counted
 
     return PeakMemory()

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from ister import kernels
 from ister.bench.copying import copy_files
 from ister.bench.filling import fill
 from ister.bench.measurement import (
@@ -45,7 +46,6 @@ from ister.bench.measurement import (
 )
 from ister.config import UploaderConfig
 from ister.errors import UnavailableError, check
-from ister.format import compiled
 from ister.limits import MIB
 from ister.topic.log import Log
 
@@ -191,7 +191,7 @@ def _open(files: str, target: str, *, engine: str) -> Log:
 
 def _upload(files: str, target: str) -> _Figures:
     """One cycle of one topic."""
-    compiled.load()
+    kernels.load()
     with _open(files, target, engine="none") as log:
         topic = log.topic(TOPIC)
         memory, elapsed = PeakMemory(), stopwatch()
@@ -203,7 +203,7 @@ def _upload(files: str, target: str) -> _Figures:
 
 def _upload_many(files: str, target: str) -> _Figures:
     """Every topic, by the log's own threads."""
-    compiled.load()
+    kernels.load()
     import opendal  # noqa: F401, PLC0415 - an optional library; loaded before memory is counted
 
     size_bytes = sum(os.path.getsize(path) for path in file_paths(files))

@@ -23,9 +23,6 @@ it was decoded from.
 
 from __future__ import annotations
 
-import importlib
-import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
@@ -33,6 +30,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ister import kernels
 from ister.errors import (
     ConfigError,
     CorruptDataError,
@@ -67,11 +65,8 @@ __all__ = [
     "RestoredFrames",
     "arrow_schema",
     "encode_frames",
-    "load",
     "restore_frames",
 ]
-
-_log = logging.getLogger("ister.format.columnar")
 
 COLUMNS: Final = (
     "topic",
@@ -168,44 +163,29 @@ def _known_columns() -> str:
 
 # -- the compiled loops ---------------------------------------------------------------------
 
-_lock = threading.Lock()
-_kernel: Any = None
-_is_tried = False
 
-
-def load() -> bool:
-    """Loads the compiled loops, compiling them where no cache is; returns whether they are there.
-
-    Takes some tenths of a second, and several seconds the very first time on a machine.
-    """
-    global _kernel, _is_tried  # noqa: PLW0603 - there is one kernel in a process
-    with _lock:
-        if _is_tried:
-            return _kernel is not None
-        _is_tried = True
-        try:
-            kernel = importlib.import_module("ister.format.columnar_kernel")
-            kernel.prove(encode_frame(0, encode_message(StreamMessage(), Codec.BINCODE2)))
-        except ImportError:
-            return False
-        except Exception:  # noqa: BLE001
-            # A platform on which numba or isal's symbol does not work: Python does the same.
-            _log.warning("the compiled columnar loops are not available", exc_info=True)
-            return False
-        _kernel = kernel
-        return True
+# Rows cost Python so many times what scanning frames of their size does, about.
+_ROWS_WEIGHT: Final = 16
 
 
 def _wants_compiled(is_compiled: bool | None) -> bool:
+    """Whether the compiled loops are to be used: where they are there, or wanted and waited for."""
     if is_compiled is False:
         return False
-    is_there = load()
+    is_there = kernels.load() if is_compiled else kernels.current() is not None
     if is_compiled and not is_there:
         raise ConfigError(
             "the compiled columnar loops are not available",
             hint="install the extra: pip install 'ister[fast]'",
         )
     return is_there
+
+
+def _loops() -> Any:  # noqa: ANN401 - a module of an extra
+    """The compiled loops, which are there; they stay."""
+    loaded = kernels.current()
+    check(loaded is not None, "compiled loops are loaded before they are used")
+    return loaded.columnar if loaded is not None else None
 
 
 # -- decoding -------------------------------------------------------------------------------
@@ -441,6 +421,7 @@ class _PureRows:
         }
 
     def take(self, view: memoryview, position: int, expected: int, end_offset: int) -> _Taken:
+        kernels.note_work((len(view) - position) * _ROWS_WEIGHT)
         scan = scan_frames(view, position, expected_offset=expected, end_offset=end_offset)
         if not self._count:
             self._first_offset = expected
@@ -555,7 +536,7 @@ class _Layout:
     """The buffers that some columns need."""
 
     def __init__(self, schema: pa.Schema, codec: Codec) -> None:
-        at = _kernel
+        at = _loops()
         rows = _Room("ROWS", at.ROWS, at.ROWS_MAX, _FRAME_BYTES_MIN[codec])
         self.rooms = {-1: rows}
         self.slots: list[_Slot] = []
@@ -598,7 +579,7 @@ class _CompiledRows:
     """
 
     def __init__(self, plan: _Plan, layout: _Layout, size_bytes: int) -> None:
-        at = _kernel
+        at = _loops()
         self._plan = plan
         self._layout = layout
         self._taken_bytes = 0
@@ -619,7 +600,7 @@ class _CompiledRows:
             fields[slot.field] = buffer.address
 
     def take(self, view: memoryview, position: int, expected: int, end_offset: int) -> _Taken:
-        at, fields = _kernel, self._fields
+        at, fields = _loops(), self._fields
         buffer = pa.py_buffer(view)
         fields[at.BASE], fields[at.SIZE] = buffer.address, buffer.size
         fields[at.POSITION] = position
@@ -667,13 +648,13 @@ class _CompiledRows:
             buffer = self._buffers[slot.field]
             size = slot.size(int(fields[slot.room.used]))
             buffer.resize(size, shrink_to_fit=buffer.size - size > _LEFT_OVER_BYTES + size // 8)
-        count = int(fields[_kernel.ROWS])
+        count = int(fields[_loops().ROWS])
         return _make_batch(
             [self._column(field, count) for field in plan.schema], plan.schema, count
         )
 
     def _column(self, field: pa.Field, count: int) -> pa.Array:
-        at, buffers = _kernel, self._buffers
+        at, buffers = _loops(), self._buffers
         if field.name == "topic":
             return self._plan.topic_column(count)
         if field.name == "attributes":
@@ -695,7 +676,7 @@ class _CompiledRows:
 
     def _parts(self, block: int) -> list[pa.Buffer]:
         """The buffers of a column without its validity."""
-        parts = (self._buffers.get(block + part) for part in (_kernel.OFFSETS, _kernel.DATA))
+        parts = (self._buffers.get(block + part) for part in (_loops().OFFSETS, _loops().DATA))
         return [part for part in parts if part is not None]
 
 
@@ -968,7 +949,10 @@ def encode_frames(
     table = _as_table(batch)
     if not table.count:
         return []
-    return _encode_compiled(table, writing) if is_fast else _encode_pure(table, writing)
+    if is_fast:
+        return _encode_compiled(table, writing)
+    kernels.note_work(batch.nbytes * _ROWS_WEIGHT)
+    return _encode_pure(table, writing)
 
 
 def _check_writing(writing: _Writing, count: int) -> None:
@@ -1134,7 +1118,7 @@ def _as_maps(column: pa.Array) -> _Maps | None:
 
 
 def _encode_compiled(table: _Table, writing: _Writing) -> list[EncodedFrames]:
-    at = _kernel
+    at = _loops()
     fields = at.new_fields()
     writer = VarintWriter() if writing.codec is Codec.BINCODE2 else FixintWriter()
     middle = writer.u64(writing.producer_id).text(writing.topic).text("").finish()
@@ -1185,7 +1169,7 @@ def _encode_compiled(table: _Table, writing: _Writing) -> list[EncodedFrames]:
 
 def _point_at_columns(fields: Any, table: _Table) -> None:  # noqa: ANN401 - an array
     """Tells the compiled loop where the columns lie; the table has to stay alive meanwhile."""
-    at = _kernel
+    at = _loops()
 
     def point(block: int, array: pa.Array, width: int) -> list[Any]:
         return _point(fields, block, array, width)
@@ -1220,7 +1204,7 @@ def _point_at_columns(fields: Any, table: _Table) -> None:  # noqa: ANN401 - an 
 
 def _point(fields: Any, block: int, array: pa.Array, width: int) -> list[Any]:  # noqa: ANN401
     """Tells the compiled loop where one column lies; returns its buffers."""
-    at = _kernel
+    at = _loops()
     buffers: list[Any] = array.buffers()
     fields[block + at.OFFSETS] = buffers[1].address + width * array.offset
     if buffers[0] is not None and array.null_count:
@@ -1405,13 +1389,14 @@ def restore_frames(
     try:
         if is_fast:
             return _restore_compiled(batch, topic, codec)
+        kernels.note_work(batch.nbytes * _ROWS_WEIGHT)
         return _restore_pure(batch, topic, codec)
     except (InvalidRequestError, MessageTooLargeError) as error:
         raise CorruptDataError(f"not a message: {error.message}", topic=topic) from error
 
 
 def _restore_compiled(batch: pa.RecordBatch, topic: str, codec: Codec) -> RestoredFrames:
-    at = _kernel
+    at = _loops()
     visible = batch.select([name for name in COLUMNS if name not in {"topic", "offset"}])
     table = _as_table(visible)
     texts = {

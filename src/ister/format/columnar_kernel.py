@@ -1,9 +1,9 @@
-"""The loops that `ister.format.columnar` loads; nothing else imports them: numba is an extra.
+"""The loops of `ister.format.columnar`, compiled by `ister.kernels`; numba is an extra.
 
-Kept apart so that numba's cache on disk, which goes by this file, stays valid when other code
-changes. Written for the compiler: flat, 64-bit signed integers, raw addresses, no objects. Each
-loop takes one array of integers, which holds what it is told and what it found, by the names below;
-so there is one type to compile for, whatever memory the bytes lie in.
+Nothing else imports them. Kept apart so that the cache on disk, which goes by this file, stays
+valid when other code changes. Written for the compiler: flat, 64-bit signed integers, raw
+addresses, no objects. Each loop takes one array of integers, which holds what it is told and what
+it found, by the names below; so there is one type to compile for, whatever memory the bytes lie in.
 
 Every length is checked against the end of what it is a length in before it is used. Unsigned
 64-bit values keep their bits: a negative length is one of 2^63 or more, and refused.
@@ -24,6 +24,10 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
+from ister.format.frame import encode_frame
+from ister.format.message import encode_message
+from ister.model import Codec, StreamMessage
+
 __all__ = [
     "ATTRIBUTES",
     "BASE",
@@ -43,6 +47,7 @@ __all__ = [
     "FIELDS",
     "IS_VARINT",
     "KEYS",
+    "LOOPS",
     "MESSAGE_OFFSETS",
     "MESSAGE_TOPICS",
     "MIDDLE",
@@ -255,31 +260,6 @@ def _part(function: _Function) -> _Function:
     return part
 
 
-class _Loop:
-    """A loop that is compiled when it is first run: those who only read need one of the two."""
-
-    def __init__(self, function: Callable[[Any], int]) -> None:
-        self._function = function
-        self._compiled: Callable[[Any], int] | None = None
-
-    def __call__(self, fields: Any) -> int:  # noqa: ANN401 - an array of integers
-        compiled = self._compiled
-        if compiled is None:
-            compiled = self._compiled = _compile(self._function)
-        return compiled(fields)
-
-
-def _compile(function: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Compiles a loop, or finds it in numba's cache; without one where none can be."""
-    signature = "int64(int64[::1])"
-    try:
-        compiled: Callable[[Any], int] = numba.njit(signature, cache=True, nogil=True)(function)
-    except (RuntimeError, OSError):
-        # numba found no directory that it may keep its cache in.
-        compiled = numba.njit(signature, nogil=True)(function)
-    return compiled
-
-
 def new_fields() -> Any:  # noqa: ANN401 - an array of integers
     """An array for one of the loops, all zero."""
     return np.zeros(FIELDS, np.int64)
@@ -437,7 +417,6 @@ def _mark(bits: int, row: int, is_valid: int) -> None:
 # -- frames to columns ----------------------------------------------------------------------
 
 
-@_Loop
 def decode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
     """Takes the frames from `POSITION` on into the columns; returns why it stopped.
 
@@ -837,7 +816,6 @@ def _value(fields: Any, column: int, row: int) -> tuple[int, int]:  # noqa: ANN4
     return fields[column + DATA] + start, end - start
 
 
-@_Loop
 def encode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
     """Writes rows as frames from `BASE` on, until a segment is full; returns why it stopped."""
     base = fields[BASE]
@@ -1050,12 +1028,20 @@ def encode(fields: Any) -> int:  # noqa: ANN401 - an array of integers
     return status
 
 
-def prove(frame: bytes) -> None:
+LOOPS: Final = {
+    "decode": (decode, types.int64(types.int64[::1])),
+    "encode": (encode, types.int64(types.int64[::1])),
+}
+"""What is compiled, each for one signature. `ister.kernels` puts the results in their places."""
+
+
+def prove() -> None:
     """Decodes one frame of bincode2 at offset 0, so that a loop that does not work shows it.
 
     Raises:
         RuntimeError: It does not.
     """
+    frame = encode_frame(0, encode_message(StreamMessage(), Codec.BINCODE2))
     data = np.frombuffer(frame, np.uint8)
     fields = new_fields()
     fields[BASE], fields[SIZE] = data.ctypes.data, len(frame)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
+from ister import kernels
 from ister.errors import InvariantError, MessageTooLargeError, check
 from ister.format import compiled
 from ister.format.crc import Buffer, crc32
@@ -205,7 +206,7 @@ def scan_frames(
             )
             offset_next += len(starts)
         else:
-            compiled.note_scanned(size - position)
+            kernels.note_work(size - position)
     # One test for everything that can be wrong; what it was is found out once, behind the loop.
     while offset_next < offset_end and position + FRAME_HEADER_SIZE <= size:
         offset, length, crc = _unpack_header(view, position)

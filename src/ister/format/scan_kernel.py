@@ -1,31 +1,33 @@
-"""The loops that `ister.format.compiled` loads; nothing else imports them: numba is an extra.
+"""The loops of `ister.format.compiled`, compiled by `ister.kernels`; numba is an extra.
 
-Kept apart so that numba's cache on disk, which goes by this file, stays valid when other code
-changes. Written for the compiler: flat, fixed-width integers, no objects. Every index is checked
-against the buffer's size before it is used. They stop at the first byte that is not what it should
-be; why is found out in Python, once.
+Nothing else imports them. Kept apart so that the cache on disk, which goes by this file, stays
+valid when other code changes. Written for the compiler: flat, fixed-width integers, no objects.
+Every index is checked against the buffer's size before it is used. They stop at the first byte that
+is not what it should be; why is found out in Python, once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+import zlib
+from typing import Any, Final
 
-import numba
 import numpy as np
 from isal import isal_zlib
 from llvmlite import binding
 from numba import types
 
-__all__ = ["publish_times", "scan"]
+__all__ = ["LOOPS", "prove", "publish_times", "scan"]
 
 # isal's wheel exports its crc32 as a plain C function, which compiled code can call.
 binding.load_library_permanently(isal_zlib.__file__)
+_FRAME: Final = struct.pack("<QII", 0, 1, zlib.crc32(b"\xff")) + b"\xff"
+"""A frame at offset 0, to try the loops with."""
 _crc32: Any = types.ExternalFunction(
     "crc32_gzip_refl", types.uint32(types.uint32, types.uintp, types.uint64)
 )
 
 
-@numba.njit(cache=True, nogil=True)
 def scan(  # noqa: PLR0917 - numba compiles positional arguments
     data: Any,  # noqa: ANN401 - an array of bytes
     position: int,
@@ -64,7 +66,6 @@ def scan(  # noqa: PLR0917 - numba compiles positional arguments
     return count, position
 
 
-@numba.njit(cache=True, nogil=True)
 def publish_times(
     data: Any,  # noqa: ANN401 - an array of bytes
     starts: Any,  # noqa: ANN401 - an array of integers
@@ -110,3 +111,31 @@ def publish_times(
                     return frame
                 position += np.int64(value)
     return count
+
+
+# Read-only arrays are a type of their own, and the one that is used.
+_BYTES: Any = types.Array(types.uint8, 1, "C", readonly=True)
+_NUMBERS: Any = types.int64[::1]
+_INT: Any = types.int64
+_TWO_INTS: Any = types.UniTuple(_INT, 2)  # type: ignore[no-untyped-call]
+
+LOOPS: Final = {
+    "scan": (scan, _TWO_INTS(_BYTES, _INT, _INT, _INT, _INT, _NUMBERS)),
+    "publish_times": (publish_times, _INT(_BYTES, _NUMBERS, _INT, types.boolean, _NUMBERS)),
+}
+"""What is compiled, each for one signature. `ister.kernels` puts the results in their places."""
+
+
+def prove() -> None:
+    """Runs the loops, so that one that does not work shows it.
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    data = np.frombuffer(_FRAME, dtype=np.uint8)
+    numbers = np.zeros(4, dtype=np.int64)
+    if scan(data, 0, 0, 1, len(_FRAME), numbers) != (1, len(_FRAME)):
+        raise RuntimeError("the compiled scan does not find a frame")
+    # The body is no message.
+    if publish_times(data, numbers[:1], len(_FRAME), True, numbers[1:2]) != 0:
+        raise RuntimeError("the compiled loop finds a time where there is none")

@@ -21,7 +21,7 @@ from typing import Final
 
 from pyspark import TaskContext
 
-from ister.format import compiled
+from ister import kernels
 from ister.limits import MIB
 
 __all__ = ["compile_for", "keep_buffers", "spare_collector"]
@@ -72,4 +72,4 @@ def keep_buffers() -> None:
 def compile_for(size_bytes: int) -> None:
     """Has loops over frames run as machine code, if a task has enough of them to be worth it."""
     if size_bytes >= _COMPILED_BYTES_MIN:
-        compiled.load()
+        kernels.load()

@@ -1,7 +1,6 @@
 """Frames to Arrow and back: values, verdicts and errors, compiled and in Python alike."""
 
 import gc
-import logging
 import os
 import struct
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 
 from builders import a_message, bincode_integer, frames, golden  # noqa: E402
+from ister import kernels  # noqa: E402
 from ister.errors import (  # noqa: E402
     ConfigError,
     CorruptDataError,
@@ -51,7 +51,7 @@ TESTS = str(Path(__file__).resolve().parents[2])
 
 @pytest.fixture(params=["compiled", "pure"])
 def is_compiled(request) -> bool:
-    if request.param == "compiled" and not columnar.load():
+    if request.param == "compiled" and not kernels.load():
         pytest.skip("numba is not installed: the extra `fast` is half of what is tested here")
     return request.param == "compiled"
 
@@ -1091,8 +1091,8 @@ def in_a_process(script, **environment):
 
 
 def test_what_is_required_and_not_there_is_a_setting_to_fix(monkeypatch):
-    monkeypatch.setattr(columnar, "_kernel", None)
-    monkeypatch.setattr(columnar, "_is_tried", True)
+    monkeypatch.setattr(kernels, "_current", None)
+    monkeypatch.setattr(kernels, "request", lambda: None)
     with pytest.raises(ConfigError, match=r"ister\[fast\]"):
         ColumnarDecoder(TOPIC, Codec.BINCODE2, is_compiled=True)
     with pytest.raises(ConfigError, match=r"ister\[fast\]"):
@@ -1101,20 +1101,6 @@ def test_what_is_required_and_not_there_is_a_setting_to_fix(monkeypatch):
     assert not one.is_compiled
     (found,) = encode(table_of(payload=[b"a"]), None)
     assert one.decode(found.data, expected_offset=0).batch.num_rows == 1
-
-
-@pytest.mark.parametrize("error", [ImportError("no numba"), OSError("no symbol")])
-def test_python_takes_over_where_there_is_no_machine_code(monkeypatch, caplog, error):
-    def fail(_name):
-        raise error
-
-    monkeypatch.setattr(columnar, "_kernel", None)
-    monkeypatch.setattr(columnar, "_is_tried", False)
-    monkeypatch.setattr(columnar.importlib, "import_module", fail)
-    with caplog.at_level(logging.WARNING, logger="ister.format.columnar"):
-        assert not columnar.load()
-    # Not installed is nothing to warn of; installed and broken is.
-    assert bool(caplog.records) is isinstance(error, OSError)
 
 
 def test_module_needs_no_numba_until_it_decodes():
@@ -1126,38 +1112,17 @@ def test_module_needs_no_numba_until_it_decodes():
     )
 
 
-def test_machine_code_needs_no_directory_for_its_cache():
-    """Goal: where numba may not write its cache it compiles every time, and works."""
-    if not columnar.load():
-        pytest.skip("numba is not installed: the extra `fast` is what is tested here")
-    in_a_process(
-        "import numba.core.caching as caching\n"
-        "caching.CacheImpl._locator_classes = []\n"
-        "from ister.format import columnar\n"
-        "assert columnar.load()"
-    )
-
-
-def test_python_takes_over_where_numba_is_switched_off():
-    out = in_a_process(
-        "import logging; logging.disable()\n"
-        "from ister.format import columnar\n"
-        "print(columnar.load())",
-        NUMBA_DISABLE_JIT="1",
-    )
-    assert out.strip() == "False"
-
-
 GUARDED = """
 import ctypes, mmap, random, zlib
 from builders import a_message
 from ister.errors import CorruptDataError
+from ister import kernels
 from ister.format import columnar
 from ister.format.frame import pack_header
 from ister.format.message import decode_message, encode_message
 from ister.model import Codec
 
-if not columnar.load():
+if not kernels.load():
     raise SystemExit
 seed = 20_264
 rng = random.Random(seed)
@@ -1222,10 +1187,11 @@ def test_no_byte_outside_of_a_buffer_is_touched():
 GUARDED_WRITING = """
 import random
 import pyarrow as pa
+from ister import kernels
 from ister.format import columnar
 from ister.model import Codec
 
-if not columnar.load():
+if not kernels.load():
     raise SystemExit
 seed = 20_265
 rng = random.Random(seed)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ister.format import compiled
+from ister import kernels
 from ister.format.frame import encode_frame, scan_frames
 from ister.limits import COMPILE_AFTER_BYTES
 
@@ -17,7 +17,7 @@ FIRST = 1_000
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    if not compiled.load():
+    if not kernels.load():
         pytest.skip("numba is not installed: the extra `fast` is what is tested here")
 
 
@@ -30,7 +30,7 @@ def frames(rng: random.Random, count: int, *, size_max: int) -> bytes:
 
 def in_python(monkeypatch: pytest.MonkeyPatch, *args, **kwargs):
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "_scan", None)
+        patch.setattr(kernels, "_current", None)
         return scan_frames(*args, **kwargs)
 
 
@@ -86,18 +86,16 @@ def test_offsets_of_all_64_bits_are_scanned(monkeypatch: pytest.MonkeyPatch, fir
 def test_it_is_loaded_by_itself_after_many_bytes_and_not_before() -> None:
     """In a process of its own: a few scans load nothing, many do."""
     script = f"""
-import sys, threading
-from ister.format import compiled
+import sys
+from ister import kernels
 from ister.format.frame import encode_frame, scan_frames
 data = b"".join(encode_frame(n, bytes(1000)) for n in range(1000))
 scan_frames(data, expected_offset=0)
 assert "numba" not in sys.modules
 for _ in range({COMPILE_AFTER_BYTES} // len(data) + 1):
     scan_frames(data, expected_offset=0)
-for thread in threading.enumerate():
-    if thread.name == "scan-loader":
-        thread.join(120)
-assert compiled.is_loaded()
+assert kernels._loading is not None
+assert kernels.load()
 assert len(scan_frames(data, expected_offset=0).starts) == 1000
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=180)

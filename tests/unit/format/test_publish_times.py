@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from builders import VARINT_BOUNDARIES, a_message, bincode_body
+from ister import kernels
 from ister.format import compiled
 from ister.format.frame import encode_frame
 from ister.format.message import decode_publish_times
@@ -17,18 +18,18 @@ CODECS = pytest.mark.parametrize("codec", list(Codec))
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
-    if not compiled.load():
+    if not kernels.load():
         pytest.skip("numba is not installed: the extra `fast` is half of what is tested here")
 
 
 def both(chunk, starts, end, codec):
     """What each of the two loops says."""
     fast = compiled.publish_times(chunk, starts, end, is_varint=codec is Codec.BINCODE2)
-    kept, compiled._scan = compiled._scan, None
+    kept, kernels._current = kernels._current, None
     try:
         return fast, decode_publish_times(chunk, starts, end, codec)
     finally:
-        compiled._scan = kept
+        kernels._current = kept
 
 
 def laid_out(bodies):
