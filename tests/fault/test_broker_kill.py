@@ -109,7 +109,7 @@ def say_figures(test: str, seed: int, verdict: Verdict, started: float, **more: 
     print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 1)}))
 
 
-@pytest.mark.timeout(2700 if HEAVY else 600)
+@pytest.mark.timeout(2700 if HEAVY else 900)
 def test_kills_of_the_broker_lose_nothing_and_repeat_only_what_they_may(tmp_path, request):
     """Goal: every message at least once to every subscription, and no more than the rules allow.
 
