@@ -64,9 +64,9 @@ def commit_without_comparing_the_epoch(patch: pytest.MonkeyPatch) -> None:
 def claim_without_a_new_epoch(patch: pytest.MonkeyPatch) -> None:
     real = _Claimant.next_record
 
-    def next_record(self: _Claimant, known, sealed, *, gives_up=False):
-        record = real(self, known, sealed, gives_up=gives_up)
-        return replace(record, epoch=known.epoch) if known is not None else record
+    def next_record(self: _Claimant, view, *, gives_up=False):
+        record = real(self, view, gives_up=gives_up)
+        return replace(record, epoch=view.known.epoch) if view.known is not None else record
 
     patch.setattr(_Claimant, "next_record", next_record)
 
@@ -103,9 +103,9 @@ def descriptor_before_object(patch: pytest.MonkeyPatch) -> None:
 def tiered_is_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     real = TopicTier._upload
 
-    def upload(self: TopicTier):
+    def upload(self: TopicTier, is_crowded):
         self._wal.note_tiered(self._wal.synced)
-        return real(self)
+        return real(self, is_crowded)
 
     patch.setattr(TopicTier, "_upload", upload)
 
@@ -139,14 +139,14 @@ def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
         if self.wal.next:
             self.wal.wait(self.wal.next - 1, ister.topic.tier.AckLevel.WRITTEN)
         with self.tier._uploading:
-            return self.tier._upload()
+            return self.tier._upload(lambda: False)
 
     real = TopicTier._upload
 
-    def upload_written(self: TopicTier):
+    def upload_written(self: TopicTier, is_crowded):
         synced, self._wal.synced = self._wal.synced, self._wal.written
         try:
-            return real(self)
+            return real(self, is_crowded)
         finally:
             self._wal.synced = synced
 

@@ -77,6 +77,18 @@ def test_an_entry_ends_with_the_lease(pair, logs):
     assert a.brokers() == [a.own]
 
 
+def test_a_replaced_broker_leaves_the_entry_of_its_copy_alone(pair, logs):
+    _, b = pair
+    metadata, node = logs[1].tiers.metadata, b.own.node
+    key, process = f"/danube/cluster/brokers/{node}", f"/danube/cluster/nodes/{node}/process"
+    metadata.put(process, metadata.get(process).value.replace(b'"instance":"', b'"instance":"x'))
+    other = metadata.get(key).value.replace(b"http", b"https")
+    metadata.put(key, other)
+    b.join()
+    b.leave()
+    assert metadata.get(key).value == other
+
+
 def test_an_entry_that_was_lost_is_put_back(pair, logs):
     a, b = pair
     logs[0].tiers.metadata.delete(f"/danube/cluster/brokers/{b.own.node}")
