@@ -381,6 +381,28 @@ def test_identity_tells_a_file_from_its_copies(place):
     assert place.fs.identity(place.file("a", b"content")) != identity, "made anew"
 
 
+# -- room ---------------------------------------------------------------------------------------
+
+
+def test_allocated_bytes_are_zeros_behind_what_was_there(place):
+    file = place.fs.open(place.file("a", b"content"))
+    file.allocate(10_000)
+    assert file.size() == 10_000
+    assert file.read_at(0, 20_000) == b"content".ljust(10_000, b"\0")
+    file.allocate(100)
+    assert file.size() == 10_000, "nothing is cut"
+    file.close()
+
+
+def test_disk_usage_is_that_of_the_nearest_parent(place):
+    if hasattr(place.fs, "capacity_bytes"):
+        assert place.fs.disk_usage(place.root) is None, "without a size"
+        place.fs.capacity_bytes = 1 << 20
+    usage = place.fs.disk_usage(place.root)
+    assert 0 < usage.free_bytes <= usage.total_bytes
+    assert place.fs.disk_usage(place.path("not/there")).device == usage.device
+
+
 # -- lock ---------------------------------------------------------------------------------------
 
 

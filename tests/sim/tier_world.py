@@ -844,6 +844,7 @@ class TierWorld:
             self.idle: 3,
             self.renew: 3,
             self.trim: 2.5,
+            self.release: 1.5,
             self.note_outside: 3 if self.outsider is not None else 0,
             self.save: 4 if self.outsider is not None else 0,
             self.expire: (1 if self.outsider is None else 3) if self.expires else 0,
@@ -976,6 +977,16 @@ class TierWorld:
         topic.tier.trim()
         if topic.wal.trimmed > before and not self.is_right(process):
             # What it gave up is not in the topic any more; its files were all that was left.
+            self._check_given_up(process, topic, before)
+
+    def release(self, process: Process) -> None:
+        """The disk is low: what the bucket has goes, the active file included."""
+        topic = self.open_topic(process)
+        before = topic.wal.trimmed
+        topic.tier.release(
+            past_subscriptions=self.rng.random() < 0.5, is_enough=lambda: self.rng.random() < 0.5
+        )
+        if topic.wal.trimmed > before and not self.is_right(process):
             self._check_given_up(process, topic, before)
 
     def _check_given_up(self, process: Process, topic: Topic, before: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from broker_rig import a_broker, a_record, eventually, run
 from ister.broker.health import STATES, Check, Disk, Watch, worst
 from ister.clock import SystemClock
-from ister.config import load_config
+from ister.config import DiskConfig, load_config
 from ister.errors import UnavailableError
 from ister.limits import GIB, MIB
 from ister.metadata.base import Put
@@ -327,6 +327,23 @@ def test_room_on_the_disk(tmp_path, free, total, state):
             check = found(broker.health, "disk")
             assert check.state == state
             assert (check.hint is None) == (state == "ok")
+
+    run(scenario())
+
+
+def test_disk_below_its_watermark_stops_appends_and_says_so(tmp_path, monkeypatch):
+    async def scenario():
+        async with a_broker(tmp_path) as (broker, _, _):
+            guard = broker.health._log.disk
+            monkeypatch.setattr(guard, "_settings", DiskConfig(min_free=1 << 60, reserve=0))
+            guard.look()
+            broker.health._known = None
+            check = found(broker.health, "disk")
+            assert check.state == "bad"
+            assert check.words.startswith("appends are stopped: ")
+            assert "go on at" in check.words
+            assert "storage.disk.min_free" in check.hint
+            assert broker.health.is_ready, "consumers are served"
 
     run(scenario())
 
