@@ -37,7 +37,8 @@ class Machine:
     ) -> Log:
         """A log on this machine's disk; `wal` are settings below `storage.wal`."""
         tree = {"storage": {"mode": "local_only", **(storage or {}), "wal": {"dir": ROOT, **wal}}}
-        log = Log(load_config(tree, {}), fs=self.fs, clock=clock, scheduler=scheduler)
+        config = load_config(tree, {})
+        log = Log(config, fs=self.fs, clock=clock, scheduler=scheduler, background=False)
         self._logs.append(log)
         return log
 
@@ -229,13 +230,16 @@ class Task:
 
 
 class TurningClock(SystemClock):
-    """The machine's clock with the wall time moved by hand."""
+    """The machine's clock with time that passes by hand, as if the machine were suspended."""
 
     def __init__(self) -> None:
         self.shift_ns = 0
 
     def now_ns(self) -> int:
         return SystemClock.now_ns() + self.shift_ns
+
+    def boottime(self) -> float:
+        return SystemClock.boottime() + self.shift_ns / 1e9
 
 
 def eventually(condition: Callable[[], object], what: str = "") -> None:

@@ -215,6 +215,9 @@ class Frames:
     def __len__(self) -> int:
         return len(self.frames)
 
+    def arrived_ms(self, start: int, end: int) -> int | None:
+        return None
+
     def between(self, start: int, end: int) -> bytes:
         """The bytes of a range."""
         return b"".join(self.frames[start - self.first : end - self.first])

@@ -221,7 +221,10 @@ def _setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalRetentionConfig:
-    """`storage.wal.retention`: when local files go. Only what the bucket has ever does."""
+    """`storage.wal.retention`: when local files go.
+
+    With a bucket, only what the bucket has ever does. With `local_only` it is gone for good.
+    """
 
     check_interval_minutes: int = _setting(
         5, low=1, high=100_000, says="How often local files and objects are looked at."
@@ -230,7 +233,8 @@ class WalRetentionConfig:
         1440,
         low=0,
         is_number=True,
-        says="A rotated file that was last written to so long ago goes; null keeps it.",
+        says="A rotated file that was last written to so long ago goes; null keeps it. With "
+        "`local_only` its messages are gone then.",
     )
     size_mb: int | None = _setting(
         10240,
@@ -241,7 +245,8 @@ class WalRetentionConfig:
     active_subscription_grace_seconds: int = _setting(
         300,
         low=0,
-        says="A subscription that moved within this time keeps the files that it has yet to read.",
+        says="A subscription with a connected consumer, or that moved within this time, keeps the "
+        "files that it has yet to read.",
     )
     verify: Verify = _setting(
         Verify.CONTENT,
@@ -334,7 +339,9 @@ class UploaderConfig:
         says="An object is cut before it becomes larger; a larger message has one of its own.",
     )
     max_object_seconds: int = _setting(
-        300, low=1, says="An object is cut before a message published so much later than its first."
+        300,
+        low=1,
+        says="An object is cut before a message that arrived so much later than its first.",
     )
     finalize: Finalize = _setting(
         Finalize.DIRECT,
@@ -382,7 +389,7 @@ class CloudRetentionConfig:
         None,
         low=1,
         is_number=True,
-        says="An object whose last message is so old goes; null keeps it.",
+        says="An object whose last message arrived so long ago goes; null keeps it.",
     )
     size_mb: int | None = _setting(
         None,

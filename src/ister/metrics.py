@@ -84,6 +84,12 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("wal.tail_read_latency_ms", "histogram", "ms", "visible to read, one wait in 16"),
     Metric("wal.open_files", "gauge", "files", "writer handles open now"),
     Metric("wal.topics", "gauge", "topics", "topics open now"),
+    Metric(
+        "clock.step_seconds",
+        "gauge",
+        "seconds",
+        "how far the machine's clock was stepped, while that suspends deletion by age; else 0",
+    ),
     Metric("wal.reader.stitch_file_bytes", "counter", "bytes", "bytes read from WAL files"),
     Metric("wal.reader.stitch_cache_items", "counter", "messages", "messages read from a cache"),
     Metric("wal.reader.stitch_tier_items", "counter", "messages", "read from files or the bucket"),

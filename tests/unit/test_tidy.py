@@ -33,6 +33,7 @@ _LAYERS = {
                 "config_reference",
                 "yaml_tree",
                 "clock",
+                "clock_guard",
                 "metrics",
                 "failpoints",
                 "forks",

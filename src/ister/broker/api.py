@@ -8,6 +8,7 @@
     POST /api/topics/{ns}/{topic}/subscriptions/{s}/seek
     POST /api/topics/{ns}/{topic}/unload
     POST /api/pipeline/requests
+    POST /api/clock/confirm
 
 Owns: paths, parameters, status codes, and that a page of somebody else's cannot use a browser that
 can reach this port. Does not own: who calls (`http_guard`), what is said (`views`, `browse`).
@@ -163,6 +164,7 @@ class Api:
             f"{topic}/subscriptions/{{subscription}}/seek": self._seek,
             f"{topic}/unload": self._unload,
             "/api/pipeline/requests": self._request_job,
+            "/api/clock/confirm": self._confirm_clock,
         }.items():
             application.router.add_post(path, self._answering(handler, is_action=True))
         application.router.add_route("*", "/api/{rest:.*}", self._answering(self._nothing))
@@ -357,6 +359,18 @@ class Api:
         else:
             what = "all of it is in the bucket; this broker opens it again when somebody uses it"
         return {"done": f"{name} was unloaded: {what}"}
+
+    async def _confirm_clock(self, request: web.Request) -> dict[str, Any]:
+        self._check(Permission.MANAGE_BROKER)
+        await _body(request)
+        served = self.served
+        step = await served.views.lookers.run(served.views.topics.log.confirm_clock)
+        if step is None:
+            return {"done": "the clock was trusted already", "seconds": None}
+        return {
+            "done": "the clock is trusted: files and objects are deleted by age again",
+            "seconds": round(step.seconds),
+        }
 
     async def _request_job(self, request: web.Request) -> dict[str, Any]:
         body = await _body(request)

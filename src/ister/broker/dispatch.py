@@ -129,6 +129,9 @@ class Dispatch:
         self._flushes: set[asyncio.Task[None]] = set()
         self._retriever: AsyncReader | None = None
         self._is_closed = False
+        # Whoever consumed it when the broker before this one ended may come back.
+        self._active_at = self._loop.time()
+        self._active_cursor = self.delivery.cursor
         plan.written(stored.cursor, self._loop.time(), version=self.delivery.version)
         for consumer in stored.consumers.values():
             # It may come back: until then nobody passes over what it would take.
@@ -164,6 +167,13 @@ class Dispatch:
     def attached(self) -> list[int]:
         """The consumers with a stream."""
         return list(self._outboxes)
+
+    def is_active(self, grace_seconds: float) -> bool:
+        """Whether a consumer has a stream, had one lately, or the cursor has moved lately.
+
+        May be called by any thread.
+        """
+        return bool(self._outboxes) or self._loop.time() - self._active_at <= grace_seconds
 
     # -- consumers --------------------------------------------------------------------------
 
@@ -208,6 +218,7 @@ class Dispatch:
         if self._outboxes.get(consumer) is not outbox:
             return  # another stream of the same consumer has taken over
         del self._outboxes[consumer]
+        self._active_at = self._loop.time()
         outbox.end()
         self.delivery.detach(consumer, now=self._loop.time())
         self._forget_later(consumer)
@@ -681,6 +692,8 @@ class Dispatch:
         if self._is_closed:
             return
         plan = self._plan
+        if self.delivery.cursor != self._active_cursor:
+            self._active_cursor, self._active_at = self.delivery.cursor, now
         plan.note(self.delivery.cursor, now, version=self.delivery.version)
         if plan.is_due(now):
             if not self._flushing.locked():

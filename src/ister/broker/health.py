@@ -643,6 +643,17 @@ class BrokerHealth:
         if now_ns < _CLOCK_EARLIEST_NS:
             words = "the machine's clock is not set: messages get times of the past"
             return Check(name="clock", state="bad", words=words, hint="start NTP or chrony")
+        step = self._log.clock_step
+        if step is not None:
+            ahead = "ahead of" if step.seconds > 0 else "behind"
+            return Check(
+                name="clock",
+                state="attention",
+                words=f"the machine's clock is {_span(abs(step.seconds))} {ahead} what is "
+                f"expected: {step.reason}; nothing is deleted by age",
+                hint="set the clock right, and deletion goes on by itself; if it is right as it "
+                "is, POST /api/clock/confirm",
+            )
         if jump is not None and now - jump[0] < _CLOCK_JUMP_SHOWN_SECONDS:
             return Check(
                 name="clock",

@@ -50,6 +50,7 @@ from ister.subscription.store import (
     check_subscription_name,
 )
 from ister.tier.ownership import OwnedTopic
+from ister.topic.retention import NO_FLOOR
 from ister.topic.sequences import SequencedTopics
 from ister.topic.topic import Topic
 
@@ -87,6 +88,7 @@ class Surroundings:
         store: SubscriptionStore,
         dispatch: DispatchConfig,
         grace_seconds: float,
+        retention_grace_seconds: float,
         consumers: Consumers,
         sequenced: SequencedTopics,
         producers: dict[int, str],
@@ -99,6 +101,7 @@ class Surroundings:
         self.store = store
         self.dispatch = dispatch
         self.grace_seconds = grace_seconds
+        self.retention_grace_seconds = retention_grace_seconds
         self.consumers = consumers
         self.sequenced = sequenced
         self.producers = producers
@@ -151,6 +154,20 @@ class ServedTopic:
         self.is_closed = False
         for subscription in stored.values():
             self._begin(subscription)
+        if topic is not None:
+            topic.active_floor = self._active_floor
+
+    def _active_floor(self, *, everyone: bool) -> int:
+        """The first offset that an active subscription has yet to read; from any thread."""
+        grace = self._around.retention_grace_seconds
+        return min(
+            (
+                found.delivery.cursor
+                for found in list(self.subscriptions.values())
+                if isinstance(found, Dispatch) and (everyone or found.is_active(grace))
+            ),
+            default=NO_FLOOR,
+        )
 
     # -- what it is -------------------------------------------------------------------------
 

@@ -100,6 +100,7 @@ class Topics:
             store=self.store,
             dispatch=config.dispatch,
             grace_seconds=config.broker.consumer_grace_seconds,
+            retention_grace_seconds=config.storage.wal.retention.active_subscription_grace_seconds,
             consumers=self.consumers,
             sequenced=self.sequenced,
             producers=self.producers,

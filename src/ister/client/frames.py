@@ -48,6 +48,10 @@ class BrokerFrames:
         )
         return min(end, planned.objects[0][0]) if planned.objects else end
 
+    def arrived_ms(self, start: int, end: int) -> int | None:
+        """Always None: the owner does not tell."""
+        return None
+
     def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
         """Frames from `start` on, as many as the owner has sent at once.
 

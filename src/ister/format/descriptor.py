@@ -5,7 +5,8 @@
      "offset_index": [[1000, 0], [2000, 131072]],                         Danube's fields
      "format": "dnb1", "codec": "bincode2", "epoch": 1, "incarnation": "…", "messages": 4001,
      "publish_time_min": 1703001000000, "publish_time_max": 1703001200000,
-     "publish_time_index": [0, 1703001100000], "checksum": "crc32:0a1b2c3d"}    and ours
+     "publish_time_index": [0, 1703001100000], "checksum": "crc32:0a1b2c3d",
+     "arrival_time_max": 1703001233000}                                         and ours
 
 `end_offset` is inclusive in JSON, as Danube's is, and `end` is exclusive in code: the two are
 converted here and nowhere else. A descriptor that Danube itself wrote has its own fields alone and
@@ -18,6 +19,9 @@ left out on purpose: `latest-per-key`. Then `messages` is less than the range ha
 `publish_time_index[i]` is the highest publish time of all messages before `offset_index[i]`, so a
 search by time begins at the last entry below the wanted one. Both lists have at most
 `OBJECT_INDEX_ENTRIES_MAX` entries, which keeps a descriptor below `DESCRIPTOR_BYTES_MAX`.
+
+Publish times are what producers say. `arrival_time_max` is when the newest message arrived, by the
+clock of the node that took it; it is left out where nobody knows, and `created_at` counts instead.
 """
 
 from __future__ import annotations
@@ -79,6 +83,15 @@ class ObjectDescriptor:
     """Of the whole object, as `crc32:` and eight digits; None where another program wrote it."""
     kept: str = ""
     """Which messages are there: all of the range if empty; else some were left out on purpose."""
+    arrival_time_max: int | None = None
+    """In milliseconds since the Unix epoch."""
+
+    @property
+    def arrived_ms(self) -> int | None:
+        """When its newest message arrived, at the latest; None if nobody knows."""
+        if self.arrival_time_max is not None:
+            return self.arrival_time_max
+        return self.created_at * 1000 or None
 
     def position_before(self, offset: int) -> tuple[int, int]:
         """The last indexed frame at or before `offset`: (its offset, its position)."""
@@ -134,6 +147,8 @@ def encode_descriptor(descriptor: ObjectDescriptor) -> bytes:
     }
     if descriptor.kept:
         fields["kept"] = descriptor.kept
+    if descriptor.arrival_time_max is not None:
+        fields["arrival_time_max"] = descriptor.arrival_time_max
     data = json.dumps(fields, separators=(",", ":")).encode()
     check(len(data) <= DESCRIPTOR_BYTES_MAX, f"a descriptor of {len(data)} bytes")
     return data
@@ -175,6 +190,7 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
             publish_time_index=tuple(map(_whole, fields.get("publish_time_index") or ())),
             checksum=fields.get("checksum"),
             kept=_text(fields.get("kept", "")),
+            arrival_time_max=_optional(fields.get("arrival_time_max")),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"not a descriptor: {error!r}", path=key) from error

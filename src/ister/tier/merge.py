@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -159,9 +160,13 @@ def merge_objects(
     verify_content(store, key, described, chunk_bytes=settings.chunk_bytes)
     etag = verify_size(store, key, described.size_bytes)
     failpoints.reach("compact.after_object")
-    return describe(
+    described = describe(
         object_id, epoch=epoch, incarnation=incarnation, created_at=created_at, etag=etag
     )
+    # As old as its newest part: merging does not make messages younger for retention.
+    arrived = [one.arrived_ms for one in objects]
+    newest = max((ms for ms in arrived if ms is not None), default=None)
+    return replace(described, arrival_time_max=None if None in arrived else newest)
 
 
 def _check_inputs(

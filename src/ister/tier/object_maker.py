@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ister import failpoints
@@ -54,6 +54,10 @@ class FrameSource(Protocol):
 
     def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
         """Checked frames from `start` on, at least one, none at or after `end`."""
+        ...
+
+    def arrived_ms(self, start: int, end: int) -> int | None:
+        """When the newest message of a range arrived, at the latest; None if it is not known."""
         ...
 
     def close(self) -> None:
@@ -131,6 +135,7 @@ class ObjectMaker:
         epoch: int,
         incarnation: str,
         tag: str | None = None,
+        arrived_ms: int | None = None,
     ) -> ObjectDescriptor:
         """Streams a range into an object.
 
@@ -141,6 +146,7 @@ class ObjectMaker:
             epoch: Of the topic's owner.
             incarnation: Of the topic.
             tag: Eight random hexadecimal digits, for one that must not meet another in its name.
+            arrived_ms: When the newest message arrived; by default what the source knows.
 
         Raises:
             CorruptDataError: A frame is damaged, or the object is not what was written.
@@ -159,13 +165,16 @@ class ObjectMaker:
             summary = self._stream(source, key, start, end)
         etag = verify_size(self._store, key, summary.size_bytes)
         failpoints.reach("tier.after_complete")
-        return summary.describe(
+        described = summary.describe(
             object_id,
             epoch=epoch,
             incarnation=incarnation,
             created_at=self._clock.now_ns() // 1_000_000_000,
             etag=etag,
         )
+        if arrived_ms is None:
+            arrived_ms = source.arrived_ms(start, end)
+        return replace(described, arrival_time_max=arrived_ms)
 
     def _stream(self, source: FrameSource, key: str, start: int, end: int) -> ObjectSummary:
         settings = self._settings

@@ -44,6 +44,7 @@ def collect_orphans(
     clock: Clock,
     metrics: Metrics,
     has_jobs: Callable[[], bool] = lambda: False,
+    correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
 ) -> list[str]:
     """Removes objects of the topic that no descriptor names.
 
@@ -55,6 +56,7 @@ def collect_orphans(
         metrics: What was removed is counted there.
         has_jobs: Whether somebody may be making objects in this owner's name: what lies at or
             behind the topic's end is left alone then.
+        correct_ms: Corrects times that were recorded under a wrong clock.
 
     Returns:
         Their names.
@@ -76,14 +78,14 @@ def collect_orphans(
     removed: list[str] = []
     for info in list(store.list(prefix)):
         object_id = info.key.removeprefix(prefix)
-        if object_id in under_way or not _is_past(info, oldest):
+        if object_id in under_way or not _is_past(info, oldest, correct_ms):
             continue
         # In this order: a merge between the two questions shows in the second one.
         if (
             _is_garbage(owned, object_id)
             and object_id not in _retired(owned, now)
             and not (_is_ahead(owned, object_id) and has_jobs())
-            and _is_still_past(store, info.key, oldest)
+            and _is_still_past(store, info.key, oldest, correct_ms)
         ):
             owned.check()
             store.delete(info.key)
@@ -114,8 +116,8 @@ def _forget_retired(owned: OwnedTopic, now: int) -> None:
             owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
 
 
-def _is_past(info: ObjectInfo, oldest: float) -> bool:
-    return info.modified_at is not None and info.modified_at < oldest
+def _is_past(info: ObjectInfo, oldest: float, correct_ms: Callable[[int], int]) -> bool:
+    return info.modified_at is not None and correct_ms(int(info.modified_at * 1000)) < oldest * 1000
 
 
 def _is_ahead(owned: OwnedTopic, object_id: str) -> bool:
@@ -124,10 +126,12 @@ def _is_ahead(owned: OwnedTopic, object_id: str) -> bool:
     return name is None or name.start >= owned.tiered
 
 
-def _is_still_past(store: ObjectStore, key: str, oldest: float) -> bool:
+def _is_still_past(
+    store: ObjectStore, key: str, oldest: float, correct_ms: Callable[[int], int]
+) -> bool:
     """Whether an object is as old as the listing said: a job may have made it again meanwhile."""
     try:
-        return _is_past(store.stat(key), oldest)
+        return _is_past(store.stat(key), oldest, correct_ms)
     except NotFoundError:
         return False
 

@@ -4,16 +4,17 @@ Objects go from the oldest on, so that what is left has no hole, and the newest 
 says where the topic ends. Descriptors go first, in a transaction of the owner's, then the objects;
 a crash in between leaves objects that nobody names, which garbage collection takes.
 
-An object's age is that of its newest message or of the object itself, whichever is younger. One
-whose age is not known is kept, and with it everything behind it.
+An object's age is that of its newest message, from its arrival: what producers say about time does
+not count. One whose age is not known is kept, and with it everything behind it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ister import failpoints
+from ister.clock_guard import newest_arrivals
 from ister.errors import IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.limits import MIB
@@ -35,6 +36,7 @@ def plan_expiry(
     now_ms: int,
     time_minutes: int | None,
     size_mb: int | None,
+    correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
 ) -> list[ObjectDescriptor]:
     """The objects that have to go, oldest first; never the newest one.
 
@@ -43,6 +45,7 @@ def plan_expiry(
         now_ms: The time.
         time_minutes: Objects older than this go; None keeps them.
         size_mb: The oldest go until no more than this is left; None keeps them.
+        correct_ms: Corrects times that were recorded under a wrong clock.
     """
     if time_minutes is None and size_mb is None:
         return []
@@ -50,19 +53,21 @@ def plan_expiry(
     excess = 0
     if size_mb is not None:
         excess = sum(d.size_bytes for d in everything) - size_mb * MIB
+    arrived = newest_arrivals(
+        [None if (ms := one.arrived_ms) is None else correct_ms(ms) for one in everything], now_ms
+    )
     expired: list[ObjectDescriptor] = []
-    for described in everything[:-1]:
-        is_old = time_minutes is not None and _is_older(described, now_ms, time_minutes)
+    for described, arrived_ms in zip(everything[:-1], arrived, strict=False):
+        is_old = (
+            time_minutes is not None
+            and arrived_ms is not None
+            and now_ms - arrived_ms > time_minutes * _MINUTE_MS
+        )
         if not is_old and excess <= 0:
             break
         expired.append(described)
         excess -= described.size_bytes
     return expired
-
-
-def _is_older(described: ObjectDescriptor, now_ms: int, minutes: int) -> bool:
-    newest = max(described.publish_time_max or 0, described.created_at * 1000)
-    return newest > 0 and now_ms - newest > minutes * _MINUTE_MS
 
 
 def expire(

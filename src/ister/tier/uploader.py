@@ -52,12 +52,28 @@ class Uploader:
         settings: UploadSettings,
         clock: Clock,
         metrics: Metrics,
+        correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
         on_memory: Callable[[int], None] = lambda change: None,
         on_parts: Callable[[int], None] = lambda change: None,
         is_stopping: Callable[[], bool] = lambda: False,
         egress: EgressLimit | None = None,
     ) -> None:
+        """Uploads in the name of an owner.
+
+        Args:
+            owned: The topic.
+            store: Where objects go.
+            settings: How.
+            clock: Where time comes from.
+            metrics: What is uploaded is counted there.
+            correct_ms: Corrects times that this node has recorded under a wrong clock.
+            egress: Limits how fast bytes are sent.
+            on_memory: Told by how much the memory in use changes.
+            on_parts: Told by how much the number of parts in flight changes.
+            is_stopping: Asked between two chunks whether to give up.
+        """
         self._owned = owned
+        self._correct_ms = correct_ms
         self._settings = settings
         self._clock = clock
         self._metrics = metrics
@@ -149,7 +165,7 @@ class Uploader:
         Raises:
             As `upload`.
         """
-        descriptor = self._make_object(source, old.start, old.end)
+        descriptor = self._make_object(source, old.start, old.end, arrived_ms=old.arrived_ms)
         if not self._owned.replace(old, descriptor, revision):
             return None
         failpoints.reach("tier.after_replace")
@@ -181,7 +197,9 @@ class Uploader:
             start = upto
         return filled
 
-    def _make_object(self, source: FrameSource, start: int, end: int) -> ObjectDescriptor:
+    def _make_object(
+        self, source: FrameSource, start: int, end: int, *, arrived_ms: int | None = None
+    ) -> ObjectDescriptor:
         """Makes an object that is complete and checked, known to be under way, not committed."""
         owned = self._owned
         owned.begin(
@@ -193,6 +211,13 @@ class Uploader:
                 started_at=self._clock.now_ns() // 1_000_000_000,
             )
         )
+        if arrived_ms is None and (known_ms := source.arrived_ms(start, end)) is not None:
+            arrived_ms = self._correct_ms(known_ms)
         return self._maker.make(
-            source, start, end, epoch=owned.epoch, incarnation=owned.record.incarnation
+            source,
+            start,
+            end,
+            epoch=owned.epoch,
+            incarnation=owned.record.incarnation,
+            arrived_ms=arrived_ms,
         )

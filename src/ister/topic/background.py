@@ -3,7 +3,7 @@
     keeper   renews the lease every third of its time; holds appends back when it cannot
     tender   looks at every topic a few times a second and hands out cycles that are due
     pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
-    tidier   trims, expires and collects, one topic after the other: uploads do not wait for it
+    tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
 
 Owns: threads and when things are due. Does not own: how anything is done (`tier`).
 
@@ -39,6 +39,8 @@ _log = logging.getLogger("ister.topic.background")
 _TICK_SECONDS: Final = 0.25
 _ORPHAN_CHECK_SECONDS: Final = 3600.0
 _PROBE_AFTER_SECONDS: Final = 10.0
+_TIDY_THREADS: Final = 4
+"""Each holds one chunk of an object that it reads back."""
 
 
 class Background:
@@ -75,7 +77,7 @@ class Background:
         self._pool = ThreadPoolExecutor(storage.uploader.threads, thread_name_prefix="ister-upload")
         self._queue_lock = threading.Lock()
         self._queued_count = 0
-        self._tidier = ThreadPoolExecutor(1, thread_name_prefix="ister-retention")
+        self._tidier = ThreadPoolExecutor(_TIDY_THREADS, thread_name_prefix="ister-retention")
         self._threads = [
             threads.start("ister-lease", self._keep),
             threads.start("ister-tender", self._tend),
@@ -149,6 +151,7 @@ class Background:
                 self._hand_out(self._clock.monotonic())
 
     def _hand_out(self, now: float) -> None:
+        self._tiers.node_clock.look()
         has_retention, has_orphans = now >= self._retention_at, now >= self._orphans_at
         if has_retention:
             self._retention_at = now + self._storage.wal.retention.check_interval_minutes * 60

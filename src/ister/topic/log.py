@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 
 from ister import failpoints, forks
 from ister.clock import Clock, SystemClock
+from ister.clock_guard import ClockStep
 from ister.config import BufferFull, Config, StorageMode
 from ister.errors import (
     ClosedError,
@@ -52,7 +53,9 @@ from ister.tier.ownership import OwnedTopic
 from ister.topic.background import Background
 from ister.topic.cache import Cache
 from ister.topic.disk import RESERVE_NAME, DiskGuard
+from ister.topic.local_retention import LocalRetention
 from ister.topic.node import INSTANCES_NAME, NODE_NAME, Node
+from ister.topic.node_clock import CLOCK_NAME, NodeClock
 from ister.topic.opening import (
     finish_set_aside,
     measure_backlog,
@@ -162,6 +165,10 @@ class Log:
         forks.register(self)
         self._tiers: Tiers | None = None
         self._background: Background | None = None
+        self._node_clock = NodeClock(
+            self._clock, fs=self._fs, root=self._root, storage=config.storage
+        )
+        self._local_retention: LocalRetention | None = None
         if self._root is not None and config.storage.mode is StorageMode.WAL_CLOUD:
             try:
                 self._tiers = self._open_tiers(self._root, objects, metadata)
@@ -174,6 +181,17 @@ class Log:
                 self._background = Background(
                     self._open_topics, self._tiers, config.storage, self._clock
                 )
+        elif self._root is not None:
+            self._local_retention = LocalRetention(
+                self._open_topics,
+                wal.retention,
+                node_clock=self._node_clock,
+                clock=self._clock,
+                metrics=self.metrics,
+            )
+            # Whoever brings threads of its own has time pass by hand.
+            if background and scheduler is None:
+                self._local_retention.start()
         if self._disk is not None:
             if self._tiers is not None:
                 self._tiers.is_disk_low = self._disk.is_low
@@ -200,6 +218,7 @@ class Log:
                 metadata=metadata,
                 clock=self._clock,
                 metrics=self.metrics,
+                node_clock=self._node_clock,
             )
         except BaseException:
             metadata.close()
@@ -218,6 +237,37 @@ class Log:
     def disk(self) -> DiskGuard | None:
         """What keeps room on the disks; None for a log in memory."""
         return self._disk
+
+    @property
+    def clock_step(self) -> ClockStep | None:
+        """The step of the clock that suspends deletion by age, as of a moment ago; or None."""
+        return self._node_clock.step
+
+    def confirm_clock(self) -> ClockStep | None:
+        """Takes the machine's clock for right as it is now: deletion by age goes on.
+
+        Returns:
+            The step that had suspended it; None if nothing had.
+        """
+        self._check_open()
+        return self._node_clock.confirm()
+
+    def trim(self, name: str) -> int:
+        """Removes the local files of a topic that retention does not keep, now.
+
+        With a bucket, once it surely has them; without one, for good.
+
+        Returns:
+            How many.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            IsterError: Something is not as it should be; no file was removed from there on.
+        """
+        topic = self.topic(name)
+        if topic.tier is not None:
+            return topic.tier.trim()
+        return self._local_retention.trim(topic) if self._local_retention is not None else 0
 
     @property
     def has_files(self) -> bool:
@@ -310,7 +360,13 @@ class Log:
             names = set(self._topics)
         if self._root is not None:
             for namespace in self._fs.list_directory(self._root):
-                if namespace in (LOCK_NAME, NODE_NAME, INSTANCES_NAME, RESERVE_NAME):
+                if namespace in (
+                    LOCK_NAME,
+                    NODE_NAME,
+                    INSTANCES_NAME,
+                    RESERVE_NAME,
+                    CLOCK_NAME,
+                ):
                     continue
                 try:
                     found = self._fs.list_directory(f"{self._root}/{namespace}")
@@ -458,6 +514,7 @@ class Log:
             tiers=tiers,
             backlog_bytes=measure_backlog(directory, recovered, owned.tiered),
         )
+        topic.tier.active_floor = partial(_floor_of, topic)
         if not recovered.damage:
             # Where a log begins that has no file yet is in its checkpoint alone.
             self._save_first_checkpoint(topic, is_new=not recovered.files)
@@ -829,6 +886,8 @@ class Log:
             self._background.stop()
         if self._disk is not None:
             self._disk.stop()
+        if self._local_retention is not None:
+            self._local_retention.stop()
         topics = list(self._topics.values())
         failure: IsterError | None = None
         for topic in topics:
@@ -839,6 +898,7 @@ class Log:
         if self._tiers is not None:
             self._tiers.close()
         self._scheduler.stop()
+        self._node_clock.close()
         if self._directory_lock is not None:
             self._directory_lock.release()
         if failure is not None:
@@ -870,6 +930,10 @@ class Log:
         if disk is not None:
             self.metrics.register_gauge("disk.reserve_bytes", lambda: disk.reserve_bytes)
             self.metrics.register_gauge("disk.is_low", lambda: int(disk.is_low()))
+        self.metrics.register_gauge(
+            "clock.step_seconds",
+            lambda: round(step.seconds) if (step := self._node_clock.step) is not None else 0,
+        )
         for name, of_topic in _GAUGES.items():
             self.metrics.register_gauge(name, partial(self._sum_over_topics, of_topic))
 
@@ -907,6 +971,10 @@ _GAUGES: Final[dict[str, Callable[[Topic], int]]] = {
     "wal_reader.active_readers": lambda topic: len(topic.readers),
     "wal_reader.memory_bytes": lambda topic: sum(r.held_bytes for r in topic.readers),
 }
+
+
+def _floor_of(topic: Topic, *, everyone: bool) -> int:
+    return topic.active_floor(everyone=everyone)
 
 
 def _batches() -> ModuleType:

@@ -2,25 +2,46 @@
 
 A file goes only if all of these hold:
 
-- it is rotated, and every offset in it is tiered;
+- it is rotated, and every offset in it is tiered, where there is a bucket;
 - every subscription that is active has read it;
 - it is older than the time limit, or the topic's files take more than the size limit;
 - every file before it goes too.
 
-A file whose age is not known counts as new.
+A file's age counts from when it was last written to: from the arrival of its newest message. One
+whose age is not known counts as new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final, Protocol
 
+from ister.clock_guard import newest_arrivals
+from ister.errors import NotFoundError
 from ister.limits import MIB
+from ister.wal.log import Wal
 
-__all__ = ["LocalFile", "plan_trim"]
+__all__ = ["NO_FLOOR", "ActiveFloor", "LocalFile", "list_files", "no_floor", "plan_trim"]
 
 _MINUTE_MS = 60_000
+
+
+NO_FLOOR: Final = 1 << 64
+
+
+class ActiveFloor(Protocol):
+    """The first offset that an active subscription has yet to read; `NO_FLOOR` without one."""
+
+    def __call__(self, *, everyone: bool) -> int:
+        """Of the active subscriptions, or of all of them."""
+        ...
+
+
+def no_floor(*, everyone: bool) -> int:
+    """What holds where nobody has subscriptions."""
+    return NO_FLOOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +53,34 @@ class LocalFile:
     modified_ms: int | None
 
 
+def list_files(wal: Wal) -> list[LocalFile]:
+    """A log's files, ascending."""
+    directory = wal.directory
+    if directory is None:
+        return []
+    found: list[LocalFile] = []
+    for file in wal.files:
+        path = directory.log_path(file.seq)
+        try:
+            handle = directory.fs.open_read(path)
+        except NotFoundError:
+            # Somebody has removed it: nothing to keep.
+            found.append(LocalFile(first_offset=file.first_offset, size_bytes=0, modified_ms=0))
+            continue
+        try:
+            size = handle.size()
+        finally:
+            handle.close()
+        found.append(
+            LocalFile(
+                first_offset=file.first_offset,
+                size_bytes=size,
+                modified_ms=directory.fs.modified_ms(path),
+            )
+        )
+    return found
+
+
 def plan_trim(
     files: Sequence[LocalFile],
     *,
@@ -39,26 +88,31 @@ def plan_trim(
     now_ms: int,
     time_minutes: int | None,
     size_mb: int | None,
+    correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
 ) -> int | None:
     """The offset below which files have to go; None if none has to.
 
     Args:
         files: Ascending; the last one is the active file.
-        safe_before: Below this everything is tiered and read by every active subscription.
+        safe_before: Below this everything may go.
         now_ms: The time.
         time_minutes: Files last written to so long ago go; None keeps them.
         size_mb: The oldest go until no more than this is left; None keeps them.
+        correct_ms: Corrects times that were recorded under a wrong clock.
     """
     excess = sum(file.size_bytes for file in files)
     excess = excess - size_mb * MIB if size_mb is not None else 0
     before: int | None = None
-    for file, following in pairwise(files):
+    arrived = newest_arrivals(
+        [None if (ms := file.modified_ms) is None else correct_ms(ms) for file in files], now_ms
+    )
+    for (file, following), arrived_ms in zip(pairwise(files), arrived, strict=False):
         if following.first_offset > safe_before:
             break
         is_old = (
             time_minutes is not None
-            and file.modified_ms is not None
-            and now_ms - file.modified_ms > time_minutes * _MINUTE_MS
+            and arrived_ms is not None
+            and now_ms - arrived_ms > time_minutes * _MINUTE_MS
         )
         if not is_old and excess <= 0:
             break

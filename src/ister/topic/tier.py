@@ -53,7 +53,7 @@ from ister.tier.reader import HistoryReader
 from ister.tier.retention import expire, plan_expiry
 from ister.tier.staging import sweep_staging
 from ister.tier.verify import verify_content, verify_size
-from ister.topic.retention import LocalFile, plan_trim
+from ister.topic.retention import ActiveFloor, list_files, no_floor, plan_trim
 from ister.topic.tiers import Tiers
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
@@ -144,6 +144,8 @@ class TopicTier:
         self._pressing = threading.Lock()
         self.on_wanted: Callable[[], None] = lambda: None
         """Called when an upload should not wait for its time."""
+        self.active_floor: ActiveFloor = no_floor
+        """Where the slowest subscription is that somebody here consumes; see `Topic`."""
         owned.on_fenced = self._on_fenced
         owned.on_regained = self._on_regained
         wal.on_tier_wanted = self._on_wanted
@@ -504,30 +506,44 @@ class TopicTier:
     def trim(self) -> int:
         """Removes the local files that retention does not keep, once the bucket surely has them.
 
+        File by file: what was checked goes, although something behind it cannot be.
+
         Returns:
             How many.
 
         Raises:
-            IsterError: Something is not as it should be; nothing was removed.
+            IsterError: Something is not as it should be; no file was removed from there on.
         """
         wal, retention = self._wal, self._tiers.storage.wal.retention
         with self._trimming:
             if self._stopping.is_set():
                 return 0
+            step = self._tiers.node_clock.look()
+            floor = self._subscription_floor(everyone=step is not None)
             before = plan_trim(
-                self._local_files(),
+                list_files(wal),
                 # The catalog's end may be known before the log's own mark says so, for a moment or,
                 # where an answer was lost, until the next upload. Readers go by the mark.
-                safe_before=min(self.owned.tiered, wal.tiered or 0, self._subscription_floor()),
+                safe_before=min(self.owned.tiered, wal.tiered or 0, floor),
                 now_ms=self._clock.now_ns() // 1_000_000,
-                time_minutes=retention.time_minutes,
+                time_minutes=retention.time_minutes if step is None else None,
                 size_mb=retention.size_mb,
+                correct_ms=self._tiers.node_clock.correct_ms,
             )
             if before is None or before <= wal.trimmed:
                 return 0
+            return self._trim(before)
+
+    def _trim(self, before: int) -> int:
+        wal, removed = self._wal, 0
+        assured: set[tuple[str, int]] = set()
+        for end in [file.first_offset for file in wal.files[1:] if file.first_offset <= before]:
+            if self._stopping.is_set():
+                break
             self.check_owner()
-            self._assure(wal.trimmed, before)
-            return wal.trim(before)
+            self._assure(wal.trimmed, end, assured)
+            removed += wal.trim(end)
+        return removed
 
     def release(self, *, past_subscriptions: bool, is_enough: Callable[[], bool]) -> int:
         """Removes local files that the bucket surely has, whatever retention says; how many.
@@ -553,7 +569,9 @@ class TopicTier:
                 if before is None:
                     return count
                 if floor == -1:
-                    floor = self._subscription_floor()
+                    floor = self._subscription_floor(
+                        everyone=self._tiers.node_clock.look() is not None
+                    )
                 if floor is not None and before > floor:
                     return count
                 self.check_owner()
@@ -564,47 +582,23 @@ class TopicTier:
                     return count
         return count
 
-    def _local_files(self) -> list[LocalFile]:
-        directory = self._wal.directory
-        if directory is None:
-            return []
-        found: list[LocalFile] = []
-        for file in self._wal.files:
-            path = directory.log_path(file.seq)
-            try:
-                handle = directory.fs.open_read(path)
-            except NotFoundError:
-                # Somebody has removed it: nothing to keep.
-                found.append(LocalFile(first_offset=file.first_offset, size_bytes=0, modified_ms=0))
-                continue
-            try:
-                size = handle.size()
-            finally:
-                handle.close()
-            found.append(
-                LocalFile(
-                    first_offset=file.first_offset,
-                    size_bytes=size,
-                    modified_ms=directory.fs.modified_ms(path),
-                )
-            )
-        return found
+    def _subscription_floor(self, *, everyone: bool) -> int:
+        """The first offset that an active subscription has yet to read.
 
-    def _subscription_floor(self) -> int:
-        """The first offset that an active subscription has yet to read."""
-        retention = self._tiers.storage.wal.retention
+        Args:
+            everyone: Count every subscription: the clock does not tell which ones are active.
+        """
+        retention, correct_ms = self._tiers.storage.wal.retention, self._tiers.node_clock.correct_ms
         oldest = self._clock.now_ns() // 1_000_000 - (
             retention.active_subscription_grace_seconds * 1000
         )
-        return min(
-            (
-                found.progress.offset
-                for found in self.owned.catalog.subscriptions()
-                if found.progress.timestamp >= oldest
-                and found.progress.incarnation in ("", self.owned.record.incarnation)
-            ),
-            default=1 << 64,
-        )
+        stored = [
+            found.progress.offset
+            for found in self.owned.catalog.subscriptions()
+            if (everyone or correct_ms(found.progress.timestamp) >= oldest)
+            and found.progress.incarnation in ("", self.owned.record.incarnation)
+        ]
+        return min([self.active_floor(everyone=everyone), *stored])
 
     def assure_local(self) -> None:
         """Makes sure that the bucket holds, whole, everything that is in local files.
@@ -779,6 +773,7 @@ class TopicTier:
         with self._trimming:
             if self._stopping.is_set():
                 return 0
+            step = self._tiers.node_clock.look()
             self.owned.check()
             found = self._all_known()
             if found is None:
@@ -787,8 +782,9 @@ class TopicTier:
             planned = plan_expiry(
                 found,
                 now_ms=self._clock.now_ns() // 1_000_000,
-                time_minutes=retention.time_minutes,
+                time_minutes=retention.time_minutes if step is None else None,
                 size_mb=retention.size_mb,
+                correct_ms=self._tiers.node_clock.correct_ms,
             )
             return expire(self.owned, self._tiers.objects, planned, metrics=self._metrics)
 
@@ -815,7 +811,7 @@ class TopicTier:
         Staged rows that no batch needs are such, too.
         """
         with self._uploading:
-            if self._stopping.is_set():
+            if self._stopping.is_set() or self._tiers.node_clock.look() is not None:
                 return []
             objects = self._tiers.objects
             storage = self._tiers.storage
@@ -833,6 +829,7 @@ class TopicTier:
                     clock=self._clock,
                     metrics=self._metrics,
                     has_jobs=has_jobs,
+                    correct_ms=self._tiers.node_clock.correct_ms,
                 ),
                 *sweep_staging(self.owned, objects, grace_seconds=grace_seconds, clock=self._clock),
             ]

@@ -45,6 +45,7 @@ from ister.tier.reader import HistoryReader, ReaderSettings
 from ister.tier.rebuild import manifest_of, save_manifest
 from ister.tier.uploader import Uploader, UploadSettings
 from ister.topic.node import Node
+from ister.topic.node_clock import NodeClock
 
 __all__ = [
     "Tiers",
@@ -144,6 +145,7 @@ class Tiers:
         metadata: MetadataStore,
         clock: Clock,
         metrics: Metrics,
+        node_clock: NodeClock | None = None,
     ) -> None:
         """Joins the metadata store as `node`; the stores are closed with this.
 
@@ -155,6 +157,8 @@ class Tiers:
         self.metadata = metadata
         self.clock = clock
         self.metrics = metrics
+        self.node_clock = node_clock if node_clock is not None else NodeClock(clock)
+        """Whether this node's clock can be trusted."""
         self.membership = Membership(
             metadata,
             root_prefix=storage.metadata.root_prefix,
@@ -296,6 +300,7 @@ class Tiers:
             settings=upload_settings(self.storage.uploader),
             clock=self.clock,
             metrics=self.metrics,
+            correct_ms=self.node_clock.correct_ms,
             on_memory=self._note_memory,
             on_parts=self._note_parts,
             is_stopping=is_stopping,
@@ -324,6 +329,8 @@ class Tiers:
                     self.capabilities.leftovers,
                     extra={"store": self.objects.location},
                 )
+            if self.node_clock.look() is not None:
+                return
             # Another process may be writing: leftovers are what nobody has touched for long.
             grace = self.storage.cloud.orphan_grace_minutes * 60
             self.objects.remove_stale_parts(max(grace, _STALE_SECONDS_MIN))

@@ -51,6 +51,7 @@ from ister.topic.arguments import as_bytes, as_milliseconds, as_offset
 from ister.topic.cache import Cache
 from ister.topic.message import Message
 from ister.topic.reader import Reader, check_start
+from ister.topic.retention import ActiveFloor, no_floor
 from ister.topic.tier import Tiered, TopicTier
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
@@ -105,6 +106,10 @@ class Topic:
         self._envelope_bytes = FRAME_HEADER_SIZE + len(self._encode(0, b"", 0, b"")) + 32
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._readers_lock = threading.Lock()
+        self.active_floor: ActiveFloor = no_floor
+        """The first offset that retention keeps for subscriptions; set by whoever has them."""
+        self.opened_at = clock.boottime()
+        """In `Clock.boottime` seconds."""
         self.batching = threading.Lock()
         """Held by whoever appends a staged batch: one at a time."""
         forks.register(self)

@@ -313,8 +313,9 @@ class WalReader:
         """Where a range of whole frames from `start` on has to end to stay within limits.
 
         At least one frame, none at or after `end`; the range takes at most `bytes_max` bytes and
-        no message in it was published more than `span_ms_max` after the first one. Found by the
-        indexes; at most two blocks are read.
+        no message in it arrived more than `span_ms_max` after the first one. What arrived before
+        this process opened the log is told apart by file only. Found by the indexes; at most two
+        blocks are read.
 
         Raises:
             OffsetOutOfRangeError: `start` has been trimmed.
@@ -322,8 +323,7 @@ class WalReader:
         """
         check(start < end, "a plan is for something")
         first = self.fetch(start, end, bytes_max=_CHUNK_BYTES_MIN)
-        codec = self._wal.settings.codec
-        time_max = _publish_time(first, 0, codec) + span_ms_max
+        end = self._end_of_span(start, end, span_ms_max)
         room = bytes_max
         while True:
             file, limit = self._resolve(start)
@@ -335,19 +335,14 @@ class WalReader:
             for entry in entries:
                 if entry.offset >= limit or entry.position - begin > room:
                     break
-                if entry.publish_time_max > time_max:
-                    break
                 if entry.offset > at:
                     at, fits = entry.offset, entry.position - begin
             while at < limit:
                 batch = self.fetch(at, limit, bytes_max=self._chunk_bytes)
                 ends = [*batch.starts[1:], batch.end]
-                for number, (head, tail) in enumerate(zip(batch.starts, ends, strict=True)):
+                for head, tail in zip(batch.starts, ends, strict=True):
                     fits += tail - head
-                    is_first = at == first.first_offset
-                    if not is_first and (
-                        fits > room or _publish_time(batch, number, codec) > time_max
-                    ):
+                    if fits > room and at > first.first_offset:
                         return at
                     at += 1
                     if fits > room:
@@ -357,6 +352,43 @@ class WalReader:
             start, room = at, room - fits
             if room <= 0:
                 return at
+
+    def arrived_ms(self, start: int, end: int) -> int | None:
+        """When the newest message of a range arrived, at the latest; None if it is not known."""
+        check(start < end, "a range has messages")
+        arrivals = self._wal.writer.arrivals if self._wal.writer is not None else None
+        if arrivals is not None and (known := arrivals.of(end - 1)) is not None:
+            return known[1]
+        return self._modified_ms(self._resolve(end - 1)[0])
+
+    def _end_of_span(self, start: int, end: int, span_ms_max: int) -> int:
+        """Where a range from `start` on has to end to have arrived within a time."""
+        arrivals = self._wal.writer.arrivals if self._wal.writer is not None else None
+        if arrivals is not None and (known := arrivals.of(start)) is not None:
+            return arrivals.end_before(known[0] + span_ms_max, start=start, end=end)
+        since = self._modified_ms(self._resolve(start)[0])
+        if since is None:
+            return end
+        known_from = arrivals.start if arrivals is not None else None
+        for file in self._wal.files:
+            if file.first_offset <= start:
+                continue
+            if file.first_offset >= end or (
+                known_from is not None and file.first_offset >= known_from
+            ):
+                break
+            modified_ms = self._modified_ms(file)
+            if modified_ms is not None and modified_ms > since + span_ms_max:
+                return file.first_offset
+        if arrivals is None:
+            return end
+        return arrivals.end_before(since + span_ms_max, start=start, end=end)
+
+    def _modified_ms(self, file: WalFile) -> int | None:
+        directory = self._wal.directory
+        if directory is None:
+            return None
+        return directory.fs.modified_ms(directory.log_path(file.seq))
 
     def _position_of(self, offset: int, limit: int) -> int:
         """The byte at which a frame begins in its file."""
@@ -434,13 +466,3 @@ class WalReader:
                     return offset
                 offset += 1
         return None
-
-
-def _publish_time(batch: FrameBatch, number: int, codec: Codec) -> int:
-    """The publish time of a frame of a batch; 0 if its body does not tell."""
-    end = batch.starts[number + 1] if number + 1 < len(batch.starts) else batch.end
-    start = batch.starts[number] + FRAME_HEADER_SIZE
-    try:
-        return decode_publish_time(batch.chunk, codec, start=start, end=end)
-    except CorruptDataError:
-        return 0

@@ -28,6 +28,7 @@ from ister.errors import CapacityError, DiskError, IsterError, check
 from ister.fs.base import File
 from ister.limits import INDEX_ENTRIES_MAX, STALL_RETRY_SECONDS
 from ister.metrics import Metrics
+from ister.wal.arrivals import Arrivals
 from ister.wal.buffer import Chunk
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.index import SparseIndex
@@ -63,6 +64,7 @@ class WalWriter:
         self.synced_position = recovered.end_position
         self.index = recovered.index
         """The active file's."""
+        self.arrivals = Arrivals()
         state = recovered.state
         self.last_rotation_at: int | None = (
             state.checkpoint.last_rotation_at if state is not None else None
@@ -112,6 +114,7 @@ class WalWriter:
         failpoints.reach("wal.before_write")
         file.write_at(self.position, [chunk.data() for chunk in chunks])
         failpoints.reach("wal.after_write")
+        self.arrivals.note(chunks[0].first_offset, self._clock.now_ns() // 1_000_000)
         for chunk in chunks:
             if self.index.wants(self.position) and len(self.index.entries) < INDEX_ENTRIES_MAX:
                 self.index.add(chunk.first_offset, self.position, self._time_max)

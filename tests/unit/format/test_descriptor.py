@@ -63,6 +63,7 @@ def _descriptors(draw):
         end=draw(st.integers(start + 1, 2**64)),
         size_bytes=draw(_NUMBERS),
         etag=draw(st.none() | st.text()),
+        arrival_time_max=draw(st.none() | _NUMBERS),
         created_at=draw(_NUMBERS),
         completed=draw(st.booleans()),
         offset_index=tuple(index),
@@ -82,10 +83,19 @@ def test_descriptor_comes_back_as_it_was(descriptor):
     assert decode_descriptor(encode_descriptor(descriptor), key=_KEY) == descriptor
 
 
-def test_golden_bytes_are_these():
-    golden = (_GOLDEN / "descriptor.json").read_bytes().rstrip(b"\n")
-    assert encode_descriptor(FULL) == golden
-    assert decode_descriptor(golden, key=_KEY) == FULL
+@pytest.mark.parametrize(
+    ("name", "arrival_time_max", "arrived_ms"),
+    [
+        ("descriptor.json", None, 1_703_001_234_000),
+        ("descriptor_arrival.json", 1_703_001_233_456, 1_703_001_233_456),
+    ],
+)
+def test_golden_bytes_are_these(name, arrival_time_max, arrived_ms):
+    golden = (_GOLDEN / name).read_bytes().rstrip(b"\n")
+    described = replace(FULL, arrival_time_max=arrival_time_max)
+    assert encode_descriptor(described) == golden
+    assert decode_descriptor(golden, key=_KEY) == described
+    assert described.arrived_ms == arrived_ms
 
 
 def test_descriptor_without_an_index_leaves_the_field_out():

@@ -1,5 +1,7 @@
 """Which objects have become too old or too many, and their removal."""
 
+from dataclasses import replace
+
 import pytest
 
 from ister.errors import FencedError, UnavailableError
@@ -67,10 +69,39 @@ def test_what_goes_by_time_counts_for_the_size():
     assert planned(objects(60, 2, 1, 0), time_minutes=30, size_mb=2) == [0, 1]
 
 
-def test_age_is_that_of_the_message_or_the_object_whichever_is_younger():
-    assert planned(objects(60, 0, created_minutes=10), time_minutes=30) == []
-    assert planned(objects(10, 0, created_minutes=60), time_minutes=30) == []
-    assert planned(objects(60, 0, created_minutes=60), time_minutes=30) == [0]
+@pytest.mark.parametrize(
+    "publish_time_ms", [0, NOW_MS, 4_070_908_800_000], ids=["0", "now", "2099"]
+)
+def test_age_counts_from_arrival_whatever_producers_say(publish_time_ms):
+    def made(arrived_minutes, created_minutes=60):
+        first, last = (
+            replace(
+                found,
+                publish_time_max=publish_time_ms,
+                arrival_time_max=None
+                if arrived_minutes is None
+                else NOW_MS - arrived_minutes * MINUTE_MS,
+            )
+            for found in objects(60, 0, created_minutes=created_minutes)
+        )
+        return [first, last]
+
+    assert planned(made(10), time_minutes=30) == []
+    assert planned(made(60), time_minutes=30) == [0]
+    assert planned(made(60, created_minutes=10), time_minutes=30) == [0]
+    assert planned(made(None), time_minutes=30) == [0]
+    assert planned(made(None, created_minutes=10), time_minutes=30) == []
+
+
+def test_object_dated_in_the_future_is_as_old_as_what_follows_it():
+    assert planned(objects(-60, 60, 60), time_minutes=59) == [0, 1]
+    assert planned(objects(-60, 60, 60), time_minutes=61) == []
+    assert planned(objects(60, 60, -60), time_minutes=30) == [0, 1]
+    assert planned(objects(-60, -60, -60), time_minutes=30) == []
+
+
+def test_object_dated_by_a_clock_that_was_behind_is_as_new_as_what_precedes_it():
+    assert planned(objects(10, 10**6, 0), time_minutes=10) == []
 
 
 def test_object_of_unknown_age_is_kept_and_everything_behind_it():

@@ -74,8 +74,21 @@ def test_file_of_unknown_age_counts_as_new():
     assert planned(files(None, None, None), size=1) == 20
 
 
-def test_file_written_in_the_future_counts_as_new():
-    assert planned(files(-60, 60, 60), time=1) is None
+def test_file_written_in_the_future_is_as_old_as_what_follows_it():
+    assert planned(files(-60, 60, 60), time=61) is None
+    assert planned(files(-60, 60, 60), time=59) == 20
+    assert planned(files(-60, -60, -60), time=1) is None
+
+
+def test_file_written_under_a_clock_that_was_behind_is_as_new_as_what_precedes_it():
+    assert planned(files(5, 10**6, 0), time=5) is None
+
+
+def test_time_recorded_under_a_wrong_clock_is_corrected():
+    found = files(10**6, 0)
+    limits = {"safe_before": 1 << 60, "now_ms": NOW, "time_minutes": 1, "size_mb": None}
+    assert plan_trim(found, **limits) == 10
+    assert plan_trim(found, **limits, correct_ms=lambda time_ms: NOW) is None
 
 
 def test_no_files_are_no_plan():
@@ -83,7 +96,7 @@ def test_no_files_are_no_plan():
 
 
 @given(
-    st.lists(st.tuples(st.none() | st.integers(-5, 100), st.integers(0, 5)), max_size=8),
+    st.lists(st.tuples(st.none() | st.integers(0, 100), st.integers(0, 5)), max_size=8),
     st.integers(0, 90),
     st.none() | st.integers(0, 100),
     st.none() | st.integers(0, 20),

@@ -1,9 +1,12 @@
 """How far an upload's range goes: within bytes and time, by the index, and never over damage."""
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ister.clock import ManualClock
 from ister.errors import CorruptDataError, InvariantError, OffsetOutOfRangeError
 from ister.format.frame import encode_frame
 from ister.wal.reader import WalReader
@@ -49,10 +52,15 @@ def expected(sizes, times, start, end, *, bytes_max=EVER, span_ms_max=EVER):
 
 
 def filled(machine, sizes, times=None, **settings):
-    topic = machine.topic(**settings)
+    """A topic whose messages arrive at `times`: whole seconds, in milliseconds, ascending."""
+    clock = ManualClock(now_ms=0)
+    topic = machine.topic(clock=clock, **settings)
     for number, size in enumerate(sizes):
-        topic.append(b"x" * size, publish_time=times[number] if times else 1000)
-        if number % 10 == 9:
+        if times:
+            clock.advance(times[number] / 1000 - clock.monotonic())
+        # Whatever producers say about time.
+        topic.append(b"x" * size, publish_time=number * 7919 % 100_000_000)
+        if number % 10 == 9 or (times and times[number + 1 : number + 2] != times[number:][:1]):
             topic.flush()  # files end between writes
     topic.flush()
     return topic
@@ -82,39 +90,66 @@ def test_message_over_the_limit_is_a_range_of_its_own(machine):
     assert plan(topic, 0, 3, bytes_max=1) == 1
 
 
-def test_range_ends_before_a_message_published_too_much_later(machine):
-    times = [1000, 1300, 1299, 1301, 1302, 900, 9000]
+def test_range_ends_before_a_message_that_arrived_too_much_later(machine):
+    times = [1000, 4000, 4000, 5000, 6000, 6000, 90_000]
     topic = filled(machine, [10] * 7, times)
-    assert plan(topic, 0, 7, span_ms_max=300) == 3
-    assert plan(topic, 3, 7, span_ms_max=300) == 6
+    assert plan(topic, 0, 7, span_ms_max=3000) == 3
+    assert plan(topic, 3, 7, span_ms_max=3000) == 6
     assert plan(topic, 6, 7, span_ms_max=0) == 7
+
+
+def test_times_of_producers_cut_nothing(machine):
+    topic = filled(machine, [5] * 500)
+    assert plan(topic, 0, 500, span_ms_max=1000) == 500
+
+
+def test_what_another_process_wrote_is_told_apart_by_file(machine):
+    fs = machine.fs
+    fs.now_ms = lambda: 0
+    clock = ManualClock(now_ms=0)
+    topic = machine.topic(clock=clock, rotate_max_bytes=4096)
+    for at in (0, 1000, 9000):
+        fs.now_ms = lambda at=at: at
+        topic.append(b"x" * 5000)
+        topic.flush()
+    machine.kill()
+    topic = machine.reopened(clock=clock, rotate_max_bytes=4096)
+    clock.advance(9)
+    topic.append(b"y")
+    topic.flush()
+    assert plan(topic, 0, 4, span_ms_max=1000) == 2
+    assert plan(topic, 0, 4, span_ms_max=8999) == 2
+    assert plan(topic, 0, 4, span_ms_max=9000) == 4
+    assert plan(topic, 2, 4, span_ms_max=0) == 4
+    assert reader_of(topic).arrived_ms(0, 2) == 1000
+    assert reader_of(topic).arrived_ms(0, 4) == 9000
 
 
 @pytest.mark.parametrize("chunk_kib", [64, 256, 4096])
 def test_range_over_several_files_and_index_blocks_is_the_counted_one(machine, chunk_kib):
     sizes = [(7919 * number) % 60_000 for number in range(400)]
-    times = [1000 + number * 3 for number in range(400)]
+    times = [1000 + number // 3 * 1000 for number in range(400)]
     topic = filled(machine, sizes, times, rotate_max_bytes=3 << 20)
     assert len(topic.wal.files) >= 3
     real = frame_sizes(topic)
     for start in (0, 1, 99, 250, 399):
         for bytes_max in (1, 70_000, 300_000, 1 << 20, 5 << 20, EVER):
-            for span in (0, 10, 300, EVER):
+            for span in (0, 3000, 50_000, EVER):
                 limits = {"bytes_max": bytes_max, "span_ms_max": span}
                 found = plan(topic, start, 400, chunk_bytes=chunk_kib << 10, **limits)
                 assert found == expected(real, times, start, 400, **limits), (start, limits)
 
 
 @given(
-    shapes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 1000)), min_size=1, max_size=40),
+    shapes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3)), min_size=1, max_size=40),
     bytes_max=st.integers(1, 20_000),
-    span_ms_max=st.integers(0, 1200),
+    span_ms_max=st.integers(0, 20_000),
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_range_is_the_counted_one(shapes, bytes_max, span_ms_max, data):
     with Machine() as machine:
-        times = [time for _, time in shapes]
+        times = [1000 * time for time in accumulate(pause for _, pause in shapes)]
         topic = filled(machine, [size for size, _ in shapes], times, rotate_max_bytes=4096)
         real = frame_sizes(topic)
         start = data.draw(st.integers(0, len(shapes) - 1))

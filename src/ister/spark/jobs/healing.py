@@ -162,6 +162,10 @@ class _Patchwork:
         """All of it: the range is that of an object."""
         return end
 
+    def arrived_ms(self, start: int, end: int) -> int | None:
+        """Always None: copies do not tell."""
+        return None
+
     def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
         """The frames that follow."""
         reason = "no copy of it was found"
@@ -271,6 +275,10 @@ class _ObjectFrames:
     def plan(self, start: int, end: int, *, bytes_max: int, span_ms_max: int) -> int:
         """All of it."""
         return end
+
+    def arrived_ms(self, start: int, end: int) -> int | None:
+        """Always None: the object's descriptor tells."""
+        return None
 
     def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
         """As `HistoryReader.fetch`."""
@@ -514,7 +522,7 @@ class _Healer:
             reason = error.message
         else:
             if not reason:
-                return made
+                return made if old is None else replace(made, arrival_time_max=old.arrived_ms)
         _log.info("not a good copy", extra={"object": source.name, "reason": reason})
         self._discard(object_id)
         return None

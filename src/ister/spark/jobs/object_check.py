@@ -348,13 +348,14 @@ class ObjectChecker:
             self._store, key, described.start, described.end, chunk_bytes=self._chunk_bytes
         ):
             summary.add(batch)
-        return summary.describe(
+        right = summary.describe(
             described.object_id,
             epoch=described.epoch,
             incarnation=described.incarnation,
             created_at=described.created_at,
             etag=None,
         )
+        return replace(right, arrival_time_max=described.arrival_time_max)
 
     # -- Parquet ----------------------------------------------------------------------------
 
@@ -424,6 +425,7 @@ class ObjectChecker:
                 created_at=described.created_at,
                 etag=info.etag,
             )
+            right = replace(right, arrival_time_max=described.arrival_time_max)
             problems = _compare_archives(described, right)
         return Checked(
             bytes=info.size,

@@ -1,0 +1,104 @@
+"""Retention of a log without a bucket: its files are all there is, and the oldest of them go.
+
+Owns: one thread, and when it looks. Does not own: which files go (`ister.topic.retention`).
+
+A topic is left alone until it has been open for `active_subscription_grace_seconds`: whoever
+consumed it when the process before ended gets that time to come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ister import threads
+from ister.clock import Clock
+from ister.config import WalRetentionConfig
+from ister.errors import ClosedError, IsterError
+from ister.metrics import Metrics
+from ister.topic.node_clock import NodeClock
+from ister.topic.retention import list_files, plan_trim
+from ister.topic.topic import Topic
+
+__all__ = ["LocalRetention"]
+
+_log = logging.getLogger("ister.topic.local_retention")
+
+_TICK_SECONDS = 1.0
+
+
+class LocalRetention:
+    """See the module header. Thread-safe."""
+
+    def __init__(
+        self,
+        topics: Callable[[], list[Topic]],
+        retention: WalRetentionConfig,
+        *,
+        node_clock: NodeClock,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._topics = topics
+        self._retention = retention
+        self._node_clock = node_clock
+        self._clock = clock
+        self._metrics = metrics
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread = threads.start("ister-retention", self._run)
+
+    def stop(self) -> None:
+        """Ends the thread. May be called twice."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        interval = self._retention.check_interval_minutes * 60
+        due = self._clock.monotonic() + interval
+        while not self._stopping.wait(_TICK_SECONDS):
+            with threads.guard("ister-retention"):
+                self._node_clock.look()
+                if self._clock.monotonic() >= due:
+                    due = self._clock.monotonic() + interval
+                    self._trim_all()
+
+    def _trim_all(self) -> None:
+        grace = self._retention.active_subscription_grace_seconds
+        for topic in self._topics():
+            if self._stopping.is_set():
+                return
+            if self._clock.boottime() - topic.opened_at < grace:
+                continue
+            try:
+                self.trim(topic)
+            except ClosedError:
+                continue
+            except IsterError as error:
+                self._metrics.count("retention.errors_total")
+                _log.warning("retention", extra={"topic": topic.name, "error": str(error)})
+
+    def trim(self, topic: Topic) -> int:
+        """Removes the files of a topic that retention does not keep; how many.
+
+        Raises:
+            IsterError: A file or the checkpoint could not be changed.
+        """
+        wal, retention = topic.wal, self._retention
+        step = self._node_clock.look()
+        before = plan_trim(
+            list_files(wal),
+            safe_before=min(wal.synced, topic.active_floor(everyone=step is not None)),
+            now_ms=self._clock.now_ns() // 1_000_000,
+            time_minutes=retention.time_minutes if step is None else None,
+            size_mb=retention.size_mb,
+            correct_ms=self._node_clock.correct_ms,
+        )
+        if before is None or before <= wal.trimmed:
+            return 0
+        return wal.trim(before)

@@ -1,0 +1,156 @@
+"""Whether this node's clock can be trusted, remembered across restarts.
+
+Owns: the guard (`ister.clock_guard`) and its mark, the file `.clock` beside the directories of the
+topics. Does not own: what is suspended meanwhile.
+
+The mark is saved at the start, once a minute while somebody looks, when the answer changes, and at
+the end; atomically: a crash leaves the old or the new one. One that cannot be saved or read costs
+the comparison with the process before, and is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Final
+
+from ister.clock import Clock
+from ister.clock_guard import ClockGuard, ClockMark, ClockStep
+from ister.config import StorageConfig
+from ister.errors import IsterError, NotFoundError
+from ister.fs.base import FileSystem
+from ister.fs.local import boot_id
+from ister.limits import KIB
+
+__all__ = ["CLOCK_NAME", "NodeClock"]
+
+_log = logging.getLogger("ister.topic.node_clock")
+
+CLOCK_NAME: Final = ".clock"
+_SAVE_SECONDS: Final = 60.0
+
+
+class NodeClock:
+    """See the module header. Thread-safe."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        fs: FileSystem | None = None,
+        root: str | None = None,
+        storage: StorageConfig | None = None,
+    ) -> None:
+        """Compares the clock with the mark of the process before, if there is one.
+
+        Args:
+            clock: The clocks.
+            fs: Where the mark is.
+            root: Its directory, which this process has locked; None to keep no mark.
+            storage: Says how old things become.
+        """
+        self._clock = clock
+        self._fs = fs
+        self._path = f"{root}/{CLOCK_NAME}" if root is not None else None
+        self._root = root
+        self._lock = threading.Lock()
+        self._saved_at = -float("inf")
+        self._was_stepped = False
+        self._guard = ClockGuard(
+            clock,
+            mark=self._load(),
+            boot=boot_id() if root is not None else "",
+            longest_seconds=_longest_seconds(storage) if storage is not None else 0.0,
+        )
+        self.look()
+
+    @property
+    def step(self) -> ClockStep | None:
+        """The step that suspends deletion by age, as of the last look; None without one."""
+        return self._guard.step
+
+    def look(self) -> ClockStep | None:
+        """Compares the clocks: the step that suspends deletion by age; None without one."""
+        step = self._guard.look()
+        with self._lock:
+            has_changed = (step is not None) != self._was_stepped
+            self._was_stepped = step is not None
+            if has_changed:
+                self._tell(step)
+            if has_changed or self._clock.boottime() - self._saved_at >= _SAVE_SECONDS:
+                self._save()
+        return step
+
+    def confirm(self) -> ClockStep | None:
+        """Takes the clock for right as it is now; the step that this ends, if there was one."""
+        step = self._guard.confirm()
+        with self._lock:
+            if step is not None:
+                _log.warning("clock confirmed", extra={"seconds": round(step.seconds)})
+            self._was_stepped = False
+            self._tell(None)
+            self._save()
+        return step
+
+    def correct_ms(self, time_ms: int) -> int:
+        """A time on record; see `ClockGuard.correct`."""
+        return self._guard.correct(time_ms)
+
+    def close(self) -> None:
+        """Saves the mark for the next process. May be called twice."""
+        self.look()
+        with self._lock:
+            self._save()
+
+    def _tell(self, step: ClockStep | None) -> None:
+        if step is not None:
+            _log.error(
+                "the clock cannot be trusted; nothing is deleted by age",
+                extra={"seconds": round(step.seconds), "reason": step.reason},
+            )
+        else:
+            _log.info("the clock is trusted")
+
+    def _load(self) -> ClockMark | None:
+        if self._fs is None or self._path is None:
+            return None
+        try:
+            file = self._fs.open_read(self._path)
+            try:
+                mark = ClockMark.decode(file.read_at(0, 64 * KIB))
+            finally:
+                file.close()
+        except NotFoundError:
+            return None
+        except IsterError as error:
+            _log.warning("clock mark not read", extra={"error": str(error)})
+            return None
+        if mark is None:
+            _log.warning("clock mark is damaged", extra={"path": self._path})
+        return mark
+
+    def _save(self) -> None:
+        fs, path, root = self._fs, self._path, self._root
+        if fs is None or path is None or root is None:
+            return
+        self._saved_at = self._clock.boottime()
+        try:
+            file = fs.create(f"{path}.tmp")
+            try:
+                file.write_at(0, [self._guard.mark().encode()])
+                file.sync()
+            finally:
+                file.close()
+            fs.rename(f"{path}.tmp", path)
+            fs.sync_directory(root)
+        except IsterError as error:
+            _log.warning("clock mark not saved", extra={"error": str(error)})
+
+
+def _longest_seconds(storage: StorageConfig) -> float:
+    minutes = (
+        storage.wal.retention.time_minutes or 0,
+        storage.cloud.retention.time_minutes or 0,
+        storage.cloud.orphan_grace_minutes,
+    )
+    return max(max(minutes) * 60.0, float(storage.wal.retention.active_subscription_grace_seconds))

@@ -1,0 +1,226 @@
+"""When the wall clock is believed: steps, what explains them, restarts, recorded times."""
+
+import pytest
+
+from ister.clock import ManualClock
+from ister.clock_guard import OFF_SECONDS_MAX, STEP_SECONDS, ClockGuard, ClockMark
+
+DAY = 86_400
+DAY_MS = DAY * 1000
+FAR = [30 * DAY_MS, -30 * DAY_MS, 61_000, -61_000, 75 * 365 * DAY_MS]
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+def now_ms(clock):
+    return clock.now_ns() // 1_000_000
+
+
+def test_clock_that_runs_evenly_is_trusted(clock):
+    guard = ClockGuard(clock)
+    for seconds in (0.1, 60, 10 * DAY, 1000 * DAY):
+        clock.advance(seconds)
+        assert guard.look() is None
+
+
+def test_suspended_machine_is_no_step(clock):
+    guard = ClockGuard(clock)
+    clock.suspend(40 * DAY)
+    assert guard.look() is None
+
+
+@pytest.mark.parametrize("jump_ms", FAR)
+def test_step_lasts_until_it_is_undone(clock, jump_ms):
+    guard = ClockGuard(clock)
+    clock.advance(100)
+    clock.jump_wall(jump_ms)
+    step = guard.look()
+    assert step.seconds == pytest.approx(jump_ms / 1000)
+    assert ("ahead" if jump_ms > 0 else "back") in step.reason
+    clock.advance(3600)
+    assert guard.look() is step
+    assert guard.step is step
+    clock.jump_wall(-jump_ms)
+    assert guard.look() is None
+
+
+def test_corrections_are_no_steps_and_do_not_add_up(clock):
+    guard = ClockGuard(clock)
+    for _ in range(100):
+        clock.advance(60)
+        clock.jump_wall(int(STEP_SECONDS * 900))
+        assert guard.look() is None
+
+
+@pytest.mark.parametrize("jump_ms", FAR)
+def test_step_lasts_until_it_is_confirmed(clock, jump_ms):
+    guard = ClockGuard(clock)
+    clock.jump_wall(jump_ms)
+    step = guard.look()
+    assert guard.confirm() is step
+    assert guard.look() is None
+    assert guard.confirm() is None
+    clock.jump_wall(-jump_ms)
+    assert guard.look().seconds == pytest.approx(-jump_ms / 1000)
+
+
+def test_step_is_explained_when_everything_from_before_it_is_old_anyway(clock):
+    guard = ClockGuard(clock, longest_seconds=7 * DAY)
+    clock.jump_wall(30 * DAY_MS)
+    assert guard.look() is not None
+    clock.advance(7 * DAY - 1)
+    assert guard.look() is not None
+    clock.jump_wall(DAY_MS)  # not evenly
+    assert guard.look() is not None
+    clock.advance(7 * DAY - 1)
+    assert guard.look() is not None
+    clock.advance(2)
+    assert guard.look() is None
+
+
+def restarted(guard, clock, *, boot="one", **settings):
+    mark = ClockMark.decode(guard.mark().encode())
+    return ClockGuard(clock, mark=mark, boot=boot, **settings)
+
+
+@pytest.mark.parametrize("jump_ms", FAR)
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_step_across_a_restart_is_noticed(clock, jump_ms, is_noticed):
+    guard = ClockGuard(clock, boot="one")
+    clock.advance(100)
+    guard.look()
+    if is_noticed:
+        clock.jump_wall(jump_ms)
+        guard.look()
+    before = guard
+    clock.advance(50)
+    if not is_noticed:
+        clock.jump_wall(jump_ms)
+    guard = restarted(before, clock)
+    assert guard.step.seconds == pytest.approx(jump_ms / 1000)
+    clock.jump_wall(-jump_ms)
+    assert guard.look() is None
+
+
+def test_restart_in_the_same_boot_takes_as_long_as_it_takes(clock):
+    guard = ClockGuard(clock, boot="one")
+    clock.advance(10)
+    clock.suspend(100 * DAY)
+    assert restarted(guard, clock).step is None
+
+
+@pytest.mark.parametrize(
+    ("off_seconds", "has_step"),
+    [
+        (0, False),
+        (3600, False),
+        (OFF_SECONDS_MAX, False),
+        (OFF_SECONDS_MAX + 60, True),
+        (30 * DAY, True),
+        (-10, False),
+        (-60, True),
+        (-50 * 365 * DAY, True),
+    ],
+)
+def test_after_a_boot_the_clock_is_compared_with_the_newest_time_on_record(off_seconds, has_step):
+    clock = ManualClock()
+    clock.advance(1000)
+    guard = ClockGuard(clock, boot="one")
+    clock = ManualClock(now_ms=now_ms(clock) + int(off_seconds * 1000))
+    guard = restarted(guard, clock, boot="two")
+    assert (guard.step is not None) == has_step
+    if has_step:
+        assert "on record" in guard.step.reason
+        clock.advance(50)
+        assert guard.look() is not None
+        guard.confirm()
+    clock.advance(50)
+    assert guard.look() is None
+
+
+def test_first_start_has_nothing_to_compare_with():
+    assert ClockGuard(ManualClock(now_ms=0)).look() is None
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"nonsense", b'{"wall": "x"}', b"\xff"])
+def test_mark_that_is_none_is_told(data):
+    assert ClockMark.decode(data) is None
+
+
+# -- times that were recorded under a wrong clock ---------------------------------------------
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_time_of_a_clock_that_was_behind_counts_as_the_time_it_was_set_right(clock, restarts):
+    guard = ClockGuard(clock, boot="one")
+    clock.advance(DAY)
+    guard.look()
+    before = now_ms(clock)
+    clock.jump_wall(-30 * DAY_MS)
+    guard.look()
+    clock.advance(3600)
+    written = now_ms(clock)
+    guard.look()
+    clock.advance(60)
+    if restarts:
+        guard = restarted(guard, clock)
+    clock.jump_wall(30 * DAY_MS)
+    guard.look()
+    assert guard.correct(written) == now_ms(clock)
+    assert guard.correct(before) == before
+    clock.advance(DAY)
+    guard.look()
+    assert guard.correct(now_ms(clock)) == now_ms(clock)
+
+
+def test_time_of_a_clock_that_was_behind_is_kept_over_a_boot(clock):
+    guard = ClockGuard(clock, boot="one")
+    clock.jump_wall(-30 * DAY_MS)
+    guard.look()
+    clock.advance(100)
+    written, mark = now_ms(clock), guard.mark()
+    clock = ManualClock(now_ms=written + 30 * DAY_MS)
+    guard = ClockGuard(clock, mark=mark, boot="two")
+    assert guard.step is None
+    assert guard.correct(written) == now_ms(clock)
+
+
+def test_time_of_a_clock_that_was_ahead_is_never_taken_for_an_older_one(clock):
+    guard = ClockGuard(clock)
+    clock.jump_wall(DAY_MS)
+    guard.look()
+    clock.jump_wall(-DAY_MS)
+    guard.look()
+    clock.advance(DAY)
+    assert guard.correct(now_ms(clock)) == now_ms(clock)
+
+
+def test_confirmed_step_ahead_makes_what_was_recorded_before_it_new(clock):
+    """A machine that booted with a wrong clock, which was then set right."""
+    clock.advance(3600)
+    guard = ClockGuard(clock)
+    clock.advance(600)
+    guard.look()
+    written = now_ms(clock)
+    clock.jump_wall(50 * 365 * DAY_MS)
+    guard.look()
+    guard.confirm()
+    assert guard.correct(written) == now_ms(clock)
+    assert guard.correct(written - DAY_MS) == written - DAY_MS, "from before the boot"
+
+
+def test_several_steps_in_a_row(clock):
+    guard = ClockGuard(clock)
+    written = []
+    for jump_ms in (-DAY_MS, -DAY_MS, 5 * DAY_MS, -9 * DAY_MS):
+        clock.jump_wall(jump_ms)
+        assert guard.look() is not None
+        clock.advance(10)
+        written.append(now_ms(clock))
+    clock.jump_wall(6 * DAY_MS)
+    assert guard.look() is None
+    late = now_ms(clock)
+    assert [guard.correct(time_ms) >= late for time_ms in written] == [True] * 4
