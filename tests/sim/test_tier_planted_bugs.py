@@ -21,19 +21,23 @@ import ister.tier.uploader
 import ister.topic.log
 import ister.topic.opening
 import ister.topic.tier
+from ister.clock_guard import ClockGuard
 from ister.errors import CommitUnknownError, ConflictError, UnavailableError
+from ister.format.descriptor import ObjectDescriptor
 from ister.metadata.base import Absent
 from ister.metadata.memory import MemoryMetadata
 from ister.tier.catalog import Catalog
 from ister.tier.claim import _Claimant
+from ister.tier.membership import Membership
 from ister.tier.names import format_object_id, object_key, objects_prefix
 from ister.tier.ownership import OwnedTopic
 from ister.tier.summary import ObjectSummary
 from ister.tier.uploader import Uploader
 from ister.topic.log import Log
+from ister.topic.node_clock import NodeClock
 from ister.topic.opening import remove_directory
 from ister.topic.reader import Reader
-from ister.topic.retention import plan_trim
+from ister.topic.retention import list_files, plan_trim
 from ister.topic.tier import Tiered, TopicTier
 from ister.topic.tiers import Tiers
 from ister.topic.topic import Topic
@@ -158,7 +162,7 @@ def upload_of_what_is_not_synced(patch: pytest.MonkeyPatch) -> None:
 def trim_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     def trim(self: TopicTier) -> int:
         before = plan_trim(
-            self._local_files(),
+            list_files(self._wal),
             safe_before=self._wal.synced,
             now_ms=self._clock.now_ns() // 1_000_000,
             time_minutes=0,
@@ -170,7 +174,7 @@ def trim_before_the_commit(patch: pytest.MonkeyPatch) -> None:
 
 
 def trim_without_a_look_at_the_object(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TopicTier, "_assure", lambda self, start, end: None)
+    patch.setattr(TopicTier, "_assure", lambda self, start, end, assured=None: None)
 
 
 def trim_looks_at_the_size_alone(patch: pytest.MonkeyPatch) -> None:
@@ -192,7 +196,9 @@ def the_checkpoint_is_trusted_over_the_catalog(patch: pytest.MonkeyPatch) -> Non
 def garbage_collection_asks_nobody(patch: pytest.MonkeyPatch) -> None:
     """What the catalog does not name goes, whoever owns the topic and is about to commit it."""
 
-    def collect(owned: OwnedTopic, store, *, grace_seconds, clock, metrics, has_jobs) -> list[str]:
+    def collect(
+        owned: OwnedTopic, store, *, grace_seconds, clock, metrics, has_jobs, correct_ms
+    ) -> list[str]:
         prefix = objects_prefix(owned.catalog.keys.topic)
         oldest = clock.now_ns() / 1e9 - grace_seconds
         named = {described.object_id for described, _ in owned.catalog.descriptors()}
@@ -276,7 +282,7 @@ def object_names_without_the_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def retention_takes_from_the_middle(patch: pytest.MonkeyPatch) -> None:
-    def plan(descriptors, *, now_ms, time_minutes, size_mb):
+    def plan(descriptors, *, now_ms, time_minutes, size_mb, correct_ms):
         return list(descriptors)[1:-1]
 
     patch.setattr(ister.topic.tier, "plan_expiry", plan)
@@ -361,7 +367,52 @@ def a_successors_objects_are_taken_for_ones_own(patch: pytest.MonkeyPatch) -> No
     patch.setattr(OwnedTopic, "_resync", resync)
 
 
+# -- the clock ------------------------------------------------------------------------------
+
+
+def age_is_told_by_producers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ObjectDescriptor, "arrived_ms", property(lambda self: self.publish_time_max))
+
+
+def a_step_of_the_clock_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ClockGuard, "look", lambda self: None)
+
+
+def a_step_while_nobody_runs_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NodeClock, "_load", lambda self: None)
+
+
+def a_lease_lasts_while_the_machine_is_suspended(patch: pytest.MonkeyPatch) -> None:
+    def is_valid(self: Membership | OwnedTopic) -> bool:
+        return self.lease is not None and self._clock.monotonic() < self.lease.valid_until
+
+    patch.setattr(Membership, "is_valid", property(is_valid))
+    patch.setattr(OwnedTopic, "is_leased", property(is_valid))
+
+
+def garbage_is_old_by_a_stepped_clock(patch: pytest.MonkeyPatch) -> None:
+    """Trim and expiry look at the clock, and garbage collection does not."""
+    real = TopicTier.collect_orphans
+
+    def collect(self: TopicTier) -> list[str]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NodeClock, "look", lambda self: None)
+            return real(self)
+
+    patch.setattr(TopicTier, "collect_orphans", collect)
+
+
+def times_of_a_clock_that_was_behind_are_believed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ClockGuard, "correct", lambda self, time_ms: time_ms)
+
+
 BY_WORLDS: list[Plant] = [
+    age_is_told_by_producers,
+    a_step_of_the_clock_is_ignored,
+    a_step_while_nobody_runs_is_ignored,
+    a_lease_lasts_while_the_machine_is_suspended,
+    garbage_is_old_by_a_stepped_clock,
+    times_of_a_clock_that_was_behind_are_believed,
     commit_without_comparing_the_epoch,
     claim_without_a_new_epoch,
     descriptor_before_object,

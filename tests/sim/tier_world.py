@@ -9,6 +9,10 @@ of one node's work the other one may get its turn, with time passing, so that an
 one that was fenced. In most worlds there is a pipeline, too, which uploads and merges objects in
 the owner's name, from outside of its process (`outsider`).
 
+In half of the worlds the clock of the machines steps, by minutes to decades, and is set right again
+or confirmed; machines are suspended past their leases, and producers send any publish time. The
+bucket's own clock is right, and so is that of a machine that starts for the first time.
+
 What is checked, by looking at the stores directly after every turn (`Observer`) and by reading the
 whole topic through a chained reader after every opening (`TierWorld.check_opened`):
 
@@ -23,6 +27,7 @@ whole topic through a chained reader after every opening (`TierWorld.check_opene
 - objects may be replaced by one with the messages of all of them;
 - what a node had made durable and could not upload stays on its disk, in files set aside;
 - only bucket retention takes messages out of a topic, and only the oldest ones;
+- nothing is deleted by age, messages or garbage, that is younger, by the time since it really came;
 - a deleted topic leaves nothing behind, and nothing of it comes back;
 - when the faults are over, uploads catch up, retention works and garbage goes.
 """
@@ -33,11 +38,12 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ister import failpoints
 from ister.clock import ManualClock
+from ister.clock_guard import STEP_SECONDS
 from ister.config import Config, load_config
 from ister.errors import (
     CommitUnknownError,
@@ -108,6 +114,14 @@ _LEADING: Final = {
     "tier.after_set_aside": ("idle", "upload"),
     "wal.after_remove_file": ("trim", "upload"),
 }
+
+
+_STEPS_MS: Final = tuple(
+    1000 * seconds * sign
+    for seconds in (120, 3600, 30 * 86_400, 20 * 365 * 86_400)
+    for sign in (1, -1)
+)
+_YEAR_2099_MS: Final = 4_070_908_800_000
 
 
 # -- what is promised -----------------------------------------------------------------------
@@ -183,6 +197,8 @@ class Observer:
     described: dict[int, ObjectDescriptor] = field(default_factory=dict)
     rotten: set[str] = field(default_factory=set)
     """Objects that were lost or damaged on purpose and not yet uploaded again."""
+    check_age: Callable[[bytes], None] = lambda payload: None
+    """Raises for a payload that is too young to expire."""
     ever_tiered: dict[str, dict[int, bytes]] = field(default_factory=dict)
     """By incarnation: what has been in the bucket, whatever became of it since."""
     _verified: dict[str, bytes] = field(default_factory=dict)
@@ -296,7 +312,7 @@ class Observer:
             raise BrokenPromiseError(f"the objects at {removed} expired, and nothing expires")
         self.promises.expired = max(self.promises.expired, min(now))
         for offset in [o for o in self.promises.tiered if o < min(now)]:
-            del self.promises.tiered[offset]
+            self.check_age(self.promises.tiered.pop(offset))
 
     def _check_new(self, before: ObjectDescriptor | None, described: ObjectDescriptor) -> None:
         record = self.record
@@ -364,6 +380,18 @@ class Observer:
         return None if entry is None else entry.data
 
 
+class _RightClock:
+    """The clock of the bucket, which nobody sets."""
+
+    def __init__(self, world: TierWorld) -> None:
+        self._world = world
+        self.monotonic = world.clock.monotonic
+        self.boottime = world.clock.boottime
+
+    def now_ns(self) -> int:
+        return self._world.clock.now_ns() - self._world.wrong_ms * 1_000_000
+
+
 # -- who lives ------------------------------------------------------------------------------
 
 
@@ -417,9 +445,19 @@ class TierWorld:
         self.rng = rng = random.Random(seed)
         self.failpoint = failpoint
         self.clock = ManualClock()
+        # Of its own: worlds without steps are what they were before there were any.
+        self.clock_rng = random.Random(f"clock {seed}")
+        self.steps_clock = self.clock_rng.random() < 0.5 and failpoint is None
+        self.wrong_ms = 0
+        """How far the machines' clock is ahead."""
+        self.steps = 0
+        self.arrived: dict[bytes, float] = {}
+        """When each payload came, in boottime."""
+        self.made: dict[str, float] = {}
+        """When each object was written, likewise."""
         self.finalize = rng.choice(("direct", "direct", "copy"))
         self.store = MemoryObjectStore(
-            clock=self.clock,
+            clock=_RightClock(self),
             supports_copy=rng.random() < 0.7,
             half_written_visible=self.finalize == "copy" and rng.random() < 0.5,
         )
@@ -441,7 +479,8 @@ class TierWorld:
         self._late_since: float | None = None
         self.trace: Callable[[str], None] = lambda text: None
         self.store.before = lambda kind, key: self._operation("store", "before", kind)
-        self.store.after = lambda kind, key: self._operation("store", "after", kind)
+        self.store.after = self._after_store
+        self.seen.check_age = self._check_expired_age
         self.meta.before = lambda kind, key: self._operation("meta", "before", kind)
         self.meta.after = lambda kind, key: self._operation("meta", "after", kind)
 
@@ -495,6 +534,64 @@ class TierWorld:
         fs = MemoryFileSystem()
         fs.now_ms = lambda: self.clock.now_ns() // 1_000_000
         return fs
+
+    # -- the clock --------------------------------------------------------------------------
+
+    def step_clock(self) -> None:
+        """The clock of the machines is set: wrong, right again, or once and for all."""
+        rng = self.clock_rng
+        if self.wrong_ms and rng.random() < 0.6:
+            self.set_clock_right()
+            return
+        jump_ms = rng.choice(_STEPS_MS)
+        if self.clock.now_ns() // 1_000_000 + jump_ms < 0:
+            return  # no machine's clock is before 1970
+        self.trace(f"the clock steps by {jump_ms / 1000:.0f} s")
+        self.steps += 1
+        self.clock.jump_wall(jump_ms)
+        self.wrong_ms += jump_ms
+        if self.wrong_ms == jump_ms > 0 and rng.random() < 0.3:
+            self.trace("which is right: it was wrong before")
+            for key, entry in self.store._objects.items():
+                # The bucket's clock was not.
+                modified_at = entry.modified_at + self.wrong_ms / 1000
+                self.store._objects[key] = replace(entry, modified_at=modified_at)
+            self.wrong_ms = 0
+        self._look_at_clocks()
+
+    def set_clock_right(self) -> None:
+        """Undoes what the steps have done."""
+        if self.wrong_ms:
+            self.trace("the clock is set right")
+        self.clock.jump_wall(-self.wrong_ms)
+        self.wrong_ms = 0
+        self._look_at_clocks()
+
+    def _look_at_clocks(self) -> None:
+        """What every process does several times a second, and an operator who reads its alarms."""
+        for node in self.nodes:
+            if node.process is not None and node.process.log is not None:
+                self._look_at_clock(node.process)
+
+    def _look_at_clock(self, process: Process) -> None:
+        with self._quietly():
+            if process.log.tiers.node_clock.look() is not None and not self.wrong_ms:
+                process.log.confirm_clock()
+
+    def _check_age(self, what: str, since: float | None, limit_seconds: float) -> None:
+        age = None if since is None else self.clock.boottime() - since
+        # Smaller steps than these are corrections.
+        if age is not None and age < limit_seconds - STEP_SECONDS - 1:
+            raise BrokenPromiseError(f"{what} was deleted after {age:.0f} s")
+
+    def _check_expired_age(self, payload: bytes) -> None:
+        minutes = self.config.storage.cloud.retention.time_minutes
+        self._check_age(f"{payload[:20]!r}", self.arrived.get(payload), (minutes or 0) * 60)
+
+    def _after_store(self, kind: str, key: str) -> None:
+        if kind in ("close", "copy", "put"):
+            self.made[key] = self.clock.boottime()
+        self._operation("store", "after", kind)
 
     # -- faults -----------------------------------------------------------------------------
 
@@ -588,7 +685,10 @@ class TierWorld:
             now + seconds - self._late_since > _LATE_SECONDS_MAX or self.rng.random() < 0.5
         ):
             self.deliver_late()
-        self.clock.advance(seconds)
+        if self.steps_clock and self.clock_rng.random() < 0.5:
+            self.clock.suspend(seconds)
+        else:
+            self.clock.advance(seconds)
 
     def deliver_late(self) -> None:
         """What was under way to the metadata store lands there, or does not."""
@@ -620,6 +720,8 @@ class TierWorld:
         try:
             for _ in range(turns):
                 self.turns += 1
+                if self.steps_clock and self.clock_rng.random() < 0.1:
+                    self.step_clock()
                 if self.outsider is not None and self.rng.random() < 0.3:
                     self.outsider.turn()
                 else:
@@ -674,6 +776,9 @@ class TierWorld:
     def start(self, node: Node) -> None:
         """A process begins, and may end before it has begun."""
         self.trace(f"node {node.number}: start")
+        if node.id is None:
+            # Nothing to compare the clock with: a first start with a wrong one is not noticed.
+            self.set_clock_right()
         process = node.process = Process(node, self._make_plan())
         node.fs.before = lambda kind, path: self._operation("fs", "before", kind)
         self._arm_some(process)
@@ -724,6 +829,7 @@ class TierWorld:
             background=False,
         )
         process.node.id = process.log.tiers.membership.node
+        self._look_at_clock(process)
 
     def _make_plan(self) -> Plan:
         rng = self.rng
@@ -866,7 +972,11 @@ class TierWorld:
         for _ in range(self.rng.randrange(1, 6)):
             self.sent += 1
             payload = b"<%d>" % self.sent + bytes(self.rng.choice((0, 20, 400, 1500)))
-            offset = topic.append(payload)
+            publish_time = None
+            if self.steps_clock:
+                publish_time = self.clock_rng.choice((None, None, 0, _YEAR_2099_MS))
+            self.arrived[payload] = self.clock.boottime()
+            offset = topic.append(payload, publish_time=publish_time)
             process.current[offset] = payload
             if self.is_right(process):
                 self.seen.promises.sent.setdefault(offset, set()).add(payload)
@@ -975,6 +1085,12 @@ class TierWorld:
         topic = self.open_topic(process)
         before = topic.wal.trimmed
         topic.tier.trim()
+        retention = self.config.storage.wal.retention
+        for offset in range(before, topic.wal.trimmed if retention.size_mb is None else before):
+            payload = process.current.get(offset, b"")
+            self._check_age(
+                f"{payload[:20]!r}", self.arrived.get(payload), (retention.time_minutes or 0) * 60
+            )
         if topic.wal.trimmed > before and not self.is_right(process):
             # What it gave up is not in the topic any more; its files were all that was left.
             self._check_given_up(process, topic, before)
@@ -1005,7 +1121,10 @@ class TierWorld:
             raise
 
     def collect(self, process: Process) -> None:
-        self.open_topic(process).tier.collect_orphans()
+        topic = self.open_topic(process)
+        for object_id in topic.tier.collect_orphans():
+            made = self.made.get(object_key(NAME, object_id))
+            self._check_age(object_id, made, GRACE_MINUTES * 60)
 
     def rot(self, process: Process) -> None:
         """The bucket loses or damages an object of which there is a local copy.
@@ -1087,6 +1206,7 @@ class TierWorld:
         failpoints.disarm()
         self.fault_rate = 0.0
         self.failpoint = None
+        self.set_clock_right()
         self.deliver_late()
         if self.outsider is not None:
             self.outsider.end()

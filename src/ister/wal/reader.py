@@ -354,10 +354,14 @@ class WalReader:
                 return at
 
     def arrived_ms(self, start: int, end: int) -> int | None:
-        """When the newest message of a range arrived, at the latest; None if it is not known."""
+        """When the newest message of a range arrived, at the latest; None if it is not known.
+
+        Only the node that wrote the files knows when its clock was wrong: for others it is None.
+        """
         check(start < end, "a range has messages")
-        arrivals = self._wal.writer.arrivals if self._wal.writer is not None else None
-        if arrivals is not None and (known := arrivals.of(end - 1)) is not None:
+        if self._wal.writer is None:
+            return None
+        if (known := self._wal.writer.arrivals.of(end - 1)) is not None:
             return known[1]
         return self._modified_ms(self._resolve(end - 1)[0])
 
