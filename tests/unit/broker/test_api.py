@@ -370,6 +370,17 @@ def test_unload(tmp_path, mode):
     run(scenario())
 
 
+@pytest.mark.parametrize("mode", ["wal_cloud", "local_only", "memory"])
+def test_clock_is_confirmed(tmp_path, mode):
+    async def scenario():
+        async with an_api(tmp_path, mode=mode) as (broker, page):
+            status, done = await page.post("clock/confirm")
+            assert (status, done["seconds"]) == (200, None)
+            assert broker.topics.log.clock_step is None
+
+    run(scenario())
+
+
 def test_a_topic_of_another_broker_says_where_it_is(tmp_path):
     def settings(node):
         return {

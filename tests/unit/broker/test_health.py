@@ -360,6 +360,26 @@ def test_look_finds_disk_and_descriptors(tmp_path):
     assert gone.disk is None
 
 
+def test_step_that_suspends_deletion_is_said_until_it_is_confirmed(tmp_path):
+    async def scenario():
+        async with a_broker(tmp_path) as (broker, _, _):
+            health, log = broker.health, broker.topics.log
+            assert found(health, "clock").state == "ok"
+            guard = log.tiers.node_clock._guard
+            before = replace(guard._anchor, wall=guard._anchor.wall - 30 * 86_400)
+            guard._trust(before)
+            await asyncio.to_thread(log.tiers.node_clock.look)
+            check = found(health, "clock")
+            assert check.state == "attention"
+            assert "30 days ahead" in check.words
+            assert "nothing is deleted" in check.words
+            assert "/api/clock/confirm" in check.hint
+            assert (await asyncio.to_thread(log.confirm_clock)).seconds > 29 * 86_400
+            assert found(health, "clock").state == "ok"
+
+    run(scenario())
+
+
 def test_clock_that_was_set_is_said(tmp_path):
     async def scenario():
         async with a_broker(tmp_path) as (broker, _, _):
