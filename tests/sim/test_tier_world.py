@@ -59,14 +59,15 @@ def trim_late(
         work: What others do.
         before: Have everything below this removed, whatever was decided.
     """
-    wal = process.topic.wal
-    real = wal.trim
+    wal, tier = process.topic.wal, process.topic.tier
 
     def trim(decided: int) -> int:
+        tier.check_owner()
+        tier._assure(wal.trimmed, decided)
         work()
-        return real(decided if before is None else before)
+        return wal.trim(decided if before is None else before)
 
-    wal.trim = trim
+    tier._trim = trim
     world.pass_time(61)
     world.renew(process)
     world.trim(process)
