@@ -16,15 +16,16 @@ if _TESTS not in sys.path:
     sys.path.insert(0, _TESTS)
 
 from doc_runner.summary import summarize  # noqa: E402 - found through the path above
-from ister import failpoints  # noqa: E402
+from ister import failpoints, threads  # noqa: E402
 from rig import Machine  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """No test leaves a thread of ours running or a failpoint armed."""
+    """No test leaves a thread of ours running, its failures on record or a failpoint armed."""
     yield
     failpoints.disarm()
+    threads.forget()
     names = [thread.name for thread in threading.enumerate()]
     # The one that loads the compiled loops is the process's, whatever a test has done.
     left = [name for name in names if name.startswith("ister-") and name != "ister-kernels"]

@@ -17,13 +17,6 @@ from ister.wal.log import Wal
 WAIT_SECONDS = 60
 
 
-@pytest.fixture(autouse=True)
-def _nothing_known():
-    threads.forget()
-    yield
-    threads.forget()
-
-
 def wait_for(condition):
     """Waits for a condition; the time is for a machine that hangs."""
     clock, gave_up = SystemClock(), threading.Event()
