@@ -42,7 +42,7 @@ fault: $(STAMP) ## real kill -9, real power cuts (root), 1,000,000 mutated frame
 	    tests/fault tests/fuzz tests/sim
 
 bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
-	@for name in append replay tail recover readers upload history catalog chain spark jobs broker; do \
+	@for name in append replay tail recover topics readers upload history catalog chain spark jobs broker; do \
 	    $(BIN)/ister bench $$name --json || exit 1; done
 
 soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and threads stay flat

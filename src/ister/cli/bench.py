@@ -27,6 +27,7 @@ _BENCHES: Final = {
     "replay": "reading a cold log from its beginning",
     "tail": "from an append until a reader has the message",
     "recover": "opening a large log after a clean end and after a crash",
+    "topics": "thousands of topics: creating, opening after kill -9, idle, back after a pause",
     "readers": "memory of a hundred readers that lag behind",
     "upload": "uploading a backlog, of one topic and of a hundred, and its memory",
     "history": "reading messages back from objects",

@@ -131,11 +131,16 @@ class FileSystem(Protocol):
         """
         ...
 
-    def make_directories(self, path: str) -> None:
+    def make_directories(self, path: str, *, within: str | None = None) -> None:
         """Makes a directory and its parents where missing; all their names are durable on return.
 
         Those that exist already are synced too, as far as this process may: one that was killed
         may have made them a moment ago.
+
+        Args:
+            path: The directory.
+            within: One above it that exists and whose name is known to be durable; nothing above
+                this one is synced.
         """
         ...
 

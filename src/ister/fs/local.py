@@ -13,8 +13,8 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from ister import forks
 from ister.errors import (
@@ -37,12 +37,24 @@ _BUFFERS_MAX = 1024
 DIRECTORY_MODE = 0o750
 
 
-@contextmanager
-def _mapped(action: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise map_os_error(error, action, path) from error
+class _mapped:  # noqa: N801
+    """Turns errors of the operating system into ours; a class, because it is used for every call.
+
+    A generator would cost as much as the call.
+    """
+
+    __slots__ = ("_action", "_path")
+
+    def __init__(self, action: str, path: str) -> None:
+        self._action = action
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Nothing is done before."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise map_os_error(error, self._action, self._path) from error
 
 
 def map_os_error(
@@ -208,7 +220,7 @@ class LocalFileSystem:
         with _mapped("list", path):
             return sorted(os.listdir(path))
 
-    def make_directories(self, path: str) -> None:
+    def make_directories(self, path: str, *, within: str | None = None) -> None:
         missing: list[str] = []
         current = os.path.abspath(path)
         while not os.path.isdir(current):
@@ -220,7 +232,8 @@ class LocalFileSystem:
             if not os.path.isdir(directory):
                 raise DiskError("make directory failed", errno=errno.ENOTDIR, path=directory)
             self.sync_directory(os.path.dirname(directory))
-        while current != "/":
+        above = "/" if within is None else os.path.abspath(within)
+        while current not in (above, "/"):
             current = os.path.dirname(current)
             try:
                 self.sync_directory(current)

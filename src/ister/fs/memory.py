@@ -168,11 +168,12 @@ class MemoryFileSystem:
             self._enter("list_directory", path)
             return sorted(self._directory(path).entries)
 
-    def make_directories(self, path: str) -> None:
+    def make_directories(self, path: str, *, within: str | None = None) -> None:
         with self._lock:
             directory = self._root
             walked = ""
-            for part in _parts(path):
+            depth = len(_parts(within)) if within is not None else 0
+            for at, part in enumerate(_parts(path)):
                 found = directory.entries.get(part)
                 if found is None:
                     self._enter("make_directory", f"{walked}/{part}")
@@ -180,7 +181,8 @@ class MemoryFileSystem:
                     directory.change(_Naming(part, found))
                 if not isinstance(found, _Directory):
                     raise DiskError("make directory failed", errno=errno.ENOTDIR, path=path)
-                self.sync_directory(walked or "/")
+                if at >= depth:
+                    self.sync_directory(walked or "/")
                 directory = found
                 walked = f"{walked}/{part}"
 

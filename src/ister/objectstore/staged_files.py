@@ -211,13 +211,15 @@ class StagedFiles:
 
     def _make(self, directory: str) -> None:
         """Makes a directory whose name is durable, and so are those above it."""
-        with self._lock:
-            known = set(self._durable)
         levels: list[str] = []
-        while directory not in known and directory.startswith(f"{self._root}/"):
-            levels.append(directory)
-            directory = os.path.dirname(directory)
-        if directory not in known:
+        with self._lock:
+            while directory not in self._durable and directory.startswith(f"{self._root}/"):
+                levels.append(directory)
+                directory = os.path.dirname(directory)
+            is_durable = directory in self._durable
+        if not levels and is_durable:
+            return
+        if not is_durable:
             self._fs.make_directories(directory)
         for level in reversed(levels):
             # Also where it exists: whoever made it may have died before its name was durable.

@@ -1,7 +1,7 @@
 """What a log does on its own: renew its lease, upload, remove what retention does not keep.
 
     keeper   renews the lease every third of its time; holds appends back when it cannot
-    tender   looks at every topic a few times a second and hands out cycles that are due
+    tender   looks a few times a second at topics with something to upload, hands out what is due
     pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
     tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -41,6 +42,12 @@ _ORPHAN_CHECK_SECONDS: Final = 3600.0
 _PROBE_AFTER_SECONDS: Final = 10.0
 _TIDY_THREADS: Final = 4
 """Each holds one chunk of an object that it reads back."""
+# All topics are looked at so often: who is interrupted after a sync may not have listed its topic.
+_SWEEP_SECONDS: Final = 10.0
+# Looks at the objects of topics that were opened: so many at once, then so many a second. Opening
+# thousands must not keep their node busy with it.
+_CHECKS_AT_ONCE: Final = 32
+_CHECKS_PER_SECOND: Final = 10.0
 
 
 class Background:
@@ -69,7 +76,13 @@ class Background:
             ttl_seconds=storage.metadata.lease_ttl_seconds,
             clock=clock,
         )
-        now = clock.monotonic()
+        self._added: set[Topic] = set()
+        # Those of them that may have something to upload, or keep producers back.
+        self._listed: set[Topic] = set()
+        self._unchecked: deque[Topic] = deque()
+        self._checks = float(_CHECKS_AT_ONCE)
+        now = self._checks_at = clock.monotonic()
+        self._sweep_at = now + _SWEEP_SECONDS
         self._retention_at = now + storage.wal.retention.check_interval_minutes * 60
         self._orphans_at = now + _ORPHAN_CHECK_SECONDS
         # Not at once: a program that ends soon would leave a probe half way.
@@ -85,11 +98,41 @@ class Background:
 
     def add(self, topic: Topic) -> None:
         """A topic was opened."""
-        if topic.tier is not None:
-            topic.tier.on_wanted = self._look.set
-            if self._uploads:
-                self._tidier.submit(threads.run, "ister-check", self._check, topic)
+        tier = topic.tier
+        if tier is None:
+            return
+        self._added.add(topic)
+        tier.on_wanted = self._look.set
+        tier.on_backlog = partial(self._list, topic, tier)
+        # After that: what is synced from here on lists it, what was before is found here.
+        self._list(topic, tier)
+        if self._uploads:
+            self._unchecked.append(topic)
         self._look.set()
+
+    def remove(self, topic: Topic) -> None:
+        """A topic was closed and is not part of the log any more."""
+        self._added.discard(topic)
+        self._listed.discard(topic)
+
+    def _list(self, topic: Topic, tier: TopicTier) -> None:
+        """Has the tender look at a topic until it is idle. Called by whoever syncs: takes no lock.
+
+        Each step is one operation of a set.
+        """
+        tier.is_listed = True
+        self._listed.add(topic)
+
+    def _unlist_idle(self, topic: Topic, tier: TopicTier) -> bool:
+        """Has the tender pass over a topic that is idle; whether it is."""
+        tier.is_listed = False
+        self._listed.discard(topic)
+        # After that: what is synced before this look is seen by it, what is after it lists it.
+        if tier.is_idle:
+            return True
+        if topic in self._added:
+            self._list(topic, tier)
+        return False
 
     def stop(self) -> None:
         """Ends the threads; a cycle under way is given up between two chunks."""
@@ -158,9 +201,15 @@ class Background:
         if has_orphans:
             self._orphans_at = now + _ORPHAN_CHECK_SECONDS
         is_left = self._follows and (not self._uploads or self._pipeline.is_running())
-        for topic in self._topics():
+        self._hand_out_checks(now)
+        is_sweep = has_retention or has_orphans or now >= self._sweep_at
+        if is_sweep:
+            self._sweep_at = now + _SWEEP_SECONDS
+        for topic in list(self._added if is_sweep else self._listed):
             tier = topic.tier
-            if tier is None or (tier.is_idle and not has_retention and not has_orphans):
+            if tier is None:
+                continue
+            if self._unlist_idle(topic, tier) and not has_retention and not has_orphans:
                 continue
             tier.apply_pressure()
             if not tier.is_submitted:
@@ -173,6 +222,15 @@ class Background:
         if now >= self._probe_at:
             self._probe_at = now + _ORPHAN_CHECK_SECONDS
             self._tidier.submit(threads.run, "ister-probe", self._tiers.probe)
+
+    def _hand_out_checks(self, now: float) -> None:
+        passed = now - self._checks_at
+        self._checks = min(_CHECKS_AT_ONCE, self._checks + passed * _CHECKS_PER_SECOND)
+        self._checks_at = now
+        while self._unchecked and self._checks >= 1:
+            self._checks -= 1
+            topic = self._unchecked.popleft()
+            self._tidier.submit(threads.run, "ister-check", self._check, topic)
 
     def _hand_out_upload(self, topic: Topic, tier: TopicTier, now: float, *, is_left: bool) -> None:
         if is_left and not (self._uploads and tier.is_left_behind(now)):

@@ -52,6 +52,7 @@ from ister.tier.cursors import clip_progress
 from ister.tier.ownership import OwnedTopic
 from ister.topic.background import Background
 from ister.topic.cache import Cache
+from ister.topic.directories import TopicDirectories
 from ister.topic.disk import RESERVE_NAME, DiskGuard
 from ister.topic.local_retention import LocalRetention
 from ister.topic.node import INSTANCES_NAME, NODE_NAME, Node
@@ -137,10 +138,12 @@ class Log:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._fs: FileSystem = fs if fs is not None else LocalFileSystem()
         self._root = self._wal_root()
+        self._directories: TopicDirectories | None = None
         self._directory_lock: FileLock | None = None
         self._topics: dict[str, Topic] = {}
         self._disk: DiskGuard | None = None
         if self._root is not None:
+            self._directories = TopicDirectories(self._fs, self._root)
             self._fs.make_directories(self._root)
             self._directory_lock = self._fs.lock(f"{self._root}/{LOCK_NAME}")
             # Before the stores: on a full disk, opening SQLite's file may need the reserve.
@@ -385,19 +388,20 @@ class Log:
     ) -> Topic:
         text = str(name)
         storage = self.config.storage
-        if self._root is None:
+        directories = self._directories
+        if directories is None:
             if not create:
                 raise self._not_found(text)
             return self._make_topic(
                 text, None, Recovered(), ack or AckLevel.MEMORY, codec or storage.codec
             )
-        path = self._path_of(name)
-        is_new = not self._fs.exists(path)
+        directory = directories.of(name)
+        is_new = not self._fs.exists(directory.path)
         if is_new:
             if not create:
                 raise self._not_found(text)
-            self._refuse_twin(name)
-        directory = WalDirectory(self._fs, path)
+            directories.refuse_twin(name)
+            directories.note(name)
         try:
             recovered = recover(directory, untrusted_from=self._untrusted_from.get(text))
         except UntrustedTailError as error:
@@ -429,10 +433,16 @@ class Log:
         create: bool,
         take_over: bool,
     ) -> Topic:
-        directory = WalDirectory(self._fs, self._path_of(name))
+        directories = self._directories
+        check(directories is not None, "a log with a bucket has files")
+        if directories is None:
+            raise self._not_found(str(name))
+        directory = directories.of(name)
         finish_set_aside(directory)
-        if create and directory.is_blank():
-            self._refuse_twin(name)
+        if directory.is_blank():
+            if create:
+                directories.refuse_twin(name)
+            directories.note(name)
         try:
             owned = None
             while owned is None:
@@ -526,9 +536,6 @@ class Log:
             raise
         return topic
 
-    def _path_of(self, name: TopicName) -> str:
-        return f"{self._root}/{name.namespace}/{name.topic}"
-
     def _save_first_checkpoint(self, topic: Topic, *, is_new: bool) -> None:
         """Records what recovery found; for a new topic, its ack level and codec."""
         failpoints.reach("wal.recovery_before_checkpoint")
@@ -621,26 +628,6 @@ class Log:
                 opening = self._opening[name] = threading.Lock()
             return opening
 
-    def _refuse_twin(self, name: TopicName) -> None:
-        """Refuses a name that differs from an existing one in case alone.
-
-        The two would be one on a file system that folds case, and a copy of the directory would
-        mix them.
-        """
-        root = self._root
-        for parent, child, shown in (
-            (root, name.namespace, f"/{name.namespace}"),
-            (f"{root}/{name.namespace}", name.topic, str(name)),
-        ):
-            if parent is None or not self._fs.exists(parent):
-                continue
-            for existing in self._fs.list_directory(parent):
-                if existing != child and existing.casefold() == child.casefold():
-                    raise TopicNameError(
-                        f"{shown!r} differs from an existing name in case alone",
-                        hint=f"the existing one is {existing!r}",
-                    )
-
     def _not_found(self, name: str) -> NotFoundError:
         return NotFoundError(f"there is no topic {name}", topic=name, hint="create=True makes it")
 
@@ -701,7 +688,7 @@ class Log:
                     # First: a renewal of the lease must not put the owner key back.
                     tiers.membership.remove(tier.owned)
                     tier.owned.seal(next_offset)
-                remove_directory(self._fs, self._path_of(TopicName.parse(name)))
+                self._remove_files(TopicName.parse(name))
                 failpoints.reach("tier.after_remove_local")
             return next_offset
 
@@ -737,6 +724,8 @@ class Log:
     def _unlist(self, topic: Topic) -> None:
         """Forgets a topic that was closed."""
         self._scheduler.forget(topic.wal)
+        if self._background is not None:
+            self._background.remove(topic)
         with self._lock:
             if self._topics.get(topic.name) is topic:
                 del self._topics[topic.name]
@@ -857,8 +846,8 @@ class Log:
             tiers.delete(name, tier.owned, lambda: self._remove_files(name))
 
     def _remove_files(self, name: TopicName) -> None:
-        if self._root is not None:
-            remove_directory(self._fs, self._path_of(name))
+        if self._directories is not None:
+            remove_directory(self._fs, self._directories.of(name).path)
 
     def _is_half_deleted(self, tiers: Tiers, name: TopicName) -> bool:
         found = tiers.catalog(name).record()

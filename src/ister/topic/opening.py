@@ -205,6 +205,7 @@ def set_aside(directory: WalDirectory, reason: str) -> str:
         number += 1
     # The new directory is made first: a crash between the two names must not look like a loss.
     parent = path.rpartition("/")[0]
+    directory.begin_rename()
     WalDirectory(fs, f"{path}{_FRESH_SUFFIX}").mark()
     fs.rename(path, aside)
     fs.sync_directory(parent)
@@ -224,6 +225,7 @@ def finish_set_aside(directory: WalDirectory) -> None:
     if fs.exists(path):
         remove_directory(fs, fresh)
     else:
+        directory.begin_rename()
         WalDirectory(fs, fresh).mark()
         fs.rename(fresh, path)
         fs.sync_directory(path.rpartition("/")[0])

@@ -72,6 +72,8 @@ _JOB_GRACE_SECONDS: Final = 3600
 _FOLLOW_SECONDS: Final = 1.0
 # A pipeline may be slow to start, and slow once.
 _PATIENCE_SECONDS: Final = 60.0
+# Objects that are looked at when a topic is opened.
+_RECENT_OBJECTS: Final = 4
 # A hold on producers ends when the lag is clearly below its limit, not just under it.
 _RELIEF: Final = 0.9
 _WALKS_MAX: Final = 5
@@ -146,9 +148,14 @@ class TopicTier:
         """Called when an upload should not wait for its time."""
         self.active_floor: ActiveFloor = no_floor
         """Where the slowest subscription is that somebody here consumes; see `Topic`."""
+        self.is_listed = False
+        """Whether `background` looks at it a few times a second; kept there."""
+        self.on_backlog: Callable[[], None] = lambda: None
+        """Called when something is synced while it is not listed."""
         owned.on_fenced = self._on_fenced
         owned.on_regained = self._on_regained
         wal.on_tier_wanted = self._on_wanted
+        wal.on_synced = self._on_synced
         wal.note_tiered(min(owned.tiered, wal.synced))
 
     # -- what it is -------------------------------------------------------------------------
@@ -218,6 +225,10 @@ class TopicTier:
         self.is_wanted = True
         self.on_wanted()
 
+    def _on_synced(self) -> None:
+        if not self.is_listed:
+            self.on_backlog()
+
     def history(self) -> HistoryReader:
         """A reader of the topic's objects."""
         return self._tiers.reader(self.owned.catalog)
@@ -239,10 +250,7 @@ class TopicTier:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is in the bucket and nobody is kept back: nothing can be due.
-
-        Asked a few times a second for each topic, of which there may be thousands.
-        """
+        """Whether everything is in the bucket and nobody is kept back: nothing can be due."""
         wal = self._wal
         return wal.next == (wal.tiered or 0) and not self._is_held
 
@@ -682,7 +690,9 @@ class TopicTier:
                 source.close()
 
     def check_recent(self) -> list[str]:
-        """Looks whether the objects are there whose offsets local files still have.
+        """Looks whether the newest objects are there, where local files still have their offsets.
+
+        Only a few: whatever local files hold is looked at before retention removes them.
 
         Returns:
             The names of those that were not, and were uploaded again.
@@ -690,10 +700,18 @@ class TopicTier:
         Raises:
             IsterError: A store does not answer, or a local frame is damaged.
         """
-        wal = self._wal
+        wal, catalog, last = self._wal, self.owned.catalog, self.owned.last
+        if last is None:
+            return []
+        start = last.start
+        for _ in range(_RECENT_OBJECTS - 1):
+            before = catalog.find(start - 1) if start > wal.trimmed else None
+            if before is None:
+                break
+            start = before.start
         return [
             described.object_id
-            for described, revision in self.owned.catalog.descriptors(wal.trimmed)
+            for described, revision in catalog.descriptors(start)
             if described.start >= wal.trimmed
             and self._assure_object(described, revision, content=False)
         ]

@@ -55,9 +55,11 @@ class Checkpointer:
         ack: AckLevel,
         incarnation: str,
         synced: int,
+        stored: WalState | None,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
+        """Takes over what recovery found; `stored` is the checkpoint on disk, if there is one."""
         self._writer = writer
         self._topic = topic
         self._codec = codec
@@ -68,6 +70,7 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._saved_at = clock.monotonic()
         self._saved: DurablePoint | None = None
+        self._stored = stored
         self._is_poisoned = False
         self._is_ended = False
         self._point = self._take(synced)
@@ -103,8 +106,13 @@ class Checkpointer:
                 return
             self._saved_at = self._clock.monotonic()
             self._writer.save_index(below=point.synced)
-            self._writer.directory.save_state(self._state(point, is_poisoned=False))
-            self._saved = point
+            state = self._state(point, is_poisoned=False)
+            if state == self._stored:
+                # A topic that nobody has written since is opened without writing.
+                self._saved = point
+                return
+            self._writer.directory.save_state(state)
+            self._saved, self._stored = point, state
         self._metrics.count("wal.checkpoint_saves")
 
     def end(self) -> None:

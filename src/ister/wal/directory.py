@@ -71,9 +71,20 @@ def parse_log_name(name: str) -> int | None:
 class WalDirectory:
     """One topic's directory on a file system."""
 
-    def __init__(self, fs: FileSystem, path: str) -> None:
+    def __init__(self, fs: FileSystem, path: str, *, durable: set[str] | None = None) -> None:
+        """A directory at `path`, which need not exist.
+
+        Args:
+            fs: Where it is.
+            path: `<root>/<namespace>/<topic>`.
+            durable: Namespaces' directories whose names, and the names in them, this process has
+                synced; shared by all topics of a log, so that only the first one syncs them.
+        """
         self.fs = fs
         self.path = path
+        self._namespace = path.rpartition("/")[0]
+        self._durable = durable if durable is not None else set()
+        self._is_marked = False
 
     def log_path(self, seq: int) -> str:
         """Where the file number `seq` lies."""
@@ -90,10 +101,23 @@ class WalDirectory:
 
     def make(self) -> None:
         """Makes the directory where missing; its name is durable on return."""
-        if self.fs.exists(self.path):
+        if self._is_marked:
+            self._is_marked = False  # just made, with everything synced
+        elif self.fs.exists(self.path):
             self.sync()
         else:
-            self.fs.make_directories(self.path)
+            self._make()
+
+    def _make(self) -> None:
+        namespace = self._namespace
+        is_durable = namespace in self._durable
+        try:
+            self.fs.make_directories(self.path, within=namespace if is_durable else None)
+        except BaseException:
+            # It may have been made, and not synced: the next one that comes by syncs it.
+            self._durable.discard(namespace)
+            raise
+        self._durable.add(namespace)
 
     def is_blank(self) -> bool:
         """Whether nothing is here, not even a mark: the files were lost, or never made."""
@@ -105,16 +129,24 @@ class WalDirectory:
 
     def mark(self) -> None:
         """Makes the directory, marked so that its loss can be told; durable on return."""
-        self.fs.make_directories(self.path)
+        self._make()
         self.fs.create(f"{self.path}/{ORIGIN_NAME}").close()
         self.fs.sync_directory(self.path)
+        self._is_marked = True
 
     def sync(self) -> None:
         """Returns once the names in the directory, and its own name, are durable."""
         self.fs.sync_directory(self.path)
-        namespace = self.path.rpartition("/")[0]
-        self.fs.sync_directory(namespace)
-        self.fs.sync_directory(namespace.rpartition("/")[0])
+        namespace = self._namespace
+        if namespace not in self._durable:
+            self.fs.sync_directory(namespace)
+            self.fs.sync_directory(namespace.rpartition("/")[0])
+            self._durable.add(namespace)
+
+    def begin_rename(self) -> None:
+        """Has the next `make` sync the names above again: the directory gets another name."""
+        self._durable.discard(self._namespace)
+        self._is_marked = False
 
     def log_seqs(self) -> list[int]:
         """The numbers of the log files here, ascending."""

@@ -158,6 +158,7 @@ class Wal:
                 ack=settings.ack,
                 incarnation=settings.incarnation,
                 synced=recovered.next_offset,
+                stored=recovered.state,
                 clock=clock,
                 metrics=metrics,
             )
@@ -176,6 +177,8 @@ class Wal:
         """Called when there is no room for what frees room; whether it has made some."""
         self.may_retry: Callable[[], bool] = lambda: True
         """Whether a write that met a full disk may be tried again now."""
+        self.on_synced: Callable[[], None] = lambda: None
+        """Called after `synced` has moved; must not block."""
         self.synced_bytes_total = 0
         """Bytes synced so far by this writer: what is new for an uploader is a difference."""
         if recovered.damage:
@@ -778,6 +781,7 @@ class Wal:
             passed = self._waiters[AckLevel.SYNCED].take_passed(target)
         for waiter in passed:
             waiter.finish(None)
+        self.on_synced()
         self._metrics.observe("wal.writer_sync_latency_ms", elapsed * 1000)
 
     def _release_commit(self) -> None:
