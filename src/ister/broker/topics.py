@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ from ister.broker.policies import Policies
 from ister.broker.records import BrokerRecords, ServedRecord
 from ister.broker.served import ServedTopic, Surroundings
 from ister.broker.tasks import finish, to_the_end
+from ister.broker.topic_names import TopicNames, parse_partition
 from ister.clock import Clock
 from ister.config import Config, StorageMode
 from ister.errors import (
@@ -53,7 +53,6 @@ __all__ = ["NoNamespaceError", "Topics"]
 
 _log = logging.getLogger("ister.broker.topics")
 
-_PARTITION: Final = re.compile(r"(?P<base>.+)-part-(?P<number>0|[1-9][0-9]{0,5})")
 _PARTITIONS_MAX: Final = 1024
 _BUILT_IN_NAMESPACES: Final = ("default", "system")
 _OPEN_AT_ONCE: Final = 8
@@ -115,7 +114,7 @@ class Topics:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # Until when another broker should have a topic, and the epoch in which this one had it.
         self._moved: dict[str, tuple[float, int]] = {}
-        self._known: set[str] = set()
+        self._known = TopicNames()
         self._known_at = float("-inf")
         self._name_changes = 0
         self._changed_names: list[tuple[int, str, bool]] = []
@@ -199,9 +198,9 @@ class Topics:
             if is_implied and not self.config.broker.auto_create_topics:
                 raise
         parsed = TopicName.parse(name)
-        partition = _PARTITION.fullmatch(name)
+        partition = parse_partition(name)
         # A topic and its partitions exclude each other, so they are made one after the other.
-        async with self._lock_of(f"new {partition['base'] if partition is not None else name}"):
+        async with self._lock_of(f"new {partition[0] if partition is not None else name}"):
             await self._check_new(parsed, is_implied=is_implied)
             made = await self._open(parsed, ServedRecord(is_reliable=is_reliable), ack, codec)
         return _as_wanted(made, ack, codec)
@@ -218,14 +217,14 @@ class Topics:
             raise CapacityError(
                 f"there are {len(known)} topics", hint="broker.limits.max_topics is the limit"
             )
-        if partitions := _partitions_of(str(name), known):
+        if partitions := known.partitions_of(str(name)):
             raise AlreadyExistsError(
                 f"{name} is a partitioned topic with {len(partitions)} partitions", topic=str(name)
             )
-        partition = _PARTITION.fullmatch(str(name))
-        if partition is not None and partition["base"] in known:
+        partition = parse_partition(str(name))
+        if partition is not None and partition[0] in known:
             raise AlreadyExistsError(
-                f"{partition['base']} is a topic without partitions", topic=str(name)
+                f"{partition[0]} is a topic without partitions", topic=str(name)
             )
 
     async def _open(
@@ -373,7 +372,7 @@ class Topics:
         """The same, as they were a moment ago: for those who ask again and again."""
         return set(await self._known_names(age_max=_LISTED_SECONDS))
 
-    async def _known_names(self, age_max: float = _KNOWN_SECONDS) -> set[str]:
+    async def _known_names(self, age_max: float = _KNOWN_SECONDS) -> TopicNames:
         """The same, as they were a moment ago; what was made or deleted here is among it."""
         now = asyncio.get_running_loop().time()
         if now - self._known_at >= age_max:
@@ -384,7 +383,7 @@ class Topics:
                 if number > changed_before:
                     (listed.add if exists else listed.discard)(name)
             listed.update(self._served)
-            self._known, self._known_at = listed, now
+            self._known, self._known_at = TopicNames(listed), now
         return self._known
 
     def _note_name(self, name: str, *, exists: bool) -> None:
@@ -406,11 +405,11 @@ class Topics:
         if self.find_open(name) is not None:
             return [name]
         known = await self._known_names(age_max=_LOOK_SECONDS)
-        found = [name] if name in known else _partitions_of(name, known)
+        found = [name] if name in known else known.partitions_of(name)
         if not found and await self._in_thread(lambda: self._is_new(parsed)):
             # Another broker has just made it. Danube's client gives up where there is nothing.
             known = await self._known_names(age_max=0.0)
-            found = [name] if name in known else _partitions_of(name, known)
+            found = [name] if name in known else known.partitions_of(name)
         return found
 
     def _is_new(self, name: TopicName) -> bool:
@@ -675,15 +674,6 @@ def _as_wanted(topic: ServedTopic, ack: AckLevel | None, codec: Codec | None) ->
                     f"the topic has the {what} {has}, not {wanted}", topic=topic.name
                 )
     return topic
-
-
-def _partitions_of(name: str, known: set[str]) -> list[str]:
-    found = []
-    for one in known:
-        match = _PARTITION.fullmatch(one)
-        if match is not None and match["base"] == name:
-            found.append((int(match["number"]), one))
-    return [one for _, one in sorted(found)]
 
 
 def start_at_time(publish_time_ms: int) -> datetime:

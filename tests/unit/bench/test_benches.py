@@ -8,7 +8,7 @@ import pytest
 from ister.cli.main import main
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "met"}
-BENCHES = ("append", "replay", "tail", "recover", "readers", "catalog")
+BENCHES = ("append", "replay", "tail", "recover", "topics", "readers", "catalog")
 
 
 @pytest.mark.parametrize("name", BENCHES)

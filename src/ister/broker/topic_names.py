@@ -1,0 +1,61 @@
+"""The names of all topics that a broker knows, with the partitions of each.
+
+Making a topic asks for its partitions, and whether it is one: each look-up costs the same however
+many names there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+__all__ = ["TopicNames", "parse_partition"]
+
+_PARTITION: Final = re.compile(r"(?P<base>.+)-part-(?P<number>0|[1-9][0-9]{0,5})")
+
+
+def parse_partition(name: str) -> tuple[str, int] | None:
+    """The partitioned topic and the number of a partition; None for the name of another topic."""
+    match = _PARTITION.fullmatch(name)
+    return None if match is None else (match["base"], int(match["number"]))
+
+
+class TopicNames:
+    """A set of names; see the module header. Used on one thread."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names: set[str] = set()
+        self._partitions: dict[str, dict[int, str]] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        """Adds a name."""
+        self._names.add(name)
+        if (partition := parse_partition(name)) is not None:
+            base, number = partition
+            self._partitions.setdefault(base, {})[number] = name
+
+    def discard(self, name: str) -> None:
+        """Removes a name; one that is not there is fine."""
+        self._names.discard(name)
+        if (partition := parse_partition(name)) is not None:
+            base, number = partition
+            partitions = self._partitions.get(base, {})
+            partitions.pop(number, None)
+            if not partitions:
+                self._partitions.pop(base, None)
+
+    def partitions_of(self, base: str) -> list[str]:
+        """The partitions of a topic, in order."""
+        return [name for _, name in sorted(self._partitions.get(base, {}).items())]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
