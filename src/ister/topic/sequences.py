@@ -451,19 +451,27 @@ class SequencedTopics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._topics: dict[str, SequencedTopic] = {}
+        self._drop_at = 0
 
     def of(self, topic: Topic) -> SequencedTopic:
         """The one of a topic. A topic that was closed and opened again has another."""
         with self._lock:
             found = self._topics.get(topic.name)
             if found is None or found.topic is not topic:
-                self._topics = {
-                    name: kept
-                    for name, kept in self._topics.items()
-                    if kept.topic.state is not TopicState.CLOSED
-                }
+                self._drop_closed()
                 found = self._topics[topic.name] = SequencedTopic(topic)
             return found
+
+    def _drop_closed(self) -> None:
+        """Drops those of closed topics, once there are twice as many as were left the last time."""
+        if len(self._topics) < self._drop_at:
+            return
+        self._topics = {
+            name: kept
+            for name, kept in self._topics.items()
+            if kept.topic.state is not TopicState.CLOSED
+        }
+        self._drop_at = 2 * len(self._topics)
 
     def forget(self, name: str) -> None:
         """Drops the one of a topic that is closed or deleted. Those not told of go with time."""

@@ -12,7 +12,9 @@ from ister.errors import DiskError, TopicNameError
 from ister.fs.local import LocalFileSystem
 from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.objectstore.staged_files import StagedFiles
+from ister.topic.sequences import SequencedTopics
 from ister.topic.tier import TopicTier
+from ister.topic.topic import Topic
 from rig import ROOT, NoThreads, eventually, numbered
 from tier_rig import NAME, Site
 
@@ -299,3 +301,25 @@ def test_directory_within_one_that_is_durable_syncs_nothing_above():
     fs.before = lambda kind, path: synced.append(path) if kind == "sync_directory" else None
     fs.make_directories("/data/ns/topic", within="/data/ns")
     assert synced == ["/data/ns"]
+
+
+def test_publishing_to_a_new_topic_looks_at_no_others_each_time(site, monkeypatch):
+    log, sequenced = opened(site, mode="local_only"), SequencedTopics()
+    topics = [log.topic(f"/default/topic-{number:04d}", create=True) for number in range(MANY)]
+    looked = Counter()
+    state = Topic.state.fget
+    monkeypatch.setattr(
+        Topic, "state", property(lambda topic: looked.update([topic]) or state(topic))
+    )
+    for topic in topics:
+        sequenced.of(topic)
+    assert looked.total() <= 2 * MANY
+
+
+def test_closed_topics_do_not_pile_up_among_those_that_are_published_to(site):
+    log, sequenced = opened(site, mode="local_only"), SequencedTopics()
+    for number in range(3 * 64):
+        topic = log.topic(f"/default/topic-{number:04d}", create=True)
+        sequenced.of(topic)
+        topic.close()
+    assert len(sequenced._topics) <= 64
