@@ -153,7 +153,8 @@ class Catalog:
         pointer = self.store.get(self.keys.current)
         last = self._last(pointer)
         return Ends(
-            self.first() if last is not None else None,
+            # Nothing is before one that starts with the topic.
+            self.first() if last is not None and last.start > 0 else last,
             last,
             None if pointer is None else pointer.revision,
         )

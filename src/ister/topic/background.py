@@ -47,7 +47,7 @@ _SWEEP_SECONDS: Final = 10.0
 # Looks at the objects of topics that were opened: so many at once, then so many a second. Opening
 # thousands must not keep their node busy with it.
 _CHECKS_AT_ONCE: Final = 32
-_CHECKS_PER_SECOND: Final = 10.0
+_CHECKS_PER_SECOND: Final = 4.0
 
 
 class Background:

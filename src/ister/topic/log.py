@@ -439,15 +439,18 @@ class Log:
             raise self._not_found(str(name))
         directory = directories.of(name)
         finish_set_aside(directory)
-        if directory.is_blank():
-            if create:
-                directories.refuse_twin(name)
-            directories.note(name)
         try:
             owned = None
             while owned is None:
                 owned = self._try_claim(
-                    tiers, name, directory, ack, codec, create=create, take_over=take_over
+                    tiers,
+                    name,
+                    directory,
+                    ack,
+                    codec,
+                    directories=directories,
+                    create=create,
+                    take_over=take_over,
                 )
         except NotFoundError as error:
             if error.topic is None:
@@ -469,6 +472,7 @@ class Log:
         ack: AckLevel | None,
         codec: Codec | None,
         *,
+        directories: TopicDirectories,
         create: bool,
         take_over: bool,
     ) -> OwnedTopic | None:
@@ -477,6 +481,8 @@ class Log:
         The directory comes first: after the claim nobody could tell old files from new ones.
         """
         has_files = not directory.is_blank()
+        if create and not has_files:
+            directories.refuse_twin(name)
         view = tiers.view(name)
         is_unknown = view.record is None
         new: NewTopic | None = None
@@ -489,6 +495,7 @@ class Log:
             )
         seen = tiers.check_claim(name, view, new=new, has_files=has_files, take_over=take_over)
         if not has_files:
+            directories.note(name)
             directory.mark()
         elif not seen.is_current and not directory.is_new():
             set_aside(directory, "another node has written the topic since")

@@ -121,7 +121,10 @@ class WalDirectory:
 
     def is_blank(self) -> bool:
         """Whether nothing is here, not even a mark: the files were lost, or never made."""
-        return not self.fs.exists(self.path) or not self.fs.list_directory(self.path)
+        try:
+            return not self.fs.list_directory(self.path)
+        except NotFoundError:
+            return True
 
     def is_new(self) -> bool:
         """Whether the mark is all that is here."""

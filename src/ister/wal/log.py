@@ -429,6 +429,8 @@ class Wal:
 
     def unhold(self, name: str) -> None:
         """Ends a hold; one that does not exist is fine."""
+        if name not in self._holds:
+            return  # asked of every topic at every renewal of the lease
         with self.lock:
             if self._holds.pop(name, None) is not None:
                 self.buffer.is_refusing = self._refusal is not None or bool(self._holds)
