@@ -68,9 +68,9 @@ def commit_without_comparing_the_epoch(patch: pytest.MonkeyPatch) -> None:
 def claim_without_a_new_epoch(patch: pytest.MonkeyPatch) -> None:
     real = _Claimant.next_record
 
-    def next_record(self: _Claimant, known, sealed, *, gives_up=False):
-        record = real(self, known, sealed, gives_up=gives_up)
-        return replace(record, epoch=known.epoch) if known is not None else record
+    def next_record(self: _Claimant, view, *, gives_up=False):
+        record = real(self, view, gives_up=gives_up)
+        return replace(record, epoch=view.known.epoch) if view.known is not None else record
 
     patch.setattr(_Claimant, "next_record", next_record)
 
