@@ -179,6 +179,10 @@ class NoThreads:
     def note_open_file(self, log) -> None:
         """Nobody counts."""
 
+    def is_exposed(self) -> bool:
+        """Nobody else could do the work."""
+        return False
+
     def forget(self, log) -> None:
         """Nothing is kept."""
 

@@ -130,10 +130,19 @@ def run_to_end(thread: str, work: Callable[..., object], *arguments: object) -> 
         record(thread, error, has_ended=True)
 
 
-def start(name: str, work: Callable[..., object], *arguments: object) -> threading.Thread:
-    """Starts a daemon thread that does `work`, by `run_to_end`."""
+def start(
+    name: str, work: Callable[..., object], *arguments: object, daemon: bool = True
+) -> threading.Thread:
+    """Starts a thread that does `work`, by `run_to_end`.
+
+    Args:
+        name: The thread's name.
+        work: What it does.
+        arguments: Of `work`.
+        daemon: Whether the program ends without waiting for it.
+    """
     thread = threading.Thread(
-        target=run_to_end, args=(name, work, *arguments), name=name, daemon=True
+        target=run_to_end, args=(name, work, *arguments), name=name, daemon=daemon
     )
     thread.start()
     return thread

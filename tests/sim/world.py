@@ -53,6 +53,9 @@ class InlineSchedule:
     def note_open_file(self, log: Wal) -> None:
         """No limit here."""
 
+    def is_exposed(self) -> bool:
+        return False
+
     def forget(self, log: Wal) -> None:
         """Nothing is kept."""
 

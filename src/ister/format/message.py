@@ -387,12 +387,16 @@ def _varint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
     def compile_head(offset: int, size: int) -> None:
         nonlocal pack_head, head_constant, size_tag
         nonlocal offset_start, offset_end, size_start, size_end
+        # Nothing fits until the last line: an exception from a signal handler in between must not
+        # leave the new ranges with the old struct.
+        size_end = 0
         offset_start, offset_end, offset_tag, offset_letter = _varint_form(offset)
-        size_start, size_end, size_tag, size_letter = _varint_form(size)
+        size_start, end, size_tag, size_letter = _varint_form(size)
         head_constant = prefix + offset_tag
         pack_head = struct.Struct(
             f"<{len(head_constant)}s{offset_letter}{len(size_tag)}s{size_letter}"
         ).pack
+        size_end = end
 
     def encode(offset: int, payload: bytes, publish_time_ms: int, suffix: bytes) -> bytes:
         size = len(payload)

@@ -4,7 +4,8 @@ A ring of message bodies by offset, bounded by count and by bytes. Bodies are de
 however many readers there are, because the decoded message is kept beside its body.
 
 Owns: the ring. Does not own: visibility; a cached message may be above what readers may see.
-`append` is called with the log's lock held, `read` with it too: both are short.
+`append` is called with the log's lock held, `read` with it too: both are short. A message is put
+here before the log accepts it, so that what the log accepted is here; `mend` drops the others.
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ class Cache:
         try:
             oldest = ring[slot]
         except IndexError:
-            self._ring = ring = [None] * self._capacity
             self._messages = [None] * self._capacity
+            self._ring = ring = [None] * self._capacity
             oldest = None
-        ring[slot] = body
-        self.end = offset + 1
         if oldest is None:
             size = self.size_bytes + len(body)
         else:
-            # The ring has come round: this slot held the oldest message.
-            size = self.size_bytes + len(body) - len(oldest)
+            # The ring has come round: this slot holds the oldest message, until the next line.
             self.start += 1
+            size = self.size_bytes + len(body) - len(oldest)
+        ring[slot] = body
+        self.end = offset + 1
         self.size_bytes = size
         if size > self._bytes_max:
             self._shrink()
@@ -77,6 +78,30 @@ class Cache:
         self._ring, self._messages = [], []
         self.size_bytes = 0
         self.start = self.end = offset
+
+    def mend(self, next_offset: int) -> None:
+        """Has the cache end before `next_offset`, after a call that was cut short.
+
+        What `append` had begun is dropped, and what it had left undone is done. May be repeated.
+        """
+        old, capacity, start = self._ring, self._capacity, next_offset
+        ring: list[bytes | None] = [None] * capacity
+        size = 0
+        if old and self.end >= next_offset:
+            while start > self.start and (body := old[(start - 1) % capacity]) is not None:
+                start -= 1
+                ring[start % capacity] = body
+                size += len(body)
+        if start == next_offset:
+            self.skip_to(next_offset)
+            return
+        self._messages = [None] * capacity
+        self._ring = ring
+        self.start = start
+        self.end = next_offset
+        self.size_bytes = size
+        if size > self._bytes_max:
+            self._shrink()
 
     def _shrink(self) -> None:
         """Drops the oldest until the bound on bytes holds; the newest always stays."""

@@ -69,6 +69,7 @@ from ister.topic.tiers import Tiers, open_metadata, open_objects
 from ister.topic.topic import Topic
 from ister.tracing import span
 from ister.wal.directory import LOCK_NAME, WalDirectory
+from ister.wal.interrupts import shielded
 from ister.wal.log import Wal, WalSettings
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
 from ister.wal.repair import rewrite_log
@@ -159,6 +160,8 @@ class Log:
             threads=wal.writer_threads, clock=self._clock, open_files_max=wal.max_open_files
         )
         self._lock = threading.Lock()
+        # Held while the log is being closed.
+        self._ending = threading.Lock()
         # What a failed sync left behind, by topic: see `ister.wal.recovery`, step 7.
         self._untrusted_from: dict[str, int] = {}
         # Each lives as long as somebody opens its topic: names that are none leave nothing behind.
@@ -865,10 +868,26 @@ class Log:
     def close(self) -> None:
         """Closes every topic, ends the threads and gives the directory back. May be called twice.
 
+        A call that a signal handler's exception ends goes on in the background; the next one waits
+        for it.
+
         Raises:
             IsterError: The last messages of a topic could not be stored (the first such error);
                 everything is closed all the same.
+            InvalidRequestError: A signal handler calls it in the middle of an append.
         """
+        for topic in list(self._topics.values()):
+            topic.wal.check_outside()
+        if self._scheduler.is_exposed():
+            shielded(self._close_once, "ister-close")
+        else:
+            self._close_once()
+
+    def _close_once(self) -> None:
+        with self._ending:
+            self._close()
+
+    def _close(self) -> None:
         with self._lock:
             if self._is_closed:
                 return
@@ -902,7 +921,7 @@ class Log:
 
     def _after_fork(self, error: ClosedError) -> None:
         """Makes a forked child's copy unusable; see `ister.forks`."""
-        forks.renew(self._lock)
+        forks.renew(self._lock, self._ending)
         self._fork_error = error
         self._is_closed = True
 

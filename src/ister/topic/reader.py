@@ -13,7 +13,8 @@ exist and that nobody holds raises, with the range; nothing comes out that is no
 reached the topic's level); an end of data and an error are different answers.
 
 Used by one thread at a time, except `close`, which any thread may call and which wakes a reader
-that waits.
+that waits. A call that a signal handler's exception ends has taken no message: the reader goes back
+to where it was, and to nothing but its position.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from ister import forks
 from ister.clock import Clock
@@ -44,6 +45,7 @@ from ister.metrics import Metrics
 from ister.model import AckLevel
 from ister.tier.reader import HistoryReader, NothingLeftError
 from ister.topic.message import Message, MessageBatch
+from ister.wal.interrupts import is_held
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 from ister.wal.waiters import ThreadWaiter
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 __all__ = ["TAIL_SAMPLE", "Reader"]
 
 _log = logging.getLogger("ister.topic.reader")
+
+_T = TypeVar("_T")
 
 _BATCH_MESSAGES = 4096
 _COUNT_LOT = 256
@@ -106,7 +110,8 @@ class Reader:
         self._batch_at = 0
         self._waiter: ThreadWaiter | None = None
         self._is_closed = False
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()
+        self._is_reading = False
         self._cached_count = 0
         self._wait_count = 0
         self._damage_left_out = 0
@@ -140,17 +145,27 @@ class Reader:
         """
         deadline = None if timeout is None else self._clock.monotonic() + timeout
         bytes_max = self._chunk_bytes if max_bytes is None else max(1, max_bytes)
-        while True:
-            messages = self.poll(max_messages, bytes_max)
-            if messages or self.is_at_end:
-                return messages
-            remaining = None if deadline is None else deadline - self._clock.monotonic()
-            if remaining is not None and remaining <= 0:
-                return []
-            woken_at = self._wait_visible(remaining)
-            if woken_at is not None and (messages := self.poll(max_messages, bytes_max)):
-                self.note_tail_read(self._clock.monotonic() - woken_at)
-                return messages
+        start = self.next_offset
+        messages: Sequence[Message] = ()
+        try:
+            try:
+                while True:
+                    messages = self.poll(max_messages, bytes_max)
+                    if messages or self.is_at_end:
+                        return messages
+                    remaining = None if deadline is None else deadline - self._clock.monotonic()
+                    if remaining is not None and remaining <= 0:
+                        return []
+                    woken_at = self._wait_visible(remaining)
+                    if woken_at is not None and (messages := self.poll(max_messages, bytes_max)):
+                        self.note_tail_read(self._clock.monotonic() - woken_at)
+                        return messages
+            except BaseException as error:
+                self._settle(error, start, messages)
+                raise
+        except BaseException as error:
+            self._settle(error, start, messages)
+            raise
 
     def note_tail_read(self, seconds: float) -> None:
         """Counts how long messages were visible before this reader, which had waited, had them."""
@@ -162,12 +177,49 @@ class Reader:
         """What can be read now, without waiting for appends; empty if that is nothing."""
         if max_messages < 1:
             raise InvalidRequestError(f"a batch of {max_messages} messages")
+        return self._read(lambda: self._poll(max_messages, max_bytes))
+
+    def _read(self, read: Callable[[], _T]) -> _T:
+        """Calls `read` as the only one that reads."""
+        start = self.next_offset
+        found: _T | None = None
         try:
-            with self._reading:
+            try:
+                self._reading.acquire()
+                self._is_reading = True
+                self._check_open()
+                found = read()
+                self._is_reading = False
+                self._reading.release()
                 if self._is_closed:
-                    raise self._closed_error()
-                return self._poll(max_messages, max_bytes)
+                    self._drop_if_idle()
+                return found  # noqa: TRY300 - the call may be cut short here too
+            except BaseException as error:
+                self._settle(error, start, found)
+                raise
+        except BaseException as error:
+            self._settle(error, start, found)
+            raise
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise self._closed_error()
+
+    def _settle(self, error: BaseException, start: int, found: object) -> None:
+        """Ends a call that began at `start`, and has `found` something, if `error` cut it short."""
+        try:
+            self._wal.settle()
         finally:
+            if found or not isinstance(error, IsterError):
+                self.next_offset = start
+            if is_held(self._reading):
+                # Where they stand may be half true. A dropped file closes itself.
+                self._files = self._batch = None
+                history, self._history = self._history, None
+                if history is not None:
+                    self._damage_left_out += history.damage_left_out
+                self._is_reading = False
+                self._reading.release()
             if self._is_closed:
                 self._drop_if_idle()
 
@@ -188,9 +240,14 @@ class Reader:
             end = min(end, self._end)
         if start >= end or self._batch is not None:
             return []
-        messages = self._from_cache(start, end, max_bytes)
-        self.next_offset = start + len(messages)
-        return messages
+        messages: Sequence[Message] = ()
+        try:
+            messages = self._from_cache(start, end, max_bytes)
+            self.next_offset = start + len(messages)
+            return messages  # noqa: TRY300 - as in `_read`
+        except BaseException as error:
+            self._settle(error, start, messages)
+            raise
 
     def next_frames(self, max_bytes: int | None = None) -> FrameBatch | None:
         """The next frames as they are stored, at least one, without waiting for appends.
@@ -205,14 +262,8 @@ class Reader:
         Raises:
             As `next_batch`.
         """
-        try:
-            with self._reading:
-                if self._is_closed:
-                    raise self._closed_error()
-                return self._next_frames(self._chunk_bytes if max_bytes is None else max_bytes)
-        finally:
-            if self._is_closed:
-                self._drop_if_idle()
+        bytes_max = self._chunk_bytes if max_bytes is None else max_bytes
+        return self._read(lambda: self._next_frames(bytes_max))
 
     def _next_frames(self, max_bytes: int) -> FrameBatch | None:
         start, end = self.next_offset, self._wal.visible
@@ -233,6 +284,7 @@ class Reader:
     def _frames_from_cache(self, start: int, end: int, max_bytes: int) -> FrameBatch | None:
         """Frames made of the cached bodies; for logs that never had any."""
         with self._wal.lock:
+            self._wal.mend()
             bodies = self._cache.bodies(start, end, bytes_max=max_bytes)
         if not bodies:
             return self._frames_from_tiers(start, max_bytes)  # raises: it has left the memory
@@ -335,7 +387,10 @@ class Reader:
         cache = self._cache
         if start < cache.start:
             return []
+        if self._wal.buffer.is_changing:
+            self._wal.check_outside()
         with self._wal.lock:
+            self._wal.mend()
             messages = cache.read(start, end, bytes_max=max_bytes)
         if messages:
             self._count_cached(len(messages))
@@ -476,11 +531,13 @@ class Reader:
             else ThreadWaiter(self.next_offset, is_patient=True)
         )
         self._waiter = waiter
-        if self._is_closed or not self._wal.enlist(waiter, self._wal.visible_level):
-            return None
-        if not waiter.block(timeout):
+        try:
+            if self._is_closed or not self._wal.enlist(waiter, self._wal.visible_level):
+                return None
+            is_told = waiter.block(timeout)
+        finally:
             waiter.is_done = True
-        elif waiter.error is not None:
+        if is_told and waiter.error is not None:
             raise waiter.error
         return waiter.woken_at if isinstance(waiter, _MeasuredWaiter) else None
 
@@ -488,8 +545,6 @@ class Reader:
 
     def close(self) -> None:
         """Ends the reader; one that waits in another thread is woken. May be called twice."""
-        if self._is_closed:
-            return
         self._is_closed = True
         self._count_cached(0)
         waiter = self._waiter
@@ -505,11 +560,13 @@ class Reader:
         """Closes a forked child's copy; its chunk fetched ahead would never come."""
         forks.renew(self._reading)
         self._is_closed = True
+        self._is_reading = False
         self._files = self._history = self._batch = self._waiter = None
 
     def _drop_if_idle(self) -> None:
         """Gives the file back, unless a thread is reading it: then that one does it at its end."""
-        if self._reading.acquire(blocking=False):
+        # Not under a `_read` that a signal handler has come in between, either.
+        if not self._is_reading and self._reading.acquire(blocking=False):
             try:
                 files, self._files, self._batch = self._files, None, None
                 history, self._history = self._history, None

@@ -6,6 +6,10 @@ Owns: the hot path of `append`, start positions, what its callers may do. Does n
 `append` does, under one short lock: take the next offset, build the body, queue the frame, put the
 body into the cache. Nothing there waits for a disk. What an acknowledgement means is asked with
 `wait`, and readers see a message only when it has reached the topic's ack level.
+
+An exception from a signal handler may end any call at any point (`ister.wal.interrupts`). What an
+append changes under the lock is: first the cache, then, in one step, the log. A message is in or it
+is not, and those of `append_many` and `append_arrow` all are or none is.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import importlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -98,6 +102,7 @@ class Topic:
         self._buffer = wal.buffer
         self._acquire = wal.lock.acquire
         self._release = wal.lock.release
+        wal.on_mend = cache.mend
         self._remember = cache.append
         self._encoder = BodyEncoder(topic_name=self.name, codec=wal.settings.codec)
         self._encode = self._encoder.encode
@@ -228,16 +233,29 @@ class Topic:
         if suffix is None:
             suffix = self._suffix(producer_name, attributes, routing_key, schema_id, schema_version)
         time_ms = started // 1_000_000 if publish_time is None else as_milliseconds(publish_time)
-        self._acquire()  # `with` costs twice as much
+        if buffer.is_changing:
+            self.wal.check_outside()
         try:
+            self._acquire()  # `with` costs twice as much
+            if buffer.is_changing:
+                self.wal.mend()
             if buffer.is_refusing or buffer.appended_bytes + size > buffer.admit_limit:
                 self.wal.admit(size)
+            buffer.is_changing = True
             offset = buffer.next
             body = self._encode(offset, payload, time_ms, suffix)
-            buffer.push(offset, body, time_ms)
             self._remember(offset, body)
-        finally:
+            buffer.push(offset, body, time_ms)
+            buffer.is_changing = False
             self._release()
+        except BaseException:
+            # First, and without a call in Python before it, at which a second one could come.
+            try:  # noqa: SIM105
+                self._release()
+            except RuntimeError:
+                pass  # it was not taken
+            self.wal.settle()
+            raise
         if not offset & _SAMPLE_MASK:
             elapsed_us = (self._now_ns() - started) / 1000
             self._metrics.observe("wal.append_enq_latency_us", max(0.0, elapsed_us))
@@ -276,16 +294,47 @@ class Topic:
             self._now_ns() // 1_000_000 if publish_time is None else as_milliseconds(publish_time)
         )
         total += len(messages) * (len(suffix) + self._envelope_bytes)
-        wal = self.wal
-        with self._lock:
-            wal.admit(total)
-            first = wal.next
-            encode, push, remember = self._encode, self._buffer.push, self._remember
-            for offset, message in enumerate(messages, first):
-                body = encode(offset, message, time_ms, suffix)
-                push(offset, body, time_ms)
+
+        def put(first: int) -> int:
+            encode, remember = self._encode, self._remember
+            bodies = [
+                encode(offset, message, time_ms, suffix)
+                for offset, message in enumerate(messages, first)
+            ]
+            for offset, body in enumerate(bodies, first):
                 remember(offset, body)
-            return range(first, wal.next)
+            self._buffer.push_many(bodies, time_ms)
+            return len(bodies)
+
+        return self._accept(total, put)
+
+    def _accept(self, size_bytes: int, put: Callable[[int], int]) -> range:
+        """Calls `put`, which appends from the offset that it is given on, with the lock held.
+
+        Args:
+            size_bytes: How much the frames will take.
+            put: Appends, and returns how many messages.
+        """
+        buffer = self._buffer
+        if buffer.is_changing:
+            self.wal.check_outside()
+        try:
+            self._acquire()
+            self.wal.mend()
+            self.wal.admit(size_bytes)
+            buffer.is_changing = True
+            first = buffer.next
+            count = put(first)
+            buffer.is_changing = False
+            self._release()
+        except BaseException:
+            try:  # noqa: SIM105 - as in `append`
+                self._release()
+            except RuntimeError:
+                pass
+            self.wal.settle()
+            raise
+        return range(first, first + count)
 
     def append_arrow(
         self, batch: pa.RecordBatch, *, producer_id: int = 0, first_request_id: int = 0
@@ -316,10 +365,9 @@ class Topic:
                 hint="for batch in table.to_batches(): topic.append_arrow(batch)",
             )
         size = batch.nbytes + batch.num_rows * self._envelope_bytes
-        wal = self.wal
-        with self._lock:
-            wal.admit(size)
-            first = wal.next
+        has_files = self.wal.directory is not None
+
+        def put(first: int) -> int:
             encoded = columnar.encode_frames(
                 batch,
                 topic=self.name,
@@ -331,13 +379,15 @@ class Topic:
                 first_request_id=first_request_id,
                 segment_bytes=APPEND_CHUNK_BYTES,
             )
-            for frames in encoded:
-                if wal.directory is None:
+            if not has_files:
+                for frames in encoded:
                     self._remember_frames(frames.data, frames.first_offset)
-                self._buffer.push_frames(frames.data, frames.count, frames.publish_time_max)
-            if wal.directory is not None and encoded:
-                self.cache.skip_to(wal.next)
-            return range(first, wal.next)
+            self._buffer.push_frames([(f.data, f.count, f.publish_time_max) for f in encoded])
+            if has_files and encoded:
+                self.cache.skip_to(self._buffer.next)
+            return sum(frames.count for frames in encoded)
+
+        return self._accept(size, put)
 
     def _remember_frames(self, frames: bytes, offset: int) -> None:
         """Puts frames into the cache of a log that has nothing else."""
@@ -359,14 +409,15 @@ class Topic:
         envelope = len(encode_message(message, self.codec)) - size
         if envelope > ENVELOPE_SIZE_BYTES_MAX:
             raise self._envelope_too_large(envelope)
-        with self._lock:
-            self.wal.admit(size + envelope)
-            offset = self._buffer.next
+
+        def put(offset: int) -> int:
             stamped = replace(message, msg_id=replace(message.msg_id, topic_offset=offset))
             body = encode_message(stamped, self.codec)
-            self._buffer.push(offset, body, message.publish_time)
             self._remember(offset, body)
-        return offset
+            self._buffer.push(offset, body, message.publish_time)
+            return 1
+
+        return self._accept(size + envelope, put).start
 
     def _suffix(
         self,
@@ -743,9 +794,16 @@ class Topic:
     def close(self) -> None:
         """Makes everything durable and ends the topic and its readers. May be called twice.
 
+        A call that a signal handler's exception ends goes on in the background; the next one waits
+        for it.
+
         Raises:
             IsterError: The last messages could not be stored; the topic is closed all the same.
+            InvalidRequestError: A signal handler calls it in the middle of an append.
         """
+        self.wal.run_shielded(self._close)
+
+    def _close(self) -> None:
         try:
             self.wal.close()
         finally:

@@ -9,12 +9,16 @@ Does not own: when somebody has to be woken or has to write; `push` calls `on_at
 All methods are called with `lock` held, except where they say otherwise. The counters are bytes
 since opening and only rise: `appended_bytes` belongs to the holder of `lock`, `written_bytes` and
 `admit_limit` to the holder of the commit lock.
+
+Frames are accepted by one step that happens or does not: the open chunk's list, or the list of
+chunks, is extended. Everything else follows from the two lists, and `mend` derives it again after a
+call that an exception ended halfway.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ister.errors import check
@@ -32,14 +36,16 @@ class Chunk:
     first_offset: int
     end_offset: int
     size_bytes: int
+    end_bytes: int
+    """`appended_bytes` at its end."""
     publish_time_max: int
-    _parts: list[bytes]
+    parts: list[bytes]
 
     def data(self) -> bytes:
         """The frames' bytes; the first call joins them."""
-        if len(self._parts) != 1:
-            self._parts = [b"".join(self._parts)]
-        return self._parts[0]
+        if len(self.parts) != 1:
+            self.parts = [b"".join(self.parts)]
+        return self.parts[0]
 
 
 class AppendBuffer:
@@ -55,6 +61,7 @@ class AppendBuffer:
         "appended_bytes",
         "attention_at",
         "chunk_base",
+        "is_changing",
         "is_refusing",
         "lock",
         "next",
@@ -65,8 +72,13 @@ class AppendBuffer:
     def __init__(
         self, *, next_offset: int, bytes_max: int, on_attention: Callable[[], None]
     ) -> None:
-        self.lock = threading.Lock()
-        """Guards the buffer, the offsets and the waiters. Held for microseconds."""
+        self.lock = threading.RLock()
+        """Guards the buffer, the offsets and the waiters. Held for microseconds.
+
+        Nobody takes it twice; see `ister.wal.interrupts` for why it is not a plain one.
+        """
+        self.is_changing = False
+        """Whether an append is between taking its offset and its end."""
         self.next = next_offset
         """The offset that the next append gets."""
         self.appended_bytes = 0
@@ -96,24 +108,75 @@ class AppendBuffer:
     def push(self, offset: int, body: bytes, publish_time_ms: int) -> None:
         """Takes the frame for `offset`, which is `next`. The hot path."""
         size = len(body)
-        self._parts += (pack_header(offset, size, crc32(body)), body)
-        self.next = offset + 1
+        # Before the frame: a bound that is too high does no harm, one that is too low hides it.
         if publish_time_ms > self._chunk_time_max:  # noqa: PLR1730 - a call to max() costs more
             self._chunk_time_max = publish_time_ms
+        self._parts += (pack_header(offset, size, crc32(body)), body)  # accepted
+        self.next = offset + 1
         self.appended_bytes = appended = self.appended_bytes + size + FRAME_HEADER_SIZE
         if appended >= self.attention_at:
             self.on_attention()
 
-    def push_frames(self, frames: bytes, count: int, publish_time_max: int) -> None:
-        """Takes `count` whole frames at once, the first of which is that of `next`."""
-        self._seal()
-        self.next += count
-        self.appended_bytes += len(frames)
-        self._chunk_time_max = publish_time_max
-        self._parts.append(frames)
-        self._seal()
+    def push_many(self, bodies: Sequence[bytes], publish_time_ms: int) -> None:
+        """Takes the frames for `next` and the offsets after it: all of them or none."""
+        offset = first = self.next
+        base = end = self.appended_bytes
+        chunks: list[Chunk] = []
+        parts: list[bytes] = []
+        for body in bodies:
+            size = len(body)
+            parts += (pack_header(offset, size, crc32(body)), body)
+            offset += 1
+            end += size + FRAME_HEADER_SIZE
+            if end - base >= APPEND_CHUNK_BYTES:
+                chunks.append(Chunk(first, offset, end - base, end, publish_time_ms, parts))
+                chunks[-1].data()
+                first, base, parts = offset, end, []
+        if not chunks:
+            self._chunk_time_max = max(self._chunk_time_max, publish_time_ms)
+            self._parts += parts  # accepted
+            self.next = offset
+            self.appended_bytes = end
+        else:
+            if parts:
+                chunks.append(Chunk(first, offset, end - base, end, publish_time_ms, parts))
+            self._accept(chunks)
         if self.appended_bytes >= self.attention_at:
             self.on_attention()
+
+    def push_frames(self, batches: Sequence[tuple[bytes, int, int]]) -> None:
+        """Takes whole frames, the first of which is that of `next`: all of them or none.
+
+        Args:
+            batches: Frames, how many they are, and their highest publish time.
+        """
+        offset, end = self.next, self.appended_bytes
+        chunks: list[Chunk] = []
+        for frames, count, time_max in batches:
+            first, offset, end = offset, offset + count, end + len(frames)
+            chunks.append(Chunk(first, offset, len(frames), end, time_max, [frames]))
+        if chunks:
+            self._accept(chunks)
+        if self.appended_bytes >= self.attention_at:
+            self.on_attention()
+
+    def _accept(self, chunks: list[Chunk]) -> None:
+        """Takes chunks that begin with `next`."""
+        self._seal()
+        self._chunks += chunks  # accepted
+        self.next = self._chunk_first = chunks[-1].end_offset
+        self.appended_bytes = self.chunk_base = chunks[-1].end_bytes
+
+    def mend(self) -> None:
+        """Brings everything into agreement with the frames, after a call that was cut short."""
+        if self._chunks:
+            last = self._chunks[-1]
+            if last.parts is self._parts:  # sealed, and not begun anew
+                self._parts = []
+            self._chunk_first = last.end_offset
+            self.chunk_base = last.end_bytes
+        self.next = self._chunk_first + len(self._parts) // 2
+        self.appended_bytes = self.chunk_base + sum(map(len, self._parts))
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether so many more bytes fit; a batch larger than the buffer fits when it is empty."""
@@ -144,7 +207,8 @@ class AppendBuffer:
 
     def discard(self) -> None:
         """Drops everything, because the writer has stopped."""
-        self._parts, self._chunks = [], []
+        self._seal()
+        self._chunks = []
         self.written_bytes = self.appended_bytes
 
     def _seal(self) -> None:
@@ -154,8 +218,9 @@ class AppendBuffer:
                     first_offset=self._chunk_first,
                     end_offset=self.next,
                     size_bytes=self.appended_bytes - self.chunk_base,
+                    end_bytes=self.appended_bytes,
                     publish_time_max=self._chunk_time_max,
-                    _parts=self._parts,
+                    parts=self._parts,
                 )
             )
             self._parts = []
@@ -175,8 +240,18 @@ class VolatileBuffer(AppendBuffer):
         if self.attention_at == 0:
             self.on_attention()
 
-    def push_frames(self, frames: bytes, count: int, publish_time_max: int) -> None:
-        """Takes so many offsets at once."""
+    def push_many(self, bodies: Sequence[bytes], publish_time_ms: int) -> None:
+        """Takes an offset for each."""
+        self._take_offsets(len(bodies))
+
+    def push_frames(self, batches: Sequence[tuple[bytes, int, int]]) -> None:
+        """Takes an offset for each frame."""
+        self._take_offsets(sum(count for _, count, _ in batches))
+
+    def _take_offsets(self, count: int) -> None:
         self.next += count
         if self.attention_at == 0:
             self.on_attention()
+
+    def mend(self) -> None:
+        """Does nothing: there are no frames that `next` could disagree with."""

@@ -15,11 +15,12 @@ Invariants:
 - nobody is told before the watermark is true, and an error reaches every waiter.
 
 Who commits. A thread that waits commits by itself if nobody else is at it: no hop to another
-thread, so a lone waiter pays a write and a sync. Those who come while a commit runs enlist, and
-what they appended becomes the next batch: the sync under way is the batching window, without a
-timer. When a commit ends and someone still waits, the scheduler's threads go on with it. Without
-anybody waiting, bytes are written after `LAZY_WRITE_SECONDS` or when there is a megabyte, and
-synced after `fsync_interval_ms` or `fsync_max_batch_bytes`.
+thread, so a lone waiter pays a write and a sync. Not the main thread, which a signal handler can
+interrupt anywhere (`ister.wal.interrupts`): the scheduler's threads commit for it. Those who come
+while a commit runs enlist, and what they appended becomes the next batch: the sync under way is the
+batching window, without a timer. When a commit ends and someone still waits, the scheduler's
+threads go on with it. Without anybody waiting, bytes are written after `LAZY_WRITE_SECONDS` or when
+there is a megabyte, and synced after `fsync_interval_ms` or `fsync_max_batch_bytes`.
 
 What a crash leaves: every frame below `synced`; frames above it perhaps, never with a hole that a
 reader would not notice; see `ister.wal.recovery`.
@@ -43,6 +44,7 @@ from ister.errors import (
     ClosedError,
     CorruptDataError,
     DiskError,
+    InvalidRequestError,
     IsterError,
     WaitTimeoutError,
     check,
@@ -60,6 +62,7 @@ from ister.model import AckLevel, Codec, TopicState
 from ister.wal.buffer import AppendBuffer, Chunk, VolatileBuffer
 from ister.wal.checkpointer import Checkpointer
 from ister.wal.directory import WalDirectory
+from ister.wal.interrupts import is_held, shielded
 from ister.wal.recovery import Damage, Recovered, WalFile
 from ister.wal.waiters import ThreadWaiter, Waiter, Waiters
 from ister.wal.writer import SyncFailedError, WalWriter
@@ -87,6 +90,13 @@ class Schedule(Protocol):
 
     def note_open_file(self, log: Wal) -> None:
         """The log has opened its file outside of `run`; not called under a lock."""
+        ...
+
+    def is_exposed(self) -> bool:
+        """Whether signal handlers may interrupt the calling thread, which then leaves files alone.
+
+        Never where there are no threads that could commit for it.
+        """
         ...
 
 
@@ -187,10 +197,13 @@ class Wal:
         # Group commit.
         self._commit_lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._room = threading.Condition(self.lock)
-        self._room_waiters = 0
+        # Held while the log is being closed.
+        self._ending = threading.Lock()
+        self._room_waiters: set[ThreadWaiter] = set()
         self._room_callbacks: list[Callable[[], None]] = []
         self._is_scheduled = False
+        # Readers at the tail that were left to `run`.
+        self._has_crowd = False
         self._timer_at = math.inf
         self._is_lazy_armed = False
         self._waiters = {
@@ -199,7 +212,6 @@ class Wal:
             AckLevel.SYNCED: Waiters(),
             AckLevel.TIERED: Waiters(),
         }
-        self._late_wakes: list[Waiter] = []
         self._unsynced_since = 0.0
         self._unwritten_since = 0.0
         self._stalled_until = 0.0
@@ -207,6 +219,8 @@ class Wal:
         self._active_at = clock.monotonic()
         self._is_closing = False
         self._fork_error: ClosedError | None = None
+        self.on_mend: Callable[[int], None] = lambda next_offset: None
+        """Called, with `next` and with `lock` held, when an append was cut short."""
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -314,8 +328,10 @@ class Wal:
         """
         self.buffer.seal_if_full()
         tail = self._waiters[AckLevel.MEMORY]
-        if tail:
-            self._wake_tail(tail.take_passed(self.next))
+        if tail and not self._has_crowd and tail.tell_passed(self.next, _INLINE_WAKES_MAX):
+            self._has_crowd = True
+            if not self._is_scheduled:
+                self._submit()
         if self._writer is None:
             self._set_attention()
             return
@@ -363,7 +379,10 @@ class Wal:
 
         Called with `lock` held, and lets go of it meanwhile.
         """
-        if self._commit_lock.acquire(blocking=False):
+        if self._schedule.is_exposed():
+            if not self._is_scheduled:
+                self._submit()
+        elif self._commit_lock.acquire(blocking=False):
             self.lock.release()
             try:
                 self._commit(sync=False)
@@ -377,16 +396,22 @@ class Wal:
         self._wait_for_room(timeout=STALL_RETRY_SECONDS)
 
     def _wait_for_room(self, *, timeout: float | None) -> None:
-        """Waits until something changes for those who wait to append; `lock` is held."""
-        self._room_waiters += 1
+        """Waits until something changes for those who wait to append.
+
+        Called with `lock` held, and lets go of it meanwhile.
+        """
+        waiter = ThreadWaiter(self.next)
         try:
-            self._room.wait(timeout=timeout)
+            self._room_waiters.add(waiter)
+            self.lock.release()
+            waiter.block(timeout)
         finally:
-            self._room_waiters -= 1
+            self._room_waiters.discard(waiter)
+        self.lock.acquire()
 
     def _is_room_wanted(self) -> bool:
         """Whether somebody waits to append and a write would help: a hold ends without one."""
-        return self._room_waiters > 0 and self.buffer.pending_bytes > 0
+        return bool(self._room_waiters) and self.buffer.pending_bytes > 0
 
     def notify_room(self, on_room: Callable[[], None]) -> bool:
         """Has `on_room` called once when a held append should be tried again, in any thread.
@@ -409,7 +434,9 @@ class Wal:
 
     def _notify_room(self) -> None:
         """Wakes everybody who waits to append; `lock` is held."""
-        self._room.notify_all()
+        for waiter in tuple(self._room_waiters):
+            waiter.finish(None)
+        self._room_waiters = set()
         callbacks, self._room_callbacks = self._room_callbacks, []
         for on_room in callbacks:
             on_room()
@@ -451,9 +478,44 @@ class Wal:
             if self.tiered is not None and tiered <= self.tiered:
                 return
             self.tiered = tiered
-            passed = self._waiters[AckLevel.TIERED].take_passed(tiered)
-        for waiter in passed:
-            waiter.finish(None)
+            waiters = self._waiters[AckLevel.TIERED]
+            waiters.tell_passed(tiered, len(waiters))
+
+    # -- interrupts -------------------------------------------------------------------------
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in the middle of a call: a signal handler has come in between."""
+        return is_held(self.lock)
+
+    def settle(self) -> None:
+        """Ends a call that an exception cut short: frees the lock, repairs what is half done.
+
+        See `ister.wal.interrupts`.
+        """
+        if self.is_inside:
+            self.lock.release()
+        if self.buffer.is_changing:
+            with self.lock:
+                self.mend()
+
+    def mend(self) -> None:
+        """Repairs what an append that was cut short has left; `lock` is held.
+
+        Whoever takes the lock to look at the buffer or the cache calls this first: an exception
+        from a signal handler may also have ended the repair.
+        """
+        if not self.buffer.is_changing:
+            return
+        self.buffer.mend()
+        self.on_mend(self.next)
+        # Whoever should have been told or woken, and an alarm that should have been set: `run`
+        # sees to it.
+        self._is_lazy_armed = False
+        self._timer_at = math.inf
+        self.buffer.attention_at = 0
+        self._schedule.submit(self)
+        self.buffer.is_changing = False
 
     # -- waiting ----------------------------------------------------------------------------
 
@@ -479,22 +541,23 @@ class Wal:
                 deadline is None
                 and level is not AckLevel.TIERED
                 and offset < self.next
+                and not self._schedule.is_exposed()
                 and self._try_commit_for(offset, level)
             ):
                 return
             waiter = ThreadWaiter(offset)
-            if not self.enlist(waiter, level):
-                return
-            remaining = None if deadline is None else deadline - self._clock.monotonic()
-            if not waiter.block(remaining):
-                with self.lock:
-                    if not waiter.is_done:
-                        waiter.is_done = True
-                        raise WaitTimeoutError(
-                            f"offset not {level} after {timeout} s",
-                            topic=self.settings.topic,
-                            offset=offset,
-                        )
+            try:
+                if not self.enlist(waiter, level):
+                    return
+                remaining = None if deadline is None else deadline - self._clock.monotonic()
+                if not waiter.block(remaining) and self.watermark(level) <= offset:
+                    raise WaitTimeoutError(
+                        f"offset not {level} after {timeout} s",
+                        topic=self.settings.topic,
+                        offset=offset,
+                    )
+            finally:
+                waiter.is_done = True
             if waiter.error is not None:
                 raise waiter.error
             return
@@ -508,6 +571,15 @@ class Wal:
         Raises:
             IsterError: The log is closed, failed, or stalled, and will not get there.
         """
+        if self.buffer.is_changing:
+            self.check_outside()
+        try:
+            return self._enlist(waiter, level)
+        except BaseException:
+            self.settle()
+            raise
+
+    def _enlist(self, waiter: Waiter, level: AckLevel) -> bool:
         with self.lock:
             if self.watermark(level) > waiter.offset:
                 return False
@@ -561,24 +633,15 @@ class Wal:
     def _is_wanted(self, level: AckLevel) -> bool:
         return self._waiters[level].wants(self.next)
 
-    def _wake_tail(self, passed: list[Waiter]) -> None:
-        """Tells those who wait for `next` itself; called with `lock` held, on the hot path."""
-        if len(passed) <= _INLINE_WAKES_MAX:
-            for waiter in passed:
-                waiter.finish(None)
-            return
-        self._late_wakes += passed
-        if not self._is_scheduled:
-            self._submit()
-
     # -- commit -----------------------------------------------------------------------------
 
     def run(self) -> None:
         """Does whatever is due. Called by the scheduler's threads."""
         with self.lock:
-            self._is_scheduled = False
-            late, self._late_wakes = self._late_wakes, []
-        for waiter in late:
+            self.mend()
+            self._is_scheduled = self._has_crowd = False
+            tail = self._waiters[AckLevel.MEMORY].take_passed(self.next)
+        for waiter in tail:
             waiter.finish(None)
         if self._writer is None or self._state in (TopicState.CLOSED, TopicState.FAILED):
             return
@@ -680,6 +743,7 @@ class Wal:
 
     def _write_buffer(self, writer: WalWriter) -> None:
         with self.lock:
+            self.mend()
             taken = self.buffer.take()
             self._set_attention()
         self._inflight += taken
@@ -705,7 +769,7 @@ class Wal:
             if self._waiters[AckLevel.WRITTEN] or self._room_waiters:
                 with self.lock:
                     passed = self._waiters[AckLevel.WRITTEN].take_passed(self.written)
-                    self._room.notify_all()
+                    self._notify_room()
                 for waiter in passed:
                     waiter.finish(None)
             self._metrics.observe("wal.writer_flush_latency_ms", elapsed * 1000)
@@ -818,8 +882,10 @@ class Wal:
             self._release_commit()
 
     def _submit(self) -> None:
-        self._is_scheduled = True
+        # In this order: an exception from a signal handler in between must not leave a log that
+        # waits for a turn it was never given.
         self._schedule.submit(self)
+        self._is_scheduled = True
 
     # -- time -------------------------------------------------------------------------------
 
@@ -1107,7 +1173,7 @@ class Wal:
 
     def after_fork(self, error: ClosedError) -> None:
         """Makes a forked child's copy unusable; its buffer is the parent's to write."""
-        forks.renew(self.lock, self._commit_lock, self._sync_lock)
+        forks.renew(self.lock, self._commit_lock, self._sync_lock, self._ending)
         self._fork_error = error
         self._state = TopicState.CLOSED
         self._refuse(self._closed_error)
@@ -1141,9 +1207,46 @@ class Wal:
     def close(self) -> None:
         """Commits what is left, saves the checkpoint and releases the file. May be called twice.
 
+        A call that a signal handler's exception ends goes on in the background; the next one waits
+        for it.
+
         Raises:
             IsterError: The last commit failed; the log is closed all the same.
+            InvalidRequestError: A signal handler calls it in the middle of an append.
         """
+        self.run_shielded(self._close_once)
+
+    def run_shielded(self, work: Callable[[], None]) -> None:
+        """Runs `work`, which ends the log, where no signal handler can interrupt it.
+
+        Raises:
+            InvalidRequestError: A signal handler calls it in the middle of an append.
+            BaseException: What `work` raises.
+        """
+        self.check_outside()
+        if self._schedule.is_exposed():
+            shielded(work, "ister-close")
+        else:
+            work()
+
+    def check_outside(self) -> None:
+        """Refuses what would wait for the call that a signal handler has interrupted.
+
+        Raises:
+            InvalidRequestError: This thread is in the middle of an append.
+        """
+        if self.is_inside:
+            raise InvalidRequestError(
+                "called by a signal handler in the middle of an append to the same topic",
+                topic=self.settings.topic,
+                hint="set a flag or raise an exception in the handler, and call this afterwards",
+            )
+
+    def _close_once(self) -> None:
+        with self._ending:
+            self._close()
+
+    def _close(self) -> None:
         with self.lock:
             state = self._state
             if state is TopicState.CLOSED:
@@ -1169,7 +1272,6 @@ class Wal:
                     self._state = TopicState.CLOSED
                 self._refuse(self._closed_error)
                 everyone = [w for waiters in self._waiters.values() for w in waiters.take_all()]
-                everyone += self._late_wakes
                 self._notify_room()
         for waiter in everyone:
             waiter.finish(self._closed_error())

@@ -4,7 +4,8 @@ A few threads serve every topic of a process; one more keeps the time. Neither k
 does: they call `run` and `on_timer`.
 
 Owns: the queue, the timer heap, the limit on open files. Does not own: any log's state. A log is
-in the queue at most once (it keeps a flag), so the queue is bounded by the number of topics.
+in the queue once (it keeps a flag), and once more for each call that a signal handler's exception
+has ended meanwhile, so the queue is bounded by the number of topics.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Protocol
 from ister import threads as background
 from ister.clock import Clock
 from ister.errors import IsterError
+from ister.wal.interrupts import is_main_thread
 from ister.wal.log import Schedule, Wal
 
 __all__ = ["Scheduler", "Threads"]
@@ -58,6 +60,10 @@ class Scheduler:
     def submit_at(self, log: Wal, when: float) -> None:
         """Has `log.on_timer(when)` called at `when`."""
         self._alarms.put((when, log))
+
+    def is_exposed(self) -> bool:
+        """Whether this is the main thread, in which Python runs signal handlers."""
+        return is_main_thread()
 
     def forget(self, log: Wal) -> None:
         """The log was closed."""

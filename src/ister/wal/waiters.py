@@ -1,8 +1,9 @@
 """Who waits for which watermark to pass which offset.
 
 A waiter is called once, with None when its offset was passed or with the error that ended the
-wait. Thread waiters block on a plain lock, the cheapest thing that Python can wake; asyncio edges
-register a function of their own.
+wait; again only if an exception from a signal handler came right after the call. Thread waiters
+block on a plain lock, the cheapest thing that Python can wake; asyncio edges register a function of
+their own.
 
 Owns: the order of waiters. Does not own: when a watermark moves. All methods except `Waiter.wait`
 are called with the log's lock held; callbacks are run by the caller after it has let go of it.
@@ -48,8 +49,9 @@ class Waiter:
     def finish(self, error: IsterError | None) -> None:
         """Tells the waiter, unless it has been told or has given up."""
         if not self.is_done:
-            self.is_done = True
+            # In this order: an exception from a signal handler in between must not cost the call.
             self.on_done(error)
+            self.is_done = True
 
 
 class ThreadWaiter(Waiter):
@@ -65,7 +67,10 @@ class ThreadWaiter(Waiter):
 
     def _wake(self, error: IsterError | None) -> None:
         self.error = error
-        self._blocked.release()
+        try:  # noqa: SIM105 - this is how a reader at the tail is woken
+            self._blocked.release()
+        except RuntimeError:
+            pass  # it has been told before
 
     def block(self, timeout: float | None) -> bool:
         """Waits to be told; False if the time ran out first."""
@@ -93,8 +98,9 @@ class Waiters:
         if len(self._heap) >= self._compact_at:
             # Those who gave up are dropped now and then, so that someone who asks again and again
             # at a quiet tail, each time with a timeout, does not pile up.
-            self._heap = [waiting for waiting in self._heap if not waiting.is_done]
-            heapify(self._heap)
+            heap = [waiting for waiting in self._heap if not waiting.is_done]
+            heapify(heap)
+            self._heap = heap
             self._compact_at = 2 * len(self._heap) + _COMPACT_MIN
 
     def wants(self, next_offset: int) -> bool:
@@ -103,6 +109,24 @@ class Waiters:
         while heap and heap[0].is_done:
             heappop(heap)
         return bool(heap) and heap[0].offset < next_offset
+
+    def tell_passed(self, watermark: int, count_max: int) -> bool:
+        """Tells those whose offset is below `watermark`, `count_max` of them at the most.
+
+        Each is told before it is removed: whoever calls may be ended by a signal handler's
+        exception at any point.
+
+        Returns:
+            Whether there are more of them.
+        """
+        heap = self._heap
+        while heap and heap[0].offset < watermark:
+            if count_max == 0:
+                return True
+            count_max -= 1
+            heap[0].finish(None)
+            heappop(heap)
+        return False
 
     def take_passed(self, watermark: int) -> list[Waiter]:
         """Removes and returns those whose offset is below `watermark`."""

@@ -22,7 +22,7 @@ from ister.topic.opening import (
 )
 from ister.wal.directory import WalDirectory
 from ister.wal.recovery import recover
-from rig import ROOT, numbered, payloads
+from rig import ROOT, NoThreads, numbered, payloads
 from tier_rig import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
@@ -631,7 +631,7 @@ def test_files_that_differ_from_the_bucket_and_are_longer_are_refused(site):
 
 def test_files_that_end_with_a_rotation_are_compared_all_the_same(site):
     """Goal: the index of a file that is complete ends behind its last frame."""
-    log = site.open("a", **ROTATE)
+    log = site.open("a", scheduler=NoThreads(), **ROTATE)
     topic = log.topic(TEXT, create=True)
     fill(topic, 5, size=900)
     failpoints.arm("wal.before_write", crash)

@@ -605,7 +605,7 @@ def test_producers_wait_while_too_much_waits_for_its_upload(site):
     assert topic.tier.lag_bytes > 5000
     topic.tier.apply_pressure()
     task = Task(topic.append, b"10")
-    eventually(lambda: topic.wal._room_waiters == 1)
+    eventually(lambda: len(topic.wal._room_waiters) == 1)
     assert topic.tier.is_wanted
     topic.tier.upload()
     assert topic.tier.lag_bytes == 0
@@ -713,7 +713,7 @@ def test_held_append_ends_when_the_owner_was_replaced(site):
     fill(topic, 10, size=600)
     topic.tier.apply_pressure()
     task = Task(topic.append, b"x")
-    eventually(lambda: topic.wal._room_waiters == 1)
+    eventually(lambda: len(topic.wal._room_waiters) == 1)
     site.clock.advance(TTL_SECONDS + 1)
     a_topic(site, "b", take_over=True)
     with pytest.raises(FencedError):

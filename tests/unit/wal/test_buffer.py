@@ -30,7 +30,7 @@ def a_buffer(kind=AppendBuffer, *, next_offset=0, bytes_max=1 << 20):
 def test_frames_that_come_at_once_are_a_chunk():
     buffer, _ = a_buffer(next_offset=7)
     data = frames(7, [b"a", b"bb", b"ccc"])
-    buffer.push_frames(data, 3, 55)
+    buffer.push_frames([(data, 3, 55)])
     assert (buffer.next, buffer.appended_bytes, buffer.pending_bytes) == (10, len(data), len(data))
     (chunk,) = buffer.take()
     assert (chunk.first_offset, chunk.end_offset) == (7, 10)
@@ -41,7 +41,7 @@ def test_frames_that_come_at_once_are_a_chunk():
 def test_frames_that_come_at_once_are_not_copied():
     buffer, _ = a_buffer()
     data = frames(0, [b"x" * 1000])
-    buffer.push_frames(data, 1, 0)
+    buffer.push_frames([(data, 1, 0)])
     (chunk,) = buffer.take()
     assert chunk.data() is data
 
@@ -50,7 +50,7 @@ def test_single_frames_before_and_after_have_chunks_of_their_own():
     buffer, _ = a_buffer()
     buffer.push(0, b"first", 10)
     buffer.push(1, b"second", 30)
-    buffer.push_frames(frames(2, [b"a", b"b"]), 2, 20)
+    buffer.push_frames([(frames(2, [b"a", b"b"]), 2, 20)])
     buffer.push(4, b"last", 5)
     chunks = buffer.take()
     assert [(c.first_offset, c.end_offset, c.publish_time_max) for c in chunks] == [
@@ -68,9 +68,9 @@ def test_somebody_is_called_once_the_bytes_are_reached():
     buffer, attention = a_buffer()
     data = frames(0, [b"a", b"b"])
     buffer.attention_at = len(data) + 1
-    buffer.push_frames(data, 2, 0)
+    buffer.push_frames([(data, 2, 0)])
     assert attention.calls == 0
-    buffer.push_frames(frames(2, [b"c"]), 1, 0)
+    buffer.push_frames([(frames(2, [b"c"]), 1, 0)])
     assert attention.calls == 1
 
 
@@ -79,7 +79,7 @@ def test_whoever_is_called_sees_the_frames():
     buffer = AppendBuffer(
         next_offset=0, bytes_max=1 << 20, on_attention=lambda: seen.append(buffer.take())
     )
-    buffer.push_frames(frames(0, [b"a", b"b"]), 2, 0)
+    buffer.push_frames([(frames(0, [b"a", b"b"]), 2, 0)])
     assert [chunk.end_offset for chunk in seen[0]] == [2]
     assert buffer.take() == []
 
@@ -87,7 +87,7 @@ def test_whoever_is_called_sees_the_frames():
 def test_bytes_stay_pending_until_they_are_written():
     buffer, _ = a_buffer(bytes_max=100)
     data = frames(0, [b"x" * 84])
-    buffer.push_frames(data, 1, 0)
+    buffer.push_frames([(data, 1, 0)])
     assert not buffer.has_room(1)
     buffer.take()
     assert buffer.pending_bytes == len(data) == 100
@@ -100,7 +100,7 @@ def test_bytes_stay_pending_until_they_are_written():
 
 def test_dropped_frames_are_gone():
     buffer, _ = a_buffer()
-    buffer.push_frames(frames(0, [b"a"]), 1, 0)
+    buffer.push_frames([(frames(0, [b"a"]), 1, 0)])
     buffer.discard()
     assert (buffer.take(), buffer.pending_bytes, buffer.next) == ([], 0, 1)
 
@@ -109,7 +109,7 @@ def test_full_chunk_of_single_frames_is_not_sealed_twice():
     buffer, _ = a_buffer(bytes_max=1 << 30)
     buffer.push(0, b"x" * APPEND_CHUNK_BYTES, 1)
     buffer.seal_if_full()
-    buffer.push_frames(frames(1, [b"y"]), 1, 2)
+    buffer.push_frames([(frames(1, [b"y"]), 1, 2)])
     buffer.seal_if_full()
     assert [(c.first_offset, c.end_offset) for c in buffer.take()] == [(0, 1), (1, 2)]
 
@@ -136,7 +136,7 @@ def test_chunks_are_the_frames_in_order_whichever_way_they_came(steps):
     for at_once, items, takes in steps:
         bodies = [body for body, _ in items]
         if at_once:
-            buffer.push_frames(frames(offset, bodies), len(bodies), max(t for _, t in items))
+            buffer.push_frames([(frames(offset, bodies), len(bodies), max(t for _, t in items))])
         else:
             for number, (body, time) in enumerate(items, offset):
                 buffer.push(number, body, time)
@@ -161,6 +161,6 @@ def test_chunks_are_the_frames_in_order_whichever_way_they_came(steps):
 def test_log_in_memory_takes_the_offsets_alone(attention_at):
     buffer, attention = a_buffer(VolatileBuffer, next_offset=5)
     buffer.attention_at = attention_at
-    buffer.push_frames(encode_frame(5, b"a") + encode_frame(6, b"b"), 2, 9)
+    buffer.push_frames([(encode_frame(5, b"a") + encode_frame(6, b"b"), 2, 9)])
     assert (buffer.next, buffer.pending_bytes, buffer.take()) == (7, 0, [])
     assert attention.calls == (attention_at == 0)

@@ -38,7 +38,7 @@ def test_hold_that_waits_keeps_appends_until_it_ends(machine, many):
     topic = machine.topic()
     topic.wal.hold("lag", reason(), waits=True)
     task = Task(topic.append_many, [b"x"]) if many else Task(topic.append, b"x")
-    eventually(lambda: topic.wal._room_waiters == 1)
+    eventually(lambda: len(topic.wal._room_waiters) == 1)
     assert topic.watermarks.next == 0
     topic.wal.unhold("lag")
     assert task.result() in (0, range(1))
@@ -96,7 +96,7 @@ def test_close_ends_the_wait_of_a_held_append(machine):
     topic = machine.topic()
     topic.wal.hold("lag", reason(), waits=True)
     task = Task(topic.append, b"x")
-    eventually(lambda: topic.wal._room_waiters == 1)
+    eventually(lambda: len(topic.wal._room_waiters) == 1)
     topic.close()
     assert isinstance(task.error(), ClosedError)
 
@@ -106,7 +106,7 @@ def held(topic, **hold):
     topic.append(b"before")
     topic.wal.hold("lag", reason(), waits=True, **hold)
     task = Task(topic.append, b"x")
-    eventually(lambda: topic.wal._room_waiters == 1)
+    eventually(lambda: len(topic.wal._room_waiters) == 1)
     return task
 
 

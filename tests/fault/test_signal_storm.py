@@ -1,0 +1,42 @@
+"""A signal handler that raises, again and again, wherever a program is in a call of the library.
+
+`ISTER_HEAVY=1` makes it 100,000 interrupts; `ISTER_STORM_SEED` replays one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = Path(__file__).with_name("storm_child.py")
+IS_HEAVY = os.environ.get("ISTER_HEAVY") == "1"
+INTERRUPTS = 100_000 if IS_HEAVY else 2_000
+# A watchdog: nothing in the child waits for ever, so a child that takes this long hangs.
+PATIENCE_SECONDS = 2400 if IS_HEAVY else 240
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(PATIENCE_SECONDS + 60)
+def test_storm_of_signals_hangs_loses_and_skips_nothing(tmp_path):
+    seed = int(os.environ.get("ISTER_STORM_SEED") or random.randrange(1 << 32))
+    print(f"replay: ISTER_STORM_SEED={seed} pytest {Path(__file__).name}")
+    command = [sys.executable, "-X", "faulthandler", str(CHILD)]
+    done = subprocess.run(
+        [*command, str(tmp_path / "data"), str(INTERRUPTS), str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, f"seed {seed}\n{done.stderr[-4000:]}"
+    report = json.loads(done.stdout)
+    print(report)
+    assert report["interrupts"] >= INTERRUPTS
+    for kind in ("append", "many", "arrow", "record", "wait", "next", "close"):
+        assert report[kind] > 0, f"{kind} was never interrupted"
