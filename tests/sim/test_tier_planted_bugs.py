@@ -48,7 +48,7 @@ from tests.sim.world import BrokenPromiseError
 from tier_rig import Cluster, Pipeline, a_descriptor
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-SEEDS_MAX = 2500
+SEEDS_MAX = 500
 TURNS = 80
 _RECORDS = "/danube/topics/"
 
