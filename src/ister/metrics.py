@@ -87,7 +87,7 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric(
         "clock.step_seconds",
         "gauge",
-        "seconds",
+        "s",
         "how far the machine's clock was stepped, while that suspends deletion by age; else 0",
     ),
     Metric("wal.reader.stitch_file_bytes", "counter", "bytes", "bytes read from WAL files"),

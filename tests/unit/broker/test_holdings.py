@@ -97,13 +97,19 @@ def test_very_many_objects_are_counted_once_and_told_of_in_runs(bucket, monkeypa
     assert any(one.get("merged_objects", 0) > 1 for one in shown)
 
     # What comes later is added, without looking at the rest.
-    asked = []
+    read = []
     range_of = bucket.store.range
-    bucket.store.range = lambda *a, **k: (asked.append(k), range_of(*a, **k))[1]
+
+    def counted_range(*arguments, **options):
+        found = list(range_of(*arguments, **options))
+        read.extend(found)
+        return found
+
+    bucket.store.range = counted_range
     bucket.fill(5, begin=3000)
     more = bucket.count()
     assert more.objects == 3005
-    assert len(asked) <= 3
+    assert len(read) <= 64
     assert whole(more) == 30_050
     assert counted.objects == 3000  # whoever got it before has it as it was
 
