@@ -2,7 +2,7 @@
 
 `now_ns` is wall time and goes into messages; everything that measures or waits uses `monotonic`,
 so a jump of the wall clock changes neither the order of offsets nor rotation. Lease deadlines, and
-everything else that goes on while the machine is suspended, use `boottime`.
+everything else that continues while the machine is suspended, use `boottime`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Clock(Protocol):
         ...
 
     def boottime(self) -> float:
-        """Seconds on a clock that never goes back and counts the time the machine is suspended."""
+        """Seconds on a monotonic clock that also runs while the machine is suspended."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Returns after so many seconds."""
+        """Blocks for this many seconds."""
         ...
 
 
@@ -70,11 +70,11 @@ class ManualClock:
         self._now_ms += int(seconds * 1000)
 
     def sleep(self, seconds: float) -> None:
-        """Moves all clocks forward, and returns at once."""
+        """Moves all clocks forward; does not block."""
         self.advance(seconds)
 
     def suspend(self, seconds: float) -> None:
-        """Moves all clocks but `monotonic` forward, as a suspended machine does."""
+        """Moves all clocks except `monotonic` forward, as suspending the machine does."""
         self._suspended += seconds
         self._now_ms += int(seconds * 1000)
 

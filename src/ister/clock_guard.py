@@ -1,29 +1,31 @@
-"""Whether the wall clock can be trusted to tell how old data is.
+"""Detects steps of the wall clock, so that retention never trusts a wrong time.
 
     wall clock  ─┐
-    boottime    ─┼─► look ─► trusted, or a step: nothing is deleted by age
+    boottime    ─┼─► check ─► trusted, or a step: deletion by age is suspended
     last mark   ─┘
 
-Owns: the comparison, and what has to be remembered of it (`ClockMark`). Does not own: files,
-alarms, what is deleted.
+Owns: the comparison, and its state (`ClockMark`). Does not own: files, alarms, deletion.
 
-The wall clock has to advance as boottime does, from a point at which both were trusted, the anchor.
-Where it differs by more than `STEP_SECONDS` it was stepped, and stays suspect until
+Starting at an anchor, a moment at which both clocks were trusted, the wall clock has to advance as
+fast as boottime. If the two differ by more than `STEP_SECONDS`, the wall clock was stepped. It is
+not trusted until one of these happens:
 
-- it is back where boottime expects it: what set it has been undone;
-- somebody confirms that it is right now (`confirm`);
-- it has run evenly for a day and for as long as the longest limit: whatever was stored before the
-  step is older than that by now, and what was stored since is dated by the new clock.
+- it agrees with boottime again: the step was undone;
+- an operator confirms that it is right (`confirm`);
+- it has run without another step for a day and for the longest retention time: everything stored
+  before the step is older than that by now, and everything stored since has a time of the new
+  clock.
 
-Smaller differences are corrections (NTP) and move the anchor. A suspended machine is no step:
-boottime counts that time, too.
+Smaller differences are corrections (NTP) and move the anchor. Suspending the machine is not a step,
+because boottime includes that time.
 
-Across restarts the anchor is a mark on disk. In the same boot boottime goes on, and the comparison
-is exact. After a boot nobody knows how long the machine was off: a clock behind the mark, or more
-than `OFF_SECONDS_MAX` ahead of it, is a step. A first start has nothing to compare with.
+Across restarts the anchor is kept as a mark on disk. Within one boot the comparison is exact. After
+a reboot it is unknown how long the machine was off: a clock behind the mark, or more than
+`OFF_SECONDS_MAX` ahead of it, counts as a step. The first start has nothing to compare with.
 
-Times that were recorded under a clock that turned out wrong lie in a known range of wall time.
-`correct` replaces them by the time at which that ended: what they date is at least as new.
+Times that were recorded while the clock was wrong are in known ranges of wall time. `correct`
+replaces such a time by the end of that period: the real time is not later than that, so nothing is
+deleted too early.
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ __all__ = [
 STEP_SECONDS: Final = 30.0
 """A larger difference between the wall clock and boottime is a step."""
 OFF_SECONDS_MAX: Final = 86_400.0
-"""A machine that was off for longer has to have its clock confirmed."""
+"""The clock needs to be confirmed if the machine was off for longer than this."""
 _EVEN_SECONDS_MIN: Final = 86_400.0
 _RANGES_MAX: Final = 32
-# A mark is saved more often than this.
+# Longer than the interval at which marks are saved.
 _UNSAVED_SECONDS_MAX: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Anchor:
-    """A moment on both clocks; boottime counts within one boot."""
+    """A moment on both clocks; `boottime` is comparable within one boot only."""
 
     wall: float
     boottime: float
@@ -66,7 +68,10 @@ class _Anchor:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Wall times that were recorded under a wrong clock; `until` is when that ended, if it has."""
+    """Wall times recorded while the clock was wrong.
+
+    `until` is when that period ended, by the trusted clock; None if it has not.
+    """
 
     start: float
     end: float
@@ -75,28 +80,28 @@ class _Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockStep:
-    """A step of the wall clock that nothing has explained yet."""
+    """A step of the wall clock that was neither undone nor confirmed."""
 
     seconds: float
-    """How far the clock is ahead of what is expected; negative if it is behind."""
+    """How far the clock is ahead of the expected time; negative if it is behind."""
     since: float
-    """When it was noticed, in seconds of the stepped clock."""
+    """When it was detected, in seconds of the stepped clock."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMark:
-    """What the next process has to know."""
+    """The state of a `ClockGuard`, which the next process continues from."""
 
     anchor: _Anchor
     saved_at: float
     """In boottime."""
     ahead: tuple[float, ...] = ()
-    """How far the clock has been off since the anchor, each time that it was."""
+    """How far the clock was ahead at each step since the anchor."""
     wrong: tuple[_Range, ...] = ()
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Encodes the mark as JSON."""
         fields = {
             "wall": self.anchor.wall,
             "boottime": self.anchor.boottime,
@@ -109,7 +114,7 @@ class ClockMark:
 
     @classmethod
     def decode(cls, data: bytes) -> ClockMark | None:
-        """Reads what `encode` made; None if it is something else."""
+        """Decodes what `encode` returned; None if it is invalid."""
         try:
             fields: dict[str, Any] = json.loads(data)
             return cls(
@@ -128,7 +133,7 @@ class ClockMark:
 
 
 class ClockGuard:
-    """See the module header. Thread-safe."""
+    """Compares the wall clock with boottime and keeps the current step. Thread-safe."""
 
     def __init__(
         self,
@@ -142,9 +147,9 @@ class ClockGuard:
 
         Args:
             clock: The clocks.
-            mark: What the process before this one has left; None for a first start.
-            boot: The machine's boot, which boottime belongs to.
-            longest_seconds: The longest age that anything is deleted at.
+            mark: The mark of the previous process; None for the first start.
+            boot: The boot id; boottime is comparable within one boot only.
+            longest_seconds: The longest age limit of any retention setting.
         """
         self._clock = clock
         self._boot = boot
@@ -152,15 +157,15 @@ class ClockGuard:
         self._lock = threading.Lock()
         self._step: ClockStep | None = None
         self._anchor = self._stepped = now = self._now()
-        # How much further ahead the clock may be: the machine may have been off.
+        # How far ahead the clock may be in addition: the machine may have been off that long.
         self._off_max = 0.0
         self._ahead: list[float] = []
         self._wrong: list[_Range] = []
         if mark is not None:
-            self._take_up(mark, now)
-        self.look()
+            self._restore(mark, now)
+        self.check()
 
-    def _take_up(self, mark: ClockMark, now: _Anchor) -> None:
+    def _restore(self, mark: ClockMark, now: _Anchor) -> None:
         self._anchor, self._wrong = mark.anchor, list(mark.wrong)
         if mark.anchor.boot == self._boot and mark.anchor.boottime <= now.boottime:
             self._ahead = list(mark.ahead)
@@ -176,11 +181,11 @@ class ClockGuard:
 
     @property
     def step(self) -> ClockStep | None:
-        """The step that was last seen; None while the clock is trusted."""
+        """The step found by the last `check`; None while the clock is trusted."""
         return self._step
 
-    def look(self) -> ClockStep | None:
-        """Compares the clocks; the step that suspends deletion, or None."""
+    def check(self) -> ClockStep | None:
+        """Compares the clocks; returns the step that suspends deletion, or None."""
         with self._lock:
             now = self._now()
             ahead = now.wall - _expected(self._anchor, now)
@@ -196,16 +201,16 @@ class ClockGuard:
 
     def _reason(self, ahead: float) -> str:
         if not self._off_max:
-            return "it was set back" if ahead < 0 else "it was set ahead"
+            return "it was set back" if ahead < 0 else "it was set forward"
         if ahead < 0:
-            return "it is behind the newest time on record"
+            return "it is behind the last recorded time"
         return (
-            "it is far ahead of the newest time on record: the machine was off for long, or its "
-            "clock is wrong"
+            "it is far ahead of the last recorded time: the machine was off for a long time, or "
+            "its clock is wrong"
         )
 
     def _trust(self, now: _Anchor) -> None:
-        """Takes the clock for right as it is now."""
+        """Accepts the current time as right: ends the step and moves the anchor here."""
         last = _expected(self._anchor, now)
         for ahead in self._ahead:
             self._wrong.append(_Range(self._anchor.wall + ahead, last + ahead))
@@ -215,12 +220,12 @@ class ClockGuard:
         self._anchor, self._off_max, self._ahead, self._step = now, 0.0, [], None
 
     def confirm(self) -> ClockStep | None:
-        """Takes the clock for right as it is now; the step that this ends, if there was one."""
+        """Accepts the current time as right; returns the step that this ends, or None."""
         with self._lock:
             step, now = self._step, self._now()
             if step is not None:
-                # The clock as it is now has dated nothing wrongly; the one before it has, if it was
-                # behind, for all that is known since the machine booted.
+                # Times recorded since the step are right. Times before it are wrong if the clock
+                # was behind then, possibly since the machine booted.
                 self._ahead = [
                     ahead for ahead in self._ahead if abs(ahead - step.seconds) > STEP_SECONDS
                 ]
@@ -231,9 +236,9 @@ class ClockGuard:
             return step
 
     def correct(self, time_ms: int) -> int:
-        """A time on record; if it was recorded under a clock that was behind, when that ended.
+        """Corrects a recorded time: one of a clock that was behind becomes the end of that period.
 
-        Both in milliseconds since the Unix epoch.
+        Both are in milliseconds since the Unix epoch.
         """
         time = time_ms / 1000
         for one in self._wrong:
@@ -243,7 +248,7 @@ class ClockGuard:
         return int(time * 1000) if time != time_ms / 1000 else time_ms
 
     def mark(self) -> ClockMark:
-        """What the next process has to know."""
+        """Returns the state that the next process continues from."""
         with self._lock:
             return ClockMark(
                 anchor=self._anchor,
@@ -254,15 +259,16 @@ class ClockGuard:
 
 
 def _expected(anchor: _Anchor, now: _Anchor) -> float:
-    """The wall time that boottime leads to."""
+    """The wall time expected now: the anchor's plus the boottime since."""
     return anchor.wall + now.boottime - anchor.boottime
 
 
 def newest_arrivals(times: Sequence[int | None], now_ms: int) -> list[int | None]:
-    """When things that were stored one after the other arrived, at the latest.
+    """The latest possible arrival time of each item of a sequence, given recorded times.
 
-    A time in the future is wrong: what it dates arrived before whatever follows it. A time below
-    one before it is, too. None where nothing is known.
+    Items arrived in this order. A time in the future is wrong; the time of the next item is used
+    instead. A time lower than an earlier one is wrong as well; the earlier one is used. None where
+    no time is known.
     """
     bounded: list[int | None] = []
     later: int | None = None

@@ -375,7 +375,7 @@ def age_is_told_by_producers(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_step_of_the_clock_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ClockGuard, "look", lambda self: None)
+    patch.setattr(ClockGuard, "check", lambda self: None)
 
 
 def a_step_while_nobody_runs_is_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def garbage_is_old_by_a_stepped_clock(patch: pytest.MonkeyPatch) -> None:
 
     def collect(self: TopicTier) -> list[str]:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(NodeClock, "look", lambda self: None)
+            inner.setattr(NodeClock, "check", lambda self: None)
             return real(self)
 
     patch.setattr(TopicTier, "collect_orphans", collect)

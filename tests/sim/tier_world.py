@@ -575,7 +575,7 @@ class TierWorld:
 
     def _look_at_clock(self, process: Process) -> None:
         with self._quietly():
-            if process.log.tiers.node_clock.look() is not None and not self.wrong_ms:
+            if process.log.tiers.node_clock.check() is not None and not self.wrong_ms:
                 process.log.confirm_clock()
 
     def _check_age(self, what: str, since: float | None, limit_seconds: float) -> None:

@@ -23,13 +23,13 @@ def test_clock_that_runs_evenly_is_trusted(clock):
     guard = ClockGuard(clock)
     for seconds in (0.1, 60, 10 * DAY, 1000 * DAY):
         clock.advance(seconds)
-        assert guard.look() is None
+        assert guard.check() is None
 
 
 def test_suspended_machine_is_no_step(clock):
     guard = ClockGuard(clock)
     clock.suspend(40 * DAY)
-    assert guard.look() is None
+    assert guard.check() is None
 
 
 @pytest.mark.parametrize("jump_ms", FAR)
@@ -37,14 +37,14 @@ def test_step_lasts_until_it_is_undone(clock, jump_ms):
     guard = ClockGuard(clock)
     clock.advance(100)
     clock.jump_wall(jump_ms)
-    step = guard.look()
+    step = guard.check()
     assert step.seconds == pytest.approx(jump_ms / 1000)
-    assert ("ahead" if jump_ms > 0 else "back") in step.reason
+    assert ("forward" if jump_ms > 0 else "back") in step.reason
     clock.advance(3600)
-    assert guard.look() is step
+    assert guard.check() is step
     assert guard.step is step
     clock.jump_wall(-jump_ms)
-    assert guard.look() is None
+    assert guard.check() is None
 
 
 def test_corrections_are_no_steps_and_do_not_add_up(clock):
@@ -52,33 +52,33 @@ def test_corrections_are_no_steps_and_do_not_add_up(clock):
     for _ in range(100):
         clock.advance(60)
         clock.jump_wall(int(STEP_SECONDS * 900))
-        assert guard.look() is None
+        assert guard.check() is None
 
 
 @pytest.mark.parametrize("jump_ms", FAR)
 def test_step_lasts_until_it_is_confirmed(clock, jump_ms):
     guard = ClockGuard(clock)
     clock.jump_wall(jump_ms)
-    step = guard.look()
+    step = guard.check()
     assert guard.confirm() is step
-    assert guard.look() is None
+    assert guard.check() is None
     assert guard.confirm() is None
     clock.jump_wall(-jump_ms)
-    assert guard.look().seconds == pytest.approx(-jump_ms / 1000)
+    assert guard.check().seconds == pytest.approx(-jump_ms / 1000)
 
 
 def test_step_is_explained_when_everything_from_before_it_is_old_anyway(clock):
     guard = ClockGuard(clock, longest_seconds=7 * DAY)
     clock.jump_wall(30 * DAY_MS)
-    assert guard.look() is not None
+    assert guard.check() is not None
     clock.advance(7 * DAY - 1)
-    assert guard.look() is not None
+    assert guard.check() is not None
     clock.jump_wall(DAY_MS)  # not evenly
-    assert guard.look() is not None
+    assert guard.check() is not None
     clock.advance(7 * DAY - 1)
-    assert guard.look() is not None
+    assert guard.check() is not None
     clock.advance(2)
-    assert guard.look() is None
+    assert guard.check() is None
 
 
 def restarted(guard, clock, *, boot="one", **settings):
@@ -91,10 +91,10 @@ def restarted(guard, clock, *, boot="one", **settings):
 def test_step_across_a_restart_is_noticed(clock, jump_ms, is_noticed):
     guard = ClockGuard(clock, boot="one")
     clock.advance(100)
-    guard.look()
+    guard.check()
     if is_noticed:
         clock.jump_wall(jump_ms)
-        guard.look()
+        guard.check()
     before = guard
     clock.advance(50)
     if not is_noticed:
@@ -102,7 +102,7 @@ def test_step_across_a_restart_is_noticed(clock, jump_ms, is_noticed):
     guard = restarted(before, clock)
     assert guard.step.seconds == pytest.approx(jump_ms / 1000)
     clock.jump_wall(-jump_ms)
-    assert guard.look() is None
+    assert guard.check() is None
 
 
 def test_restart_in_the_same_boot_takes_as_long_as_it_takes(clock):
@@ -135,14 +135,14 @@ def test_after_a_boot_the_clock_is_compared_with_the_newest_time_on_record(off_s
     if has_step:
         assert "on record" in guard.step.reason
         clock.advance(50)
-        assert guard.look() is not None
+        assert guard.check() is not None
         guard.confirm()
     clock.advance(50)
-    assert guard.look() is None
+    assert guard.check() is None
 
 
 def test_first_start_has_nothing_to_compare_with():
-    assert ClockGuard(ManualClock(now_ms=0)).look() is None
+    assert ClockGuard(ManualClock(now_ms=0)).check() is None
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"nonsense", b'{"wall": "x"}', b"\xff"])
@@ -157,29 +157,29 @@ def test_mark_that_is_none_is_told(data):
 def test_time_of_a_clock_that_was_behind_counts_as_the_time_it_was_set_right(clock, restarts):
     guard = ClockGuard(clock, boot="one")
     clock.advance(DAY)
-    guard.look()
+    guard.check()
     before = now_ms(clock)
     clock.jump_wall(-30 * DAY_MS)
-    guard.look()
+    guard.check()
     clock.advance(3600)
     written = now_ms(clock)
-    guard.look()
+    guard.check()
     clock.advance(60)
     if restarts:
         guard = restarted(guard, clock)
     clock.jump_wall(30 * DAY_MS)
-    guard.look()
+    guard.check()
     assert guard.correct(written) == now_ms(clock)
     assert guard.correct(before) == before
     clock.advance(DAY)
-    guard.look()
+    guard.check()
     assert guard.correct(now_ms(clock)) == now_ms(clock)
 
 
 def test_time_of_a_clock_that_was_behind_is_kept_over_a_boot(clock):
     guard = ClockGuard(clock, boot="one")
     clock.jump_wall(-30 * DAY_MS)
-    guard.look()
+    guard.check()
     clock.advance(100)
     written, mark = now_ms(clock), guard.mark()
     clock = ManualClock(now_ms=written + 30 * DAY_MS)
@@ -191,9 +191,9 @@ def test_time_of_a_clock_that_was_behind_is_kept_over_a_boot(clock):
 def test_time_of_a_clock_that_was_ahead_is_never_taken_for_an_older_one(clock):
     guard = ClockGuard(clock)
     clock.jump_wall(DAY_MS)
-    guard.look()
+    guard.check()
     clock.jump_wall(-DAY_MS)
-    guard.look()
+    guard.check()
     clock.advance(DAY)
     assert guard.correct(now_ms(clock)) == now_ms(clock)
 
@@ -203,10 +203,10 @@ def test_confirmed_step_ahead_makes_what_was_recorded_before_it_new(clock):
     clock.advance(3600)
     guard = ClockGuard(clock)
     clock.advance(600)
-    guard.look()
+    guard.check()
     written = now_ms(clock)
     clock.jump_wall(50 * 365 * DAY_MS)
-    guard.look()
+    guard.check()
     guard.confirm()
     assert guard.correct(written) == now_ms(clock)
     assert guard.correct(written - DAY_MS) == written - DAY_MS, "from before the boot"
@@ -217,10 +217,10 @@ def test_several_steps_in_a_row(clock):
     written = []
     for jump_ms in (-DAY_MS, -DAY_MS, 5 * DAY_MS, -9 * DAY_MS):
         clock.jump_wall(jump_ms)
-        assert guard.look() is not None
+        assert guard.check() is not None
         clock.advance(10)
         written.append(now_ms(clock))
     clock.jump_wall(6 * DAY_MS)
-    assert guard.look() is None
+    assert guard.check() is None
     late = now_ms(clock)
     assert [guard.correct(time_ms) >= late for time_ms in written] == [True] * 4

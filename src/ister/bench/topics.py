@@ -1,13 +1,13 @@
-"""`ister bench topics`: what thousands of topics in one process cost.
+"""`ister bench topics`: the cost of thousands of topics in one process.
 
-    creating    processor time per topic, the last fifth beside the first
-    opening     processor time until every topic is open after kill -9; then each takes an append
-    idle        processor time while nothing is asked of them
-    a pause     longer than the lease (SIGSTOP, SIGCONT), until every topic has taken an append
+    creating    CPU time per topic, the last fifth compared with the first
+    opening     CPU time until every topic is open after kill -9
+    idle        CPU time while no topic is used
+    a pause     longer than the lease (SIGSTOP, SIGCONT), until every topic accepts an append
 
-The topics are in a process of their own (`topics_process`), with metadata in SQLite and a bucket in
-a directory. Processor time is that of all its threads: how long a disk takes to sync does not
-depend on the number of topics.
+The topics are in a separate process (`topics_process`), with metadata in SQLite and a bucket in a
+directory. CPU time is that of all its threads; elapsed time would mostly measure how long the disk
+takes to sync.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run(run: Run) -> None:
             limit=sum(created),
             limit_name="creating them",
             at_most=_READY_SECONDS_MAX,
-            note=f"{opened['seconds']:.1f} s by the clock",
+            note=f"{opened['seconds']:.1f} s elapsed",
         )
         child.ask("append")
         run.say("waiting for uploads")
@@ -101,12 +101,12 @@ def _measure_pause(run: Run, child: _Child, topics: int) -> None:
         limit=before,
         limit_name="an append to each before",
         at_most=_BACK_SECONDS_MAX,
-        note=f"until each has taken an append; the lease lasts {LEASE_SECONDS} s",
+        note=f"until each has accepted an append; the lease lasts {LEASE_SECONDS} s",
     )
 
 
 class _Child:
-    """The process that has the topics."""
+    """The process that opens the topics (`topics_process`)."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -114,7 +114,7 @@ class _Child:
     @classmethod
     @contextmanager
     def start(cls, directory: str, topics: int) -> Iterator[_Child]:
-        """Starts it; it is killed in the end."""
+        """Starts the process, and kills it on exit."""
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-m", "ister.bench.topics_process", directory, str(topics)],
             stdin=subprocess.PIPE,
@@ -128,10 +128,10 @@ class _Child:
             process.communicate()
 
     def ask(self, command: str) -> dict[str, Any]:
-        """Has it do something; its answer.
+        """Sends a command and returns its result.
 
         Raises:
-            UnavailableError: It has ended; its standard error says why.
+            UnavailableError: The process has ended; its standard error says why.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None  # noqa: S101, PT018 - for mypy
@@ -139,12 +139,12 @@ class _Child:
         stdin.flush()
         line = stdout.readline()
         if not line:
-            raise UnavailableError(f"the process with the topics failed: {command}")
+            raise UnavailableError(f"the process ended during the command {command!r}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def pause(self, seconds: float) -> None:
-        """Stops it, and has it go on."""
+        """Suspends the process for this long."""
         self._process.send_signal(signal.SIGSTOP)
         time.sleep(seconds)
         self._process.send_signal(signal.SIGCONT)

@@ -1,13 +1,13 @@
-"""The process that has the topics of `ister bench topics`.
+"""The process that `ister bench topics` measures.
 
-`python -m ister.bench.topics_process DIR COUNT` reads commands, one a line, and answers each with
-one JSON line:
+`python -m ister.bench.topics_process DIR COUNT` reads one command per line from standard input, and
+writes one line of JSON for each:
 
-    create          makes the topics, with a message in each
-    open            opens them
-    append          appends to each, again and again until it is taken and synced
+    create          creates the topics, with one message in each
+    open            opens all topics
+    append          appends to each topic and syncs, retrying until that succeeds
     settle          waits until everything is uploaded
-    idle SECONDS    does nothing for so long
+    idle SECONDS    sleeps
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ister.topic.topic import Topic
 __all__ = ["main"]
 
 PARTS: Final = 5
-"""Creating is measured in so many parts."""
+"""Number of parts in which creation is measured."""
 LEASE_SECONDS: Final = 10
 _MESSAGE_BYTES: Final = 100
 _APPEND_THREADS: Final = 16
@@ -37,7 +37,7 @@ _SETTLE_SECONDS: Final = 0.2
 
 
 class _Topics:
-    """All topics of a log, opened."""
+    """The topics of one log; each method is a command."""
 
     def __init__(self, directory: str, count: int) -> None:
         self._log: Log = open_tiered_log(
@@ -56,7 +56,7 @@ class _Topics:
         (self._payload,) = payloads(1, _MESSAGE_BYTES)
 
     def create(self) -> dict[str, Any]:
-        """Makes them; processor time of each part."""
+        """Creates the topics; returns the CPU time of each part."""
         spent: list[float] = []
         each = len(self._names) // PARTS
         for part in range(PARTS):
@@ -69,13 +69,13 @@ class _Topics:
         return {"cpu_seconds": spent}
 
     def open(self) -> dict[str, Any]:
-        """Opens them; processor time since this process was started."""
+        """Opens the topics; returns the CPU time since the process started."""
         elapsed = stopwatch()
         self._topics = [self._log.topic(name) for name in self._names]
         return {"cpu_seconds": time.process_time(), "seconds": elapsed()}
 
     def append(self) -> dict[str, Any]:
-        """Appends to each until it is taken."""
+        """Appends a message to each topic, retrying until it is synced."""
         before, elapsed = time.process_time(), stopwatch()
         with ThreadPoolExecutor(_APPEND_THREADS) as pool:
             self._topics = list(pool.map(self._append, self._topics))
@@ -100,14 +100,14 @@ class _Topics:
         return {}
 
     def idle(self, seconds: float) -> dict[str, Any]:
-        """Does nothing; processor time spent meanwhile."""
+        """Sleeps; returns the CPU time that background threads used meanwhile."""
         before, elapsed = time.process_time(), stopwatch()
         time.sleep(seconds)
         return {"cpu_seconds": time.process_time() - before, "seconds": elapsed()}
 
 
 def main() -> None:
-    """Answers commands until standard input ends."""
+    """Runs commands until standard input ends."""
     topics = _Topics(sys.argv[1], int(sys.argv[2]))
     for line in sys.stdin:
         command, *arguments = line.split()

@@ -366,9 +366,9 @@ class Api:
         served = self.served
         step = await served.views.lookers.run(served.views.topics.log.confirm_clock)
         if step is None:
-            return {"done": "the clock was trusted already", "seconds": None}
+            return {"done": "nothing to confirm: the clock is trusted", "seconds": None}
         return {
-            "done": "the clock is trusted: files and objects are deleted by age again",
+            "done": "clock confirmed; deletion by age resumes",
             "seconds": round(step.seconds),
         }
 

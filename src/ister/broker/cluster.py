@@ -60,7 +60,7 @@ class Cluster:
         try:
             found = tiers.metadata.get(key)
             if found is None or found.value != value:
-                # Not over the entry of a process that has replaced this one.
+                # Do not overwrite the entry of a process that has replaced this one.
                 put = Put(key, value, tiers.membership.lease)
                 tiers.metadata.transact([tiers.membership.is_here], [put])
         except IsterError as error:

@@ -129,7 +129,7 @@ class Dispatch:
         self._flushes: set[asyncio.Task[None]] = set()
         self._retriever: AsyncReader | None = None
         self._is_closed = False
-        # Whoever consumed it when the broker before this one ended may come back.
+        # Counts as active at first: consumers of the previous broker process may reconnect.
         self._active_at = self._loop.time()
         self._active_cursor = self.delivery.cursor
         plan.written(stored.cursor, self._loop.time(), version=self.delivery.version)
@@ -169,9 +169,9 @@ class Dispatch:
         return list(self._outboxes)
 
     def is_active(self, grace_seconds: float) -> bool:
-        """Whether a consumer has a stream, had one lately, or the cursor has moved lately.
+        """Whether a consumer is connected, or the subscription was used in the grace period.
 
-        May be called by any thread.
+        Used means that a consumer was connected or the cursor moved. May be called by any thread.
         """
         return bool(self._outboxes) or self._loop.time() - self._active_at <= grace_seconds
 
@@ -492,7 +492,7 @@ class Dispatch:
             self.end_streams(UnavailableError("the topic was closed", topic=self.topic.name))
         except FencedError:
             self._on_fenced()
-        except Exception as error:  # noqa: BLE001 - the streams end; consumers come again
+        except Exception as error:  # noqa: BLE001 - the streams end; consumers reconnect
             threads.record("ister-dispatch", error, topic=self.topic.name)
             self.end_streams(UnavailableError("the subscription stopped", topic=self.topic.name))
         finally:

@@ -649,10 +649,10 @@ class BrokerHealth:
             return Check(
                 name="clock",
                 state="attention",
-                words=f"the machine's clock is {_span(abs(step.seconds))} {ahead} what is "
-                f"expected: {step.reason}; nothing is deleted by age",
-                hint="set the clock right, and deletion goes on by itself; if it is right as it "
-                "is, POST /api/clock/confirm",
+                words=f"the machine's clock is {_span(abs(step.seconds))} {ahead} the expected "
+                f"time: {step.reason}; deletion by age is suspended",
+                hint="correct the clock, and deletion resumes; if the clock is right, confirm it: "
+                "POST /api/clock/confirm",
             )
         if jump is not None and now - jump[0] < _CLOCK_JUMP_SHOWN_SECONDS:
             return Check(
@@ -686,16 +686,16 @@ class BrokerHealth:
             return Check(name="threads", state="ok", words="no background thread has failed")
         told = [
             f"{one.thread} {'ended' if one.has_ended else 'failed'} ({_count(one.count, 'error')}, "
-            f"the last {_span(one.age_seconds)} ago{f': {one.error}' if names else ''})"
+            f"latest {_span(one.age_seconds)} ago{f': {one.error}' if names else ''})"
             for one in found[:_NAMES_SHOWN]
         ]
         has_ended = any(one.has_ended for one in found)
-        restart = "restart the broker, and " if has_ended else ""
+        restart = "restart the broker and " if has_ended else ""
         return Check(
             name="threads",
             state="bad" if has_ended else "attention",
             words=f"unexpected errors in background threads: {'; '.join(told)}",
-            hint=f"a fault in Ister: {restart}report it with the traceback from the log",
+            hint=f"this is a bug in Ister: {restart}report it with the traceback from the log",
         )
 
 

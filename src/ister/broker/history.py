@@ -135,7 +135,7 @@ class History:
 
     async def _keep_looking(self) -> None:
         while True:
-            # Nobody must be without a broker for want of a curve.
+            # A failure here costs the dashboard a chart; it must not end the broker.
             with threads.guard("ister-rates"):
                 await self.look()
             await asyncio.sleep(EVERY_SECONDS)

@@ -157,14 +157,14 @@ class ServedTopic:
         if topic is not None:
             topic.active_floor = self._active_floor
 
-    def _active_floor(self, *, everyone: bool) -> int:
-        """The first offset that an active subscription has yet to read; from any thread."""
+    def _active_floor(self, *, include_inactive: bool) -> int:
+        """The lowest cursor of the active subscriptions. May be called by any thread."""
         grace = self._around.retention_grace_seconds
         return min(
             (
                 found.delivery.cursor
                 for found in list(self.subscriptions.values())
-                if isinstance(found, Dispatch) and (everyone or found.is_active(grace))
+                if isinstance(found, Dispatch) and (include_inactive or found.is_active(grace))
             ),
             default=NO_FLOOR,
         )

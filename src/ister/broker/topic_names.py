@@ -1,7 +1,7 @@
-"""The names of all topics that a broker knows, with the partitions of each.
+"""An index of topic names that finds the partitions of a topic.
 
-Making a topic asks for its partitions, and whether it is one: each look-up costs the same however
-many names there are.
+Creating a topic checks for partitions of that name. The cost of a lookup does not depend on the
+number of topics.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _PARTITION: Final = re.compile(r"(?P<base>.+)-part-(?P<number>0|[1-9][0-9]{0,5})
 
 
 def parse_partition(name: str) -> tuple[str, int] | None:
-    """The partitioned topic and the number of a partition; None for the name of another topic."""
+    """Splits the name of a partition into topic and number; None if it is not a partition."""
     match = _PARTITION.fullmatch(name)
     return None if match is None else (match["base"], int(match["number"]))
 
 
 class TopicNames:
-    """A set of names; see the module header. Used on one thread."""
+    """A set of topic names with an index of partitions. Not thread-safe."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names: set[str] = set()
@@ -38,7 +38,7 @@ class TopicNames:
             self._partitions.setdefault(base, {})[number] = name
 
     def discard(self, name: str) -> None:
-        """Removes a name; one that is not there is fine."""
+        """Removes a name if it is present."""
         self._names.discard(name)
         if (partition := parse_partition(name)) is not None:
             base, number = partition
@@ -48,7 +48,7 @@ class TopicNames:
                 self._partitions.pop(base, None)
 
     def partitions_of(self, base: str) -> list[str]:
-        """The partitions of a topic, in order."""
+        """The partitions of a topic, in the order of their numbers."""
         return [name for _, name in sorted(self._partitions.get(base, {}).items())]
 
     def __contains__(self, name: object) -> bool:

@@ -31,7 +31,7 @@ _BENCHES: Final = {
     "readers": "memory of a hundred readers that lag behind",
     "upload": "uploading a backlog, of one topic and of a hundred, and its memory",
     "history": "reading messages back from objects",
-    "catalog": "looking up objects, of a short history and of a long one",
+    "catalog": "looking up objects in a short and in a long history",
     "chain": "reading from the bucket to the live tail while the topic is written",
     "broker": "Danube's client on a broker: sends, consuming, latency; bulk publishing by Flight",
     "spark": "topics as Arrow and as Spark's tables, reading and writing",

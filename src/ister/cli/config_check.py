@@ -229,7 +229,7 @@ def _try_bucket(storage: StorageConfig) -> Connection:
     if missing:
         says += f"; cannot {', '.join(missing)}, which Ister does without"
     if can.leftovers:
-        says += f"; {can.leftovers}: have a lifecycle rule of the bucket abort them"
+        says += f"; {can.leftovers}: add a lifecycle rule to the bucket that aborts them"
     return Connection(name="bucket", is_ok=True, says=says)
 
 

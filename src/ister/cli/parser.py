@@ -26,7 +26,7 @@ __all__ = ["Parser", "walk_commands"]
 
 _EXIT_USAGE: Final = 2
 _PATHS: Final = ("DIR", "FILE", "PATH", "TABLE", "URL-or-PATH")
-"""What arguments that are paths are called in the help."""
+"""Metavars of the arguments that are paths."""
 _WIDTH_MAX: Final = 110
 _WIDTH_MIN: Final = 40
 _HELP_POSITION_MAX: Final = 26
@@ -154,7 +154,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _expand_paths(self, parsed: argparse.Namespace) -> None:
-        """Replaces `~` in paths: shells leave it alone in `--data=~/x`."""
+        """Expands `~` in paths; shells do not expand it in `--data=~/x`."""
         for action in self.arguments:
             value = getattr(parsed, action.dest, None)
             if action.metavar in _PATHS and isinstance(value, str):

@@ -237,8 +237,8 @@ def _kept_lease(log: Log) -> Iterator[Tiers]:
 
     def keep() -> None:
         while not stopping.wait(log.config.storage.metadata.lease_ttl_seconds / 3):
-            # Whether the topics are still this node's is checked by every transaction; the next
-            # renewal puts the owner keys back.
+            # A failed renewal is harmless: every transaction checks the ownership of its topic,
+            # and the next renewal puts the owner keys back.
             with threads.guard("ister-repair-lease"), suppress(IsterError):
                 tiers.membership.renew()
 

@@ -853,7 +853,7 @@ def encode_settings(config: Config) -> bytes:
         }
     metadata = storage.get("metadata", {})
     if "endpoints" in metadata:
-        # Certificates are this server's own files; a client has its own.
+        # Certificate paths are local to the broker, so clients are not sent them.
         scheme = "https://" if metadata.pop("tls", None) else ""
         metadata["endpoints"] = [
             item if "://" in item else f"{scheme}{item}"

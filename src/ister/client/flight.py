@@ -138,7 +138,7 @@ class FlightClient:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Drops the parent's connection without a word to the server; see `ister.forks`."""
+        """Abandons the parent's connection without closing it; see `ister.forks`."""
         forks.leak(self._client)
         self._fork_error = error
 

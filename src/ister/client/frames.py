@@ -49,7 +49,7 @@ class BrokerFrames:
         return min(end, planned.objects[0][0]) if planned.objects else end
 
     def arrived_ms(self, start: int, end: int) -> int | None:
-        """Always None: the owner does not tell."""
+        """Always None: the owner does not send arrival times."""
         return None
 
     def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:

@@ -111,7 +111,7 @@ class Network:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Drops the parent's connections without a word to the brokers; see `ister.forks`."""
+        """Abandons the parent's connections without closing them; see `ister.forks`."""
         forks.leak(*self._channels.values())
         self._channels = {}
         self._fork_error, self._is_closed = error, True

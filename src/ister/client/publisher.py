@@ -106,7 +106,7 @@ class Publisher:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Fails a forked child's copy; what is unanswered is the parent's to send."""
+        """Makes a forked child's copy unusable; the parent sends what is still buffered."""
         forks.renew(self._changed)
         self._failure, self._is_ending = error, True
 

@@ -60,12 +60,12 @@ class _LoopThread:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Drops the parent's loop in a forked child; to wake it would wake the parent's."""
+        """Abandons the event loop in a forked child: waking it would wake the parent's."""
         forks.leak(self._loop)
         self._fork_error = error
 
     def check_process(self) -> None:
-        """Refuses what a forked child asks of its parent's client.
+        """Refuses calls of a forked child to its parent's client.
 
         Raises:
             ClosedError: This process is a fork of the one that opened the client.

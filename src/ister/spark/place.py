@@ -143,7 +143,7 @@ def _absolute(config: Config) -> Config:
 
 @forks.in_child
 def _forget_all() -> None:
-    """What the parent of a forked process opened is the parent's."""
+    """Forgets the histories and clients of the parent in a forked child."""
     forks.renew(_lock)
     _histories.clear()
     _clients.clear()

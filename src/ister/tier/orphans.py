@@ -56,7 +56,7 @@ def collect_orphans(
         metrics: What was removed is counted there.
         has_jobs: Whether somebody may be making objects in this owner's name: what lies at or
             behind the topic's end is left alone then.
-        correct_ms: Corrects times that were recorded under a wrong clock.
+        correct_ms: Corrects times that were recorded while the clock was wrong.
 
     Returns:
         Their names.

@@ -4,8 +4,8 @@ Objects go from the oldest on, so that what is left has no hole, and the newest 
 says where the topic ends. Descriptors go first, in a transaction of the owner's, then the objects;
 a crash in between leaves objects that nobody names, which garbage collection takes.
 
-An object's age is that of its newest message, from its arrival: what producers say about time does
-not count. One whose age is not known is kept, and with it everything behind it.
+An object's age is the time since its newest message arrived; publish times, which producers set, do
+not matter. An object of unknown age is kept, with all objects after it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def plan_expiry(
         now_ms: The time.
         time_minutes: Objects older than this go; None keeps them.
         size_mb: The oldest go until no more than this is left; None keeps them.
-        correct_ms: Corrects times that were recorded under a wrong clock.
+        correct_ms: Corrects times that were recorded while the clock was wrong.
     """
     if time_minutes is None and size_mb is None:
         return []

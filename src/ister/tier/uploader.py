@@ -58,19 +58,19 @@ class Uploader:
         is_stopping: Callable[[], bool] = lambda: False,
         egress: EgressLimit | None = None,
     ) -> None:
-        """Uploads in the name of an owner.
+        """An uploader for one owned topic.
 
         Args:
             owned: The topic.
-            store: Where objects go.
-            settings: How.
-            clock: Where time comes from.
-            metrics: What is uploaded is counted there.
-            correct_ms: Corrects times that this node has recorded under a wrong clock.
-            egress: Limits how fast bytes are sent.
-            on_memory: Told by how much the memory in use changes.
-            on_parts: Told by how much the number of parts in flight changes.
-            is_stopping: Asked between two chunks whether to give up.
+            store: The bucket.
+            settings: The uploader's settings.
+            clock: The clocks.
+            metrics: Counts uploads.
+            correct_ms: Corrects times that this node recorded while its clock was wrong.
+            egress: Limits the upload rate; None for no limit.
+            on_memory: Called with each change of the memory in use, in bytes.
+            on_parts: Called with each change of the number of parts in flight.
+            is_stopping: Called between chunks; the upload is aborted if it returns True.
         """
         self._owned = owned
         self._correct_ms = correct_ms

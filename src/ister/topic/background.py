@@ -194,7 +194,7 @@ class Background:
                 self._hand_out(self._clock.monotonic())
 
     def _hand_out(self, now: float) -> None:
-        self._tiers.node_clock.look()
+        self._tiers.node_clock.check()
         has_retention, has_orphans = now >= self._retention_at, now >= self._orphans_at
         if has_retention:
             self._retention_at = now + self._storage.wal.retention.check_interval_minutes * 60

@@ -1,9 +1,9 @@
-"""Retention of a log without a bucket: its files are all there is, and the oldest of them go.
+"""Retention for logs without a bucket: removes the oldest local files.
 
-Owns: one thread, and when it looks. Does not own: which files go (`ister.topic.retention`).
+Owns: one thread and its schedule. Does not own: which files are removed (`ister.topic.retention`).
 
-A topic is left alone until it has been open for `active_subscription_grace_seconds`: whoever
-consumed it when the process before ended gets that time to come back.
+No file of a topic is removed until it has been open for `active_subscription_grace_seconds`:
+consumers of the previous process have that time to reconnect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TICK_SECONDS = 1.0
 
 
 class LocalRetention:
-    """See the module header. Thread-safe."""
+    """Removes expired local files in a background thread. Thread-safe."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class LocalRetention:
         self._thread = threads.start("ister-retention", self._run)
 
     def stop(self) -> None:
-        """Ends the thread. May be called twice."""
+        """Stops the thread. May be called more than once."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -63,7 +63,7 @@ class LocalRetention:
         due = self._clock.monotonic() + interval
         while not self._stopping.wait(_TICK_SECONDS):
             with threads.guard("ister-retention"):
-                self._node_clock.look()
+                self._node_clock.check()
                 if self._clock.monotonic() >= due:
                     due = self._clock.monotonic() + interval
                     self._trim_all()
@@ -81,19 +81,22 @@ class LocalRetention:
                 continue
             except IsterError as error:
                 self._metrics.count("retention.errors_total")
-                _log.warning("retention", extra={"topic": topic.name, "error": str(error)})
+                _log.warning(
+                    "cannot remove expired files",
+                    extra={"topic": topic.name, "error": str(error)},
+                )
 
     def trim(self, topic: Topic) -> int:
-        """Removes the files of a topic that retention does not keep; how many.
+        """Removes the expired files of a topic; returns their number.
 
         Raises:
-            IsterError: A file or the checkpoint could not be changed.
+            IsterError: A file could not be removed or the checkpoint not be written.
         """
         wal, retention = topic.wal, self._retention
-        step = self._node_clock.look()
+        step = self._node_clock.check()
         before = plan_trim(
             list_files(wal),
-            safe_before=min(wal.synced, topic.active_floor(everyone=step is not None)),
+            safe_before=min(wal.synced, topic.active_floor(include_inactive=step is not None)),
             now_ms=self._clock.now_ns() // 1_000_000,
             time_minutes=retention.time_minutes if step is None else None,
             size_mb=retention.size_mb,

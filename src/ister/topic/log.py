@@ -988,8 +988,8 @@ _GAUGES: Final[dict[str, Callable[[Topic], int]]] = {
 }
 
 
-def _floor_of(topic: Topic, *, everyone: bool) -> int:
-    return topic.active_floor(everyone=everyone)
+def _floor_of(topic: Topic, *, include_inactive: bool) -> int:
+    return topic.active_floor(include_inactive=include_inactive)
 
 
 def _batches() -> ModuleType:

@@ -1,11 +1,11 @@
-"""Whether this node's clock can be trusted, remembered across restarts.
+"""Detects steps of this node's clock, across restarts.
 
 Owns: the guard (`ister.clock_guard`) and its mark, the file `.clock` beside the directories of the
-topics. Does not own: what is suspended meanwhile.
+topics. Does not own: what is suspended while the clock is not trusted.
 
-The mark is saved at the start, once a minute while somebody looks, when the answer changes, and at
-the end; atomically: a crash leaves the old or the new one. One that cannot be saved or read costs
-the comparison with the process before, and is logged.
+The mark is saved at the start, once a minute while `check` is called, when the result changes, and
+at the end. It is replaced atomically: a crash leaves the old or the new one. If it cannot be saved
+or read, that is logged, and the clock is not compared with the previous process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAVE_SECONDS: Final = 60.0
 
 
 class NodeClock:
-    """See the module header. Thread-safe."""
+    """A `ClockGuard` whose mark is kept in the log's directory. Thread-safe."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class NodeClock:
         root: str | None = None,
         storage: StorageConfig | None = None,
     ) -> None:
-        """Compares the clock with the mark of the process before, if there is one.
+        """Compares the clock with the mark of the previous process, if there is one.
 
         Args:
             clock: The clocks.
-            fs: Where the mark is.
+            fs: File system of the mark.
             root: Its directory, which this process has locked; None to keep no mark.
-            storage: Says how old things become.
+            storage: Settings; the longest retention time is used.
         """
         self._clock = clock
         self._fs = fs
@@ -62,54 +62,54 @@ class NodeClock:
             boot=boot_id() if root is not None else "",
             longest_seconds=_longest_seconds(storage) if storage is not None else 0.0,
         )
-        self.look()
+        self.check()
 
     @property
     def step(self) -> ClockStep | None:
-        """The step that suspends deletion by age, as of the last look; None without one."""
+        """The step that suspends deletion by age, as of the last `check`; or None."""
         return self._guard.step
 
-    def look(self) -> ClockStep | None:
-        """Compares the clocks: the step that suspends deletion by age; None without one."""
-        step = self._guard.look()
+    def check(self) -> ClockStep | None:
+        """Compares the clocks; returns the step that suspends deletion by age, or None."""
+        step = self._guard.check()
         with self._lock:
             has_changed = (step is not None) != self._was_stepped
             self._was_stepped = step is not None
             if has_changed:
-                self._tell(step)
+                self._log_change(step)
             if has_changed or self._clock.boottime() - self._saved_at >= _SAVE_SECONDS:
                 self._save()
         return step
 
     def confirm(self) -> ClockStep | None:
-        """Takes the clock for right as it is now; the step that this ends, if there was one."""
+        """Accepts the current time as right; returns the step that this ends, or None."""
         step = self._guard.confirm()
         with self._lock:
             if step is not None:
                 _log.warning("clock confirmed", extra={"seconds": round(step.seconds)})
             self._was_stepped = False
-            self._tell(None)
+            self._log_change(None)
             self._save()
         return step
 
     def correct_ms(self, time_ms: int) -> int:
-        """A time on record; see `ClockGuard.correct`."""
+        """Corrects a time recorded while the clock was wrong; see `ClockGuard.correct`."""
         return self._guard.correct(time_ms)
 
     def close(self) -> None:
         """Saves the mark for the next process. May be called twice."""
-        self.look()
+        self.check()
         with self._lock:
             self._save()
 
-    def _tell(self, step: ClockStep | None) -> None:
+    def _log_change(self, step: ClockStep | None) -> None:
         if step is not None:
             _log.error(
-                "the clock cannot be trusted; nothing is deleted by age",
+                "clock step detected; deletion by age is suspended",
                 extra={"seconds": round(step.seconds), "reason": step.reason},
             )
         else:
-            _log.info("the clock is trusted")
+            _log.info("clock is trusted")
 
     def _load(self) -> ClockMark | None:
         if self._fs is None or self._path is None:
@@ -123,7 +123,7 @@ class NodeClock:
         except NotFoundError:
             return None
         except IsterError as error:
-            _log.warning("clock mark not read", extra={"error": str(error)})
+            _log.warning("cannot read the clock mark", extra={"error": str(error)})
             return None
         if mark is None:
             _log.warning("clock mark is damaged", extra={"path": self._path})
@@ -144,7 +144,7 @@ class NodeClock:
             fs.rename(f"{path}.tmp", path)
             fs.sync_directory(root)
         except IsterError as error:
-            _log.warning("clock mark not saved", extra={"error": str(error)})
+            _log.warning("cannot save the clock mark", extra={"error": str(error)})
 
 
 def _longest_seconds(storage: StorageConfig) -> float:

@@ -7,8 +7,8 @@ A file goes only if all of these hold:
 - it is older than the time limit, or the topic's files take more than the size limit;
 - every file before it goes too.
 
-A file's age counts from when it was last written to: from the arrival of its newest message. One
-whose age is not known counts as new.
+A file's age is the time since it was last written, which is when its newest message arrived. A file
+of unknown age counts as new.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NO_FLOOR: Final = 1 << 64
 
 
 class ActiveFloor(Protocol):
-    """The first offset that an active subscription has yet to read; `NO_FLOOR` without one."""
+    """Returns the lowest offset that a subscription still needs; `NO_FLOOR` without one."""
 
-    def __call__(self, *, everyone: bool) -> int:
-        """Of the active subscriptions, or of all of them."""
+    def __call__(self, *, include_inactive: bool) -> int:
+        """Considers active subscriptions, or all of them."""
         ...
 
 
-def no_floor(*, everyone: bool) -> int:
-    """What holds where nobody has subscriptions."""
+def no_floor(*, include_inactive: bool) -> int:
+    """The `ActiveFloor` of a topic without subscriptions."""
     return NO_FLOOR
 
 
@@ -54,7 +54,7 @@ class LocalFile:
 
 
 def list_files(wal: Wal) -> list[LocalFile]:
-    """A log's files, ascending."""
+    """A log's files, in the order of their offsets."""
     directory = wal.directory
     if directory is None:
         return []
@@ -64,7 +64,7 @@ def list_files(wal: Wal) -> list[LocalFile]:
         try:
             handle = directory.fs.open_read(path)
         except NotFoundError:
-            # Somebody has removed it: nothing to keep.
+            # Removed by hand: nothing to keep.
             found.append(LocalFile(first_offset=file.first_offset, size_bytes=0, modified_ms=0))
             continue
         try:
@@ -94,11 +94,11 @@ def plan_trim(
 
     Args:
         files: Ascending; the last one is the active file.
-        safe_before: Below this everything may go.
+        safe_before: Everything below this offset may be removed.
         now_ms: The time.
         time_minutes: Files last written to so long ago go; None keeps them.
         size_mb: The oldest go until no more than this is left; None keeps them.
-        correct_ms: Corrects times that were recorded under a wrong clock.
+        correct_ms: Corrects times that were recorded while the clock was wrong.
     """
     excess = sum(file.size_bytes for file in files)
     excess = excess - size_mb * MIB if size_mb is not None else 0

@@ -526,8 +526,8 @@ class TopicTier:
         with self._trimming:
             if self._stopping.is_set():
                 return 0
-            step = self._tiers.node_clock.look()
-            floor = self._subscription_floor(everyone=step is not None)
+            step = self._tiers.node_clock.check()
+            floor = self._subscription_floor(include_inactive=step is not None)
             before = plan_trim(
                 list_files(wal),
                 # The catalog's end may be known before the log's own mark says so, for a moment or,
@@ -578,7 +578,7 @@ class TopicTier:
                     return count
                 if floor == -1:
                     floor = self._subscription_floor(
-                        everyone=self._tiers.node_clock.look() is not None
+                        include_inactive=self._tiers.node_clock.check() is not None
                     )
                 if floor is not None and before > floor:
                     return count
@@ -590,11 +590,12 @@ class TopicTier:
                     return count
         return count
 
-    def _subscription_floor(self, *, everyone: bool) -> int:
+    def _subscription_floor(self, *, include_inactive: bool) -> int:
         """The first offset that an active subscription has yet to read.
 
         Args:
-            everyone: Count every subscription: the clock does not tell which ones are active.
+            include_inactive: Consider all subscriptions, because an untrusted clock cannot tell
+                which ones are active.
         """
         retention, correct_ms = self._tiers.storage.wal.retention, self._tiers.node_clock.correct_ms
         oldest = self._clock.now_ns() // 1_000_000 - (
@@ -603,10 +604,10 @@ class TopicTier:
         stored = [
             found.progress.offset
             for found in self.owned.catalog.subscriptions()
-            if (everyone or correct_ms(found.progress.timestamp) >= oldest)
+            if (include_inactive or correct_ms(found.progress.timestamp) >= oldest)
             and found.progress.incarnation in ("", self.owned.record.incarnation)
         ]
-        return min([self.active_floor(everyone=everyone), *stored])
+        return min([self.active_floor(include_inactive=include_inactive), *stored])
 
     def assure_local(self) -> None:
         """Makes sure that the bucket holds, whole, everything that is in local files.
@@ -791,7 +792,7 @@ class TopicTier:
         with self._trimming:
             if self._stopping.is_set():
                 return 0
-            step = self._tiers.node_clock.look()
+            step = self._tiers.node_clock.check()
             self.owned.check()
             found = self._all_known()
             if found is None:
@@ -829,7 +830,7 @@ class TopicTier:
         Staged rows that no batch needs are such, too.
         """
         with self._uploading:
-            if self._stopping.is_set() or self._tiers.node_clock.look() is not None:
+            if self._stopping.is_set() or self._tiers.node_clock.check() is not None:
                 return []
             objects = self._tiers.objects
             storage = self._tiers.storage

@@ -329,7 +329,7 @@ class Tiers:
                     self.capabilities.leftovers,
                     extra={"store": self.objects.location},
                 )
-            if self.node_clock.look() is not None:
+            if self.node_clock.check() is not None:
                 return
             # Another process may be writing: leftovers are what nobody has touched for long.
             grace = self.storage.cloud.orphan_grace_minutes * 60

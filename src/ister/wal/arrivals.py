@@ -1,7 +1,7 @@
-"""When this process has written which offsets of a log.
+"""Records when this process wrote which offsets of a log.
 
-Owns: marks of offsets and times, about a second apart, a bounded number of them. Does not own: what
-was written before this process began; a file's time of change tells that.
+Owns: a bounded list of (offset, time) marks, about a second apart. Does not own: times before this
+process opened the log; those are known from the modification times of files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STRIDE_MS: Final = 1000
 
 
 class Arrivals:
-    """Marks in ascending order; written by one thread while others search."""
+    """Arrival times by offset. One thread records while others search."""
 
     __slots__ = ("_marks", "_stride_ms")
 
@@ -27,12 +27,12 @@ class Arrivals:
 
     @property
     def start(self) -> int | None:
-        """The first offset of which it is known; None if nothing was written."""
+        """The first offset whose arrival time is known; None if nothing was written."""
         marks = self._marks
         return marks[0][0] if marks else None
 
-    def note(self, first_offset: int, now_ms: int) -> None:
-        """Takes note that frames from an offset on were written now."""
+    def record(self, first_offset: int, now_ms: int) -> None:
+        """Records that the frames from an offset on were written now."""
         marks = self._marks
         if marks and 0 <= now_ms - marks[-1][1] < self._stride_ms:
             marks[-1] = (marks[-1][0], marks[-1][1], now_ms)
@@ -45,13 +45,17 @@ class Arrivals:
             self._marks += marks[len(marks) // 2 * 2 :]
 
     def of(self, offset: int) -> tuple[int, int] | None:
-        """Between which times an offset was written, in milliseconds; None if it is not known."""
+        """The earliest and latest possible arrival time of an offset, in ms; None if unknown."""
         marks = self._marks
         at = bisect_right(marks, offset, key=_first_offset)
         return marks[at - 1][1:] if at else None
 
     def end_before(self, time_ms: int, *, start: int, end: int) -> int:
-        """Where a range from `start` on has to end to have nothing written after a time."""
+        """Shortens a range of offsets so that nothing in it was written after a time.
+
+        Returns:
+            The new end of the range.
+        """
         marks = self._marks
         for first_offset, _, last_ms in marks[bisect_left(marks, start + 1, key=_first_offset) :]:
             if first_offset >= end:

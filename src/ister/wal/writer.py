@@ -114,7 +114,7 @@ class WalWriter:
         failpoints.reach("wal.before_write")
         file.write_at(self.position, [chunk.data() for chunk in chunks])
         failpoints.reach("wal.after_write")
-        self.arrivals.note(chunks[0].first_offset, self._clock.now_ns() // 1_000_000)
+        self.arrivals.record(chunks[0].first_offset, self._clock.now_ns() // 1_000_000)
         for chunk in chunks:
             if self.index.wants(self.position) and len(self.index.entries) < INDEX_ENTRIES_MAX:
                 self.index.add(chunk.first_offset, self.position, self._time_max)

@@ -684,7 +684,7 @@ class SchemaRegistry:
                         extra={"error": str(error)},
                     )
                 is_answering = False
-            except Exception as error:  # noqa: BLE001 - the last settings known hold
+            except Exception as error:  # noqa: BLE001 - the last known settings stay in use
                 threads.record("ister-schemas", error)
             else:
                 is_answering = True

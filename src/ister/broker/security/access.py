@@ -467,7 +467,7 @@ class AccessControl:
                 if not has_failed:
                     _log.warning("the rights cannot be read", extra={"error": str(error)})
                 has_failed = True
-            except Exception as error:  # noqa: BLE001 - old rights end by themselves
+            except Exception as error:  # noqa: BLE001 - cached rights expire
                 threads.record("ister-access", error)
 
 

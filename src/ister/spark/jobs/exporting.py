@@ -928,5 +928,5 @@ class _Guards:
                 except IsterError as error:
                     # If it has ended, the export finds out at its next commit.
                     _log.warning("not renewed", extra={"error": str(error)})
-                except Exception as error:  # noqa: BLE001 - the others are renewed all the same
+                except Exception as error:  # noqa: BLE001 - the other leases are still renewed
                     threads.record("ister-export-lease", error)

@@ -163,7 +163,7 @@ class _Patchwork:
         return end
 
     def arrived_ms(self, start: int, end: int) -> int | None:
-        """Always None: copies do not tell."""
+        """Always None: copies have no arrival times."""
         return None
 
     def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
@@ -277,7 +277,7 @@ class _ObjectFrames:
         return end
 
     def arrived_ms(self, start: int, end: int) -> int | None:
-        """Always None: the object's descriptor tells."""
+        """Always None: the object's descriptor has the arrival time."""
         return None
 
     def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:

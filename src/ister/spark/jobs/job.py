@@ -256,7 +256,7 @@ def _keep(fence: Fence, every: float, stop: threading.Event) -> None:
             return  # the job finds out at its next commit
         except IsterError as error:
             _log.warning("a job's lease was not renewed", extra={"error": str(error)})
-        except Exception as error:  # noqa: BLE001 - the next renewal may do better
+        except Exception as error:  # noqa: BLE001 - the next renewal may succeed
             threads.record("ister-job-lease", error)
 
 

@@ -583,7 +583,7 @@ class _Term:
                     self._over.wait(max(pause, 0.05))
                     continue
                 self._run_slow_job(due, self._schedules[due.name])
-            except Exception as error:  # noqa: BLE001 - the other jobs go on
+            except Exception as error:  # noqa: BLE001 - the other jobs keep running
                 threads.record("ister-pipeline-jobs", error)
                 self._over.wait(_FAILURE_SECONDS)
 

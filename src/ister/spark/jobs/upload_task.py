@@ -62,7 +62,7 @@ class MadeObject:
 
 @lru_cache(maxsize=4)
 def _egress(bytes_per_second: float) -> EgressLimit:
-    """The limit of this worker process, which does one task at a time."""
+    """The upload limit of this worker process, which runs one task at a time."""
     return EgressLimit(bytes_per_second, clock=SystemClock())
 
 
@@ -72,7 +72,8 @@ def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeO
     Args:
         place: The log.
         item: The object.
-        task_count: How many tasks may run at once: they share `uploader.max_bytes_per_second`.
+        task_count: Number of tasks that run in parallel; they share
+            `uploader.max_bytes_per_second`.
 
     Raises:
         CorruptDataError: Its first frame is damaged, or the object is not what was written.

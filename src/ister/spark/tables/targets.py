@@ -102,7 +102,7 @@ class Storage:
 
 @forks.in_child
 def _forget_stores() -> None:
-    """What the parent of a forked process opened is the parent's."""
+    """Forgets the parent's object stores in a forked child."""
     forks.renew(_lock)
     _stores.clear()
 
