@@ -368,7 +368,7 @@ def test_step_that_suspends_deletion_is_said_until_it_is_confirmed(tmp_path):
             guard = log.tiers.node_clock._guard
             before = replace(guard._anchor, wall=guard._anchor.wall - 30 * 86_400)
             guard._trust(before)
-            await asyncio.to_thread(log.tiers.node_clock.look)
+            await asyncio.to_thread(log.tiers.node_clock.check)
             check = found(health, "clock")
             assert check.state == "attention"
             assert "30 days ahead" in check.words
