@@ -372,7 +372,7 @@ def test_step_that_suspends_deletion_is_said_until_it_is_confirmed(tmp_path):
             check = found(health, "clock")
             assert check.state == "attention"
             assert "30 days ahead" in check.words
-            assert "nothing is deleted" in check.words
+            assert "deletion by age is suspended" in check.words
             assert "/api/clock/confirm" in check.hint
             assert (await asyncio.to_thread(log.confirm_clock)).seconds > 29 * 86_400
             assert found(health, "clock").state == "ok"
