@@ -465,6 +465,8 @@ class TierWorld:
         self.meta.close = lambda: None  # it outlives the processes
         self.ack = rng.choice(LEVELS)
         self.expires = rng.random() < 0.3 or "expire" in _LEADING.get(failpoint or "", ())
+        # A clock that steps matters where something becomes too old.
+        self.expires = self.expires or (self.steps_clock and self.clock_rng.random() < 0.7)
         self.fault_rate = rng.choice((0.0, 0.0, 0.02, 0.08))
         self.config = self._make_config()
         self.nodes = [Node(number, self._make_disk()) for number in range(2)]
@@ -779,6 +781,8 @@ class TierWorld:
         if node.id is None:
             # Nothing to compare the clock with: a first start with a wrong one is not noticed.
             self.set_clock_right()
+        elif self.steps_clock and self.clock_rng.random() < 0.2:
+            self.step_clock()  # while it did not run
         process = node.process = Process(node, self._make_plan())
         node.fs.before = lambda kind, path: self._operation("fs", "before", kind)
         self._arm_some(process)
@@ -953,7 +957,9 @@ class TierWorld:
             self.release: 1.5,
             self.note_outside: 3 if self.outsider is not None else 0,
             self.save: 4 if self.outsider is not None else 0,
-            self.expire: (1 if self.outsider is None else 3) if self.expires else 0,
+            self.expire: (1 if self.outsider is None and not self.steps_clock else 3)
+            if self.expires
+            else 0,
             self.collect: 1,
             self.rot: 0.8,
             self.repair: 0.5,
@@ -1255,7 +1261,8 @@ class TierWorld:
 
     def _check_bucket(self, topic: Topic) -> None:
         """Retention and garbage collection do their work, and history is read from the bucket."""
-        self.clock.advance(GRACE_MINUTES * 60 + 61)
+        # What a clock that was a few hours ahead has dated is kept for as much longer.
+        self.clock.advance(GRACE_MINUTES * 60 + 61 + (20 * 3600 if self.steps_clock else 0))
         topic.tier._tiers.membership.renew()
         topic.tier.expire()
         self.look()
