@@ -223,7 +223,8 @@ def _setting(
 class WalRetentionConfig:
     """`storage.wal.retention`: when local files go.
 
-    With a bucket, only what the bucket has ever does. With `local_only` it is gone for good.
+    With a bucket, only what the bucket has ever does. With `local_only` a file is the only copy, so
+    only limits that are set count, and there is none by default.
     """
 
     check_interval_minutes: int = _setting(
@@ -233,14 +234,15 @@ class WalRetentionConfig:
         1440,
         low=0,
         is_number=True,
-        says="A rotated file that was last written to so long ago goes; null keeps it. With "
-        "`local_only` its messages are gone then.",
+        says="A rotated file that was last written to this long ago is removed; null keeps it. "
+        "With `local_only` the default is null.",
     )
     size_mb: int | None = _setting(
         10240,
         low=0,
         is_number=True,
-        says="The oldest rotated files of a topic go while all of them take more; null keeps them.",
+        says="The oldest rotated files of a topic are removed while its files take more than this; "
+        "null keeps them. With `local_only` the default is null.",
     )
     active_subscription_grace_seconds: int = _setting(
         300,
@@ -943,7 +945,7 @@ def load_config(source: ConfigSource, environment: Mapping[str, str] | None = No
     config: Config = _build(Config, tree, "", refuse)
     for keys, error in _contradictions(config, tree):
         refuse(keys[0], error)
-    return _fill_in_places(config)
+    return _fill_in(config, tree)
 
 
 def examine_config(source: ConfigSource, environment: Mapping[str, str] | None = None) -> Examined:
@@ -979,7 +981,7 @@ def examine_config(source: ConfigSource, environment: Mapping[str, str] | None =
         if not doubtful & set(keys):
             note(keys[0], contradiction)
     return Examined(
-        config=None if problems else _fill_in_places(config),
+        config=None if problems else _fill_in(config, tree),
         problems=tuple(problems),
         origins=origins,
         lines=_lines(read, environment),
@@ -1368,10 +1370,32 @@ def _contradictions_of_tiers(
         )
 
 
+def _fill_in(config: Config, tree: Mapping[str, Any]) -> Config:
+    """Defaults that depend on other settings."""
+    if config.storage.mode is StorageMode.WAL_CLOUD:
+        return _fill_in_places(config)
+    return _keep_only_copies(config, tree)
+
+
+def _keep_only_copies(config: Config, tree: Mapping[str, Any]) -> Config:
+    """Without a bucket, local files are removed by limits that somebody has set."""
+    named = tree
+    for key in ("storage", "wal", "retention"):
+        named = named.get(key) or {}
+    storage = config.storage
+    retention = storage.wal.retention
+    if "time_minutes" not in named:
+        retention = replace(retention, time_minutes=None)
+    if "size_mb" not in named:
+        retention = replace(retention, size_mb=None)
+    wal = replace(storage.wal, retention=retention)
+    return replace(config, storage=replace(storage, wal=wal))
+
+
 def _fill_in_places(config: Config) -> Config:
     """Places that follow from `wal.dir`."""
     storage = config.storage
-    if storage.mode is not StorageMode.WAL_CLOUD or storage.wal.dir is None:
+    if storage.wal.dir is None:
         return config
     home = os.path.dirname(os.path.abspath(storage.wal.dir))
     cloud, metadata = storage.cloud, storage.metadata

@@ -1083,3 +1083,18 @@ def test_null_in_a_file_is_a_value_only_where_it_changes_something():
     origins = examine_config(tree, {}).origins
     assert origins["storage.wal.retention.size_mb"] is Origin.FILE
     assert "storage.cloud.root" not in origins
+
+
+def test_only_copies_are_kept_unless_a_limit_is_set(tmp_path):
+    """Goal: without a bucket, no default deletes the only copy of a message."""
+    local = {"storage": {"mode": "local_only", "wal": {"dir": str(tmp_path)}}}
+    kept = load_config(local, {}).storage.wal.retention
+    assert (kept.time_minutes, kept.size_mb) == (None, None)
+
+    local["storage"]["wal"]["retention"] = {"time_minutes": 60}
+    limited = load_config(local, {"ISTER_STORAGE__WAL__RETENTION__SIZE_MB": "5"})
+    assert limited.storage.wal.retention.time_minutes == 60
+    assert limited.storage.wal.retention.size_mb == 5
+
+    with_bucket = load_config(str(tmp_path), {}).storage.wal.retention
+    assert (with_bucket.time_minutes, with_bucket.size_mb) == (1440, 10240)

@@ -147,14 +147,22 @@ class Log:
             self._directories = TopicDirectories(self._fs, self._root)
             self._fs.make_directories(self._root)
             self._directory_lock = self._fs.lock(f"{self._root}/{LOCK_NAME}")
-            # Before the stores: on a full disk, opening SQLite's file may need the reserve.
-            self._disk = DiskGuard(
-                config.storage,
-                fs=self._fs,
-                root=self._root,
-                topics=self._open_topics,
-                metrics=self.metrics,
+        try:
+            if self._root is not None:
+                # Before the stores: on a full disk, opening SQLite's file may need the reserve.
+                self._disk = DiskGuard(
+                    config.storage,
+                    fs=self._fs,
+                    root=self._root,
+                    topics=self._open_topics,
+                    metrics=self.metrics,
+                )
+            self._node_clock = NodeClock(
+                self._clock, fs=self._fs, root=self._root, storage=config.storage
             )
+        except BaseException:
+            self._unlock_directory()
+            raise
         wal = config.storage.wal
         self._scheduler: Threads = scheduler or Scheduler(
             threads=wal.writer_threads, clock=self._clock, open_files_max=wal.max_open_files
@@ -171,17 +179,13 @@ class Log:
         forks.register(self)
         self._tiers: Tiers | None = None
         self._background: Background | None = None
-        self._node_clock = NodeClock(
-            self._clock, fs=self._fs, root=self._root, storage=config.storage
-        )
         self._local_retention: LocalRetention | None = None
         if self._root is not None and config.storage.mode is StorageMode.WAL_CLOUD:
             try:
                 self._tiers = self._open_tiers(self._root, objects, metadata)
             except BaseException:
                 self._scheduler.stop()
-                if self._directory_lock is not None:
-                    self._directory_lock.release()
+                self._unlock_directory()
                 raise
             if background:
                 self._background = Background(
@@ -204,6 +208,10 @@ class Log:
             if background:
                 self._disk.start()
         self._register_gauges()
+
+    def _unlock_directory(self) -> None:
+        if self._directory_lock is not None:
+            self._directory_lock.release()
 
     def _open_tiers(
         self, root: str, objects: ObjectStore | None, metadata: MetadataStore | None
@@ -914,8 +922,7 @@ class Log:
             self._tiers.close()
         self._scheduler.stop()
         self._node_clock.close()
-        if self._directory_lock is not None:
-            self._directory_lock.release()
+        self._unlock_directory()
         if failure is not None:
             raise failure
 

@@ -356,10 +356,11 @@ def test_cache_gives_no_older_body_for_a_new_offset(machine):
     with pytest.raises(Interrupt):
         topic.append(b"4")
     topic.append(b"5")
-    found = [(m.offset, m.payload) for m in topic.read()]
+    # From the cache, which does not go back to the first message.
+    found = [(m.offset, m.payload) for m in topic.read(start=2)]
     assert found in (
-        [*enumerate([b"0", b"1", b"2", b"3", b"5"])],
-        [*enumerate([b"0", b"1", b"2", b"3", b"4", b"5"])],
+        [(2, b"2"), (3, b"3"), (4, b"5")],
+        [(2, b"2"), (3, b"3"), (4, b"4"), (5, b"5")],
     )
 
 

@@ -40,7 +40,7 @@ def test_reader_start_hand_off_and_trim_are_logged_with_topic_and_offset(site, c
         fill(topic, 4, size=600)
     topic.upload()
     assert topic.tier.trim()
-    (trimmed,) = lines(caplog, "trimmed")
+    *_, trimmed = lines(caplog, "trimmed")
     assert trimmed["levelno"] == logging.INFO
     assert (trimmed["topic"], trimmed["offset"]) == (str(NAME), topic.watermarks.trimmed)
     assert trimmed["files"] > 0
