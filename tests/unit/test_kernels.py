@@ -90,6 +90,14 @@ def test_files_that_are_no_code_fall_back_and_are_compiled_again(cache, caplog):
     assert [record.getMessage() for record in caplog.records] == ["compiled loops cannot be loaded"]
 
 
+def test_command_says_where_the_loops_are_and_nothing_else(whole):
+    ended = subprocess.run(
+        [sys.executable, "-m", "ister.kernels", whole], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == f"compiled loops are in {whole}\n"
+
+
 def test_what_is_not_in_the_cache_is_not_compiled_here(tmp_path):
     with pytest.raises(kernels._NotCachedError):
         kernels._build(str(tmp_path), is_compiling=False)

@@ -221,7 +221,8 @@ class Watch:
 
     def _look_at_clock(self) -> None:
         now = self._clock.monotonic()
-        drift = self._clock.now_ns() / 1e9 - now
+        # Not against `monotonic`: a machine that was suspended has not set its clock.
+        drift = self._clock.now_ns() / 1e9 - self._clock.boottime()
         if self._drift is not None and abs(drift - self._drift) > _CLOCK_JUMP_SECONDS:
             self.clock_jump = (now, drift - self._drift)
             _log.warning("the clock was set", extra={"seconds": round(drift - self._drift, 1)})

@@ -127,7 +127,8 @@ class DiskGuard:
         self._metrics = metrics
         self._places: list[tuple[FileSystem, str]] = [(fs, root)]
         self._bucket_path: str | None = None
-        if storage.mode is StorageMode.WAL_CLOUD:
+        self._has_bucket = storage.mode is StorageMode.WAL_CLOUD
+        if self._has_bucket:
             self._add_stores(storage)
         self._lock = threading.Lock()
         self._states: tuple[DiskState, ...] = ()
@@ -306,8 +307,10 @@ class DiskGuard:
                 "; the bucket is on the same disk, so make room, or let objects expire: "
                 "storage.cloud.retention"
             )
-        elif state.holds_log:
+        elif state.holds_log and self._has_bucket:
             remedy += ": local files go when they are in the bucket"
+        elif state.holds_log:
+            remedy += "; local files go by storage.wal.retention alone"
         return CapacityError(
             f"{_size(state.free_bytes)} of {_size(state.total_bytes)} are free on the disk; "
             f"appends stop below {_size(state.min_free_bytes)} and go on at "

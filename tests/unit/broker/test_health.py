@@ -26,18 +26,23 @@ class AClock(SystemClock):
     """A clock that is moved by hand."""
 
     def __init__(self):
-        self.at, self.wall = 1000.0, 1_760_000_000.0
+        self.at, self.wall, self.suspended = 1000.0, 1_760_000_000.0, 0.0
 
     def monotonic(self):
         return self.at
 
-    boottime = monotonic
+    def boottime(self):
+        return self.at + self.suspended
 
     def now_ns(self):
         return int(self.wall * 1e9)
 
     def pass_time(self, seconds):
         self.at += seconds
+        self.wall += seconds
+
+    def suspend(self, seconds):
+        self.suspended += seconds
         self.wall += seconds
 
 
@@ -391,6 +396,9 @@ def test_clock_that_was_set_is_said(tmp_path):
             for _ in range(3):
                 watch.look()
                 clock.pass_time(10)
+            assert found(health, "clock").state == "ok"
+            clock.suspend(8 * 3600)  # a machine that slept: its clock was not set
+            watch.look()
             assert found(health, "clock").state == "ok"
             clock.wall -= 3600
             watch.look()

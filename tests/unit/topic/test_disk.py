@@ -120,6 +120,8 @@ def test_error_says_how_much_is_free_and_needed_and_that_it_goes_on():
     assert error.path == "/d"
     assert "goes on by itself" in error.hint
     assert "storage.disk.min_free" in error.hint
+    assert "bucket" not in error.hint  # local_only has none
+    assert "storage.wal.retention" in error.hint
 
 
 def test_bucket_on_the_same_disk_is_said(tmp_path):

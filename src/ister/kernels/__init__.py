@@ -44,13 +44,23 @@ from ister.errors import DirectoryLockedError, IsterError
 from ister.fs.local import LocalFileSystem
 from ister.limits import COMPILE_AFTER_BYTES
 
-__all__ = ["CACHE_VARIABLE", "Kernels", "compile_into", "current", "load", "note_work", "request"]
+__all__ = [
+    "CACHE_VARIABLE",
+    "Kernels",
+    "compile_into",
+    "current",
+    "load",
+    "main",
+    "note_work",
+    "request",
+]
 
 _log = logging.getLogger("ister.kernels")
 
 CACHE_VARIABLE: Final = "ISTER_CACHE_DIR"
 _MODULES: Final = ("ister.format.scan_kernel", "ister.format.columnar_kernel")
 _LIBRARIES: Final = ("numba", "llvmlite", "numpy", "isal")
+_SOURCES: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIST_NAME: Final = "compiled.json"
 _LOCK_NAME: Final = ".lock"
 _MODE: Final = 0o700
@@ -207,7 +217,7 @@ def _fingerprint() -> str:
     found: list[object] = [sys.version, sys.executable, platform.machine(), _processor()]
     found += [(name, importlib.metadata.version(name)) for name in _LIBRARIES]
     for module in _MODULES:
-        path = os.path.join(os.path.dirname(__file__), *module.split(".")[1:]) + ".py"
+        path = os.path.join(_SOURCES, *module.split(".")[1:]) + ".py"
         with open(path, "rb") as file:
             # numba goes by the time of the file.
             found += [path, os.stat(path).st_mtime_ns, hashlib.sha256(file.read()).hexdigest()]
@@ -318,7 +328,8 @@ def compile_into(directory: str) -> None:
         lock.release()
 
 
-def _main() -> None:
+def main() -> None:
+    """`python -m ister.kernels`: compiles the loops, and says where they are."""
     parser = argparse.ArgumentParser(
         prog="python -m ister.kernels", description="Compile the loops over frames, for later."
     )
@@ -328,10 +339,8 @@ def _main() -> None:
     with suppress(OSError):
         os.nice(_NICENESS)
     try:
-        compile_into(given.directory or _open_cache())
+        directory = given.directory or _open_cache()
+        compile_into(directory)
     except (OSError, IsterError, ImportError) as error:
         sys.exit(f"loops are not compiled: {error}")
-
-
-if __name__ == "__main__":
-    _main()
+    sys.stdout.write(f"compiled loops are in {directory}\n")
