@@ -10,6 +10,9 @@ import shlex
 
 import pytest
 import yaml
+from tests.sim import fork_world, test_clone_world, test_disk_world
+from tests.sim import test_planted_bugs as in_the_log
+from tests.sim import test_tier_planted_bugs as in_the_tiers
 from tools import reference
 
 from doc_runner.pages import ROOT, find_pages, read_page
@@ -128,3 +131,20 @@ def test_json_blocks_are_json(path):
 
 def test_readme_fits_on_a_few_screens():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 210
+
+
+def test_planted_bugs_are_counted_right():
+    # Two of the tiers' have tests of their own.
+    counts = (
+        len(in_the_log.BY_CRASHES) + len(in_the_log.BY_FAULTS),
+        len(in_the_tiers.BY_WORLDS) + 2,
+        len(test_disk_world.PLANTED),
+        len(test_clone_world.PLANTS),
+        len(fork_world.PLANTED),
+    )
+    log, tiers, disks, copies, forks = counts
+    said = (
+        f"{sum(counts)} bugs put in on purpose are each caught: {log} in the log, {tiers} in the "
+        f"tiers, {disks} on full disks, {copies} with copied disks, {forks} with forks"
+    )
+    assert said in (ROOT / "docs" / "TESTING.md").read_text()

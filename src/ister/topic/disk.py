@@ -310,7 +310,7 @@ class DiskGuard:
         elif state.holds_log and self._has_bucket:
             remedy += ": local files go when they are in the bucket"
         elif state.holds_log:
-            remedy += "; local files go by storage.wal.retention alone"
+            remedy += "; files go by the limits of storage.wal.retention that are set"
         return CapacityError(
             f"{_size(state.free_bytes)} of {_size(state.total_bytes)} are free on the disk; "
             f"appends stop below {_size(state.min_free_bytes)} and go on at "
