@@ -17,7 +17,7 @@ default), and `ISTER_STORAGE__WAL__DIR` overrides `storage.wal.dir`. A key that 
 refused, with the nearest one that does. Settings are data: clocks, file systems and the like are
 passed beside them, not in them.
 
-What an unquoted value of a file means is up to its setting: `no` is false for a switch and the text
+The type of a setting decides what an unquoted value means: `no` is false for a boolean and the text
 `no` for a name (`ister.yaml_tree`). `~` and `~user` at the start of a path are home directories.
 """
 
@@ -96,8 +96,8 @@ _WHOLE_NUMBER: Final = re.compile(
     r"[+-]?(0|[1-9][0-9]{0,17}|[1-9][0-9]{0,2}(_[0-9]{3}){1,5}|0x[0-9A-Fa-f]{1,15})"
 )
 _ODD_NUMBER: Final = re.compile(r"[+-]?[0-9][0-9_:]*")
-"""Octal (`0100`), in sixties (`1:30`): numbers that readers of YAML do not agree about."""
-_SWITCHES: Final = {
+"""Octal (`0100`) and base 60 (`1:30`): YAML parsers do not agree about these numbers."""
+_BOOLEANS: Final = {
     "true": True,
     "yes": True,
     "on": True,
@@ -108,7 +108,7 @@ _SWITCHES: Final = {
 
 
 class _FromEnvironment(Plain):
-    """A text that came from the environment."""
+    """A value from an environment variable."""
 
     __slots__ = ()
 
@@ -203,7 +203,7 @@ def _setting(
         high: A number's largest value.
         is_number: It is a number or null, which a default of null does not tell.
         is_secret: It is never shown, nor is anything of it.
-        is_path: It is a path: `~` at its start is a home directory.
+        is_path: Whether it is a path, in which `~` is expanded.
     """
     return field(
         **({"default_factory": dict} if default == {} else {"default": default}),
@@ -221,10 +221,10 @@ def _setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalRetentionConfig:
-    """`storage.wal.retention`: when local files go.
+    """`storage.wal.retention`: when local files are removed.
 
-    With a bucket, only what the bucket has ever does. With `local_only` a file is the only copy, so
-    only limits that are set count, and there is none by default.
+    With a bucket, only files that were uploaded are removed. With `local_only`, a file is the only
+    copy: only limits that are set explicitly apply.
     """
 
     check_interval_minutes: int = _setting(
@@ -234,8 +234,8 @@ class WalRetentionConfig:
         1440,
         low=0,
         is_number=True,
-        says="A rotated file that was last written to this long ago is removed; null keeps it. "
-        "With `local_only` the default is null.",
+        says="Remove rotated files this long after their last write; null keeps them. With "
+        "`local_only` the default is null, and a limit deletes the messages.",
     )
     size_mb: int | None = _setting(
         10240,
@@ -247,8 +247,8 @@ class WalRetentionConfig:
     active_subscription_grace_seconds: int = _setting(
         300,
         low=0,
-        says="A subscription with a connected consumer, or that moved within this time, keeps the "
-        "files that it has yet to read.",
+        says="A subscription is active if a consumer is connected, or if it moved within this "
+        "time. Files that an active subscription has not read are kept.",
     )
     verify: Verify = _setting(
         Verify.CONTENT,
@@ -343,7 +343,7 @@ class UploaderConfig:
     max_object_seconds: int = _setting(
         300,
         low=1,
-        says="An object is cut before a message that arrived so much later than its first.",
+        says="The longest time between the arrival of an object's first and last message.",
     )
     finalize: Finalize = _setting(
         Finalize.DIRECT,
@@ -372,8 +372,8 @@ class UploaderConfig:
         None,
         low=64 * KIB,
         is_number=True,
-        says="Bytes a second that all uploads of this process send together; null is no limit. "
-        "Tasks of a pipeline's `tier` job share it.",
+        says="Upload rate of this process, all topics together, in bytes per second; null is no "
+        "limit. The tasks of a pipeline's `tier` job share it.",
     )
     max_lag_bytes: int = _setting(
         8 * GIB,
@@ -391,7 +391,7 @@ class CloudRetentionConfig:
         None,
         low=1,
         is_number=True,
-        says="An object whose last message arrived so long ago goes; null keeps it.",
+        says="Delete objects this long after their last message arrived; null keeps them.",
     )
     size_mb: int | None = _setting(
         None,
@@ -455,18 +455,20 @@ class CloudReaderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdTlsConfig:
-    """`storage.metadata.tls`: for etcd that speaks TLS. Files are read again when they change."""
+    """`storage.metadata.tls`: TLS connections to etcd. Changed files are read again."""
 
     ca_file: str | None = _setting(
         None,
         is_path=True,
-        says="Who signs the certificates of etcd's members, PEM; the authorities that gRPC comes "
-        "with unless set.",
+        says="CA certificates that sign those of etcd's members, PEM; unset, the CA certificates "
+        "that come with gRPC.",
     )
     cert_file: str | None = _setting(
-        None, is_path=True, says="The certificate chain shown to etcd, PEM."
+        None, is_path=True, says="Client certificate chain, PEM, for etcd with mutual TLS."
     )
-    key_file: str | None = _setting(None, is_path=True, says="Its private key, PEM.")
+    key_file: str | None = _setting(
+        None, is_path=True, says="Private key of the client certificate, PEM."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,7 +483,9 @@ class MetadataConfig:
         None, is_path=True, says="SQLite's file; `metadata.db` beside `wal.dir` unless set."
     )
     endpoints: tuple[str, ...] = _setting(
-        (), says="etcd's, as host:port; with `https://` before it, or with `tls` set, by TLS."
+        (),
+        says="Addresses of etcd's members, as host:port. TLS is used if they begin with "
+        "`https://`, or if `tls` is set.",
     )
     username: str | None = _setting(None, says="Who this is to etcd.")
     password: str | None = _setting(None, is_secret=True, says="Its password; never shown.")
@@ -497,23 +501,23 @@ class MetadataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConfig:
-    """`storage.disk`: the room that is kept on each disk of the log, its SQLite and its bucket."""
+    """`storage.disk`: space kept free on the disks of the log, its SQLite file and its bucket."""
 
     min_free: int | None = _setting(
         None,
         low=0,
         is_number=True,
-        says="Bytes; below that appends are refused with `CapacityError`, and local files that "
-        "the bucket holds go. Appends go on by themselves at a quarter more. null is 256 MiB, or "
+        says="Free space, in bytes, below which appends fail with `CapacityError` and uploaded "
+        "local files are removed. Appends resume when a quarter more is free. null is 256 MiB, or "
         "5 % of a smaller disk; 0 turns it off.",
     )
     reserve: int | None = _setting(
         None,
         low=0,
         is_number=True,
-        says="Bytes of a file `.reserve` beside the topics, given up when there is no room left "
-        "for the metadata and checkpoints that freeing room needs. null is 1 % of the disk, "
-        "1 MiB to 16 MiB, and none below 16 MiB; 0 turns it off.",
+        says="Size, in bytes, of the file `.reserve` beside the topics. It is truncated when the "
+        "disk is full, because freeing space needs some for metadata and checkpoints. null is 1 % "
+        "of the disk, 1 MiB to 16 MiB, and none on disks below 16 MiB; 0 turns it off.",
     )
 
 
@@ -913,7 +917,7 @@ class Examined:
     origins: Mapping[str, Origin]
     """Of every setting that was named somewhere; all others have their defaults."""
     lines: Mapping[str, int | None] = field(default_factory=dict)
-    """The line of every key of a config file; None where the environment overrides it."""
+    """The line of each key in the config file; None where the environment overrides it."""
 
 
 def load_config(source: ConfigSource, environment: Mapping[str, str] | None = None) -> Config:
@@ -989,7 +993,7 @@ def examine_config(source: ConfigSource, environment: Mapping[str, str] | None =
 
 
 def find_line(key: str | None, lines: Mapping[str, int | None]) -> int | None:
-    """The line of a key in a config file; of a missing one, that of the section it belongs to."""
+    """The line of a key in a config file; for a missing key, the line of its section."""
     while key:
         if key in lines:
             return lines[key]
@@ -998,10 +1002,10 @@ def find_line(key: str | None, lines: Mapping[str, int | None]) -> int | None:
 
 
 def expand_home(path: str) -> str:
-    """A path whose `~` or `~user`, if it begins with one, is replaced by the home directory.
+    """Replaces `~` or `~user` at the start of a path by the home directory.
 
     Raises:
-        ConfigError: There is no such user, or the home directory is not known.
+        ConfigError: There is no such user, or the home directory is unknown.
     """
     if not path.startswith("~"):
         return path
@@ -1009,8 +1013,8 @@ def expand_home(path: str) -> str:
     if expanded == path:
         user = path.partition("/")[0]
         raise ConfigError(
-            f"{path!r}: the home directory {user!r} is not known",
-            hint=f"give the path in full, or ./{user} for a directory of that name",
+            f"cannot expand {path!r}: the home directory {user!r} is unknown",
+            hint=f"use an absolute path, or ./{user} for a directory of that name",
         )
     return expanded
 
@@ -1037,7 +1041,7 @@ def _read_tree(source: ConfigSource) -> YamlTree:
 
 
 def _lines(read: YamlTree, environment: Mapping[str, str]) -> dict[str, int | None]:
-    """Lines of a file, without those of values that the environment overrides."""
+    """The line of each key; None for those that the environment overrides."""
     return {**read.lines, **dict.fromkeys(".".join(keys) for _, keys in _overrides(environment))}
 
 
@@ -1100,7 +1104,7 @@ def _read_yaml(path: str) -> YamlTree:
 
 
 def _overrides(environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Variables that override settings, with the keys of each from the top on."""
+    """Environment variables that override settings, each with the path of its key."""
     for name in sorted(environment):
         if name.startswith(_ENVIRONMENT_PREFIX) and "__" in name:
             yield name, name.removeprefix(_ENVIRONMENT_PREFIX).lower().split("__")
@@ -1199,7 +1203,7 @@ def _convert(value: Any, default: Any, bounds: Mapping[str, int | None], path: s
             is_odd = isinstance(value, Plain) and _ODD_NUMBER.fullmatch(value)
             raise ConfigError(
                 f"{path} has to be a whole number, not {value!r}",
-                hint="write a decimal number without leading zeros or colons" if is_odd else None,
+                hint="use a decimal number without leading zeros or colons" if is_odd else None,
             )
         low, high = bounds["low"], bounds["high"]
         if (low is not None and value < low) or (high is not None and value > high):
@@ -1213,25 +1217,27 @@ def _convert(value: Any, default: Any, bounds: Mapping[str, int | None], path: s
     if not isinstance(value, str) or not value or "\0" in value:
         shown = type(value).__name__ if bounds.get("is_secret") else repr(value)
         raise ConfigError(f"{path} has to be a non-empty text, not {shown}")
-    _refuse_switch(value, path)
+    _refuse_boolean(value, path)
     return expand_home(str(value)) if bounds.get("is_path") else str(value)
 
 
 def _is_unquoted(value: Any) -> bool:
-    """Whether a value stands in a file, without quotes."""
+    """Whether a value is from a file and has no quotes there."""
     return isinstance(value, Plain) and not isinstance(value, _FromEnvironment)
 
 
-def _refuse_switch(value: Any, path: str) -> None:
-    """Refuses `true` where a text belongs: somebody takes the setting for a switch."""
+def _refuse_boolean(value: Any, path: str) -> None:
+    """Refuses an unquoted `true` or `false` for a text: the setting is not a boolean."""
     if _is_unquoted(value) and value.lower() in ("true", "false"):
-        raise ConfigError(f"{path} has to be a text, not {value}", hint="quote it if it is one")
+        raise ConfigError(
+            f"{path} has to be a text, not {value}", hint=f'write "{value}" if you mean the text'
+        )
 
 
 def _as_bool(value: Any, path: str) -> bool:
-    words = _SWITCHES if _is_unquoted(value) else ("true", "false")
+    words = _BOOLEANS if _is_unquoted(value) else ("true", "false")
     if isinstance(value, Plain) and value.lower() in words:
-        return _SWITCHES[value.lower()]
+        return _BOOLEANS[value.lower()]
     if not isinstance(value, bool):
         raise ConfigError(f"{path} has to be true or false, not {value!r}")
     return value
@@ -1245,7 +1251,7 @@ def _as_texts(value: Any, path: str) -> tuple[str, ...]:
     if not is_list or not all(isinstance(item, str) and item.strip() for item in items):
         raise ConfigError(f"{path} has to be a list of texts, not {value!r}")
     for item in items:
-        _refuse_switch(item, path)
+        _refuse_boolean(item, path)
     return tuple(str(item).strip() for item in items)
 
 
@@ -1273,11 +1279,11 @@ def _as_option(value: Any, path: str) -> str:
     lower = text.lower()
     if lower in ("true", "false"):
         return lower
-    if lower in _SWITCHES:
+    if lower in _BOOLEANS:
         raise ConfigError(
-            f"{path} is {text} without quotes, which is a switch to some readers of YAML and a "
+            f"{path} is {text} without quotes, which is a boolean to some YAML parsers and a "
             "text to others",
-            hint=f"write {str(_SWITCHES[lower]).lower()}, or {text!r} in quotes",
+            hint=f'write {str(_BOOLEANS[lower]).lower()}, or "{text}" in quotes',
         )
     return text
 

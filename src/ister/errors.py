@@ -210,9 +210,9 @@ class DirectoryLockedError(ConflictError):
 
 
 class FencedError(IsterError):
-    """A newer owner has the topic: this one may publish nothing more.
+    """A newer owner has the topic: this one cannot publish any more.
 
-    Not a conflict: reading again and deciding anew cannot help, so no handler of conflicts gets it.
+    Not a `ConflictError`: reading again and retrying cannot help.
     """
 
     code = "ABORTED"

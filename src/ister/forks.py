@@ -1,14 +1,15 @@
-"""What a forked child does with the objects of its parent: nothing, and it says so.
+"""Makes objects unusable in a forked child, so that it cannot disturb its parent.
 
 `os.fork`, and `multiprocessing` with the start method `fork`, copy a process with one thread. The
-copy has every object of the parent, locks in the state that other threads held them in, and the
-same descriptors: unlocking a file, writing to a socket or ending an SQLite connection there would
-be done to the parent. So each object with such things registers itself, and in the child it
-refuses every call, closes as if it were closed already, and touches nothing.
+child has a copy of every object of the parent, locks that threads of the parent held, and the same
+file descriptors: unlocking a file, writing to a socket or closing an SQLite connection in the child
+would affect the parent. So objects that hold such resources register here. In the child, each of
+them raises `ClosedError` from every call, can be closed without effect, and leaves its resources
+alone.
 
-Owns: the list of these objects, and the call in the child. Does not own: what each of them drops.
+Owns: the registered objects, and the call in the child. Does not own: what each object abandons.
 
-A fork by C code that does not tell Python is not noticed.
+A fork by C code that bypasses Python's fork hooks is not detected.
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ from weakref import WeakSet
 
 from ister.errors import ClosedError
 
-__all__ = ["GRPC", "Inherited", "Library", "in_child", "leak", "register", "renew"]
+__all__ = [
+    "GRPC",
+    "HINT",
+    "Inherited",
+    "Library",
+    "call_in_child",
+    "leak",
+    "register",
+    "reset_locks",
+]
 
 _log = logging.getLogger("ister.forks")
 
-_HINT: Final = "fork first and open afterwards, or use the start method spawn"
+HINT: Final = "fork first and open afterwards, or use the start method spawn"
 
 
 class Inherited(Protocol):
-    """Something that a forked child must not use."""
+    """An object that a forked child must not use."""
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Has every later call refused with `error`. In the child, on its only thread."""
+        """Makes every later call raise `error`. Called in the child, on its only thread."""
         ...
 
 
@@ -43,55 +53,55 @@ _forking_process = 0
 
 
 def register(inherited: Inherited) -> None:
-    """Has `_after_fork` called in children that are forked from now on, while the object lives."""
+    """Calls `_after_fork` in every child forked from now on; keeps a weak reference."""
     _objects.add(inherited)
 
 
-def in_child(call: Callable[[], None]) -> None:
-    """Has a function called in every forked child; for what modules keep."""
+def call_in_child(call: Callable[[], None]) -> None:
+    """Calls a function in every forked child; for the state of modules."""
     _calls.append(call)
 
 
-def renew(*locks: Any) -> None:  # noqa: ANN401 - locks and conditions have no type in common
-    """Unlocks locks whose holders, if any, do not exist in this child."""
+def reset_locks(*locks: Any) -> None:  # noqa: ANN401 - locks and conditions have no common type
+    """Unlocks locks in a forked child, where the threads that held them do not exist."""
     for lock in locks:
-        lock._at_fork_reinit()  # noqa: SLF001 - as the standard library does with its own
+        lock._at_fork_reinit()  # noqa: SLF001 - the standard library does this with its own locks
 
 
 def leak(*objects: object) -> None:
-    """Keeps objects from ever being finalized, even when the interpreter ends.
+    """Prevents objects from ever being finalized, even at interpreter exit.
 
-    For what would talk to the parent's peers, or change the parent's files, when it is dropped.
+    For objects whose finalizer would write to the parent's connections or files.
     """
     for one in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 class Library:
-    """A library whose own threads do not exist in a forked child, where its calls would hang."""
+    """A library that cannot be used after a fork: its threads are missing, and calls would hang."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._users = 0
         self._user: int | None = None
-        in_child(self._after_fork)
+        call_in_child(self._after_fork)
 
     def use(self) -> None:
-        """Notes a use of the library, until `release`.
+        """Counts a use of the library, until `release`.
 
         Raises:
-            ClosedError: The process that this one was forked from did.
+            ClosedError: The parent process was using the library when it forked.
         """
         if self._user is not None:
             raise ClosedError(
-                f"{self._name} does not work in this process ({os.getpid()}): it was in use when "
-                f"process {self._user} forked",
-                hint=_HINT,
+                f"{self._name} cannot be used in process {os.getpid()}: its parent, process "
+                f"{self._user}, was using it when it forked",
+                hint=HINT,
             )
         self._users += 1
 
     def release(self) -> None:
-        """Notes the end of a use; without one its threads may run on."""
+        """Ends a use of the library."""
         self._users -= 1
 
     def _after_fork(self) -> None:
@@ -111,14 +121,17 @@ def _after_in_child() -> None:
     global _objects
     inherited, _objects = list(_objects), WeakSet()
     error = ClosedError(
-        f"opened by process {_forking_process}, and this is a fork of it (process {os.getpid()})",
-        hint=_HINT,
+        f"opened by process {_forking_process}; cannot be used in its forked child, "
+        f"process {os.getpid()}",
+        hint=HINT,
     )
     for one in inherited:
         try:
             one._after_fork(error)  # noqa: SLF001 - not for users of these objects
-        except Exception:  # noqa: BLE001 - the others have to be told all the same
-            _log.exception("an object is not safe after a fork", extra={"object": repr(type(one))})
+        except Exception:  # noqa: BLE001 - the other objects still have to be made unusable
+            _log.exception(
+                "cannot disable an object after a fork", extra={"object": repr(type(one))}
+            )
     for call in _calls:
         call()
 

@@ -88,7 +88,7 @@ _LOG: Final[tuple[Metric, ...]] = (
         "clock.step_seconds",
         "gauge",
         "s",
-        "how far the machine's clock was stepped, while that suspends deletion by age; else 0",
+        "clock step that suspends deletion by age, positive if the clock is ahead; else 0",
     ),
     Metric("wal.reader.stitch_file_bytes", "counter", "bytes", "bytes read from WAL files"),
     Metric("wal.reader.stitch_cache_items", "counter", "messages", "messages read from a cache"),
@@ -107,7 +107,7 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("uploader.errors_total", "counter", "cycles", "upload cycles that failed"),
     Metric("uploader.stream_chunk_bytes", "histogram", "bytes", "one piece handed to the store"),
     Metric("uploader.memory_usage_bytes", "gauge", "bytes", "what uploads under way may hold"),
-    Metric("upload.inflight_parts", "gauge", "parts", "sent and not known to be stored, at most"),
+    Metric("upload.inflight_parts", "gauge", "parts", "upload parts in flight (upper bound)"),
     Metric("uploader.lag_bytes", "gauge", "bytes", "synced and not in the bucket, about"),
     Metric("cloud_reader.query_duration_seconds", "histogram", "s", "one look-up of descriptors"),
     Metric("cloud_reader.range_requests_total", "counter", "requests", "reads from objects"),
@@ -124,10 +124,10 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("metadata.descriptor_write_total", "counter", "commits", "descriptors committed"),
     Metric("cloud.expired_objects", "counter", "objects", "objects removed by bucket retention"),
     Metric("cloud.orphans_removed", "counter", "objects", "unreferenced objects removed"),
-    Metric("disk.is_low", "gauge", "flag", "1 while appends are stopped: storage.disk.min_free"),
-    Metric("disk.low_total", "counter", "times", "appends were stopped because a disk was low"),
-    Metric("disk.reserve_bytes", "gauge", "bytes", "held back to tidy up on a full disk"),
-    Metric("disk.reserve_used_total", "counter", "times", "the reserve was given up"),
+    Metric("disk.is_low", "gauge", "flag", "1 while appends are stopped by storage.disk.min_free"),
+    Metric("disk.low_total", "counter", "times", "appends were stopped by low disk space"),
+    Metric("disk.reserve_bytes", "gauge", "bytes", "size of the file kept to be freed if full"),
+    Metric("disk.reserve_used_total", "counter", "times", "the reserve was freed on a full disk"),
     Metric("retention.errors_total", "counter", "times", "retention runs that failed"),
     Metric("broker.topics", "gauge", "topics", "topics that this broker serves now"),
     Metric("broker.consumers", "gauge", "consumers", "consumers with an open stream"),
@@ -491,8 +491,8 @@ class Metrics:
         forks.register(self)
 
     def _after_fork(self, _error: ClosedError) -> None:
-        """Numbers may be read in a forked child; they are those of the moment of the fork."""
-        forks.renew(self._lock)
+        """Keeps the values readable in a forked child, as they were at the fork."""
+        forks.reset_locks(self._lock)
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to a counter."""
@@ -505,7 +505,7 @@ class Metrics:
             self._histograms[name].observe(value)
 
     def counted(self, name: str) -> int:
-        """The value of a counter, without what is derived."""
+        """The value of a counter."""
         return self._counters[name]
 
     def register_gauge(self, name: str, read: Callable[[], float]) -> None:

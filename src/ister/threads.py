@@ -1,13 +1,13 @@
-"""Background threads and tasks: an exception that nobody expected is never silent.
+"""Starts background threads and records their unexpected exceptions.
 
-It is logged with its traceback, counted by the thread's name, and kept for `/health`. A loop goes
-on (`guard`); a thread that ends by one is recorded as ended (`start`).
+Each exception is logged with its traceback, counted by the thread's name, and kept for `/health`. A
+loop continues (`guard`); a thread that an exception ends is recorded as ended (`start`).
 
-    with threads.guard("ister-lease"):   # inside of the loop, around what may be tried again
+    with threads.guard("ister-lease"):   # in the loop, around work that can be retried
         self._renew()
 
-Owns: how threads are started, and what went wrong in them, for the whole process. Does not own:
-what becomes of those who relied on the work: whoever cannot go on without it has to refuse service.
+Owns: starting threads, and the failures of this process's threads. Does not own: consequences;
+callers that depend on a thread's work have to refuse service when it fails.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ class ThreadFailure:
     thread: str
     count: int
     error: str
-    """The last one, with its type."""
+    """The latest exception: type and message."""
     at: float
-    """When it was, in the machine's monotonic seconds."""
+    """When the latest one was raised, in monotonic seconds."""
     has_ended: bool
-    """Whether the thread ended by it."""
+    """Whether an exception ended the thread."""
 
     @property
     def age_seconds(self) -> float:
-        """How long ago the last one was."""
+        """Seconds since the latest exception."""
         return max(0.0, _monotonic() - self.at)
 
 
 _lock = threading.Lock()
 _failures: dict[str, ThreadFailure] = {}
-forks.in_child(lambda: forks.renew(_lock))
+forks.call_in_child(lambda: forks.reset_locks(_lock))
 
 
 def failures() -> list[ThreadFailure]:
-    """What went wrong in this process so far, by thread."""
+    """The failures of this process so far, one per thread name."""
     with _lock:
         return list(_failures.values())
 
@@ -83,13 +83,13 @@ def record(
     """Logs and counts an unexpected exception of a thread.
 
     Args:
-        thread: The thread's name, or what it does where many share a pool.
+        thread: The thread's name; for a thread of a pool, the name of its task.
         error: The exception.
-        has_ended: Whether the thread ends by it.
-        topic: The topic that it was about.
+        has_ended: Whether it ends the thread.
+        topic: The topic that was being processed.
     """
     with _lock:
-        # Names are few; were they not, the newest failures are those of interest.
+        # There are few names. The limit keeps the newest failures should there be many.
         if thread not in _failures and len(_failures) >= _NAMES_MAX:
             del _failures[next(iter(_failures))]
         known = _failures.get(thread)
@@ -103,43 +103,43 @@ def record(
         if known is not None:
             found = replace(found, count=known.count + 1, has_ended=has_ended or known.has_ended)
         _failures[thread] = found
-    what = "background thread ended" if has_ended else "background thread failed and goes on"
+    what = "background thread ended" if has_ended else "background thread failed; it continues"
     _log.error(what, extra={"worker": thread, "error": str(error), "topic": topic}, exc_info=error)
 
 
 @contextmanager
 def guard(thread: str, *, topic: str | None = None) -> Iterator[None]:
-    """Records an unexpected exception and goes on behind the block."""
+    """Records an unexpected exception of the block and suppresses it."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - this is the place for it
+    except Exception as error:  # noqa: BLE001 - this is what the function is for
         record(thread, error, topic=topic)
 
 
 def run(thread: str, work: Callable[..., object], *arguments: object) -> None:
-    """Runs something under `guard`; for executors, whose futures nobody asks."""
+    """Runs `work` under `guard`; for executors whose futures are not awaited."""
     with guard(thread):
         work(*arguments)
 
 
 def run_to_end(thread: str, work: Callable[..., object], *arguments: object) -> None:
-    """Runs all that a thread does; an exception that escapes is recorded as its end."""
+    """Runs a thread's whole work; records an exception as the thread's end."""
     try:
         work(*arguments)
-    except Exception as error:  # noqa: BLE001 - there is nobody above
+    except Exception as error:  # noqa: BLE001 - the thread has no caller that could handle it
         record(thread, error, has_ended=True)
 
 
 def start(
     name: str, work: Callable[..., object], *arguments: object, daemon: bool = True
 ) -> threading.Thread:
-    """Starts a thread that does `work`, by `run_to_end`.
+    """Starts a thread that runs `work`, and records an exception that ends it.
 
     Args:
         name: The thread's name.
-        work: What it does.
-        arguments: Of `work`.
-        daemon: Whether the program ends without waiting for it.
+        work: The function to run.
+        arguments: Its arguments.
+        daemon: Whether the program may exit without waiting for the thread.
     """
     thread = threading.Thread(
         target=run_to_end, args=(name, work, *arguments), name=name, daemon=daemon
@@ -149,10 +149,10 @@ def start(
 
 
 def watch_task(name: str, task: asyncio.Task[Any]) -> None:
-    """Has an exception recorded that ends an asyncio task which nobody awaits."""
+    """Records the exception that ends an asyncio task which is not awaited."""
 
-    def look(done: asyncio.Task[Any]) -> None:
+    def on_done(done: asyncio.Task[Any]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             record(name, error, has_ended=True)
 
-    task.add_done_callback(look)
+    task.add_done_callback(on_done)

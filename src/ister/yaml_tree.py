@@ -1,12 +1,12 @@
-"""YAML as a tree of texts: no value is a number or a switch before its setting says so.
+"""Parses YAML into a tree of strings, without guessing types.
 
-Owns: how a YAML text becomes a tree, with the line of every key, and what is refused on the way.
-Does not own: which keys exist and what values mean (`ister.config`).
+Owns: how YAML becomes a tree, with the line of every key, and which YAML is refused. Does not own:
+which keys exist and what values mean (`ister.config`).
 
-YAML 1.1 guesses: `0100` is 64, `1:30` is 90, `no` is false, `3.10` is 3.1, and the last of two
-equal keys wins silently. Here an unquoted value stays as it is written, a `Plain`, and the setting
-that it is for decides; a key that is set twice is refused. Anchors, aliases and `<<` work, within
-bounds.
+YAML 1.1 guesses types: `0100` is 64, `1:30` is 90, `no` is false, `3.10` is 3.1, and the last of
+two equal keys wins silently. Here an unquoted value (a plain scalar) stays a string, of the type
+`Plain`, which the setting's type then interprets. A duplicate key is refused. Anchors, aliases and
+`<<` work, within limits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ister.limits import MIB
 __all__ = ["TEXT_BYTES_MAX", "Plain", "YamlTree", "parse_yaml"]
 
 TEXT_BYTES_MAX: Final = MIB
-"""The largest text that is parsed."""
+"""The largest text that `parse_yaml` accepts."""
 _VALUES_MAX: Final = 20_000
-"""Values of a tree with its aliases expanded: a few lines of aliases can stand for billions."""
+"""Limit on the values of a tree, aliases expanded: a few lines can expand to billions."""
 _DEPTH_MAX: Final = 32
 
 _NULL: Final = "tag:yaml.org,2002:null"
@@ -35,28 +35,28 @@ _TAGS: Final = frozenset(
 
 
 class Plain(str):
-    """A text without quotes: the setting that it is for decides what it means."""
+    """An unquoted value (a plain scalar); the type of its setting decides what it means."""
 
     __slots__ = ()
 
 
 @dataclass(slots=True)
 class YamlTree:
-    """What a YAML text holds."""
+    """A parsed YAML text."""
 
     tree: Any
-    """Mappings, lists, texts (`Plain` where unquoted) and None."""
+    """Mappings, lists, strings (`Plain` if unquoted) and None."""
     lines: dict[str, int] = field(default_factory=dict)
-    """The line of every key, from 1 on, by its path with dots."""
+    """The line of every key, from 1 on, by its dotted path."""
     problems: list[tuple[str, ConfigError]] = field(default_factory=list)
-    """Keys that are given twice."""
+    """Duplicate keys."""
 
 
 def parse_yaml(text: str) -> YamlTree:
     """Parses a YAML text.
 
     Raises:
-        ConfigError: It is not YAML, or uses a part of YAML that is not supported. Names the line.
+        ConfigError: It is not valid YAML, or uses an unsupported feature. Names the line.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -71,7 +71,7 @@ def parse_yaml(text: str) -> YamlTree:
 
 
 class _Loader(yaml.SafeLoader):
-    """Recognizes null and `<<` alone; every other unquoted value is a text."""
+    """Resolves only null and `<<`; every other unquoted value stays a string."""
 
     yaml_implicit_resolvers: Final = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in resolvers if tag in (_NULL, _MERGE)]
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Builder:
-    """Makes a tree of nodes, which are a graph where there are aliases."""
+    """Builds the tree from YAML's nodes, which are a graph if there are aliases."""
 
     def __init__(self, parsed: YamlTree) -> None:
         self._parsed = parsed
@@ -107,14 +107,14 @@ class _Builder:
     def _build_mapping(self, node: yaml.MappingNode, path: str, depth: int) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         seen: dict[str, int] = {}
-        # What `<<` brings comes first, so that the keys beside it win, with their lines.
+        # `<<` comes first, so that the mapping's own keys override merged ones, with their lines.
         for key_node, value in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
             if not isinstance(key_node, yaml.ScalarNode):
-                raise _refusal("a key has to be a text", key_node)
+                raise _refusal("a key has to be a scalar", key_node)
             key, line = str(key_node.value), key_node.start_mark.line + 1
             below = f"{path}.{key}" if path else key
             if key in seen:
-                text = f"{below} is set twice: in line {seen[key]} and in line {line}"
+                text = f"{below} is set twice: on line {seen[key]} and on line {line}"
                 self._parsed.problems.append((below, ConfigError(text, hint="remove one of them")))
             seen.setdefault(key, line)
             if key_node.tag == _MERGE:
@@ -127,7 +127,7 @@ class _Builder:
     def _build_merged(self, node: yaml.Node, path: str, depth: int) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        # Of several the first wins.
+        # The first mapping of a list takes precedence.
         for part in reversed(parts):
             if not isinstance(part, yaml.MappingNode):
                 raise _refusal("<< takes a mapping, or a list of mappings", part)
@@ -140,7 +140,7 @@ def _refusal(text: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def _where_and_what(error: Exception) -> str:
-    """What is wrong with YAML, in one line, and without the name of the file."""
+    """The position and the reason of a YAML error, on one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return str(error).partition("\n")[0]

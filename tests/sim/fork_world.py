@@ -65,19 +65,21 @@ def child_keeps_the_lock() -> None:
 
 
 def locks_stay_taken() -> None:
-    forks.renew = lambda *locks: None
+    forks.reset_locks = lambda *locks: None
 
 
 def child_appends() -> None:
     """The log is refused in the child, and a topic that is at hand is not."""
-    Topic._after_fork = lambda self, error: forks.renew(self._readers_lock, *locks_of(self.wal))
+    Topic._after_fork = lambda self, error: forks.reset_locks(
+        self._readers_lock, *locks_of(self.wal)
+    )
 
 
 def child_writes_the_buffer() -> None:
     """Calls are refused, and closing the topic commits what the parent had buffered."""
 
     def after_fork(self, error):
-        forks.renew(*locks_of(self))
+        forks.reset_locks(*locks_of(self))
         self._fork_error = error
         self._refuse(self._closed_error)
 
@@ -85,13 +87,13 @@ def child_writes_the_buffer() -> None:
 
 
 def child_reads() -> None:
-    Reader._after_fork = lambda self: forks.renew(self._reading)
+    Reader._after_fork = lambda self: forks.reset_locks(self._reading)
     Wal.check_process = lambda self: None
 
 
 def child_uses_the_metadata() -> None:
     def _after_fork(self, error):
-        forks.renew(self._writer_lock, self._readers_lock, self._watching)
+        forks.reset_locks(self._writer_lock, self._readers_lock, self._watching)
 
     SqliteMetadata._after_fork = _after_fork
 

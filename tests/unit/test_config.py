@@ -628,11 +628,11 @@ def _load_text(tmp_path, text, environment=None):
 )
 def test_key_that_is_set_twice_is_refused_with_both_lines(tmp_path, text, key, lines):
     first, second = lines
-    with pytest.raises(ConfigError, match=f"{key} is set twice: in line {first} and in line"):
+    with pytest.raises(ConfigError, match=f"{key} is set twice: on line {first} and on line"):
         _load_text(tmp_path, text)
     examined = examine_config(tmp_path / "ister.yml", {})
     assert examined.config is None
-    assert f"in line {first} and in line {second}" in examined.problems[0].message
+    assert f"on line {first} and on line {second}" in examined.problems[0].message
 
 
 @pytest.mark.parametrize("written", ["0100", "1:30", "0_1", "1__0", "1_00", "0o17", "1.5", "1e3"])

@@ -43,7 +43,7 @@ def data_files(directory):
 
 def test_a_whole_cache_is_loaded_and_nothing_is_compiled(cache):
     directory, asked = cache
-    kernels._bring()
+    kernels._load_or_compile()
     assert kernels.current() is not None
     assert asked == []
     assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
@@ -69,7 +69,7 @@ def test_a_damaged_cache_is_not_loaded_but_compiled_again(cache, damage):
                 file.write(b"\xff\x00\xff")
             else:
                 file.truncate(10)
-    kernels._bring()
+    kernels._load_or_compile()
     assert kernels.current() is None
     assert asked == [directory]
 
@@ -84,10 +84,10 @@ def test_files_that_are_no_code_fall_back_and_are_compiled_again(cache, caplog):
     with open(f"{directory}/{kernels._LIST_NAME}", "w") as file:
         json.dump(kernels._files(directory), file)
     with caplog.at_level(logging.WARNING, logger="ister"):
-        kernels._bring()
+        kernels._load_or_compile()
     assert kernels.current() is None
     assert asked == [directory]
-    assert [record.getMessage() for record in caplog.records] == ["compiled loops cannot be loaded"]
+    assert [record.getMessage() for record in caplog.records] == ["cannot load compiled loops"]
 
 
 def test_command_says_where_the_loops_are_and_nothing_else(whole):
@@ -108,7 +108,7 @@ def test_a_directory_that_others_may_write_to_is_not_used(cache, caplog, which):
     directory, asked = cache
     os.chmod(directory if which == "version" else os.path.dirname(directory), 0o777)
     with caplog.at_level(logging.WARNING, logger="ister"):
-        kernels._bring()
+        kernels._load_or_compile()
     assert kernels.current() is None
     assert asked == []
     [record] = caplog.records
@@ -119,7 +119,7 @@ def test_a_link_in_its_place_is_not_followed(cache, tmp_path):
     directory, asked = cache
     os.rename(directory, tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", directory)
-    kernels._bring()
+    kernels._load_or_compile()
     assert kernels.current() is None
     assert asked == []
 
@@ -128,7 +128,7 @@ def test_without_a_directory_python_does_it(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "_current", None)
     monkeypatch.setenv(kernels.CACHE_VARIABLE, "/proc/ister")
     with caplog.at_level(logging.WARNING, logger="ister"):
-        kernels._bring()
+        kernels._load_or_compile()
     assert kernels.current() is None
     assert len(caplog.records) == 1
 
@@ -156,15 +156,15 @@ def test_several_processes_compile_once(tmp_path, fake_compiler):
     for compiler in compilers:
         compiler.join()
     assert fake_compiler == [[]]
-    assert kernels._is_whole(str(tmp_path))
+    assert kernels._is_complete(str(tmp_path))
 
 
 def test_what_a_killed_compiler_left_is_not_believed(tmp_path, fake_compiler):
     (tmp_path / "half.nbc").write_bytes(b"ha")
-    assert not kernels._is_whole(str(tmp_path))
+    assert not kernels._is_complete(str(tmp_path))
     kernels.compile_into(str(tmp_path))
     assert fake_compiler == [[]]
-    assert kernels._is_whole(str(tmp_path))
+    assert kernels._is_complete(str(tmp_path))
 
 
 def test_a_compiler_that_fails_is_told_once(monkeypatch, tmp_path, caplog, whole):
@@ -172,9 +172,9 @@ def test_a_compiler_that_fails_is_told_once(monkeypatch, tmp_path, caplog, whole
     monkeypatch.setenv(kernels.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with caplog.at_level(logging.WARNING, logger="ister"):
-        kernels._bring()
+        kernels._load_or_compile()
     assert kernels.current() is None
-    assert [record.getMessage() for record in caplog.records] == ["loops were not compiled"]
+    assert [record.getMessage() for record in caplog.records] == ["cannot compile loops"]
 
 
 def test_python_does_it_where_numba_is_switched_off(whole):

@@ -129,7 +129,7 @@ def test_health_tells_of_failed_threads_and_names_no_topic_to_strangers(tmp_path
     threads.record("ister-tender", KeyError("/default/secret"))
     check = BrokerHealth._check_threads(names=True)
     assert check.state == "attention"
-    assert "ister-tender failed (1 error, the last 0 s ago: KeyError" in check.words
+    assert "ister-tender failed (1 error, latest 0 s ago: KeyError" in check.words
     assert "secret" not in BrokerHealth._check_threads(names=False).words
     threads.record("ister-timer", KeyError(), has_ended=True)
     assert BrokerHealth._check_threads(names=True).state == "bad"

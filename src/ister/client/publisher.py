@@ -107,7 +107,7 @@ class Publisher:
 
     def _after_fork(self, error: ClosedError) -> None:
         """Makes a forked child's copy unusable; the parent sends what is still buffered."""
-        forks.renew(self._changed)
+        forks.reset_locks(self._changed)
         self._failure, self._is_ending = error, True
 
     # -- for callers ------------------------------------------------------------------------

@@ -516,7 +516,7 @@ class Client:
 
     def _after_fork(self, _error: ClosedError) -> None:
         """Closes a forked child's copy; see `ister.forks`."""
-        forks.renew(self._lock)
+        forks.reset_locks(self._lock)
         self._is_closed = True
         self._open = set()
 

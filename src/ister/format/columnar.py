@@ -164,12 +164,12 @@ def _known_columns() -> str:
 # -- the compiled loops ---------------------------------------------------------------------
 
 
-# Rows cost Python so many times what scanning frames of their size does, about.
+# In Python, a row costs about this many times as much as scanning a frame of its size.
 _ROWS_WEIGHT: Final = 16
 
 
 def _wants_compiled(is_compiled: bool | None) -> bool:
-    """Whether the compiled loops are to be used: where they are there, or wanted and waited for."""
+    """Whether to use the compiled loops: they are loaded, or requested and then loaded."""
     if is_compiled is False:
         return False
     is_there = kernels.load() if is_compiled else kernels.current() is not None
@@ -182,7 +182,7 @@ def _wants_compiled(is_compiled: bool | None) -> bool:
 
 
 def _loops() -> Any:  # noqa: ANN401 - a module of an extra
-    """The compiled loops, which are there; they stay."""
+    """The compiled loops, which have to be loaded; they are never unloaded."""
     loaded = kernels.current()
     check(loaded is not None, "compiled loops are loaded before they are used")
     return loaded.columnar if loaded is not None else None
@@ -421,7 +421,7 @@ class _PureRows:
         }
 
     def take(self, view: memoryview, position: int, expected: int, end_offset: int) -> _Taken:
-        kernels.note_work((len(view) - position) * _ROWS_WEIGHT)
+        kernels.count_work((len(view) - position) * _ROWS_WEIGHT)
         scan = scan_frames(view, position, expected_offset=expected, end_offset=end_offset)
         if not self._count:
             self._first_offset = expected
@@ -951,7 +951,7 @@ def encode_frames(
         return []
     if is_fast:
         return _encode_compiled(table, writing)
-    kernels.note_work(batch.nbytes * _ROWS_WEIGHT)
+    kernels.count_work(batch.nbytes * _ROWS_WEIGHT)
     return _encode_pure(table, writing)
 
 
@@ -1389,7 +1389,7 @@ def restore_frames(
     try:
         if is_fast:
             return _restore_compiled(batch, topic, codec)
-        kernels.note_work(batch.nbytes * _ROWS_WEIGHT)
+        kernels.count_work(batch.nbytes * _ROWS_WEIGHT)
         return _restore_pure(batch, topic, codec)
     except (InvalidRequestError, MessageTooLargeError) as error:
         raise CorruptDataError(f"not a message: {error.message}", topic=topic) from error

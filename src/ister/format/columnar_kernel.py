@@ -1,9 +1,10 @@
 """The loops of `ister.format.columnar`, compiled by `ister.kernels`; numba is an extra.
 
-Nothing else imports them. Kept apart so that the cache on disk, which goes by this file, stays
-valid when other code changes. Written for the compiler: flat, 64-bit signed integers, raw
-addresses, no objects. Each loop takes one array of integers, which holds what it is told and what
-it found, by the names below; so there is one type to compile for, whatever memory the bytes lie in.
+Nothing else imports them. They are in a separate file so that the cache on disk, which depends on
+this file's content, stays valid when other code changes. Written for the compiler: flat, 64-bit
+signed integers, raw addresses, no objects. Each loop takes one array of integers with its arguments
+and results, at the indexes named below; so there is one signature to compile, wherever the bytes
+are in memory.
 
 Every length is checked against the end of what it is a length in before it is used. Unsigned
 64-bit values keep their bits: a negative length is one of 2^63 or more, and refused.
@@ -1032,7 +1033,7 @@ LOOPS: Final = {
     "decode": (decode, types.int64(types.int64[::1])),
     "encode": (encode, types.int64(types.int64[::1])),
 }
-"""What is compiled, each for one signature. `ister.kernels` puts the results in their places."""
+"""The functions to compile, each with its signature; `ister.kernels` replaces them here."""
 
 
 def prove() -> None:

@@ -2,7 +2,7 @@
 
 Same results as the loops in `ister.format.frame` and `ister.format.message`, several times as
 fast and without holding the interpreter lock. They need the extra `ister[fast]` (numba) and isal,
-whose crc32 is called directly. When they are there is up to `ister.kernels`.
+whose crc32 is called directly. `ister.kernels` loads them.
 
 Owns: how the loops are called. Does not own: what their results mean.
 """
@@ -64,6 +64,6 @@ def publish_times(
 
 def _as_bytes(numpy: Any, buffer: Buffer) -> Any:  # noqa: ANN401 - numpy is an extra
     data = numpy.frombuffer(buffer, dtype=numpy.uint8)
-    # The loops are compiled for this type of array alone.
+    # The loops are compiled for read-only arrays.
     data.flags.writeable = False
     return data

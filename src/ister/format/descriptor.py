@@ -20,8 +20,8 @@ left out on purpose: `latest-per-key`. Then `messages` is less than the range ha
 search by time begins at the last entry below the wanted one. Both lists have at most
 `OBJECT_INDEX_ENTRIES_MAX` entries, which keeps a descriptor below `DESCRIPTOR_BYTES_MAX`.
 
-Publish times are what producers say. `arrival_time_max` is when the newest message arrived, by the
-clock of the node that took it; it is left out where nobody knows, and `created_at` counts instead.
+Producers set publish times. `arrival_time_max` is when the newest message arrived, by the clock of
+the node that accepted it; if unknown, it is left out and `created_at` is used instead.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ObjectDescriptor:
 
     @property
     def arrived_ms(self) -> int | None:
-        """When its newest message arrived, at the latest; None if nobody knows."""
+        """The latest possible arrival time of its newest message; None if unknown."""
         if self.arrival_time_max is not None:
             return self.arrival_time_max
         return self.created_at * 1000 or None

@@ -206,7 +206,7 @@ def scan_frames(
             )
             offset_next += len(starts)
         else:
-            kernels.note_work(size - position)
+            kernels.count_work(size - position)
     # One test for everything that can be wrong; what it was is found out once, behind the loop.
     while offset_next < offset_end and position + FRAME_HEADER_SIZE <= size:
         offset, length, crc = _unpack_header(view, position)

@@ -387,8 +387,8 @@ def _varint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
     def compile_head(offset: int, size: int) -> None:
         nonlocal pack_head, head_constant, size_tag
         nonlocal offset_start, offset_end, size_start, size_end
-        # Nothing fits until the last line: an exception from a signal handler in between must not
-        # leave the new ranges with the old struct.
+        # No size matches until the last line: an exception from a signal handler in between must
+        # not leave the new ranges with the old struct.
         size_end = 0
         offset_start, offset_end, offset_tag, offset_letter = _varint_form(offset)
         size_start, end, size_tag, size_letter = _varint_form(size)

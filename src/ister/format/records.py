@@ -120,18 +120,18 @@ class OwnerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeProcess:
-    """The process that has a node's data directory open now."""
+    """The process that currently has a node's data directory open."""
 
     instance: str
-    """Random, of this process alone."""
+    """A random id of this process."""
     directory: str
-    """What tells it from its copies until the machine starts again; empty if unknown."""
+    """Identifies the directory among copies of it, until the machine reboots; empty if unknown."""
     holder: str
-    """The process, for people: its number and host."""
+    """The process in readable form: its id and host."""
     since: int
-    """When it began, in seconds since the Unix epoch."""
+    """When it joined, in seconds since the Unix epoch."""
     ttl_seconds: float
-    """Of its lease."""
+    """The duration of its lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,10 +269,10 @@ def encode_node_process(process: NodeProcess) -> bytes:
 
 
 def decode_node_process(data: bytes, *, key: str) -> NodeProcess:
-    """Reads which process has a node.
+    """Decodes a `NodeProcess`.
 
     Raises:
-        CorruptDataError: It is something else; names the key.
+        CorruptDataError: The record is invalid; names the key.
     """
     fields = _load(data, key)
     try:
@@ -288,15 +288,15 @@ def decode_node_process(data: bytes, *, key: str) -> NodeProcess:
 
 
 def encode_latest(instance: str) -> bytes:
-    """Which instance had a node last."""
+    """Encodes the instance that had a node last."""
     return _dump({"instance": instance})
 
 
 def decode_latest(data: bytes, *, key: str) -> str:
-    """The instance that had a node last.
+    """Decodes the instance that had a node last.
 
     Raises:
-        CorruptDataError: It is something else; names the key.
+        CorruptDataError: The record is invalid; names the key.
     """
     fields = _load(data, key)
     try:

@@ -1,9 +1,9 @@
 """The loops of `ister.format.compiled`, compiled by `ister.kernels`; numba is an extra.
 
-Nothing else imports them. Kept apart so that the cache on disk, which goes by this file, stays
-valid when other code changes. Written for the compiler: flat, fixed-width integers, no objects.
-Every index is checked against the buffer's size before it is used. They stop at the first byte that
-is not what it should be; why is found out in Python, once.
+Nothing else imports them. They are in a separate file so that the cache on disk, which depends on
+this file's content, stays valid when other code changes. Written for the compiler: flat,
+fixed-width integers, no objects. Every index is checked against the buffer's size before it is
+used. A loop stops at the first invalid byte; the caller then finds the reason in Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LOOPS", "prove", "publish_times", "scan"]
 # isal's wheel exports its crc32 as a plain C function, which compiled code can call.
 binding.load_library_permanently(isal_zlib.__file__)
 _FRAME: Final = struct.pack("<QII", 0, 1, zlib.crc32(b"\xff")) + b"\xff"
-"""A frame at offset 0, to try the loops with."""
+"""A frame at offset 0, for `prove`."""
 _crc32: Any = types.ExternalFunction(
     "crc32_gzip_refl", types.uint32(types.uint32, types.uintp, types.uint64)
 )
@@ -113,7 +113,7 @@ def publish_times(
     return count
 
 
-# Read-only arrays are a type of their own, and the one that is used.
+# To numba, read-only arrays are a separate type; the loops are called with these only.
 _BYTES: Any = types.Array(types.uint8, 1, "C", readonly=True)
 _NUMBERS: Any = types.int64[::1]
 _INT: Any = types.int64
@@ -123,19 +123,19 @@ LOOPS: Final = {
     "scan": (scan, _TWO_INTS(_BYTES, _INT, _INT, _INT, _INT, _NUMBERS)),
     "publish_times": (publish_times, _INT(_BYTES, _NUMBERS, _INT, types.boolean, _NUMBERS)),
 }
-"""What is compiled, each for one signature. `ister.kernels` puts the results in their places."""
+"""The functions to compile, each with its signature; `ister.kernels` replaces them here."""
 
 
 def prove() -> None:
-    """Runs the loops, so that one that does not work shows it.
+    """Checks the compiled loops with a known frame.
 
     Raises:
-        RuntimeError: It does not.
+        RuntimeError: A loop returns a wrong result.
     """
     data = np.frombuffer(_FRAME, dtype=np.uint8)
     numbers = np.zeros(4, dtype=np.int64)
     if scan(data, 0, 0, 1, len(_FRAME), numbers) != (1, len(_FRAME)):
         raise RuntimeError("the compiled scan does not find a frame")
-    # The body is no message.
+    # The frame's body is not a message.
     if publish_times(data, numbers[:1], len(_FRAME), True, numbers[1:2]) != 0:
-        raise RuntimeError("the compiled loop finds a time where there is none")
+        raise RuntimeError("the compiled loop finds a publish time in an invalid message")

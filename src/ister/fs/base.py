@@ -34,13 +34,13 @@ __all__ = ["DiskUsage", "File", "FileLock", "FileSystem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUsage:
-    """How full the disk of a path is."""
+    """Size and free space of the disk of a path."""
 
     device: int
-    """The same for all paths of one disk."""
+    """The device id; equal for all paths of one disk."""
     total_bytes: int
     free_bytes: int
-    """What this process may still take."""
+    """Space available to this process."""
 
 
 class File(Protocol):
@@ -69,10 +69,10 @@ class File(Protocol):
         ...
 
     def allocate(self, size: int) -> None:
-        """Takes room on the disk for the first `size` bytes, which read as zeros where new.
+        """Allocates disk space for the first `size` bytes; new bytes read as zeros.
 
         Raises:
-            CapacityError: There is not as much.
+            CapacityError: The disk has not enough space.
         """
         ...
 
@@ -139,8 +139,8 @@ class FileSystem(Protocol):
 
         Args:
             path: The directory.
-            within: One above it that exists and whose name is known to be durable; nothing above
-                this one is synced.
+            within: A parent directory that exists and is known to be durable; directories above
+                it are not synced.
         """
         ...
 
@@ -160,17 +160,17 @@ class FileSystem(Protocol):
         ...
 
     def identity(self, path: str) -> str:
-        """What tells a file from every other one, its copies included; empty if unknown.
+        """Identifies a file among all files, including copies of it; empty if unknown.
 
-        The same for the same file until the machine starts again; it may change sooner.
+        Stays the same at most until the machine reboots; it may change sooner.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: The file does not exist.
         """
         ...
 
     def holder(self) -> str:
-        """This process, as it is named to people elsewhere: its number and host."""
+        """This process in readable form, for messages on other machines: its id and host."""
         ...
 
     def remove_directory(self, path: str) -> None:
@@ -194,7 +194,7 @@ class FileSystem(Protocol):
         ...
 
     def disk_usage(self, path: str) -> DiskUsage | None:
-        """How full the disk of `path` is, or of its nearest parent; None if it has no limit."""
+        """Measures the disk of `path`, or of its nearest existing parent; None if unlimited."""
         ...
 
     def lock(self, path: str) -> FileLock:

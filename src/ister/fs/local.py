@@ -38,9 +38,9 @@ DIRECTORY_MODE = 0o750
 
 
 class _mapped:  # noqa: N801
-    """Turns errors of the operating system into ours; a class, because it is used for every call.
+    """Translates `OSError` into Ister's errors.
 
-    A generator would cost as much as the call.
+    A class and not a generator, which would cost as much as the system call itself.
     """
 
     __slots__ = ("_action", "_path")
@@ -50,7 +50,7 @@ class _mapped:  # noqa: N801
         self._path = path
 
     def __enter__(self) -> None:
-        """Nothing is done before."""
+        """Does nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
@@ -72,10 +72,10 @@ def map_os_error(
 
 
 def boot_id() -> str:
-    """What tells this run of the machine's kernel from every other one.
+    """The kernel's id of the current boot.
 
     Raises:
-        DiskError, NotFoundError: The kernel does not say.
+        DiskError, NotFoundError: It cannot be read.
     """
     path = "/proc/sys/kernel/random/boot_id"
     with _mapped("read", path), open(path, encoding="ascii") as file:
@@ -90,7 +90,7 @@ class _LocalFile:
         forks.register(self)
 
     def _after_fork(self, _error: ClosedError) -> None:
-        """Closes the child's descriptor: an idle child would keep a removed file's room."""
+        """Closes the child's descriptor; an idle child would keep a removed file's blocks."""
         self.__del__()
         self._fd = -1
 
@@ -157,9 +157,9 @@ class _LocalLock:
     """flock on a file that names its holder.
 
     The kernel releases it when the process ends, however that happens. The lock belongs to the open
-    file, which a forked child shares: it ends when both have closed it, or when either unlocks it.
-    So a child closes its descriptor at once and unlocks nothing. (POSIX locks belong to a process,
-    and end when it closes any descriptor of the file; that is worse.)
+    file description, which a forked child shares: it is released when both have closed it, or when
+    either of them unlocks it. So a child closes its descriptor immediately and never unlocks.
+    (POSIX locks are worse: closing any descriptor of the file releases them.)
     """
 
     def __init__(self, path: str) -> None:
@@ -187,7 +187,7 @@ class _LocalLock:
         forks.register(self)
 
     def _after_fork(self, _error: ClosedError) -> None:
-        """Gives the child's descriptor up without unlocking the parent's directory."""
+        """Closes the child's descriptor without unlocking the parent's directory."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -195,7 +195,7 @@ class _LocalLock:
     def release(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            # A child that was forked by C code may share the lock; closing would leave it there.
+            # A child forked by C code may share the lock; closing alone would leave it locked.
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
@@ -261,7 +261,7 @@ class LocalFileSystem:
             boot = boot_id()
         except (DiskError, NotFoundError):
             return ""
-        # The time of change, too: the number of a file that was removed is given out again.
+        # With the change time, because the inode number of a removed file is reused.
         return f"{boot} {found.st_dev} {found.st_ino} {found.st_ctime_ns}"
 
     def holder(self) -> str:

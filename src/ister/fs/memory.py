@@ -126,11 +126,11 @@ class MemoryFileSystem:
         self.before: Callable[[str, str], None] = _no_fault
         """Called with (kind, path) before each operation; may raise OSError or SimulatedCrash."""
         self.write_limit_bytes: int | None = None
-        """A quota: the total of all files cannot grow beyond this, and nobody can measure it."""
+        """A quota on the total size of all files, which `disk_usage` does not show."""
         self.capacity_bytes: int | None = None
-        """The size of the disk, which `disk_usage` tells."""
+        """The size of the disk, which `disk_usage` returns."""
         self.others_bytes: Callable[[], int] = lambda: 0
-        """What else is on the disk: metadata, files of other programs."""
+        """Returns the space used by others: metadata, files of other programs."""
         self.open_files = 0
         """Handles that are open now."""
         self.now_ms: Callable[[], int | None] = lambda: None
@@ -283,7 +283,7 @@ class MemoryFileSystem:
             self._crash_directory(self._root, rng)
 
     def copied(self) -> MemoryFileSystem:
-        """A machine of its own with a copy of this one's files, as they read now."""
+        """Creates another machine with a copy of this one's files, including unsynced writes."""
         with self._lock:
             other = MemoryFileSystem()
             other.now_ms = self.now_ms

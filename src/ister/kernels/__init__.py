@@ -1,22 +1,21 @@
-"""The compiled loops over frames: compiled in a process of their own, loaded when they are there.
+"""Loads the JIT-compiled loops over frames; compiles them in a separate process.
 
-Nothing that serves anybody waits for a compiler: `ister.format` runs its loops in Python, with the
-same results, until `current` has the compiled ones. numba compiles for many seconds and keeps the
-interpreter lock meanwhile, so it does that in another process, at low priority, once for a version
-and a machine; what is left to do here is to load a few files.
+No request waits for the compiler: `ister.format` runs its loops in Python, with the same results,
+until `current` returns the compiled ones. numba compiles for many seconds and holds the interpreter
+lock meanwhile, so it runs in another process, at low priority, once per version and machine. This
+process only loads a few files.
 
-    request ─► thread: cache there? ──no──► python -m ister.kernels (under a file lock)
+    request ─► thread: in the cache? ──no──► python -m ister.kernels (under a file lock)
                             │ yes                          │
                             └──► checksums, load, prove ◄──┘ ─► current()
 
 The cache is `$ISTER_CACHE_DIR`, else `$XDG_CACHE_HOME/ister`, else `~/.cache/ister`, with a
-directory for each combination of sources, numba, Python and processor. numba's files are pickles: a
-directory that belongs to, or can be written by, anybody else is not used, and what is in it is
-compared with the checksums that the compiling process wrote last. A process that is killed leaves
-no such list.
+directory for each combination of sources, numba, Python and processor. numba's files are pickles,
+so a directory that another user owns or can write to is not used. The compiling process writes a
+list of checksums as its last step: without it, or if a file differs, the loops are compiled again.
 
-Owns: where the cache is, who compiles, what is loaded. Does not own: the loops (`ister.format`).
-Needs the extra `ister[fast]`; without it, everything runs in Python.
+Owns: the cache, compiling and loading. Does not own: the loops (`ister.format`). Needs the extra
+`ister[fast]`; without it, everything runs in Python.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ __all__ = [
     "CACHE_VARIABLE",
     "Kernels",
     "compile_into",
+    "count_work",
     "current",
     "load",
     "main",
-    "note_work",
     "request",
 ]
 
@@ -83,22 +82,22 @@ _current: Kernels | None = None
 _worked_bytes = 0
 
 
-@forks.in_child
+@forks.call_in_child
 def _after_fork() -> None:
     global _loading  # noqa: PLW0603 - there is one set of loops in a process
-    forks.renew(_lock)
+    forks.reset_locks(_lock)
     _loading = None if _current is None else _loading
 
 
 def current() -> Kernels | None:
-    """The compiled loops, once they are there."""
+    """The compiled loops; None until they are loaded."""
     return _current
 
 
-def note_work(size_bytes: int) -> None:
-    """Counts bytes that went through loops in Python, and asks for compiled ones if they are many.
+def count_work(size_bytes: int) -> None:
+    """Counts bytes processed by Python loops; requests compiled ones after `COMPILE_AFTER_BYTES`.
 
-    A program that reads a few messages has no use for them.
+    A program that reads a few messages does not need them.
     """
     global _worked_bytes  # noqa: PLW0603
     _worked_bytes += size_bytes
@@ -107,17 +106,17 @@ def note_work(size_bytes: int) -> None:
 
 
 def request() -> None:
-    """Has the compiled loops loaded, and compiled before if need be. Returns at once."""
+    """Starts loading the compiled loops, and compiling them if needed. Does not block."""
     global _loading  # noqa: PLW0603
     with _lock:
         if _loading is None:
-            _loading = threads.start("ister-kernels", _bring)
+            _loading = threads.start("ister-kernels", _load_or_compile)
 
 
 def load(timeout: float | None = None) -> bool:
-    """Waits until the compiled loops are there, or cannot be; returns whether they are.
+    """Waits until the compiled loops are loaded or have failed; returns whether they are loaded.
 
-    For whoever measures, and for tasks that are worth the wait. Not for anything that serves.
+    For benchmarks and long tasks. A server must not wait: it calls `request`.
     """
     request()
     loading = _loading
@@ -129,29 +128,32 @@ def load(timeout: float | None = None) -> bool:
 # -- in the thread --------------------------------------------------------------------------
 
 
-def _bring() -> None:
+def _load_or_compile() -> None:
     global _current  # noqa: PLW0603
     if any(importlib.util.find_spec(name) is None for name in _LIBRARIES):
         return
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in {"", "0"}:
-        return  # the cache is others'
+        return  # numba is disabled
     try:
         directory = _open_cache()
     except OSError as error:
         _log.warning(
-            "compiled loops are not used: no directory to keep them in",
-            extra={"error": str(error), "hint": f"set {CACHE_VARIABLE} to a directory of your own"},
+            "compiled loops are not used: the cache directory is not usable",
+            extra={
+                "error": str(error),
+                "hint": f"set {CACHE_VARIABLE} to a directory that only this user can write to",
+            },
         )
         return
     for attempt in range(2):
-        if not _is_whole(directory) and not _compile_elsewhere(directory):
+        if not _is_complete(directory) and not _compile_elsewhere(directory):
             return
         try:
             _current = _build(directory, is_compiling=False)
-        except Exception as error:  # noqa: BLE001 - a damaged file, or another library than it says
-            # Without the list it is compiled again, now or by the next process.
+        except Exception as error:  # noqa: BLE001 - damaged files raise anything
+            # Without its list the cache is compiled again, now or by the next process.
             _log.warning(
-                "compiled loops cannot be loaded", extra={"error": repr(error), "attempt": attempt}
+                "cannot load compiled loops", extra={"error": repr(error), "attempt": attempt}
             )
             with suppress(OSError):
                 os.unlink(f"{directory}/{_LIST_NAME}")
@@ -160,9 +162,10 @@ def _bring() -> None:
 
 
 def _compile_elsewhere(directory: str) -> bool:
-    """Compiles in a process of its own; whether that worked."""
-    _log.info("loops are being compiled", extra={"directory": directory})
-    # With its parent's paths, so that it compiles the same files; nobody's Ctrl-C ends it.
+    """Compiles in a separate process; returns whether that succeeded."""
+    _log.info("compiling loops", extra={"directory": directory})
+    # With this process's paths, so that it compiles the same files. Its own process group keeps
+    # Ctrl-C away from it.
     command = [sys.executable, "-m", "ister.kernels", directory]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
@@ -176,11 +179,11 @@ def _compile_elsewhere(directory: str) -> bool:
             check=False,
         )
     except OSError as error:
-        _log.warning("loops were not compiled", extra={"error": str(error)})
+        _log.warning("cannot compile loops", extra={"error": str(error)})
         return False
     if ended.returncode != 0:
         text = ended.stderr.decode(errors="replace").strip()
-        _log.warning("loops were not compiled", extra={"error": text[-500:]})
+        _log.warning("cannot compile loops", extra={"error": text[-500:]})
     return ended.returncode == 0
 
 
@@ -188,10 +191,10 @@ def _compile_elsewhere(directory: str) -> bool:
 
 
 def _open_cache() -> str:
-    """The directory for this version and machine, made where missing.
+    """The cache directory for this version and machine, created if missing.
 
     Raises:
-        OSError: It cannot be made, or is not this user's alone.
+        OSError: It cannot be created, or another user owns it or can write to it.
     """
     home = os.path.expanduser("~")
     root = os.environ.get(CACHE_VARIABLE) or os.path.join(
@@ -204,28 +207,28 @@ def _open_cache() -> str:
             os.mkdir(path, _MODE)
         found = os.lstat(path)
         if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(f"{path} is no directory")
+            raise NotADirectoryError(f"{path} is not a directory")
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise PermissionError(f"{path} belongs to, or can be written by, another user")
-    if not os.access(directory, os.W_OK | os.X_OK) and not _is_whole(directory):
-        raise PermissionError(f"{directory} cannot be written")
+            raise PermissionError(f"{path} is owned or writable by another user")
+    if not os.access(directory, os.W_OK | os.X_OK) and not _is_complete(directory):
+        raise PermissionError(f"{directory} is not writable")
     return directory
 
 
 def _fingerprint() -> str:
-    """What the compiled code depends on."""
+    """A hash of everything that the compiled code depends on."""
     found: list[object] = [sys.version, sys.executable, platform.machine(), _processor()]
     found += [(name, importlib.metadata.version(name)) for name in _LIBRARIES]
     for module in _MODULES:
         path = os.path.join(_SOURCES, *module.split(".")[1:]) + ".py"
         with open(path, "rb") as file:
-            # numba goes by the time of the file.
+            # numba's index includes the modification time.
             found += [path, os.stat(path).st_mtime_ns, hashlib.sha256(file.read()).hexdigest()]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """The processor and its instructions, as far as the kernel tells."""
+    """The processor and its instruction sets, from /proc/cpuinfo if available."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         first = file.read().partition("\n\n")[0]
         kept = ("vendor_id", "model name", "flags", "Features", "CPU part")
@@ -234,7 +237,7 @@ def _processor() -> str:
 
 
 def _files(directory: str) -> dict[str, str]:
-    """The checksum of every file that numba has written."""
+    """The checksum of every file that numba has written, by relative path."""
     found = {}
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -246,8 +249,8 @@ def _files(directory: str) -> dict[str, str]:
     return found
 
 
-def _is_whole(directory: str) -> bool:
-    """Whether everything is compiled, and as it was when it was."""
+def _is_complete(directory: str) -> bool:
+    """Whether the cache is complete and matches its checksums."""
     try:
         with open(f"{directory}/{_LIST_NAME}", "rb") as file:
             return bool(json.loads(file.read()) == _files(directory))
@@ -259,14 +262,14 @@ def _is_whole(directory: str) -> bool:
 
 
 class _NotCachedError(Exception):
-    """A loop would have to be compiled here."""
+    """A loop is not in the cache and would have to be compiled in this process."""
 
 
 def _build(directory: str, *, is_compiling: bool) -> Kernels:
-    """Makes the loops callable, from the cache alone unless `is_compiling`.
+    """Creates the callable loops, from the cache only unless `is_compiling`.
 
     Raises:
-        Exception: A loop is not in the cache, or a library does not do what it should.
+        Exception: A loop is not in the cache, or numba fails.
     """
     numba = importlib.import_module("numba")
     modules = [importlib.import_module(name) for name in _MODULES]
@@ -291,7 +294,7 @@ def _refuse_to_compile(*_: object) -> None:
 
 @contextmanager
 def _numba_cache(numba: Any, directory: str) -> Iterator[None]:  # noqa: ANN401 - no types
-    """Has numba look into our directory; a program's own functions keep theirs."""
+    """Points numba's cache to our directory meanwhile; the program's own functions keep theirs."""
     kept, numba.config.CACHE_DIR = numba.config.CACHE_DIR, directory
     try:
         yield
@@ -300,11 +303,11 @@ def _numba_cache(numba: Any, directory: str) -> Iterator[None]:  # noqa: ANN401 
 
 
 def compile_into(directory: str) -> None:
-    """Compiles the loops, unless another process is at it or has done it; waits for that one.
+    """Compiles the loops into a cache directory; waits if another process is compiling them.
 
     Raises:
         IsterError: The directory cannot be locked.
-        Exception: numba does not work here.
+        Exception: numba fails.
     """
     fs, pause = LocalFileSystem(), threading.Event()
     while True:
@@ -314,9 +317,9 @@ def compile_into(directory: str) -> None:
         except DirectoryLockedError:
             pause.wait(_LOCK_LOOK_SECONDS)
     try:
-        if _is_whole(directory):
+        if _is_complete(directory):
             return
-        # What a killed process has left is overwritten: numba would believe it.
+        # Remove the files of a killed process: numba would use them.
         for name in _files(directory):
             os.unlink(os.path.join(directory, name))
         _build(directory, is_compiling=True)
@@ -329,11 +332,11 @@ def compile_into(directory: str) -> None:
 
 
 def main() -> None:
-    """`python -m ister.kernels`: compiles the loops, and says where they are."""
+    """`python -m ister.kernels`: compiles the loops and prints the cache directory."""
     parser = argparse.ArgumentParser(
-        prog="python -m ister.kernels", description="Compile the loops over frames, for later."
+        prog="python -m ister.kernels", description="Compile the loops over frames into the cache."
     )
-    parser.add_argument("directory", nargs="?", help="where to keep them (default: the cache)")
+    parser.add_argument("directory", nargs="?", help="cache directory")
     given = parser.parse_args()
     os.umask(0o077)
     with suppress(OSError):
@@ -342,5 +345,5 @@ def main() -> None:
         directory = given.directory or _open_cache()
         compile_into(directory)
     except (OSError, IsterError, ImportError) as error:
-        sys.exit(f"loops are not compiled: {error}")
+        sys.exit(f"cannot compile loops: {error}")
     sys.stdout.write(f"compiled loops are in {directory}\n")

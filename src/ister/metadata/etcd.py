@@ -99,7 +99,7 @@ _PAUSE_SECONDS_MAX: Final = 0.5
 _CONNECT_SECONDS_MAX: Final = 2.0
 _WATCH_PAUSE_SECONDS: Final = 0.5
 _RETIRE_SECONDS: Final = 30.0
-"""Longer than a call may take."""
+"""How long calls on a replaced channel may still take; longer than any timeout."""
 
 _STOP_SECONDS: Final = 5.0
 _MARGIN_SECONDS: Final = 1.0
@@ -140,15 +140,16 @@ class EtcdMetadata:
     """Metadata in etcd; see the module header. Thread-safe.
 
     Args:
-        endpoints: `host:port` of the members; with `https://` before one, by TLS, to all.
+        endpoints: `host:port` of the members; `https://` before one means TLS for all.
         clock: Measures leases.
         call_timeout_seconds: How long one request to one endpoint may take.
         username: Where the cluster asks for it; needs `password`.
         password: Of that user.
-        tls: Certificates. Those set mean TLS, whatever the endpoints say.
+        tls: Certificates; if any is set, TLS is used for endpoints without a scheme, too.
 
     Raises:
-        ConfigError: An endpoint is none, a certificate cannot be read, or `aetcd` is not installed.
+        ConfigError: An endpoint is invalid, a certificate cannot be read, or `aetcd` is not
+            installed.
     """
 
     def __init__(
@@ -312,8 +313,8 @@ class EtcdMetadata:
                 await asyncio.wait_for(endpoint.close(), _STOP_SECONDS)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Drops the parent's loop and connections; what ends them would be sent to etcd."""
-        forks.renew(self._closing)
+        """Abandons the parent's loop and connections: closing them would send bytes to etcd."""
+        forks.reset_locks(self._closing)
         forks.leak(self._loop, self._endpoints)
         self._fork_error, self._is_closed = error, True
 
@@ -522,8 +523,8 @@ class EtcdMetadata:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                # The stream was cancelled, not this: its channel gave way to one with new
-                # certificates.
+                # The stream was cancelled, not this task: its channel was replaced by one with
+                # new certificates.
             except Exception:  # noqa: BLE001, S110 - tried again, at another endpoint
                 pass
             if self._current == index:
@@ -613,7 +614,7 @@ class _Endpoint:
             _NotConnectedError: The endpoint does not take a connection.
         """
         if self._tls is not None and self._tls.material().serial != self._tls_serial:
-            # A channel keeps the certificates that it was made with.
+            # A channel keeps the certificates that it was created with.
             self._retire_channel()
         if self._channel is None:
             self._channel = self._open_channel()
@@ -646,7 +647,7 @@ class _Endpoint:
         return self._rpc.secure_channel(self._target, credentials, options=_CHANNEL_OPTIONS)
 
     def _retire_channel(self) -> None:
-        """Lets the calls under way end; watches go on with the next channel."""
+        """Closes the channel once its calls have ended; watches continue on the next one."""
         if self._channel is not None:
             channel, self._channel = self._channel, None
             task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_SECONDS))
@@ -654,7 +655,7 @@ class _Endpoint:
             task.add_done_callback(self._retiring.discard)
 
     async def explain(self) -> str | None:
-        """Why there is no connection, if it is because of TLS."""
+        """The reason for a missing connection if it is TLS, else None."""
         why = await explain_refusal(self._target, self._tls)
         return None if why is None else f"{self._target}: {why}"
 
@@ -874,13 +875,13 @@ def _key_value(pair: _Message) -> KeyValue:
 def _parse_endpoints(
     endpoints: Sequence[str], config: EtcdTlsConfig, clock: Clock
 ) -> tuple[list[str], ClientTls | None]:
-    """Where the members are, as host:port, and the certificates; None without TLS."""
+    """Parses endpoints into host:port targets and certificates; None without TLS."""
     schemes, targets = set(), []
     for endpoint in endpoints:
         match = _ENDPOINT.fullmatch(endpoint)
         if match is None:
             # Not repeated here: it may hold a password.
-            raise ConfigError("etcd: an endpoint is not of the form host:port")
+            raise ConfigError("etcd: an endpoint does not have the form host:port")
         schemes.add(match["scheme"])
         targets.append(match["target"])
     has_files = config != EtcdTlsConfig()
@@ -888,9 +889,9 @@ def _parse_endpoints(
         return targets, None
     if "http" in schemes:
         raise ConfigError(
-            "etcd: an endpoint begins with http://, and "
-            + ("storage.metadata.tls is set" if has_files else "another one with https://"),
-            hint="write https:// for all of them, or for none and take the certificates out",
+            "etcd: an endpoint begins with http://, but "
+            + ("storage.metadata.tls is set" if has_files else "another one begins with https://"),
+            hint="use https:// for all endpoints; or http://, and remove storage.metadata.tls",
         )
     return targets, ClientTls(config, clock=clock)
 

@@ -1,10 +1,10 @@
-"""TLS to etcd: the files of `storage.metadata.tls`, and why a connection was refused.
+"""TLS to etcd: the certificates of `storage.metadata.tls`, and reasons for failed handshakes.
 
-Owns: reading the certificates, and reading them again when the files change. Files that do not fit
-together are an error at the start. Later they are an error in the log, and the ones before stay in
-use: replacing two files takes a moment in which they do not fit.
+Owns: reading the certificates, and reading them again when the files change. A key that does not
+belong to its certificate is an error at the start. Later it is logged, and the previous files stay
+in use: while an operator replaces two files, they do not match for a moment.
 
-gRPC says little about a handshake that failed, so it is done once more by `ssl`, which does.
+gRPC says little about a failed handshake, so it is repeated with `ssl`, which gives the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ClientTls", "Material", "explain_refusal"]
 
 _log = logging.getLogger("ister.metadata.etcd_tls")
 
-_LOOK_AGAIN_SECONDS: Final = 1.0
+_RELOAD_SECONDS: Final = 1.0
 _FILE_BYTES_MAX: Final = 4 * 1024 * 1024
 _READS_MAX: Final = 3
 _EXPLAIN_SECONDS: Final = 2.0
@@ -34,67 +34,70 @@ _EXPLAIN_SECONDS: Final = 2.0
 _NOT_TLS: Final = frozenset(
     {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING", "HTTP_REQUEST"}
 )
-"""What OpenSSL calls an answer that is not one of TLS."""
+"""OpenSSL's reasons for a peer that does not use TLS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """What the files held."""
+    """Certificates and key, as read from the files."""
 
     serial: int
-    """Another one whenever something changed."""
+    """Incremented whenever a file has changed."""
     authorities: bytes | None
-    """Who signs the certificates of etcd's members; None for those that gRPC trusts."""
+    """CA certificates for etcd's members; None for those that come with gRPC."""
     certificates: bytes | None
     key: bytes | None = field(repr=False)
     context: ssl.SSLContext = field(repr=False)
-    """The same for `ssl`."""
+    """The same certificates for `ssl`."""
 
 
 class ClientTls:
-    """The certificates in use. Used by one thread at a time.
+    """The client's certificates, reloaded when the files change. Not thread-safe.
 
     Args:
         config: `storage.metadata.tls`.
-        clock: Says when to look at the files again.
+        clock: Measures when to check the files again.
 
     Raises:
-        ConfigError: A file is missing, or they do not fit together.
+        ConfigError: A file is missing or invalid, or the key does not match the certificate.
     """
 
     def __init__(self, config: EtcdTlsConfig, *, clock: Clock) -> None:
         if (config.cert_file is None) != (config.key_file is None):
             raise ConfigError(
-                "storage.metadata.tls needs both cert_file and key_file, or none of them",
-                hint="set both where etcd asks for a client certificate",
+                "storage.metadata.tls needs both cert_file and key_file, or neither",
+                hint="set both if etcd asks for a client certificate",
             )
         self._config = config
         self._clock = clock
         self._version, self._material = self._read(serial=1)
-        self._looked_at = clock.monotonic()
-        self._said = ""
+        self._checked_at = clock.monotonic()
+        self._logged_error = ""
 
     def material(self) -> Material:
-        """What is in use; looks at the files at most once a second."""
+        """The certificates in use; checks the files at most once a second."""
         now = self._clock.monotonic()
-        if now - self._looked_at >= _LOOK_AGAIN_SECONDS:
-            self._looked_at = now
-            self._look_again()
+        if now - self._checked_at >= _RELOAD_SECONDS:
+            self._checked_at = now
+            self._reload()
         return self._material
 
-    def _look_again(self) -> None:
+    def _reload(self) -> None:
         try:
             if self._stat() == self._version:
                 return
             self._version, self._material = self._read(serial=self._material.serial + 1)
         except ConfigError as error:
-            # Not said again before it is something else.
-            if self._said != str(error):
-                _log.error("new certificates are not used", extra={"error": str(error)})
-            self._said = str(error)
+            # Log each error once, not every second.
+            if self._logged_error != str(error):
+                _log.error(
+                    "cannot load new certificates; the previous ones stay in use",
+                    extra={"error": str(error)},
+                )
+            self._logged_error = str(error)
             return
-        self._said = ""
-        _log.info("new certificates are in use", extra={"serial": self._material.serial})
+        self._logged_error = ""
+        _log.info("new certificates loaded", extra={"serial": self._material.serial})
 
     def _files(self) -> Sequence[tuple[str, str]]:
         named = (
@@ -115,8 +118,8 @@ class ClientTls:
         return tuple(found)
 
     def _read(self, *, serial: int) -> tuple[tuple[tuple[int, int, int], ...], Material]:
-        # `ssl` takes a key from a file alone, so what it checked is what is used only if the files
-        # are the same before and after.
+        # `ssl` loads a key only from a file, so the content read here is the content that `ssl`
+        # checked only if the files did not change meanwhile.
         for _ in range(_READS_MAX):
             version = self._stat()
             content = {name: _read_file(name, path) for name, path in self._files()}
@@ -129,7 +132,7 @@ class ClientTls:
                     key=content.get("key_file"),
                     context=context,
                 )
-        raise ConfigError("the files of storage.metadata.tls keep changing")
+        raise ConfigError("the files of storage.metadata.tls changed while they were read")
 
     def _make_context(self) -> ssl.SSLContext:
         config = self._config
@@ -137,7 +140,7 @@ class ClientTls:
             context = ssl.create_default_context(cafile=config.ca_file)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                "storage.metadata.tls.ca_file holds no certificate in PEM", path=config.ca_file
+                "storage.metadata.tls.ca_file has no PEM certificate", path=config.ca_file
             ) from error
         context.set_alpn_protocols(["h2"])
         if config.cert_file is None:
@@ -147,7 +150,7 @@ class ClientTls:
             raise ConfigError(
                 "storage.metadata.tls.key_file is encrypted",
                 path=config.key_file,
-                hint="it has to be plain",
+                hint="use a key without a passphrase",
             )
 
         try:
@@ -155,12 +158,11 @@ class ClientTls:
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 raise ConfigError(
-                    "storage.metadata.tls.key_file is not the key of cert_file",
+                    "storage.metadata.tls.key_file does not match cert_file",
                     path=config.key_file,
                 ) from error
             raise ConfigError(
-                "storage.metadata.tls.cert_file and key_file are not a certificate and its key, "
-                "in PEM",
+                "storage.metadata.tls.cert_file and key_file are not a PEM certificate and its key",
                 path=config.cert_file,
             ) from error
         except OSError as error:
@@ -169,16 +171,16 @@ class ClientTls:
 
 
 async def explain_refusal(target: str, tls: ClientTls | None) -> str | None:
-    """Why an endpoint takes no connection, as far as TLS is the reason; None if it is not.
+    """The TLS reason why an endpoint refuses connections; None if TLS is not the reason.
 
     Args:
         target: host:port.
-        tls: What it was tried with; None without TLS.
+        tls: The certificates that were used; None without TLS.
     """
     if tls is not None:
         context = tls.material().context
     else:
-        # Only to see whether the other side speaks TLS. Nothing is sent.
+        # Only finds out whether the other side uses TLS; no data is sent.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -191,8 +193,8 @@ async def explain_refusal(target: str, tls: ClientTls | None) -> str | None:
             )
             try:
                 if tls is None:
-                    return "it speaks TLS; write https:// and set storage.metadata.tls"
-                # A server that does not like our certificate says so after the handshake.
+                    return "it uses TLS; use https:// and set storage.metadata.tls"
+                # In TLS 1.3 a server rejects a client certificate after the handshake.
                 await reader.read(1)
                 return None
             finally:
@@ -201,36 +203,36 @@ async def explain_refusal(target: str, tls: ClientTls | None) -> str | None:
                     await writer.wait_closed()
     except ssl.SSLCertVerificationError as error:
         return (
-            f"its certificate is not accepted: {error.verify_message}; "
-            "storage.metadata.tls.ca_file says who signs it"
+            f"its certificate is invalid: {error.verify_message}; "
+            "set storage.metadata.tls.ca_file to the CA that signed it"
         )
     except ssl.SSLError as error:
         reason = error.reason or ""
         if tls is None:
-            # It may have asked for a certificate, which it does in TLS alone.
-            return None if reason in _NOT_TLS else "it speaks TLS; write https://"
+            # Other errors, such as a request for a certificate, prove that it uses TLS.
+            return None if reason in _NOT_TLS else "it uses TLS; use https://"
         if reason in _NOT_TLS:
-            return "it does not speak TLS; write http:// and take storage.metadata.tls out"
+            return "it does not use TLS; use http:// and remove storage.metadata.tls"
         if tls.material().certificates is None:
             return (
-                f"it refuses a client without a certificate ({reason}); "
+                f"it requires a client certificate ({reason}); "
                 "set storage.metadata.tls.cert_file and key_file"
             )
         return (
-            f"it refuses the certificate of this client ({reason}); look at "
-            "storage.metadata.tls.cert_file: who has signed it, and until when it is valid"
+            f"it rejects the client certificate ({reason}); check who signed "
+            "storage.metadata.tls.cert_file and when it expires"
         )
     except (ConnectionResetError, ConnectionAbortedError):
         if tls is None:
             return None
-        return "it breaks off the TLS handshake; it may not speak TLS: then write http://"
+        return "it closed the connection during the TLS handshake; if it has no TLS, use http://"
     except (OSError, TimeoutError):
         return None
 
 
 def _unreadable(name: str, path: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"storage.metadata.tls.{name} cannot be read: {error.strerror or error}", path=path
+        f"cannot read storage.metadata.tls.{name}: {error.strerror or error}", path=path
     )
 
 

@@ -22,9 +22,10 @@ another boot has ended: the machine went down, and its holder with it.
 Writers wait for each other, at most `busy_timeout_seconds`; readers wait for nobody. The clock
 must be one that all processes share (`SystemClock`: CLOCK_BOOTTIME).
 
-SQLite must not be carried over a fork. A child neither uses nor closes its parent's connections
-(to close one could change the log that the parent writes), and it cannot open the file itself:
-SQLite would take the parent's locks for its own, and hold none that others could see.
+SQLite connections must not be used after a fork. A child neither uses nor closes its parent's
+connections (closing one could change the WAL that the parent writes). It cannot open the same file
+either: SQLite keeps its locks per process, would take the parent's for its own, and would hold no
+lock that other processes see.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ _JOURNAL_BYTES_MAX: Final = 16 * 1024 * 1024
 _IDLE_READERS_MAX: Final = 4
 _POLL_SECONDS: Final = 0.2
 _SETTLE_SECONDS: Final = 0.02
-# SQLITE_IOERR_SHMSIZE: there is no room to make or to grow the `-shm` file.
+# SQLITE_IOERR_SHMSIZE: no space to create or grow the `-shm` file.
 _SHARED_MEMORY_FULL: Final = sqlite3.SQLITE_IOERR | 19 << 8
 _DAMAGE_HINT: Final = "restore it, or delete it and run `ister recover`"
 
@@ -130,9 +131,9 @@ _ALIVE: Final = (
 # Two stores on one path in one process: closing any descriptor of a file drops all the locks that
 # the process holds on it, so a file is made only while no other store can be opening it.
 _opening = threading.Lock()
-forks.in_child(lambda: forks.renew(_opening))
+forks.call_in_child(lambda: forks.reset_locks(_opening))
 
-# The files, by device and inode, that the parent of this process had open when it forked.
+# Files (device, inode) that the parent of this process had open when it forked.
 _open_in_parent: set[tuple[int, int]] = set()
 
 
@@ -145,7 +146,7 @@ class SqliteMetadata:
         busy_timeout_seconds: How long a change waits for those of others.
         read_only: Creates and changes nothing, for tools that look at a file. SQLite's own
             `-shm` may appear beside a file whose `-wal` was left by a crash.
-        on_full: Called when the disk is full; whether it has made room to try again.
+        on_full: Called when the disk is full; returns whether it freed space for a retry.
 
     Raises:
         NotFoundError: `read_only`, and there is no such file, or nothing in it yet.
@@ -337,15 +338,15 @@ class SqliteMetadata:
             found = os.stat(self._path)
             if (found.st_dev, found.st_ino) in _open_in_parent:
                 raise ClosedError(
-                    "the process that this one was forked from had the metadata file open",
+                    "SQLite cannot open the metadata file in this process: its parent had the file "
+                    "open when it forked",
                     path=self._path,
-                    hint="SQLite cannot open it here; fork first and open afterwards, or use the "
-                    "start method spawn",
+                    hint=forks.HINT,
                 )
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Drops the parent's connections without a word to SQLite; see the module header."""
-        forks.renew(self._writer_lock, self._readers_lock, self._watching)
+        """Abandons the parent's connections without closing them; see the module header."""
+        forks.reset_locks(self._writer_lock, self._readers_lock, self._watching)
         forks.leak(self._writer, *self._idle_readers)
         self._writer, self._idle_readers = None, []
         self._watches, self._poller = [], None
@@ -577,7 +578,7 @@ class SqliteMetadata:
         with self._mapped(action):
             connection.execute("BEGIN IMMEDIATE")
             with _rolled_back_on_error(connection):
-                # Time is read once the lock is held: nobody can change anything any more.
+                # Read the time after taking the lock: from here on no other writer can commit.
                 change = _Change(self, connection, self._boot, self._clock.boottime())
                 change.end_leases("boot != ? OR ends <= ?", [self._boot, change.now])
                 result = work(change)
@@ -586,14 +587,14 @@ class SqliteMetadata:
             return result
 
     def _reuse_journal(self, connection: sqlite3.Connection) -> bool:
-        """Moves the log into the file, so that the next change is written over the log's beginning.
+        """Checkpoints SQLite's WAL, so that the next change overwrites it instead of growing it.
 
-        The log takes its room on the disk already; only growing it needs more.
+        Overwriting needs no free space. Returns whether everything was checkpointed.
         """
         try:
             busy, frames, moved = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         except sqlite3.Error:
-            return False  # the file itself would have to grow
+            return False  # the checkpoint itself needs space
         return not busy and frames == moved
 
     def _commit(self, connection: sqlite3.Connection, action: str) -> None:

@@ -54,8 +54,7 @@ class Capabilities:
     copy: bool
     """`copy` works on the server's side."""
     leftovers: str = ""
-    """Why nobody removes the parts of uploads that a killed process began; empty if somebody does.
-    """
+    """Why parts of uploads that killed processes began are not removed; empty if they are."""
 
 
 class ObjectWriter(Protocol):
@@ -148,7 +147,7 @@ class ObjectStore(Protocol):
         """Removes what writers of killed processes have left, where this store can see it.
 
         Returns:
-            How many leftovers; 0 from stores that hide them, see `Capabilities.leftovers`.
+            The number removed; 0 if the store cannot list them, see `Capabilities.leftovers`.
         """
         ...
 

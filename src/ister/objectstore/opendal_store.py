@@ -86,7 +86,7 @@ _SYNC_THREADS: Final = 4
 the disk works meanwhile, and completing the object waits for its last part alone."""
 
 _STALE_UPLOAD_SECONDS: Final = 24 * 3600
-"""S3 tells when an upload began, not when it was last written to."""
+"""S3 reports when an upload began, not when it was last written to."""
 
 _PROBE_FOLDER: Final = ".ister-probe"
 
@@ -136,8 +136,8 @@ class OpendalStore:
         forks.register(self)
 
     def _after_fork(self, error: ClosedError) -> None:
-        """Drops the parent's connections and threads in a forked child; see `ister.forks`."""
-        forks.renew(self._closed, self._probe_lock)
+        """Abandons the parent's connections and threads in a forked child; see `ister.forks`."""
+        forks.reset_locks(self._closed, self._probe_lock)
         forks.leak(self._operator, self._writing)
         self._syncers = None
         self._fork_error = error
@@ -211,11 +211,11 @@ class OpendalStore:
             self._repeat("delete", key, lambda _: self._operator.delete(key))
 
     def remove_stale_parts(self, older_than_seconds: float) -> int:
-        """Removes what writers of processes that died left behind; how many there were.
+        """Removes unfinished uploads of processes that have ended; returns their number.
 
-        On `fs` files, whose age is that of the last write: a writer that pauses for longer loses
-        its object under way. On S3 multipart uploads, at least a day old, where they can be
-        listed; `Capabilities.leftovers` says where they cannot.
+        On `fs` these are files, aged by their last write: a writer that pauses for longer loses
+        its unfinished object. On S3 they are multipart uploads at least a day old, if they can be
+        listed; `Capabilities.leftovers` says why they cannot.
         """
         self._check_open()
         files = self._files
@@ -294,7 +294,7 @@ class OpendalStore:
         raise mapped
 
     def abort_uploads_of(self, key: str) -> None:
-        """Removes the parts of an object that was given up, if it can; raises nothing."""
+        """Aborts the uploads of an object that was not completed; logs errors, raises none."""
         self._abort_uploads(key, exact=True)
 
     def begin_sync(self, staged: str) -> Future[None] | None:
@@ -326,9 +326,9 @@ class OpendalStore:
                     self._uploads.abort(upload)
                     count += 1
         except IsterError as error:
-            # They are collected when they are old, or by the bucket's rule.
+            # `remove_leftovers` or a lifecycle rule removes them later.
             _logger.warning(
-                "incomplete uploads cannot be aborted",
+                "cannot abort incomplete uploads",
                 extra={"location": self.path(prefix), "error": str(error)},
             )
         return count
@@ -337,13 +337,13 @@ class OpendalStore:
         if self._scheme != "s3":
             return ""
         if self._uploads is None:
-            return "incomplete uploads cannot be listed: no access key is set"
+            return "cannot list incomplete uploads: no access key is set"
         try:
             next(self._uploads.list(), None)
         except IsterError as error:
             if self._uploads.has_rule():
                 return ""
-            return f"incomplete uploads cannot be listed ({error.message})"
+            return f"cannot list incomplete uploads ({error.message})"
         return ""
 
     def _repeat(self, action: str, key: str, call: Callable[[float], _Result]) -> _Result:

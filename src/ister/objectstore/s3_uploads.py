@@ -1,11 +1,11 @@
-"""Incomplete multipart uploads of an S3 bucket: listing and aborting them, which opendal cannot.
+"""Lists and aborts incomplete multipart uploads of an S3 bucket, which opendal cannot do.
 
-An upload that was neither completed nor aborted keeps its parts: nobody sees them, and they are
-paid for. Owns: three requests (ListMultipartUploads, AbortMultipartUpload,
-GetBucketLifecycleConfiguration) and their signature. Does not own: when, and how old is too old.
+An upload that was neither completed nor aborted keeps its parts: they are not listed as objects,
+and they are billed. Owns: three requests (ListMultipartUploads, AbortMultipartUpload,
+GetBucketLifecycleConfiguration) and their signature. Does not own: which uploads are aborted.
 
-Credentials are those of the settings or of the environment's AWS_ACCESS_KEY_ID. Others (a role, a
-profile) are opendal's business alone; without the former there is no `S3Uploads`.
+Credentials come from the settings or from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. With other
+credentials (a role, a profile) only opendal works, and there is no `S3Uploads`.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _EMPTY_SHA256: Final = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A multipart upload that has not ended."""
+    """An incomplete multipart upload."""
 
     key: str
     """Below the store's root."""
     id: str
     initiated_at: float
-    """The Unix second of its beginning."""
+    """When it began, in seconds since the Unix epoch."""
 
 
 class S3Uploads:
-    """The incomplete uploads below a store's root. Thread-safe.
+    """The incomplete multipart uploads below a store's root. Thread-safe.
 
     Args:
-        settings: Those of the S3 store, in opendal's words.
+        settings: The S3 store's options, as opendal names them.
         clock: For the signature.
-        timeout_seconds: The most that a request may wait for the store.
+        timeout_seconds: Timeout of each request.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class S3Uploads:
     def open(
         cls, settings: Mapping[str, str], *, clock: Clock, timeout_seconds: float = _TIMEOUT_SECONDS
     ) -> S3Uploads | None:
-        """For these settings; None where requests cannot be signed with what is known."""
+        """Creates one for these settings; None if they are not enough to sign requests."""
         given = "access_key_id" in settings
         in_environment = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(os.environ)
         roles = {"role_arn", "allow_anonymous", "skip_signature"} & set(settings)
@@ -98,10 +98,11 @@ class S3Uploads:
         return cls(settings, clock=clock, timeout_seconds=min(timeout_seconds, _TIMEOUT_SECONDS))
 
     def list(self, prefix: str = "") -> Iterator[Upload]:
-        """The incomplete uploads of keys that begin with `prefix`.
+        """Lists the incomplete uploads of keys that begin with `prefix`.
 
         Raises:
-            PermissionDeniedError, UnsupportedOperationError, UnavailableError: It cannot be told.
+            PermissionDeniedError, UnsupportedOperationError, UnavailableError: The store does not
+                list them.
         """
         query = {"uploads": "", "prefix": self._root + prefix}
         while True:
@@ -126,7 +127,7 @@ class S3Uploads:
             }
 
     def abort(self, upload: Upload) -> None:
-        """Removes an upload's parts; one that has ended is fine.
+        """Aborts an upload and removes its parts; does nothing if it has ended.
 
         Raises:
             PermissionDeniedError, UnavailableError: It may still be there.
@@ -138,7 +139,7 @@ class S3Uploads:
             return
 
     def has_rule(self) -> bool | None:
-        """Whether a lifecycle rule of the bucket aborts such uploads; None if it does not tell."""
+        """Whether a lifecycle rule of the bucket aborts incomplete uploads; None if unknown."""
         try:
             tree = self._ask("GET", self._path, {"lifecycle": ""})
         except NotFoundError:
@@ -168,13 +169,13 @@ class S3Uploads:
             answer = connection.getresponse()
             body = answer.read(_ANSWER_BYTES_MAX)
         except (OSError, http.client.HTTPException, ssl.SSLError) as error:
-            raise UnavailableError(f"the store does not answer: {type(error).__name__}") from error
+            raise UnavailableError(f"the store does not respond: {type(error).__name__}") from error
         finally:
             connection.close()
         if answer.status == http.HTTPStatus.NO_CONTENT:
             return ET.Element("empty")
         try:
-            tree = ET.fromstring(body)  # noqa: S314 - of the store that holds all our data
+            tree = ET.fromstring(body)  # noqa: S314 - the store is trusted with all data
         except ET.ParseError:
             tree = ET.Element("empty")
         if answer.status == http.HTTPStatus.OK:
@@ -190,7 +191,7 @@ class S3Uploads:
         raise UnavailableError(message)
 
     def _sign(self, method: str, path: str, query: str) -> dict[str, str]:
-        """AWS Signature Version 4."""
+        """Returns the request's headers, signed with AWS Signature Version 4."""
         now = datetime.fromtimestamp(self._clock.now_ns() / 1e9, UTC)
         time, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
         headers = {
@@ -227,5 +228,5 @@ def _region(settings: Mapping[str, str]) -> str | None:
 
 
 def _name(element: ET.Element) -> str:
-    """Without its namespace: not every store has the same one, or any."""
+    """The tag without its namespace, which differs between stores."""
     return element.tag.rpartition("}")[2]

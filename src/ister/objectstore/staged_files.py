@@ -55,9 +55,9 @@ class StagedFiles:
         self._make(f"{root}/{STAGING_FOLDER}")
 
     def stage(self) -> str:
-        """A key below `.tmp` that nobody else uses: of a file that is there, and empty.
+        """Creates an empty file with a unique key below `.tmp`; returns the key.
 
-        Made here because opendal would have the umask alone say who may read it.
+        Created here to set its mode: opendal leaves that to the umask.
         """
         staged = f"{STAGING_FOLDER}/{secrets.token_hex(16)}"
         path = f"{self._root}/{staged}"
@@ -65,7 +65,7 @@ class StagedFiles:
             try:
                 _create(path)
             except FileNotFoundError:
-                # Someone removed the directory after this process had made it.
+                # The directory was removed after this process had created it.
                 with self._lock:
                     self._durable.clear()
                 self._make(os.path.dirname(path))
@@ -112,7 +112,7 @@ class StagedFiles:
                 self._make(directory)
                 self._name(source, target, is_exclusive=is_exclusive)
             except NotFoundError:
-                # Someone removed the directory after this process had made it.
+                # The directory was removed after this process had created it.
                 with self._lock:
                     self._durable.clear()
                 self._make(directory)

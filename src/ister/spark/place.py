@@ -141,10 +141,10 @@ def _absolute(config: Config) -> Config:
     return replace(config, storage=replace(storage, wal=wal, cloud=cloud, metadata=metadata))
 
 
-@forks.in_child
+@forks.call_in_child
 def _forget_all() -> None:
     """Forgets the histories and clients of the parent in a forked child."""
-    forks.renew(_lock)
+    forks.reset_locks(_lock)
     _histories.clear()
     _clients.clear()
 

@@ -154,7 +154,7 @@ class Membership:
 
     def _after_fork(self, _error: ClosedError) -> None:
         """Leaves the lease to the parent: in a forked child the store refuses every call."""
-        forks.renew(self._lock, self._renewing)
+        forks.reset_locks(self._lock, self._renewing)
 
     @property
     def is_here(self) -> Compare:

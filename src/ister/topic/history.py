@@ -158,7 +158,7 @@ class History:
 
     def _after_fork(self, error: ClosedError) -> None:
         """Makes a forked child's copy unusable; see `ister.forks`."""
-        forks.renew(self._lock)
+        forks.reset_locks(self._lock)
         self._fork_error = error
         self._ahead = self._metadata = self._objects = None
 

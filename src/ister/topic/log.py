@@ -928,7 +928,7 @@ class Log:
 
     def _after_fork(self, error: ClosedError) -> None:
         """Makes a forked child's copy unusable; see `ister.forks`."""
-        forks.renew(self._lock, self._ending)
+        forks.reset_locks(self._lock, self._ending)
         self._fork_error = error
         self._is_closed = True
 

@@ -558,7 +558,7 @@ class Reader:
 
     def _after_fork(self) -> None:
         """Closes a forked child's copy; its chunk fetched ahead would never come."""
-        forks.renew(self._reading)
+        forks.reset_locks(self._reading)
         self._is_closed = True
         self._is_reading = False
         self._files = self._history = self._batch = self._waiter = None

@@ -121,7 +121,7 @@ class Topic:
 
     def _after_fork(self, error: ClosedError) -> None:
         """Makes a forked child's copy unusable; see `ister.forks`."""
-        forks.renew(self._readers_lock, self.batching)
+        forks.reset_locks(self._readers_lock, self.batching)
         self.wal.after_fork(error)
         for reader in list(self._readers):
             reader._after_fork()  # noqa: SLF001 - of this package

@@ -1177,7 +1177,7 @@ class Wal:
 
     def after_fork(self, error: ClosedError) -> None:
         """Makes a forked child's copy unusable; its buffer is the parent's to write."""
-        forks.renew(self.lock, self._commit_lock, self._sync_lock, self._ending)
+        forks.reset_locks(self.lock, self._commit_lock, self._sync_lock, self._ending)
         self._fork_error = error
         self._state = TopicState.CLOSED
         self._refuse(self._closed_error)

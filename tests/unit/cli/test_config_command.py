@@ -109,7 +109,7 @@ def test_check_on_a_terminal_says_what_to_do_below(file, capsys, monkeypatch):
     ("text", "key", "message"),
     [
         ("storage: {ack: synced}\nstorage: {wal: {dir: a}}\n", "storage", "is set twice"),
-        ("storage: {wal: {dir: a, dir: b}}\n", "storage.wal.dir", "in line 1 and in line 1"),
+        ("storage: {wal: {dir: a, dir: b}}\n", "storage.wal.dir", "on line 1 and on line 1"),
         ("storage: [", None, "not valid YAML"),
         ("storage: {mode: wal_cloud}\n", "storage.wal.dir", "is not set"),
         (

@@ -171,33 +171,33 @@ def test_calls_under_way_and_watches_outlive_new_certificates(
 
 
 def test_plain_client_is_told_that_etcd_speaks_tls(server, open_store):
-    assert "speaks TLS; write https://" in refusal(open_store(server.endpoint))
+    assert "uses TLS; use https://" in refusal(open_store(server.endpoint))
 
 
 def test_tls_at_a_plain_etcd_is_told(files, open_store):
     with EtcdServer() as plain:
         store = open_store(f"https://{plain.endpoint}", tls=files.config)
-        assert re.search(r"not speak TLS[;:].* write http://", refusal(store))
+        assert re.search(r"(not use|has no) TLS[;,].* use http://", refusal(store))
 
 
 def test_client_without_a_certificate_is_told(files, open_store):
     store = open_store(tls=EtcdTlsConfig(ca_file=files.ca_file))
     said = refusal(store)
-    assert "refuses a client without a certificate" in said
+    assert "requires a client certificate" in said
     assert "cert_file" in said
 
 
 def test_certificate_of_another_authority_is_told(tmp_path, files, open_store):
     cert_file, key_file = Authority("other").issue("ister").write(tmp_path, "other")
     config = EtcdTlsConfig(ca_file=files.ca_file, cert_file=cert_file, key_file=key_file)
-    assert "refuses the certificate of this client" in refusal(open_store(tls=config))
+    assert "rejects the client certificate" in refusal(open_store(tls=config))
 
 
 def test_expired_certificate_is_told(tmp_path, files, open_store):
     issued = files.authority.issue("ister", start=timedelta(days=-9), end=timedelta(days=-1))
     cert_file, key_file = issued.write(tmp_path, "expired")
     config = EtcdTlsConfig(ca_file=files.ca_file, cert_file=cert_file, key_file=key_file)
-    assert "refuses the certificate of this client" in refusal(open_store(tls=config))
+    assert "rejects the client certificate" in refusal(open_store(tls=config))
 
 
 def test_server_of_another_authority_is_told(tmp_path, files, open_store):
@@ -207,7 +207,7 @@ def test_server_of_another_authority_is_told(tmp_path, files, open_store):
         key_file=files.key_file,
     )
     said = refusal(open_store(tls=config))
-    assert "its certificate is not accepted" in said
+    assert "its certificate is invalid" in said
     assert "storage.metadata.tls.ca_file" in said
 
 
@@ -217,7 +217,7 @@ def test_name_that_the_certificate_does_not_have_is_told(tmp_path, files, open_s
     # etcd's own readiness is asked for by the address, which is not in the certificate either.
     with EtcdServer(tls=other, checks_name=False) as server:
         store = open_store(f"https://{server.endpoint}", tls=files.config)
-        assert "not accepted" in refusal(store)
+        assert "certificate is invalid" in refusal(store)
 
 
 # -- files --------------------------------------------------------------------------------------
@@ -228,11 +228,15 @@ def test_files_that_do_not_fit_are_an_error_at_the_start(tmp_path, files):
     empty = tmp_path / "empty.pem"
     empty.write_bytes(b"nothing")
     wrong = {
-        "not the key": EtcdTlsConfig(cert_file=files.cert_file, key_file=other_key),
+        "does not match cert_file": EtcdTlsConfig(cert_file=files.cert_file, key_file=other_key),
         "both cert_file and key_file": EtcdTlsConfig(cert_file=other_cert),
-        "ca_file cannot be read": EtcdTlsConfig(ca_file=str(tmp_path / "none.pem")),
-        "ca_file holds no certificate": EtcdTlsConfig(ca_file=str(empty)),
-        "not a certificate and its key": EtcdTlsConfig(cert_file=str(empty), key_file=other_key),
+        "cannot read storage.metadata.tls.ca_file": EtcdTlsConfig(
+            ca_file=str(tmp_path / "none.pem")
+        ),
+        "ca_file has no PEM certificate": EtcdTlsConfig(ca_file=str(empty)),
+        "not a PEM certificate and its key": EtcdTlsConfig(
+            cert_file=str(empty), key_file=other_key
+        ),
     }
     for text, config in wrong.items():
         with pytest.raises(ConfigError, match=text):
@@ -242,7 +246,7 @@ def test_files_that_do_not_fit_are_an_error_at_the_start(tmp_path, files):
 def test_plain_endpoints_and_certificates_contradict_each_other(files):
     with pytest.raises(ConfigError, match=r"storage\.metadata\.tls is set"):
         EtcdMetadata(["http://host:1"], clock=SystemClock(), tls=files.config)
-    with pytest.raises(ConfigError, match="another one with https"):
+    with pytest.raises(ConfigError, match="another one begins with https"):
         EtcdMetadata(["http://a:1", "https://b:1"], clock=SystemClock())
 
 
@@ -255,7 +259,7 @@ def test_half_replaced_files_are_not_used(tmp_path, caplog):
     replace(files.cert_file, issued.certificate)
     clock.advance(2)
     assert tls.material() is before
-    assert "new certificates are not used" in caplog.text
+    assert "cannot load new certificates" in caplog.text
     replace(files.key_file, issued.key)
     clock.advance(2)
     assert tls.material().key == issued.key

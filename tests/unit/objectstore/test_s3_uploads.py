@@ -120,7 +120,9 @@ def test_store_that_cannot_be_listed_says_that_a_rule_is_needed(open_it, monkeyp
     rules = iter([None, False, True])
     monkeypatch.setattr(S3Uploads, "has_rule", lambda self: next(rules))
     for _ in range(2):
-        assert "cannot be listed (GET: 403 AccessDenied)" in open_it().probe().leftovers
+        assert (
+            "cannot list incomplete uploads (GET: 403 AccessDenied)" in open_it().probe().leftovers
+        )
     assert open_it().probe().leftovers == ""
     writer = begin(open_it(), "objects/one")
     writer.abort()  # raises nothing

@@ -100,10 +100,10 @@ class Storage:
             return store
 
 
-@forks.in_child
+@forks.call_in_child
 def _forget_stores() -> None:
     """Forgets the parent's object stores in a forked child."""
-    forks.renew(_lock)
+    forks.reset_locks(_lock)
     _stores.clear()
 
 
