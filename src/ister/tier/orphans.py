@@ -7,8 +7,8 @@ commit. An object whose age the store does not tell is kept, and one that a merg
 the place of, until the time that the merge has set: readers may be at it. An object in a hole of
 the catalog stays as well: somebody may want to put its descriptor back.
 
-One owner does this for its topic. Parts of uploads that never completed are invisible to a listing;
-on S3 a lifecycle rule has to abort them.
+One owner does this for its topic. Parts of uploads that never completed are invisible to a listing:
+`ister.objectstore` aborts them, or a lifecycle rule of the bucket does.
 """
 
 from __future__ import annotations

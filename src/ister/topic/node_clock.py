@@ -106,7 +106,12 @@ class NodeClock:
         if step is not None:
             _log.error(
                 "clock step detected; deletion by age is suspended",
-                extra={"seconds": round(step.seconds), "reason": step.reason},
+                extra={
+                    "seconds": round(step.seconds),
+                    "reason": step.reason,
+                    "hint": "correct the clock, or confirm it: Log.confirm_clock, or "
+                    "POST /api/clock/confirm",
+                },
             )
         else:
             _log.info("clock is trusted")
