@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ister import failpoints
 from ister.config import load_config
+from ister.errors import IsterError
 from ister.extras import missing_extra
 from ister.topic.log import Log
+from ister.wal.interrupts import is_main_thread, make_shielded
 
 if TYPE_CHECKING:
     from ister.topic.history import History
@@ -33,7 +36,15 @@ def open(  # noqa: A001 - `ister.open` is the name that users type
     """
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
-    return Log(load_config(source))
+    config = load_config(source)
+    if not is_main_thread():
+        return Log(config)
+    return make_shielded(lambda: Log(config), _close_quietly, "ister-open")
+
+
+def _close_quietly(log: Log) -> None:
+    with suppress(IsterError):
+        log.close()
 
 
 def open_history(

@@ -23,7 +23,7 @@ from ister import kernels
 from ister.model import StreamMessage
 
 CLOSE_EVERY = 400
-THREADS = ("ister-commit", "ister-timer", "ister-close")
+THREADS = ("ister-commit", "ister-timer", "ister-call")
 LIBRARY = ister.__file__.removesuffix("__init__.py")
 
 

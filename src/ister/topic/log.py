@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from ister import failpoints, forks
@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     from ister.topic.batches import AppendedBatch, StagedBatch
 
 __all__ = ["Log", "Repaired"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("ister.topic.log")
 
@@ -280,8 +282,11 @@ class Log:
         """
         topic = self.topic(name)
         if topic.tier is not None:
-            return topic.tier.trim()
-        return self._local_retention.trim(topic) if self._local_retention is not None else 0
+            return topic.wal.run_shielded(topic.tier.trim)
+        retention = self._local_retention
+        if retention is None:
+            return 0
+        return topic.wal.run_shielded(lambda: retention.trim(topic))
 
     @property
     def has_files(self) -> bool:
@@ -331,29 +336,44 @@ class Log:
         text = str(parsed)
         wanted_ack = self._parse_ack(ack)
         wanted_codec = _parse_codec(codec)
-        with self._lock:
-            self._check_open()
+        self._check_open()
+        # Without a lock, which an exception from a signal handler could leave taken.
+        topic, opening = self._topics.get(text), self._opening.get(text)
+        is_changing = opening is not None and opening.locked()
+        if topic is None or is_changing or _has_stopped(topic):
+            topic = self._shielded(
+                text,
+                lambda: self._find_topic(
+                    parsed, wanted_ack, wanted_codec, create=create, take_over=take_over
+                ),
+            )
+        _check_same(topic, wanted_ack, wanted_codec)
+        return topic
+
+    def _find_topic(
+        self,
+        name: TopicName,
+        ack: AckLevel | None,
+        codec: Codec | None,
+        *,
+        create: bool,
+        take_over: bool,
+    ) -> Topic:
+        """The topic, which is opened unless somebody has done it meanwhile."""
+        text = str(name)
         with self._opening_of(text):
             self._check_open()
             topic = self._topics.get(text)
-            if topic is not None and (
-                topic.state in (TopicState.FAILED, TopicState.CLOSED)
-                or (topic.tier is not None and topic.tier.owned.is_fenced)
-            ):
+            if topic is not None and _has_stopped(topic):
                 self._retire(topic)
                 topic = None
             if topic is None:
                 with span("open topic", topic=text):
                     if self._tiers is None:
-                        topic = self._open_topic(parsed, wanted_ack, wanted_codec, create=create)
+                        topic = self._open_topic(name, ack, codec, create=create)
                     else:
                         topic = self._claim_topic(
-                            self._tiers,
-                            parsed,
-                            wanted_ack,
-                            wanted_codec,
-                            create=create,
-                            take_over=take_over,
+                            self._tiers, name, ack, codec, create=create, take_over=take_over
                         )
                 with self._lock:
                     if self._is_closed:
@@ -364,8 +384,19 @@ class Log:
                     self._disk.add(topic)
                 if self._background is not None:
                     self._background.add(topic)
-            _check_same(topic, wanted_ack, wanted_codec)
             return topic
+
+    def _shielded(self, name: str, work: Callable[[], _T]) -> _T:
+        """Runs `work`, which changes a topic, where no signal handler can interrupt it.
+
+        Raises:
+            InvalidRequestError: A signal handler calls it in the middle of an append.
+            BaseException: What `work` raises.
+        """
+        topic = self._topics.get(name)
+        if topic is not None:
+            return topic.wal.run_shielded(work)
+        return shielded(work, "ister-call") if self._scheduler.is_exposed() else work()
 
     def topics(self) -> list[str]:
         """The names of all topics, sorted, whether open or not."""
@@ -684,6 +715,9 @@ class Log:
             UnavailableError: A store does not answer; the topic is closed and not handed over.
             As `Topic.upload`.
         """
+        return self._shielded(name, lambda: self._seal(name))
+
+    def _seal(self, name: str) -> int:
         with self._exclusively(name) as topic:
             tier, tiers = topic.tier, self._tiers
             topic.wal.hold(
@@ -722,11 +756,16 @@ class Log:
         topic = self.topic(name)
         if topic.tier is None or self._tiers is None:
             raise InvalidRequestError("this log has no object store to stage rows in", topic=name)
-        with topic.batching:
-            appended: AppendedBatch = batches.append_staged(
-                topic, topic.tier.owned, self._tiers.objects, staged, clock=self._clock
-            )
-        return appended
+        owned, objects = topic.tier.owned, self._tiers.objects
+
+        def append() -> AppendedBatch:
+            with topic.batching:
+                appended: AppendedBatch = batches.append_staged(
+                    topic, owned, objects, staged, clock=self._clock
+                )
+            return appended
+
+        return topic.wal.run_shielded(append)
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[Topic]:
@@ -770,6 +809,9 @@ class Log:
         """
         if self._tiers is None:
             raise InvalidRequestError("this log has no object store to repair from", topic=name)
+        return self._shielded(name, lambda: self._repair_exclusively(name, content=content))
+
+    def _repair_exclusively(self, name: str, *, content: bool) -> Repaired:
         with self._exclusively(name) as topic:
             report = self._repair(topic, content=content)
         if report.local_frames is not None:
@@ -842,8 +884,11 @@ class Log:
             UnavailableError: A store does not answer; call it again.
         """
         parsed = TopicName.parse(name)
+        self._shielded(str(parsed), lambda: self._delete_exclusively(parsed))
+
+    def _delete_exclusively(self, parsed: TopicName) -> None:
         try:
-            with self._exclusively(name) as topic:
+            with self._exclusively(str(parsed)) as topic:
                 self._delete(parsed, topic)
         except NotFoundError:
             tiers = self._tiers
@@ -887,7 +932,7 @@ class Log:
         for topic in list(self._topics.values()):
             topic.wal.check_outside()
         if self._scheduler.is_exposed():
-            shielded(self._close_once, "ister-close")
+            shielded(self._close_once, "ister-call")
         else:
             self._close_once()
 
@@ -993,6 +1038,13 @@ _GAUGES: Final[dict[str, Callable[[Topic], int]]] = {
     "wal_reader.active_readers": lambda topic: len(topic.readers),
     "wal_reader.memory_bytes": lambda topic: sum(r.held_bytes for r in topic.readers),
 }
+
+
+def _has_stopped(topic: Topic) -> bool:
+    """Whether the topic has to be opened again."""
+    return topic.state in (TopicState.FAILED, TopicState.CLOSED) or (
+        topic.tier is not None and topic.tier.owned.is_fenced
+    )
 
 
 def _floor_of(topic: Topic, *, include_inactive: bool) -> int:

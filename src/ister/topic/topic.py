@@ -563,7 +563,7 @@ class Topic:
                 failed, and the topic's writer has stopped.
             ClosedError: The topic is closed.
         """
-        return self.wal.rotate()
+        return self.wal.run_shielded(self.wal.rotate)
 
     def _sync_all(self, timeout: float | None = None) -> None:
         last = self.wal.next - 1
@@ -588,7 +588,7 @@ class Topic:
             )
         self.wal.check_process()
         self._sync_all()
-        return self.tier.upload()
+        return self.wal.run_shielded(self.tier.upload)
 
     # -- reading ----------------------------------------------------------------------------
 

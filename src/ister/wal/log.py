@@ -35,7 +35,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ister import failpoints, forks
 from ister.clock import Clock
@@ -68,6 +68,8 @@ from ister.wal.waiters import ThreadWaiter, Waiter, Waiters
 from ister.wal.writer import SyncFailedError, WalWriter
 
 __all__ = ["Schedule", "Wal", "WalSettings"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("ister.wal.log")
 
@@ -1220,18 +1222,15 @@ class Wal:
         """
         self.run_shielded(self._close_once)
 
-    def run_shielded(self, work: Callable[[], None]) -> None:
-        """Runs `work`, which ends the log, where no signal handler can interrupt it.
+    def run_shielded(self, work: Callable[[], _T]) -> _T:
+        """Runs `work`, which changes or ends the log, where no signal handler can interrupt it.
 
         Raises:
             InvalidRequestError: A signal handler calls it in the middle of an append.
             BaseException: What `work` raises.
         """
         self.check_outside()
-        if self._schedule.is_exposed():
-            shielded(work, "ister-close")
-        else:
-            work()
+        return shielded(work, "ister-call") if self._schedule.is_exposed() else work()
 
     def check_outside(self) -> None:
         """Refuses what would wait for the call that a signal handler has interrupted.

@@ -8,6 +8,7 @@ handler between the two.
 
 from __future__ import annotations
 
+import itertools
 import opcode
 import os
 import random
@@ -25,6 +26,7 @@ from ister.model import Codec, StreamMessage, TopicState
 from rig import NAME, PATIENCE_SECONDS, Task, eventually
 
 MODULES = (
+    "/ister/metadata/sqlite.py",
     "/ister/topic/",
     "/ister/wal/",
     "/ister/tier/reader.py",
@@ -33,7 +35,7 @@ MODULES = (
 )
 RETURN = opcode.opmap["RETURN_VALUE"]
 CAPACITY = 16
-THREADS = ("ister-commit", "ister-timer", "ister-close")
+THREADS = ("ister-commit", "ister-timer", "ister-call", "ister-open")
 
 
 class Interrupt(BaseException):
@@ -319,6 +321,78 @@ def test_close_that_is_interrupted_anywhere_ends_with_the_next_call(tmp_path, ki
     log, topic = opened()  # the directory's lock is free
     assert [m.payload for m in topic.read()] == [b"x"] * (count + 1)
     log.close()
+    assert at > 20
+
+
+def config_of(tmp_path, mode):
+    storage = {"mode": mode, "wal": {"dir": str(tmp_path / "d")}}
+    if mode == "wal_cloud":
+        storage["cloud"] = {"backend": "fs", "root": str(tmp_path / "bucket")}
+        storage["metadata"] = {"path": str(tmp_path / "metadata.db")}
+    return {"storage": storage}
+
+
+NUMBERS = itertools.count()
+CALLS = {
+    "topic": lambda log, topic: log.topic(f"{NAME}-{next(NUMBERS)}", create=True),
+    "topic again": lambda log, topic: log.topic(NAME),
+    "rotate": lambda log, topic: topic.rotate(),
+    "upload": lambda log, topic: topic.upload(),
+    "trim": lambda log, topic: log.trim(NAME),
+    "seal": lambda log, topic: log.seal(NAME),
+    "repair": lambda log, topic: log.repair(NAME),
+    "delete": lambda log, topic: log.delete(NAME),
+}
+LOCAL_CALLS = ("topic", "topic again", "rotate", "trim", "delete")
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [*(("local_only", kind) for kind in LOCAL_CALLS), *(("wal_cloud", kind) for kind in CALLS)],
+)
+def test_call_that_is_interrupted_anywhere_leaves_the_log_usable(tmp_path, mode, kind):
+    log = ister.open(config_of(tmp_path, mode))
+    at, where = 0, "at first"
+    while where:
+
+        def go_on():
+            # In another thread, which would hang where a lock was left behind.
+            topic = log.topic(NAME, create=True)
+            sent = b"%d" % topic.append(b"x")
+            topic.append(sent)
+            topic.flush()
+            assert [m.payload for m in topic.read()][-1] == sent
+            return topic
+
+        topic = Task(go_on).result()
+        if kind == "topic again":
+            Task(topic.close).result()
+        at += 1
+        where = interrupted(lambda topic=topic: CALLS[kind](log, topic), at)
+    Task(go_on).result()
+    Task(log.close).result()
+    assert at > 10
+
+
+@pytest.mark.parametrize("mode", ["local_only", "wal_cloud"])
+def test_open_that_is_interrupted_anywhere_gives_the_directory_back(tmp_path, mode):
+    config = config_of(tmp_path, mode)
+    at, where, log = 0, "at first", None
+
+    def reopen():
+        nonlocal log
+        log = ister.open(config)
+
+    while where:
+        at += 1
+        where = interrupted(reopen, at)
+        if log is None:
+            reopen()  # at once: it waits until the directory is free
+        log.close()
+        log = None
+        eventually(
+            lambda: not any(t.name.startswith(THREADS) for t in threading.enumerate()), where
+        )
     assert at > 20
 
 
