@@ -523,23 +523,22 @@ class SqliteMetadata:
         with self._mapped(action):
             if connection is None:
                 connection = self._connect()
-            is_kept = False
             try:
                 yield connection
-                is_kept = self._keep_reader(connection)
-            finally:
-                if not is_kept:
-                    connection.close()
+            except BaseException:
+                connection.close()
+                raise
+            self._keep_reader(connection)
 
-    def _keep_reader(self, connection: sqlite3.Connection) -> bool:
+    def _keep_reader(self, connection: sqlite3.Connection) -> None:
         # Read only, the way to open it depends on whether somebody else has it open: asked anew.
-        if self._is_read_only:
-            return False
-        with self._readers_lock:
-            if self._is_closed or len(self._idle_readers) >= _IDLE_READERS_MAX:
-                return False
-            self._idle_readers.append(connection)
-            return True
+        if not self._is_read_only:
+            with self._readers_lock:
+                if not self._is_closed and len(self._idle_readers) < _IDLE_READERS_MAX:
+                    # Never closed from here on: a signal handler may raise right behind it.
+                    self._idle_readers.append(connection)
+                    return
+        connection.close()
 
     def _change(self, action: str, work: Callable[[_Change], _T]) -> _T:
         """Runs `work` in a transaction that is durable when this returns."""

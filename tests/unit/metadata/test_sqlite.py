@@ -494,3 +494,21 @@ def test_read_only_sees_what_a_crash_left_in_the_log(path, open_store, tmp_path)
     reader = SqliteMetadata(str(tmp_path / "copy" / "meta.db"), clock=SystemClock(), read_only=True)
     assert reader.get("/a").value == b"1"
     reader.close()
+
+
+def test_read_that_a_signal_handler_ends_closes_no_connection_that_others_use(open_store):
+    class Interrupt(BaseException):
+        pass
+
+    class Raising(list):
+        def append(self, connection):
+            super().append(connection)
+            raise Interrupt
+
+    store = open_store()
+    store._idle_readers = Raising()
+    with pytest.raises(Interrupt):
+        store.get("a")
+    assert store._idle_readers
+    store._idle_readers = list(store._idle_readers)
+    assert store.get("a") is None
