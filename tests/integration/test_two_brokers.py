@@ -6,6 +6,10 @@ for: nobody else answers for what is in them.
 """
 
 import asyncio
+import json
+import shutil
+import urllib.error
+import urllib.request
 from contextlib import ExitStack
 
 import pytest
@@ -14,9 +18,12 @@ pytest.importorskip("danube")
 
 import grpc
 
+import ister
 from danube_rig import connect, eventually, numbered, offsets, refused, run, texts, topic_for
 from ister.broker.wire import danube, danube_admin, ister_api
-from servers.broker import BrokerProcess
+from ister.client import AsyncClient
+from ister.errors import ConflictError
+from servers.broker import BrokerProcess, broker_settings
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 REDIRECT, CONNECT = 0, 1
@@ -372,3 +379,85 @@ def test_the_files_of_a_killed_broker_are_waited_for(tmp_path):
 
     with ExitStack() as stack:
         run(scenario(*start_pair(stack, tmp_path, lease_ttl_seconds=4)))
+
+
+# -- brokers that were replaced ---------------------------------------------------------------
+
+
+def test_idle_consumers_follow_a_topic_that_was_taken_over(tmp_path):
+    """Their broker, which stood still meanwhile, sends them on, although it has no message."""
+
+    async def scenario(a, b):
+        name = "/default/t"
+        async with connect(a) as at_a, AsyncClient(a.address) as client:
+            await at_a.create_topic(name)
+            inbox = await at_a.consumer(name)
+            own = await client.consumer(name, "own")
+            a.pause()
+            try:
+                await asyncio.to_thread(b.stop)
+                settings = broker_settings(b.directory, b.settings)
+                await eventually(lambda: asyncio.to_thread(take_over, settings, name))
+                await asyncio.to_thread(b.start)
+            finally:
+                a.resume()
+            async with connect(b) as at_b:
+                await at_b.send(name, numbered(3))
+                assert texts(await inbox.take(3)) == numbered(3)
+                await at_b.wait_for_cursor(name, 3)
+                received = [await own.receive(timeout=30) for _ in range(3)]
+                assert [one.payload.decode() for one in received] == numbered(3)
+
+    with ExitStack() as stack:
+        run(scenario(*start_pair(stack, tmp_path, lease_ttl_seconds=2)))
+
+
+def take_over(settings, name):
+    """Whether it could be done: the owner's lease has to end first."""
+    with ister.open(settings) as log:
+        try:
+            log.topic(name, take_over=True)
+        except ConflictError:
+            return False
+        return True
+
+
+def test_clients_follow_a_copy_that_replaced_their_broker(tmp_path):
+    """A snapshot is started at another address while its original stands still."""
+
+    async def scenario(original, copy):
+        name = "/default/t"
+        async with connect(original) as session:
+            producer = await session.producer(name)
+            inbox = await session.consumer(name)
+            original.pause()
+            try:
+                shutil.copytree(original.data, copy.data)
+                await asyncio.to_thread(copy.start)
+            finally:
+                original.resume()
+            await eventually(lambda: "replaced" in health(original)["lease"]["words"])
+            assert "goes on by itself" not in health(original)["lease"]["hint"]
+            assert await lookup(session, name) == (REDIRECT, copy.url)
+            listed = await session.brokers.ListBrokers(danube_admin.Empty())
+            assert [one.broker_addr for one in listed.brokers] == [copy.url]
+            for payload in numbered(2):
+                await asyncio.wait_for(send_until_taken(producer, payload), 60)
+            assert texts(await inbox.take(2)) == numbered(2)
+
+    with ExitStack() as stack:
+        original, copy = start_pair(stack, tmp_path, lease_ttl_seconds=2)
+        copy.stop()
+        shutil.rmtree(copy.data)
+        run(scenario(original, copy))
+
+
+def health(broker):
+    """The checks of `/health`, by name."""
+    try:
+        with urllib.request.urlopen(f"http://{broker.http}/health", timeout=30) as answer:
+            report = json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            report = json.load(error)
+    return {check["name"]: check for check in report["checks"]}

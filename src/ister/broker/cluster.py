@@ -77,8 +77,8 @@ class Cluster:
                 _log.warning("this broker is still listed", extra={"error": str(error)})
 
     def brokers(self) -> list[Address]:
-        """All brokers that are up, this one among them."""
-        found = {self.own.node: self.own}
+        """All brokers that are up, this one among them unless it was replaced."""
+        found = {} if self._is_replaced else {self.own.node: self.own}
         if self._tiers is not None:
             for item in self._tiers.metadata.range(self._prefix(self._tiers)):
                 address = _decode(item.value)
@@ -95,15 +95,20 @@ class Cluster:
         if self._tiers is None:
             return None
         found = self._tiers.catalog(topic).owner()
-        if found is None or found[0].node == self.own.node:
+        node = found[0].node if found is not None else self.own.node
+        # A copy of the data directory that replaced this broker is the same node elsewhere.
+        if node == self.own.node and not self._is_replaced:
             return None
-        node = found[0].node
         address = next((one for one in self.brokers() if one.node == node), None)
         if address is None:
             raise UnavailableError(
                 "another process has the topic, and it is not a broker", topic=str(topic)
             )
         return address
+
+    @property
+    def _is_replaced(self) -> bool:
+        return self._tiers is not None and self._tiers.membership.replaced is not None
 
     def count_topics(self) -> dict[str, int]:
         """How many topics each node has open."""

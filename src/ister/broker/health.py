@@ -86,6 +86,7 @@ _CLOCK_JUMP_SHOWN_SECONDS: Final = 3600.0
 _CLOCK_EARLIEST_NS: Final = 1_704_067_200 * 10**9
 _FILES_LOW_SHARE: Final = 0.8
 _THREAD_FAILURE_SHOWN_SECONDS: Final = 3600.0
+_REPLACED: Final = "a copy of this broker's data directory has replaced it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +359,9 @@ class BrokerHealth:
         elif not self.has_started:
             found.append(self._recovering())
         tiers = self._log.tiers
-        if tiers is not None and not tiers.membership.is_valid:
+        if tiers is not None and tiers.membership.replaced is not None:
+            found.append(_REPLACED)
+        elif tiers is not None and not tiers.membership.is_valid:
             found.append("the lease in the metadata store has ended")
         return found
 
@@ -494,6 +497,14 @@ class BrokerHealth:
         tiers = self._log.tiers
         if tiers is None or tiers.membership.is_valid:
             return Check(name="lease", state="ok", words="this node surely owns its topics")
+        if tiers.membership.replaced is not None:
+            return Check(
+                name="lease",
+                state="bad",
+                words=f"{_REPLACED}: messages are refused for good",
+                hint="stop this broker; its log names the other one. What this one acknowledged "
+                "and had not uploaded is in its local files alone",
+            )
         return Check(
             name="lease",
             state="bad",

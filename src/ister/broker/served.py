@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ister import failpoints
@@ -156,6 +158,13 @@ class ServedTopic:
             self._begin(subscription)
         if topic is not None:
             topic.active_floor = self._active_floor
+            if topic.tier is not None:
+                topic.tier.on_fenced = partial(_call_on, asyncio.get_running_loop(), self._lose)
+
+    def _lose(self) -> None:
+        # Consumers without messages would not notice, and wait here for what comes elsewhere.
+        if not self.is_closed:
+            self._around.on_lost(self.name)
 
     def _active_floor(self, *, include_inactive: bool) -> int:
         """The lowest cursor of the active subscriptions. May be called by any thread."""
@@ -596,6 +605,12 @@ class ServedTopic:
             *(one.close(reason, flush=flush) for one in self.subscriptions.values())
         )
         self.producers.clear()
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Calls something on a loop, from any thread; not on one that has ended."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
 
 
 def _size(consumers: dict[str, StoredConsumer]) -> int:

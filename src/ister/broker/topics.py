@@ -333,8 +333,7 @@ class Topics:
         parsed = TopicName.parse(name)
         owner = await self._in_thread(lambda: self.cluster.owner(parsed))
         if owner is not None:
-            if owner.node != self.cluster.own.node:
-                self.redirects[parsed.namespace] += 1
+            self.redirects[parsed.namespace] += 1
             return owner
         if self.is_moved(name) and not await self._in_thread(lambda: self._was_elsewhere(parsed)):
             brokers = await self._in_thread(self.cluster.brokers)
@@ -345,6 +344,18 @@ class Topics:
         self._moved.pop(name, None)
         await self.get(name)
         return self.cluster.own
+
+    async def is_elsewhere(self, name: str) -> bool:
+        """Whether another broker has a topic, or should have it: `locate` says which."""
+        if self.is_moved(name):
+            return True
+        if self.find_open(name) is not None:
+            return False
+        parsed = TopicName.parse(name)
+        try:
+            return await self._in_thread(lambda: self.cluster.owner(parsed)) is not None
+        except IsterError:
+            return False
 
     def _was_elsewhere(self, name: TopicName) -> bool:
         """Whether another broker has had a topic since it was unloaded here."""

@@ -171,6 +171,11 @@ class Membership:
         """Whether it still does; for a topic of its own, ask `OwnedTopic.is_leased`."""
         return self._clock.boottime() < self.lease.valid_until
 
+    @property
+    def replaced(self) -> FencedError | None:
+        """Why this process owns nothing any more, for good; None while it may own topics."""
+        return self._lost
+
     # -- joining ----------------------------------------------------------------------------
 
     def _join(self) -> Lease:

@@ -152,6 +152,8 @@ class TopicTier:
         """Whether `background` looks at it a few times a second; kept there."""
         self.on_backlog: Callable[[], None] = lambda: None
         """Called when something is synced while it is not listed."""
+        self.on_fenced: Callable[[], None] = lambda: None
+        """Called, by any thread, when another owner turned out to have the topic."""
         owned.on_fenced = self._on_fenced
         owned.on_regained = self._on_regained
         wal.on_tier_wanted = self._on_wanted
@@ -217,6 +219,7 @@ class TopicTier:
     def _on_fenced(self, error: FencedError) -> None:
         self._wal.hold("fenced", self._fenced_error, waits=False)
         self._wal.end_tiering(error)
+        self.on_fenced()
 
     def _on_regained(self) -> None:
         self._wal.unhold("lease")

@@ -1,12 +1,14 @@
 """Brokers that share a metadata store: who is there, and who has a topic."""
 
+import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 from ister.broker.cluster import Address, Cluster
 from ister.config import load_config
-from ister.errors import UnavailableError
+from ister.errors import FencedError, UnavailableError
 from ister.metadata.base import Absent
 from ister.model import TopicName
 from ister.topic.log import Log
@@ -87,6 +89,25 @@ def test_a_replaced_broker_leaves_the_entry_of_its_copy_alone(pair, logs):
     b.join()
     b.leave()
     assert metadata.get(key).value == other
+
+
+def test_a_replaced_broker_sends_clients_to_the_process_that_replaced_it(pair, logs):
+    """The copy has the same node, so that the owner's key alone does not tell them apart."""
+    _, b = pair
+    metadata, node = logs[1].tiers.metadata, b.own.node
+    logs[1].topic(str(NAME), create=True)
+    key, process = f"/danube/cluster/brokers/{node}", f"/danube/cluster/nodes/{node}/process"
+    metadata.put(process, metadata.get(process).value.replace(b'"instance":"', b'"instance":"x'))
+    copy = address(node, broker_url="http://copy:1", connect_url="http://copy:1")
+    metadata.put(key, json.dumps(asdict(copy)).encode())
+    with pytest.raises(FencedError):
+        logs[1].tiers.membership.renew()
+    assert b.owner(NAME) == copy
+    assert copy in b.brokers()
+    assert b.own not in b.brokers()
+    metadata.delete(key)
+    with pytest.raises(UnavailableError, match="not a broker"):
+        b.owner(NAME)
 
 
 def test_an_entry_that_was_lost_is_put_back(pair, logs):

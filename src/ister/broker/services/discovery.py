@@ -28,7 +28,7 @@ class DiscoveryService:
         self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
         found = await self._topics.locate(request.topic)
         kinds = danube.TopicLookupResponse.LookupType
-        is_here = found.node == self._topics.cluster.own.node
+        is_here = found == self._topics.cluster.own
         return danube.TopicLookupResponse(
             request_id=request.request_id,
             response_type=kinds.Value("Connect" if is_here else "Redirect"),
@@ -58,7 +58,7 @@ class HealthService:
         if request.client == kinds.Value("Producer"):
             is_known = self._has_producer(request.id)
         elif request.client == kinds.Value("Consumer"):
-            is_known = self._has_consumer(request.id)
+            is_known = await self._has_consumer(request.id)
         else:
             raise InvalidRequestError(f"there is no client type {request.client}")
         status = danube.HealthCheckResponse.ClientStatus
@@ -74,14 +74,15 @@ class HealthService:
         now = asyncio.get_running_loop().time()
         return topic.producers.find(id, now) is not None
 
-    def _has_consumer(self, id: int) -> bool:
+    async def _has_consumer(self, id: int) -> bool:
         consumer = self._topics.consumers.find(id)
         if consumer is None or not self._may_know(consumer.topic):
             return False
         topic = self._topics.find_open(consumer.topic)
         if topic is None:
-            # One that was moved is to be looked for; any other is opened by the stream.
-            return not self._topics.is_moved(consumer.topic)
+            # A client that is sent away gives up after a few attempts. So only where another
+            # broker has the topic; any other is opened by the stream.
+            return not await self._topics.is_elsewhere(consumer.topic)
         return consumer.subscription in topic.subscriptions
 
 
