@@ -110,7 +110,7 @@ def open_either(directory, etcd, stack):
     return False
 
 
-def test_copy_replaces_an_original_that_stands_still(tmp_path, etcd):
+def test_copy_replaces_a_paused_original(tmp_path, etcd):
     """Goal: it waits for the lease; the original, when it wakes up, acknowledges nothing more.
 
     What the original had acknowledged when it was copied is in the copy.

@@ -24,7 +24,7 @@ def run_world(*arguments):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_child_uses_or_changes_what_is_its_parents(mode):
+def test_no_child_uses_or_changes_resources_of_its_parent(mode):
     ended = run_world("--count", str(COUNT), "--mode", mode)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert int(ended.stdout.split()[0]) >= 10 * COUNT

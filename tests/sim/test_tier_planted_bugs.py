@@ -453,7 +453,7 @@ def test_worlds_catch(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sim
-def test_a_merge_behind_the_owners_back_catches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_worlds_catch_a_merge_without_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """One world in two thousand comes by this, so the way there is written down."""
     commit_behind_a_merge()
     a_commit_does_not_look_at_the_pointer(monkeypatch)

@@ -67,7 +67,7 @@ def test_step_lasts_until_it_is_confirmed(clock, jump_ms):
     assert guard.check().seconds == pytest.approx(-jump_ms / 1000)
 
 
-def test_step_is_explained_when_everything_from_before_it_is_old_anyway(clock):
+def test_step_ends_when_everything_stored_before_it_has_expired(clock):
     guard = ClockGuard(clock, longest_seconds=7 * DAY)
     clock.jump_wall(30 * DAY_MS)
     assert guard.check() is not None
@@ -88,7 +88,7 @@ def restarted(guard, clock, *, boot="one", **settings):
 
 @pytest.mark.parametrize("jump_ms", FAR)
 @pytest.mark.parametrize("is_noticed", [False, True])
-def test_step_across_a_restart_is_noticed(clock, jump_ms, is_noticed):
+def test_step_across_a_restart_is_detected(clock, jump_ms, is_noticed):
     guard = ClockGuard(clock, boot="one")
     clock.advance(100)
     guard.check()
@@ -105,7 +105,7 @@ def test_step_across_a_restart_is_noticed(clock, jump_ms, is_noticed):
     assert guard.check() is None
 
 
-def test_restart_in_the_same_boot_takes_as_long_as_it_takes(clock):
+def test_restart_in_the_same_boot_may_take_any_time(clock):
     guard = ClockGuard(clock, boot="one")
     clock.advance(10)
     clock.suspend(100 * DAY)
@@ -146,7 +146,7 @@ def test_first_start_has_nothing_to_compare_with():
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"nonsense", b'{"wall": "x"}', b"\xff"])
-def test_mark_that_is_none_is_told(data):
+def test_invalid_clock_mark_is_logged_and_ignored(data):
     assert ClockMark.decode(data) is None
 
 

@@ -636,7 +636,7 @@ def test_key_that_is_set_twice_is_refused_with_both_lines(tmp_path, text, key, l
 
 
 @pytest.mark.parametrize("written", ["0100", "1:30", "0_1", "1__0", "1_00", "0o17", "1.5", "1e3"])
-def test_number_that_readers_of_yaml_read_differently_is_refused_with_its_line(tmp_path, written):
+def test_ambiguous_yaml_number_is_refused_with_its_line(tmp_path, written):
     with pytest.raises(ConfigError, match="cache_capacity has to be a whole number") as refused:
         _load_text(tmp_path, f"storage:\n  wal:\n    dir: /x\n    cache_capacity: {written}\n")
     assert refused.value.path == f"{tmp_path / 'ister.yml'}:4"
@@ -646,7 +646,7 @@ def test_number_that_readers_of_yaml_read_differently_is_refused_with_its_line(t
 @pytest.mark.parametrize(
     ("written", "value"), [("100", 100), ("1_000", 1000), ("0x10", 16), ("+5", 5)]
 )
-def test_number_that_means_one_thing_is_taken(tmp_path, written, value):
+def test_unambiguous_number_is_accepted(tmp_path, written, value):
     text = f"storage: {{wal: {{dir: /x, cache_capacity: {written}}}}}"
     assert _load_text(tmp_path, text).storage.wal.cache_capacity == value
 
@@ -678,13 +678,13 @@ pipeline: {{conf: {{spark.version: {"'no'" if written == "no" else written}}}}}
 @pytest.mark.parametrize(
     ("written", "value"), [("yes", True), ("on", True), ("True", True), ("no", False), ("Off", 0)]
 )
-def test_switch_of_a_file_may_be_yes_or_no(tmp_path, written, value):
+def test_boolean_in_a_file_may_be_yes_or_no(tmp_path, written, value):
     text = f"storage: {{wal: {{dir: /x}}, cloud_reader: {{read_ahead: {written}}}}}"
     assert _load_text(tmp_path, text).storage.cloud_reader.read_ahead is bool(value)
 
 
 @pytest.mark.parametrize("key", ["audit_file", "super_admins"])
-def test_true_is_no_text(tmp_path, key):
+def test_unquoted_true_is_refused_for_a_text(tmp_path, key):
     with pytest.raises(ConfigError, match=rf"broker\.auth\.{key} has to be a text, not true"):
         _load_text(
             tmp_path, f"broker: {{auth: {{{key}: {'[true]' if key[0] == 's' else 'true'}}}}}"
@@ -692,7 +692,7 @@ def test_true_is_no_text(tmp_path, key):
 
 
 @pytest.mark.parametrize("written", ["yes", "no", "On", "off"])
-def test_option_that_may_be_a_switch_or_a_text_is_refused(tmp_path, written):
+def test_option_that_may_be_a_boolean_or_a_text_is_refused(tmp_path, written):
     text = "storage: {{wal: {{dir: /x}}, cloud: {{options: {{region: {}}}}}}}"
     with pytest.raises(ConfigError, match=r"options\.region is \w+ without quotes"):
         _load_text(tmp_path, text.format(written))
@@ -826,7 +826,7 @@ def test_tilde_of_the_source_is_the_home_directory(tmp_path, monkeypatch):
     assert load_config("./~/data", {}).storage.wal.dir == "./~/data/wal"
 
 
-def test_home_of_nobody_is_refused(tmp_path):
+def test_home_directory_of_an_unknown_user_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="'~nobody-of-that-name/x'") as refused:
         _load_text(tmp_path, "storage:\n  wal:\n    dir: ~nobody-of-that-name/x\n")
     assert refused.value.path.endswith(":3")

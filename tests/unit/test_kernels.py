@@ -41,7 +41,7 @@ def data_files(directory):
     return [os.path.join(directory, name) for name in sorted(kernels._files(directory))]
 
 
-def test_a_whole_cache_is_loaded_and_nothing_is_compiled(cache):
+def test_complete_cache_is_loaded_without_compiling(cache):
     directory, asked = cache
     kernels._load_or_compile()
     assert kernels.current() is not None
@@ -74,7 +74,7 @@ def test_a_damaged_cache_is_not_loaded_but_compiled_again(cache, damage):
     assert asked == [directory]
 
 
-def test_files_that_are_no_code_fall_back_and_are_compiled_again(cache, caplog):
+def test_cache_files_that_are_not_code_are_compiled_again(cache, caplog):
     """The list is right, and what it lists cannot be loaded."""
     directory, asked = cache
     for path in data_files(directory):
@@ -124,7 +124,7 @@ def test_a_link_in_its_place_is_not_followed(cache, tmp_path):
     assert asked == []
 
 
-def test_without_a_directory_python_does_it(monkeypatch, caplog):
+def test_python_loops_are_used_without_a_cache_directory(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "_current", None)
     monkeypatch.setenv(kernels.CACHE_VARIABLE, "/proc/ister")
     with caplog.at_level(logging.WARNING, logger="ister"):
@@ -159,7 +159,7 @@ def test_several_processes_compile_once(tmp_path, fake_compiler):
     assert kernels._is_complete(str(tmp_path))
 
 
-def test_what_a_killed_compiler_left_is_not_believed(tmp_path, fake_compiler):
+def test_cache_of_a_killed_compiler_is_not_used(tmp_path, fake_compiler):
     (tmp_path / "half.nbc").write_bytes(b"ha")
     assert not kernels._is_complete(str(tmp_path))
     kernels.compile_into(str(tmp_path))
@@ -167,7 +167,7 @@ def test_what_a_killed_compiler_left_is_not_believed(tmp_path, fake_compiler):
     assert kernels._is_complete(str(tmp_path))
 
 
-def test_a_compiler_that_fails_is_told_once(monkeypatch, tmp_path, caplog, whole):
+def test_failing_compiler_is_logged_once(monkeypatch, tmp_path, caplog, whole):
     monkeypatch.setattr(kernels, "_current", None)
     monkeypatch.setenv(kernels.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -177,7 +177,7 @@ def test_a_compiler_that_fails_is_told_once(monkeypatch, tmp_path, caplog, whole
     assert [record.getMessage() for record in caplog.records] == ["cannot compile loops"]
 
 
-def test_python_does_it_where_numba_is_switched_off(whole):
+def test_python_loops_are_used_when_numba_is_disabled(whole):
     script = "import logging; logging.disable()\nfrom ister import kernels\nprint(kernels.load())"
     done = subprocess.run(
         [sys.executable, "-c", script],

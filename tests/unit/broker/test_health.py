@@ -365,7 +365,7 @@ def test_look_finds_disk_and_descriptors(tmp_path):
     assert gone.disk is None
 
 
-def test_step_that_suspends_deletion_is_said_until_it_is_confirmed(tmp_path):
+def test_health_shows_a_clock_step_until_it_is_confirmed(tmp_path):
     async def scenario():
         async with a_broker(tmp_path) as (broker, _, _):
             health, log = broker.health, broker.topics.log

@@ -98,7 +98,7 @@ def test_tilde_in_a_path_is_the_home_directory(arguments, tmp_path, monkeypatch,
     assert "/default/a" in capsys.readouterr().out
 
 
-def test_home_of_nobody_is_wrong_usage(capsys):
+def test_home_directory_of_an_unknown_user_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["topics", "list", "--data", "~nobody-of-that-name/x"])
     assert ended.value.code == 2

@@ -170,37 +170,37 @@ def test_calls_under_way_and_watches_outlive_new_certificates(
 # -- what is refused, and how it is said --------------------------------------------------------
 
 
-def test_plain_client_is_told_that_etcd_speaks_tls(server, open_store):
+def test_error_of_a_plain_client_says_that_etcd_uses_tls(server, open_store):
     assert "uses TLS; use https://" in refusal(open_store(server.endpoint))
 
 
-def test_tls_at_a_plain_etcd_is_told(files, open_store):
+def test_error_of_a_tls_client_says_that_etcd_has_no_tls(files, open_store):
     with EtcdServer() as plain:
         store = open_store(f"https://{plain.endpoint}", tls=files.config)
         assert re.search(r"(not use|has no) TLS[;,].* use http://", refusal(store))
 
 
-def test_client_without_a_certificate_is_told(files, open_store):
+def test_error_names_the_missing_client_certificate(files, open_store):
     store = open_store(tls=EtcdTlsConfig(ca_file=files.ca_file))
     said = refusal(store)
     assert "requires a client certificate" in said
     assert "cert_file" in said
 
 
-def test_certificate_of_another_authority_is_told(tmp_path, files, open_store):
+def test_error_names_a_client_certificate_of_another_authority(tmp_path, files, open_store):
     cert_file, key_file = Authority("other").issue("ister").write(tmp_path, "other")
     config = EtcdTlsConfig(ca_file=files.ca_file, cert_file=cert_file, key_file=key_file)
     assert "rejects the client certificate" in refusal(open_store(tls=config))
 
 
-def test_expired_certificate_is_told(tmp_path, files, open_store):
+def test_error_names_an_expired_client_certificate(tmp_path, files, open_store):
     issued = files.authority.issue("ister", start=timedelta(days=-9), end=timedelta(days=-1))
     cert_file, key_file = issued.write(tmp_path, "expired")
     config = EtcdTlsConfig(ca_file=files.ca_file, cert_file=cert_file, key_file=key_file)
     assert "rejects the client certificate" in refusal(open_store(tls=config))
 
 
-def test_server_of_another_authority_is_told(tmp_path, files, open_store):
+def test_error_names_a_server_of_another_authority(tmp_path, files, open_store):
     config = EtcdTlsConfig(
         ca_file=Authority("other").write(tmp_path, "other"),
         cert_file=files.cert_file,
@@ -211,7 +211,7 @@ def test_server_of_another_authority_is_told(tmp_path, files, open_store):
     assert "storage.metadata.tls.ca_file" in said
 
 
-def test_name_that_the_certificate_does_not_have_is_told(tmp_path, files, open_store):
+def test_error_names_a_host_that_is_not_in_the_certificate(tmp_path, files, open_store):
     issued = files.authority.issue("server", names=["etcd.example"])
     other = (files.ca_file, *issued.write(tmp_path, "named"))
     # etcd's own readiness is asked for by the address, which is not in the certificate either.
@@ -223,7 +223,7 @@ def test_name_that_the_certificate_does_not_have_is_told(tmp_path, files, open_s
 # -- files --------------------------------------------------------------------------------------
 
 
-def test_files_that_do_not_fit_are_an_error_at_the_start(tmp_path, files):
+def test_certificate_files_that_do_not_match_are_an_error_at_the_start(tmp_path, files):
     other_cert, other_key = files.authority.issue("other").write(tmp_path, "other")
     empty = tmp_path / "empty.pem"
     empty.write_bytes(b"nothing")

@@ -37,7 +37,7 @@ def limit(sleeper):
 
 
 @pytest.mark.parametrize("sizes", [[10_000], [1] * 3000, [999, 1, 4000]], ids=str)
-def test_so_many_bytes_a_second_are_let_through(limit, sleeper, sizes):
+def test_rate_is_the_configured_bytes_per_second(limit, sleeper, sizes):
     began = sleeper.clock.monotonic()
     for size in sizes:
         assert limit.take(size)
@@ -46,14 +46,14 @@ def test_so_many_bytes_a_second_are_let_through(limit, sleeper, sizes):
     assert sum(sizes) / 1000 - 0.26 <= elapsed <= sum(sizes) / 1000 + 0.01
 
 
-def test_time_that_nobody_used_is_not_saved_up(limit, sleeper):
+def test_unused_time_does_not_accumulate(limit, sleeper):
     sleeper.clock.advance(3600)
     began = sleeper.clock.monotonic()
     limit.take(5000)
     assert sleeper.clock.monotonic() - began >= 4.7
 
 
-def test_one_with_little_to_send_waits_for_slices_of_others_not_for_all_they_have(limit, sleeper):
+def test_small_upload_waits_for_slices_of_others_not_for_their_objects(limit, sleeper):
     """Goal: fair, and no lock is held meanwhile.
 
     Method: in the first sleep of one that takes 100 s, another one takes a slice.
@@ -70,7 +70,7 @@ def test_one_with_little_to_send_waits_for_slices_of_others_not_for_all_they_hav
     assert took[0] <= 0.51
 
 
-def test_one_that_should_stop_stops_at_once(limit, sleeper):
+def test_waiting_upload_stops_when_asked(limit, sleeper):
     is_stopping = threading.Event()
     sleeper.on_sleep = is_stopping.set
     began = sleeper.clock.monotonic()

@@ -320,7 +320,7 @@ def test_topic_is_usable_as_soon_as_it_is_back(cluster):
 
 
 @pytest.mark.parametrize("at", [0, 39, 40, 99])
-def test_topic_that_was_taken_meanwhile_concerns_itself_alone(cluster, at):
+def test_topic_claimed_by_another_node_does_not_affect_the_others(cluster, at):
     node = join(cluster, Directory("here"))
     topics = claim_all(cluster, node, 100)
     cluster.clock.advance(TTL_SECONDS + 1)
@@ -331,7 +331,7 @@ def test_topic_that_was_taken_meanwhile_concerns_itself_alone(cluster, at):
     taken.check()
 
 
-def test_reclaim_that_is_cut_short_goes_on_with_the_next_renewal(cluster):
+def test_interrupted_reclaim_continues_with_the_next_renewal(cluster):
     node = join(cluster, Directory("here"))
     topics = claim_all(cluster, node, 120)
     cluster.clock.advance(TTL_SECONDS + 1)

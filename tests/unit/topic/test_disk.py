@@ -47,7 +47,7 @@ def test_defaults_follow_the_size_of_the_disk(total, min_free, reserve):
     assert guard.reserve_bytes == reserve
 
 
-def test_defaults_of_a_large_disk(monkeypatch):
+def test_watermark_and_reserve_of_a_large_disk(monkeypatch):
     usage = DiskUsage(device=1, total_bytes=1000 * GIB, free_bytes=500 * GIB)
     fs = MemoryFileSystem()
     monkeypatch.setattr(fs, "disk_usage", lambda path: usage)
@@ -56,7 +56,7 @@ def test_defaults_of_a_large_disk(monkeypatch):
     assert guard.reserve_bytes == 16 * MIB
 
 
-def test_disk_without_a_size_has_neither():
+def test_disk_without_a_size_has_no_watermark_and_no_reserve():
     guard = a_guard(MemoryFileSystem())
     assert guard.states == ()
     assert guard.reserve_bytes == 0
@@ -72,7 +72,7 @@ def test_appends_stop_at_the_mark_and_go_on_a_quarter_above_it():
         assert guard.is_low() is is_low, free
 
 
-def test_reserve_is_given_up_once_and_taken_again_when_there_is_room():
+def test_reserve_is_freed_once_and_allocated_again_when_there_is_space():
     fs = a_disk(MIB)
     guard = a_guard(fs, min_free=64 * KIB, reserve=128 * KIB)
     assert guard.reserve_bytes == 128 * KIB
@@ -100,7 +100,7 @@ def test_reserve_of_an_earlier_process_is_known():
     assert guard.give_up()
 
 
-def test_zero_turns_both_off():
+def test_zero_turns_watermark_and_reserve_off():
     fs = a_disk(MIB)
     use(fs, MIB)
     guard = a_guard(fs, min_free=0, reserve=0)
@@ -124,7 +124,7 @@ def test_error_says_how_much_is_free_and_needed_and_that_it_goes_on():
     assert "storage.wal.retention" in error.hint
 
 
-def test_bucket_on_the_same_disk_is_said(tmp_path):
+def test_error_says_that_the_bucket_is_on_the_same_disk(tmp_path):
     tree = {"storage": {"wal": {"dir": str(tmp_path / "wal")}, "disk": {"min_free": 1 << 60}}}
     config = load_config(tree, {})
     (tmp_path / "wal").mkdir()

@@ -123,7 +123,7 @@ def test_name_of_a_topic_that_came_from_another_node_is_known(site):
 
 
 @pytest.mark.parametrize("mode", ["wal_cloud", "local_only"])
-def test_names_that_there_are_not_are_not_remembered(site, mode):
+def test_names_that_do_not_exist_are_not_cached(site, mode):
     log = opened(site, mode=mode)
     make(log, 0)
     for number in range(1, FEW):
@@ -235,7 +235,7 @@ def test_only_the_newest_objects_are_looked_at_when_a_topic_is_opened(site, coun
     assert cost["metadata range"] <= 16
 
 
-def test_idle_topics_are_not_looked_at(monkeypatch):
+def test_idle_topics_are_not_checked(monkeypatch):
     looked = Counter()
     is_idle = TopicTier.is_idle.fget
     monkeypatch.setattr(
