@@ -77,7 +77,7 @@ def test_first_publish_after_an_install_waits_for_no_compiler(tmp_path):
             assert compilers_of(cache) == compilers
             assert not has_compiler(broker.pid)
             assert metric(broker, "ister_lease_valid") == 1
-        assert "lease ended" not in broker.log
+        assert "lease expired" not in broker.log
         assert "not renewed" not in broker.log
     finally:
         broker.kill()

@@ -97,7 +97,7 @@ def test_copy_of_a_directory_in_use_acknowledges_nothing(tmp_path, etcd):
         verify_topic(history, stack.log.topic(TOPIC))
     assert len(first.acked) >= acks + 50, "the original goes on"
     assert not second.acked
-    assert "another process has the identity of this directory" in complaints
+    assert "another process uses this directory's identity" in complaints
     assert not first.errors
 
 

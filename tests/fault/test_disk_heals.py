@@ -155,7 +155,7 @@ def test_disk_that_an_outage_has_filled_heals_when_the_bucket_is_back(site, disk
         print(f"{len(site.acked[NAME])} messages, {free(site.where)} bytes free: {refused}")
         if not disk:
             assert "appends stop below 3.2 MiB" in str(refused)
-            assert "goes on by itself" in refused.hint
+            assert "appends resume when" in refused.hint
             assert topic.state is TopicState.OPEN
         assert len(site.acked[NAME]) * MESSAGE_BYTES > 40 * MIB
         site.bucket.is_silent = False

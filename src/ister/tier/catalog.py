@@ -1,18 +1,17 @@
 """What the metadata store knows about a topic, read without owning it.
 
-Owns: nothing but hints. Every call asks the store anew, so a descriptor is looked up when a reader
-comes to it. Lookups go by "the last descriptor that starts at or before", never by "the first that
-starts after": an offset in the middle of an object belongs to the object.
+Owns: only hints. Every call reads from the store, so a descriptor is looked up when a reader
+reaches it. Lookups search "the last descriptor that starts at or before", never "the first that
+starts after": an offset in the middle of an object belongs to that object.
 
-A lookup costs the same whatever the size of the history: it asks for ascending ranges that are
-bounded at both ends and hold a few keys. etcd counts every key of the range it is asked for, even
-with a limit of one, and for a descending range it reads every value as well. Where to look follows
-from what is known of the topic: objects follow each other without a hole, they are about as long
-as the last one seen, and `cur` names the newest. None of this is relied on: where it is wrong, the
-next range is a wider one.
+The cost of a lookup does not depend on the length of the history: it reads ascending ranges that
+are bounded at both ends and hold a few keys. etcd counts every key of a requested range, even with
+a limit of one, and for a descending range it also reads every value. Hints tell where to search:
+objects are contiguous, they are about as long as the last one read, and `cur` names the newest.
+Results do not depend on the hints: if one is wrong, the next range is wider.
 
-Objects may be merged between two ranges of one lookup. That takes keys away and never adds one, so
-a lookup ends with one range that holds its answer, or begins again.
+Objects may be merged between two reads of one lookup. A merge removes keys and never adds one, so a
+lookup takes its result from a single range, or starts again.
 
 Anybody may read: other processes, other machines, Spark.
 """
@@ -49,7 +48,7 @@ _log = logging.getLogger("ister.tier.catalog")
 
 _PAGE: Final = 256
 _FEW: Final = 8
-"""Descriptors that one step of a lookup reads, at most: a descriptor is up to 64 KiB."""
+"""The most descriptors that one step of a lookup reads; each may have 64 KiB."""
 
 _OFFSET_MAX: Final = 2**64 - 1
 _LENGTH_AT_FIRST: Final = 1024
@@ -64,12 +63,12 @@ class Subscription(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Where a topic's history begins and ends."""
+    """The oldest and the newest object of a topic."""
 
     first: ObjectDescriptor | None
     last: ObjectDescriptor | None
     pointer_revision: int | None
-    """Of the pointer to the newest object, read before the objects; None without one."""
+    """The revision of the pointer to the newest object, read before the objects; or None."""
 
 
 class Catalog:
@@ -82,7 +81,7 @@ class Catalog:
         self.keys = keys
         self._clock = clock
         self._metrics = metrics
-        # Hints, set without a lock: where the oldest object was, and how long one is.
+        # Hints, set without a lock: the start of the oldest object, and the length of one.
         self._oldest = 0
         self._length = _LENGTH_AT_FIRST
 
@@ -115,7 +114,7 @@ class Catalog:
     def following(self, offset: int) -> ObjectDescriptor | None:
         """The first object that starts at or after `offset`."""
         near = offset + self._length
-        # Objects follow each other: nothing there means the end of the history, or a hole.
+        # Objects are contiguous: an empty range means the end of the history, or a gap.
         page = self._range(offset, near, limit=1) or self._range(near, None, limit=1)
         return self._decode(page[0]) if page else None
 
@@ -131,7 +130,7 @@ class Catalog:
         near = self._oldest + self._length
         page = self._range(0, near, limit=1)
         if not page:
-            # Older ones have expired. The record says up to where.
+            # Older objects have expired; the record says up to which offset.
             record = self.record()
             floor = 0 if record is None else record[0].expired_before
             if floor >= near:
@@ -149,11 +148,11 @@ class Catalog:
 
     def ends(self) -> Ends:
         """The oldest and the newest object, and the revision of the pointer to the newest."""
-        # The pointer first: it may be older than the rest, never newer.
+        # Read the pointer first: it may then be older than the objects, but not newer.
         pointer = self.store.get(self.keys.current)
         last = self._last(pointer)
         return Ends(
-            # Nothing is before one that starts with the topic.
+            # No object precedes one that starts at offset 0.
             self.first() if last is not None and last.start > 0 else last,
             last,
             None if pointer is None else pointer.revision,
@@ -171,27 +170,27 @@ class Catalog:
         while (begin := self._first_start(start)) < stop:
             page = self._range(begin, min(begin + width, stop), limit=_PAGE)
             if not page and begin + width < stop:
-                # Nothing follows: the end of the history, or a hole.
+                # An empty range: the end of the history, or a gap.
                 page = self._range(begin + width, stop, limit=_PAGE)
             if (not page or self._start(page[0]) > begin) and self._first_start(start) < begin:
-                continue  # merged with what is before it, just now
+                continue  # it was merged into the previous object meanwhile
             if not page:
                 return
             for found in page:
                 described = self._decode(found)
                 yield described, found.revision
-            # So wide that the next page is about a full one.
+            # Wide enough for about one full page.
             width = max(1, (described.end - self._start(page[0])) * _PAGE // len(page))
             # Not "after the last key": what follows may have been merged with what was here.
             start = described.end
 
     def _first_start(self, offset: int) -> int:
-        """Where the object that holds `offset` starts, or would."""
+        """The start of the object that contains `offset`; `offset` itself if there is none."""
         before = self.find(offset)
         return before.start if before is not None and before.end > offset else offset
 
     def _last(self, pointer: KeyValue | None) -> ObjectDescriptor | None:
-        """The newest object, looked for from where the pointer says."""
+        """The newest object, searched from the offset in the pointer."""
         while pointer is not None:
             start = _OFFSET_MAX
             with suppress(CorruptDataError):
@@ -202,14 +201,14 @@ class Catalog:
             again = self.store.get(self.keys.current)
             if again is None or again.revision == pointer.revision:
                 break
-            pointer = again  # the newest one was merged just now
-        # No pointer means no objects, as a rule.
+            pointer = again  # the newest object was merged meanwhile
+        # Usually, a topic without a pointer has no objects.
         if pointer is None and not self._range(0, None, limit=1):
             return None
         return self._last_before(_OFFSET_MAX + 1)
 
     def _last_before(self, end: int) -> ObjectDescriptor | None:
-        """The last object that starts before `end`: looks further back, then bisects."""
+        """The last object that starts before `end`: searches backwards, then bisects."""
         high, low = end, 0
         width = self._length
         while True:
@@ -218,15 +217,15 @@ class Catalog:
             if 0 < len(page) < _FEW:
                 return self._decode(page[-1])
             if page:
-                # It starts at or after the last of these. If they are evenly long, the next range
-                # holds a few.
+                # The result starts at or after the last of these. If objects are about equally
+                # long, the next range holds a few.
                 first, low = self._start(page[0]), self._start(page[-1])
                 width = min((low - first) * _FEW // (2 * (_FEW - 1)), (high - low + 1) // 2)
             elif begin > low:
                 high = begin
                 width = (high - low + 1) // 2 if low else width * _GROWTH
             elif low:
-                # What was here was merged with what is before it, just now.
+                # The object found before was merged meanwhile: start again.
                 high, low, width = end, 0, self._length
             else:
                 return None

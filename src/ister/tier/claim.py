@@ -2,12 +2,12 @@
 
     check ─► (the caller makes its directory ready) ─► claim ─► epoch + 1
 
-Owns: the transaction that changes a topic's owner. Does not own: this process's lease and place
-among others (`membership`), what an owner may do (`ownership`), local files.
+Owns: the transaction that changes a topic's owner. Does not own: this process's lease and node key
+(`membership`), what an owner may do (`ownership`), local files.
 
-Nodes. An owner is a `node`, of which there is one process at a time: every claim compares the
-node's key. So a node that comes back takes its own topics at once, without waiting for the lease
-under which an earlier process had them to end. Another node may claim a topic that was
+Nodes. An owner is a `node`, which has one process at a time: every claim compares the node's key.
+So a node that restarts claims its own topics immediately, without waiting for the lease of its
+earlier process to expire. Another node may claim a topic that was
 sealed. One that was not has messages on a disk that is not here; claiming it takes `take_over`,
 which goes on from what the bucket holds and gives up the rest.
 
@@ -70,7 +70,7 @@ class NewTopic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimView:
-    """The keys that a claim depends on, each as it was read, with its revision.
+    """The keys that a claim depends on, with their values and revisions as read.
 
     Read once for an opening: the claim's transaction requires all of them to be unchanged.
     """
@@ -86,30 +86,30 @@ class ClaimView:
 
     @property
     def known(self) -> TopicRecord | None:
-        """The topic's record; None if there is none."""
+        """The topic's record; None if the topic does not exist."""
         return self.record[0] if self.record is not None else None
 
     @property
     def seal(self) -> SealedState | None:
-        """The seal, if the topic was handed over and nobody has taken it."""
+        """The seal of a topic that was handed over and has no owner yet; else None."""
         return self.sealed[0] if self.sealed is not None else None
 
     @property
     def revision(self) -> int | None:
-        """Of the record; None if there is none."""
+        """The record's revision; None if the topic does not exist."""
         return self.record[1] if self.record is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimCheck:
-    """What a look at a topic before its claim has shown."""
+    """The result of `check_claim`."""
 
     is_current: bool
     """Whether local files, if there are any, are the topic's newest."""
     view: ClaimView
-    """What says so."""
+    """The keys that this result was derived from."""
     gives_up: bool = False
-    """Whether this node goes on without the files that it had: offsets are given out again."""
+    """Whether this node continues without its own files: their offsets are assigned again."""
 
 
 def claim(

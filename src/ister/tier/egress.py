@@ -1,10 +1,10 @@
-"""How fast uploads may send: one bucket of tokens for all of a process.
+"""Limits the upload rate of a process with one token bucket.
 
 Owns: when bytes may be sent. Does not own: the bytes, or who sends them.
 
-Bytes are taken slice by slice, in the order in which they were asked for. So uploads that run at
-once share the rate, and one with little to send waits for slices of the others, not for their
-objects. Nobody holds a lock while waiting.
+Bytes are granted in slices, in the order of the requests. So parallel uploads share the rate, and a
+small upload waits for slices of the others, not for their whole objects. No lock is held while
+waiting.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["EgressLimit"]
 
 _SLICE_SECONDS: Final = 0.25
 _LOOK_SECONDS: Final = 0.1
-"""How often one that waits looks whether it should give up."""
+"""How often a waiting upload checks whether it should stop."""
 
 
 class EgressLimit:
-    """Lets so many bytes a second through. Thread-safe."""
+    """A token bucket for bytes. Thread-safe."""
 
     def __init__(
         self,
@@ -32,25 +32,25 @@ class EgressLimit:
         clock: Clock,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        """A limit.
+        """A limit on the total rate.
 
         Args:
-            bytes_per_second: For everybody together.
-            clock: Where time comes from.
-            sleep: Waits for so many seconds; for tests.
+            bytes_per_second: The rate of all uploads together.
+            clock: The clock.
+            sleep: Replaces sleeping, for tests.
         """
         self.bytes_per_second = bytes_per_second
         self._clock = clock
         self._sleep = threading.Event().wait if sleep is None else sleep
         self._lock = threading.Lock()
-        # When what has been let through so far is paid for.
+        # When the rate allows the next byte.
         self._free_at = clock.monotonic()
 
     def take(self, size_bytes: int, is_stopping: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until so many bytes may be sent.
+        """Waits until this many bytes may be sent.
 
         Returns:
-            False if `is_stopping` said so first.
+            False if `is_stopping` returned True meanwhile.
         """
         slice_bytes = max(1, int(self.bytes_per_second * _SLICE_SECONDS))
         while size_bytes > 0:

@@ -1,29 +1,29 @@
-"""This process's lease, under which it is its node's only process and owns topics.
+"""The lease that makes this process the only one of its node and the owner of its topics.
 
     join ─► renew, a few times within the lease's time ─► end
 
     <root>/cluster/nodes/<node>/process   which process has the node now; leased
     <root>/cluster/nodes/<node>/latest    the instance that had the node's directory last
 
-Owns: the lease, both keys, and the owner keys of all topics after the lease had ended. Does not
-own: claims of single topics (`claim`), local files.
+Owns: the lease, both keys, and restoring the owner keys of all topics after the lease has expired.
+Does not own: claims of single topics (`claim`), local files.
 
-A node is an identity that is kept with the local files and used under their lock. A copy of the
-files (a cloned machine, a snapshot, a restored backup) has the same identity, and a lock of its
-own. So one process at a time has the node's key, every claim compares it, and joining tells three
-cases apart:
+A node's identity is stored with its local files and used under their lock. A copy of the files (a
+cloned machine, a snapshot, a restored backup) has the same identity but its own lock. So only one
+process at a time has the node's key, and every claim compares it. Joining distinguishes three
+cases:
 
-- nobody has the key, or a process had it that used the very same directory, on a machine that has
-  not been started anew since: the lock proves that it is gone, and the key is taken at once;
-- another process has it: its lease has to end first. One that keeps its lease is alive, and this
-  directory is a copy: refused;
-- nobody has it, but the directory does not know the instance that had it last: this is an older
-  copy, whose files lack what was written since: refused.
+- The key is absent, or belongs to a process that used this same directory since the last reboot:
+  our file lock proves that it has ended. The key is taken immediately.
+- Another process has the key: wait for its lease to expire. If that process keeps renewing it, it
+  is alive and this directory is a copy: refused.
+- The key is absent, but this directory has no record of the instance that had it last: this is an
+  older copy, without what was written since: refused.
 
-A process that finds, after its own lease had ended, that another one has the key, or had it, has
-been replaced: it is fenced, in all topics, for good.
+A process whose lease expired and that then finds that another process has or had the key has been
+replaced: it is fenced, in all topics, for good.
 
-What a crash leaves: keys that end with their lease.
+What a crash leaves: keys that expire with their lease.
 """
 
 from __future__ import annotations
@@ -75,39 +75,39 @@ _log = logging.getLogger("ister.tier.membership")
 
 _ATTEMPTS: Final = 5
 _LOOK_SECONDS: Final = 0.2
-# A holder renews three times within its lease, and a store may be late to end one.
+# A live holder renews three times per lease; a store may be late to expire one.
 _PATIENCE: Final = 1.5
 _PATIENCE_SECONDS: Final = 2.0
-# Two compares each, and one of all; etcd takes 128.
+# Two compares for each topic and one for the node; etcd accepts 128 per transaction.
 _TOPICS_PER_TRANSACTION: Final = 40
 
 
 class NodeDirectory(Protocol):
-    """What a node's data directory knows about the processes that had it."""
+    """A node's data directory and its record of the processes that opened it."""
 
     identity: str
-    """What tells it from its copies until the machine starts again; empty if unknown."""
+    """Identifies the directory among copies of it, until the machine reboots; empty if unknown."""
     holder: str
-    """The process that has it now, for people."""
+    """This process in readable form."""
 
     def instances(self) -> list[str]:
-        """The instances that had it, the newest last; empty if none is on record."""
+        """The recorded instances, the newest last."""
         ...
 
     def remember(self, instance: str) -> None:
-        """Makes an instance the newest one, durably.
+        """Records an instance as the newest one, durably.
 
         Raises:
-            CapacityError, DiskError: It cannot be written.
+            CapacityError, DiskError: The record cannot be written.
         """
         ...
 
 
 class Membership:
-    """This process as its node's only one, and its lease. Thread-safe.
+    """This process's membership of the cluster: its node key and its lease. Thread-safe.
 
-    The lease's end is asked for before anything is acknowledged: a process that was stopped for
-    longer than its lease knows it by its own clock, before it has heard from anybody.
+    The lease's deadline is checked before anything is acknowledged: a process that was paused for
+    longer than its lease knows from its own clock that the lease has expired.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Membership:
         ttl_seconds: float,
         clock: Clock,
     ) -> None:
-        """Joins as `node`, whose directory is locked; waits for another process's lease to end.
+        """Joins as `node`, whose directory is locked; waits for another process's lease to expire.
 
         Raises:
-            ConflictError: Another process has the node and stays, or a newer copy of the
-                directory was used since.
-            UnavailableError: The metadata store does not answer.
+            ConflictError: Another process has the node and keeps its lease, or a newer copy of
+                the directory was used.
+            UnavailableError: The metadata store does not respond.
         """
         self.node = node
         self.instance = secrets.token_hex(8)
@@ -145,7 +145,7 @@ class Membership:
             )
         )
         self._lost: FencedError | None = None
-        # Held for moments, so that a claim never waits for thousands of others' renewal.
+        # Held briefly, so that a claim does not wait until thousands of owner keys are renewed.
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
         self._owned: dict[str, OwnedTopic] = {}
@@ -153,22 +153,22 @@ class Membership:
         self.lease = self._join()
 
     def _after_fork(self, _error: ClosedError) -> None:
-        """Leaves the lease to the parent: in a forked child the store refuses every call."""
+        """Resets the locks in a forked child; the lease stays the parent's."""
         forks.reset_locks(self._lock, self._renewing)
 
     @property
     def is_here(self) -> Compare:
-        """Holds while this process has the node: what every claim compares."""
+        """A compare that holds while this process has the node; part of every claim."""
         return ValueIs(self._key, self._value)
 
     @property
     def valid_until(self) -> float:
-        """The `Clock.boottime` second up to which this process surely has its node."""
+        """The `Clock.boottime` second until which the lease is valid."""
         return self.lease.valid_until
 
     @property
     def is_valid(self) -> bool:
-        """Whether it still does; for a topic of its own, ask `OwnedTopic.is_leased`."""
+        """Whether the lease is valid; for a single topic use `OwnedTopic.is_leased`."""
         return self._clock.boottime() < self.lease.valid_until
 
     @property
@@ -198,7 +198,7 @@ class Membership:
         return self._with_new_lease(take)
 
     def _with_new_lease(self, take: Callable[[Lease], bool]) -> Lease:
-        """A lease with which `take` was done, which is tried a few times."""
+        """Grants a lease and calls `take` with it until that succeeds, a few times at most."""
         lease = self._store.grant_lease(self._ttl)
         try:
             if any(take(lease) for _ in range(_ATTEMPTS)):
@@ -209,10 +209,12 @@ class Membership:
             lease.revoke()
             raise
         lease.revoke()
-        raise UnavailableError(f"the node {self.node} keeps changing hands")
+        raise UnavailableError(
+            f"the key of the node {self.node} changed during {_ATTEMPTS} attempts to take it"
+        )
 
     def _wait_for_turn(self, known: list[str]) -> tuple[KeyValue | None, KeyValue | None]:
-        """Returns both keys as they are when nobody keeps this process from joining."""
+        """Waits until this process may take the node's key; returns both keys as read."""
         give_up_at: float | None = None
         while True:
             found, latest = self._store.get(self._key), self._store.get(self._latest_key)
@@ -227,43 +229,43 @@ class Membership:
             if give_up_at is None:
                 give_up_at = now + other.ttl_seconds * _PATIENCE + _PATIENCE_SECONDS
                 _log.warning(
-                    "waiting for the lease of the node's other process to end",
+                    "waiting for the lease of another process of this node to expire",
                     extra={"node": self.node, "holder": _describe(other)},
                 )
             elif now >= give_up_at:
                 raise ConflictError(
-                    f"another process has the identity of this directory: {_describe(other)}",
-                    hint="stop that one; or, if this directory is a copy, remove `.node` from it, "
-                    "which makes it a node of its own",
+                    f"another process uses this directory's identity: {_describe(other)}",
+                    hint="stop that process; or, if this directory is a copy, remove its `.node` "
+                    "file to make it a separate node",
                 )
             self._clock.sleep(_LOOK_SECONDS)
 
     def _older_copy(self) -> ConflictError:
         return ConflictError(
             f"this directory is an older copy of the node {self.node}: another copy was used "
-            "since, and may hold acknowledged messages that are not here",
-            hint="start the newer one; if it is lost, remove `.instances` from this directory to "
-            "go on without those messages",
+            "later, and may hold acknowledged messages that are not here",
+            hint="start the newer copy; if it is lost, remove `.instances` from this directory to "
+            "continue without those messages",
         )
 
     def _remember(self, instance: str) -> bool:
-        """Has the directory know an instance before anybody else does; whether it does."""
+        """Records an instance in the directory; returns whether that succeeded."""
         try:
             self._directory.remember(instance)
         except (CapacityError, DiskError) as error:
-            # A full disk is no reason not to open a log: copies are told apart a little later.
-            _log.warning("instance not recorded", extra={"node": self.node, "error": str(error)})
+            # A full disk must not keep a log from opening; only the detection of copies suffers.
+            _log.warning("cannot record instance", extra={"node": self.node, "error": str(error)})
             return False
         return True
 
     # -- topics -----------------------------------------------------------------------------
 
     def add(self, owned: OwnedTopic, lease: Lease) -> None:
-        """Takes note of a topic that was claimed with `lease`.
+        """Registers a topic that was claimed with `lease`.
 
         Raises:
-            FencedError: That lease has ended meanwhile, and somebody else has the topic.
-            UnavailableError: It has ended, and the metadata store does not answer.
+            FencedError: That lease has expired, and another node has the topic.
+            UnavailableError: It has expired, and the metadata store does not respond.
         """
         while True:
             with self._lock:
@@ -282,11 +284,11 @@ class Membership:
                 del self._owned[owned.topic]
 
     def check(self) -> None:
-        """Makes sure, by asking, that this process has the node.
+        """Checks with the metadata store that this process has the node.
 
         Raises:
-            FencedError: Another one has it.
-            UnavailableError: The metadata store does not answer.
+            FencedError: Another process has it.
+            UnavailableError: The metadata store does not respond.
         """
         found = self._look()
         if found is None:
@@ -295,30 +297,30 @@ class Membership:
     # -- the lease --------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Renews the lease; where it has ended, takes a new one and puts the owner keys back.
+        """Renews the lease; if it has expired, takes a new one and restores the owner keys.
 
-        Topics that are taken back are usable at once; after an error the next call goes on.
+        Each topic is usable as soon as its key is restored; after an error the next call continues.
 
         Raises:
-            FencedError: Another process has the node: this one owns nothing any more.
-            UnavailableError: The metadata store does not answer; try again before `valid_until`.
+            FencedError: Another process has the node: this one owns no topic any more.
+            UnavailableError: The metadata store does not respond; retry before `valid_until`.
         """
-        # One at a time: two that each took a new lease would leave owner keys under the other's.
+        # One at a time: with two new leases, some owner keys would be under the wrong one.
         with self._renewing:
-            # Before the lease is renewed: afterwards this one would look like the owner.
+            # Check before renewing: a renewed lease would make a replaced process look valid.
             found = self._look()
             if found is None or not self._extend():
-                _log.warning("the lease ended", extra={"node": self.node})
+                _log.warning("lease expired; joining again", extra={"node": self.node})
                 lease = self._rejoin()
                 with self._lock:
                     self.lease = lease
             self._reclaim()
 
     def _look(self) -> KeyValue | None:
-        """The node's key, which is this process's or absent.
+        """Reads the node's key; None if it is absent.
 
         Raises:
-            FencedError: It is another one's.
+            FencedError: It belongs to another process.
         """
         if self._lost is not None:
             raise self._lost.again()
@@ -326,8 +328,7 @@ class Membership:
         if found is not None and found.value != self._value:
             other = decode_node_process(found.value, key=found.key)
             self._lose(
-                "another process with a copy of this directory has replaced this one: "
-                f"{_describe(other)}"
+                f"a process with a copy of this directory has replaced this one: {_describe(other)}"
             )
         return found
 
@@ -339,12 +340,12 @@ class Membership:
         return True
 
     def _lose(self, reason: str) -> NoReturn:
-        """Gives everything up: another process has the node, or had it since."""
+        """Fences all topics: another process has the node, or had it since."""
         self._lost = FencedError(
             reason,
-            hint="what this one acknowledged and had not uploaded stays in its local files",
+            hint="acknowledged messages that were not uploaded stay in this node's local files",
         )
-        _log.error("replaced", extra={"node": self.node, "reason": reason})
+        _log.error("replaced by another process", extra={"node": self.node, "reason": reason})
         with self._lock:
             owned = list(self._owned.values())
             self._owned.clear()
@@ -357,10 +358,10 @@ class Membership:
         """Takes the node's key under a new lease, unless another process has it."""
 
         def take(lease: Lease) -> bool:
-            # Also over a key of this process: it may be that of a lease that was given up.
+            # Overwrites a key of this process, too: it may be under an abandoned lease.
             found, latest = self._look(), self._store.get(self._latest_key)
             if _is_older(self._directory.instances(), latest):
-                self._lose("another process with a copy of this directory was here meanwhile")
+                self._lose("a process with a copy of this directory has used the node meanwhile")
             compares = [_unchanged(self._key, found), _unchanged(self._latest_key, latest)]
             with suppress(CommitUnknownError):
                 put = Put(self._key, self._value, lease)
@@ -370,7 +371,7 @@ class Membership:
         return self._with_new_lease(take)
 
     def _reclaim(self) -> None:
-        """Puts the owner keys back that ended with an earlier lease, many at a time."""
+        """Restores owner keys that expired with an earlier lease, many per transaction."""
         lease = self.lease
         with self._lock:
             left = [topic for topic in self._owned.values() if topic.lease is not lease]
@@ -378,12 +379,14 @@ class Membership:
         for at in range(0, len(left), _TOPICS_PER_TRANSACTION):
             self._reclaim_some(left[at : at + _TOPICS_PER_TRANSACTION], lease)
             if self._clock.boottime() >= renew_at:
-                # Else the new lease would end before the last topic has it.
+                # Restoring thousands of keys can take longer than the lease.
                 if not self._extend():
-                    raise UnavailableError("the new lease has ended before all topics had it")
+                    raise UnavailableError(
+                        "the new lease expired before all owner keys were restored"
+                    )
                 renew_at = self._clock.boottime() + self._ttl / 3
         if left:
-            _log.info("topics taken back", extra={"node": self.node, "topics": len(left)})
+            _log.info("ownership restored", extra={"node": self.node, "topics": len(left)})
 
     def _reclaim_some(self, topics: Sequence[OwnedTopic], lease: Lease) -> None:
         compares: list[Compare] = [self.is_here]
@@ -402,7 +405,7 @@ class Membership:
             for topic in topics:
                 topic.regain(lease)
             return
-        # One of them has changed: each by itself, so that it concerns that one alone.
+        # At least one topic has changed: retry one by one, so that the others are not affected.
         for topic in topics:
             try:
                 self._reassert(topic, lease)
@@ -413,7 +416,7 @@ class Membership:
             except UnavailableError:
                 raise
             except IsterError as error:
-                # One topic's record cannot be read or written: that is its own trouble.
+                # The record of this topic cannot be read or written; the others can.
                 topic.give_up(error)
                 self.remove(topic)
             else:
@@ -430,9 +433,9 @@ class Membership:
             raise
 
     def end(self) -> None:
-        """Gives the lease back, and with it every owner key."""
+        """Revokes the lease, which deletes the node's key and every owner key."""
         if self._lost is None and self.is_valid:
-            # Files that were copied before this moment are older than the directory is now.
+            # A new instance, so that copies made before this moment are recognized as older.
             closed = secrets.token_hex(8)
             with suppress(IsterError):
                 if self._remember(closed):
@@ -443,7 +446,7 @@ class Membership:
 
 
 def _is_older(known: list[str], latest: KeyValue | None) -> bool:
-    """Whether a directory that knows these instances lacks the one that had the node last."""
+    """Whether the latest instance of the node is missing from a directory's record."""
     if latest is None or not known:
         return False
     return decode_latest(latest.value, key=latest.key) not in known

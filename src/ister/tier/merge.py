@@ -163,7 +163,7 @@ def merge_objects(
     described = describe(
         object_id, epoch=epoch, incarnation=incarnation, created_at=created_at, etag=etag
     )
-    # As old as its newest part: merging does not make messages younger for retention.
+    # The arrival time of the newest part: merging must not postpone retention.
     arrived = [one.arrived_ms for one in objects]
     newest = max((ms for ms in arrived if ms is not None), default=None)
     return replace(described, arrival_time_max=None if None in arrived else newest)

@@ -57,7 +57,7 @@ class FrameSource(Protocol):
         ...
 
     def arrived_ms(self, start: int, end: int) -> int | None:
-        """When the newest message of a range arrived, at the latest; None if it is not known."""
+        """The latest possible arrival time of a range's newest message; None if unknown."""
         ...
 
     def close(self) -> None:
@@ -111,9 +111,9 @@ class ObjectMaker:
             pending_tag: Eight hexadecimal digits, where others may write objects with the same
                 first offset at the same time: their pending names have to differ.
             on_memory: Told by how much the memory in use changes.
-            on_parts: Told by how much the number of parts in flight changes, at most.
+            on_parts: Called with each change of the number of parts in flight, an upper bound.
             is_stopping: Asked between two chunks whether to give up.
-            egress: Says when bytes may be sent; None is at once.
+            egress: Limits the upload rate; None for no limit.
         """
         self._topic = topic
         self._store = store
@@ -146,7 +146,7 @@ class ObjectMaker:
             epoch: Of the topic's owner.
             incarnation: Of the topic.
             tag: Eight random hexadecimal digits, for one that must not meet another in its name.
-            arrived_ms: When the newest message arrived; by default what the source knows.
+            arrived_ms: When the newest message arrived; None to ask the source.
 
         Raises:
             CorruptDataError: A frame is damaged, or the object is not what was written.
@@ -192,7 +192,7 @@ class ObjectMaker:
                 data = summary.add(batch)
                 self._wait_for_egress(len(data))
                 writer.write(data)
-                # A store does not say which parts it has; it never has more than these to go.
+                # A store does not report which parts it has stored; this is the upper bound.
                 begun = min(
                     -(-summary.size_bytes // settings.chunk_bytes), settings.concurrent_parts
                 )

@@ -117,9 +117,9 @@ class OwnedTopic:
         self.on_fenced: Callable[[FencedError], None] = lambda error: None
         """Called once, when it turns out that somebody else owns the topic."""
         self.lease: Lease | None = None
-        """What the owner key was put with; None for whoever acts for the owner."""
+        """The lease of the owner key; None if another process acts for the owner."""
         self.on_regained: Callable[[], None] = lambda: None
-        """Called when the owner key is back after the lease had ended."""
+        """Called when the owner key has been restored after the lease expired."""
         ends = catalog.ends()
         self._current_revision = ends.pointer_revision
         self.first = ends.first
@@ -148,7 +148,7 @@ class OwnedTopic:
 
     @property
     def is_leased(self) -> bool:
-        """Whether nobody else can own the topic yet, by this process's own clock."""
+        """Whether the lease of the owner key is valid, by this process's clock."""
         return self.lease is not None and self._clock.boottime() < self.lease.valid_until
 
     # -- changes ----------------------------------------------------------------------------
@@ -531,22 +531,22 @@ class OwnedTopic:
             self._change([], [Delete(self.catalog.keys.owner)])
 
     def reassert(self, lease: Lease, is_here: Compare) -> None:
-        """Puts the owner key back after the lease had ended, if nobody took the topic meanwhile.
+        """Restores the owner key after the lease expired, if no other node has claimed the topic.
 
         Args:
             lease: The new lease.
-            is_here: Holds while this process is its node's only one.
+            is_here: A compare that holds while this process has the node.
 
         Raises:
-            FencedError: Somebody has.
+            FencedError: Another node has claimed it.
             ConflictError: The topic was handed over, or `is_here` does not hold.
-            UnavailableError: The metadata store does not answer.
+            UnavailableError: The metadata store does not respond.
         """
         if not self.transact([is_here, self._is_kept()], [self._owner_put(lease)]):
             raise ConflictError("the topic was handed over", topic=self.topic)
 
     def reassertion(self, lease: Lease) -> tuple[list[Compare], Put]:
-        """What `reassert` compares and puts, for a transaction with those of other topics."""
+        """The compares and the put of `reassert`, to combine topics in one transaction."""
         with self._lock:
             is_known = RevisionIs(self.catalog.keys.record, self._revision)
         return [is_known, self._is_kept()], self._owner_put(lease)
@@ -557,7 +557,7 @@ class OwnedTopic:
         return Absent(self.catalog.keys.sealed)
 
     def regain(self, lease: Lease) -> None:
-        """Takes note that the owner key is back, with a new lease."""
+        """Records that the owner key was restored with a new lease."""
         self.lease = lease
         self.on_regained()
 
@@ -693,7 +693,7 @@ class OwnedTopic:
         Raises:
             FencedError: The topic is another owner's by now, and so may be what was read.
         """
-        # Its pointer may be older than the rest; then the next commit fails, no more.
+        # The pointer may be older than the rest; then only the next commit fails.
         ends = self.catalog.ends()
         self._refresh_record()
         self._current_revision = ends.pointer_revision

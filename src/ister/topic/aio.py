@@ -58,9 +58,9 @@ class AsyncTopic:
         schema_id: int | None = None,
         schema_version: int | None = None,
     ) -> int:
-        """As `Topic.append`, but awaits where that one would block.
+        """Like `Topic.append`, but awaits where that would block.
 
-        A task that is cancelled meanwhile has appended nothing.
+        If the task is cancelled while it waits, nothing was appended.
         """
         payload = as_bytes(payload)
         return await self._admitted(
@@ -88,7 +88,7 @@ class AsyncTopic:
         schema_id: int | None = None,
         schema_version: int | None = None,
     ) -> range:
-        """As `Topic.append_many`, but awaits where that one would block."""
+        """Like `Topic.append_many`, but awaits where that would block."""
         messages = [as_bytes(payload) for payload in payloads]
         return await self._admitted(
             sum(map(len, messages)),
@@ -105,15 +105,15 @@ class AsyncTopic:
         )
 
     async def append_arrow(self, batch: pa.RecordBatch) -> range:
-        """As `Topic.append_arrow`, but awaits where that one would block."""
+        """Like `Topic.append_arrow`, but awaits where that would block."""
         return await self._admitted(batch.nbytes, partial(self._topic.append_arrow, batch))
 
     async def _admitted(self, size_bytes: int, append: Callable[[], _T]) -> _T:
-        """Calls `append` on the loop when it does not block."""
+        """Calls `append` on the event loop once it would not block."""
         wal = self._topic.wal
         while True:
             if wal.settings.blocks_when_full and not wal.buffer.has_room(size_bytes):
-                # Others append meanwhile: look again when what is in the buffer now is written.
+                # Check again once the current buffer is written: others may append meanwhile.
                 await self._passed(wal.next - 1, AckLevel.WRITTEN, None)
                 continue
             try:
@@ -123,7 +123,7 @@ class AsyncTopic:
                     raise
 
     async def _room(self) -> bool:
-        """Returns once a held append should be tried again; False if appends do not wait now."""
+        """Waits until a held append should be retried; False if appends are refused instead."""
         loop = asyncio.get_running_loop()
         room = loop.create_future()
 
@@ -310,7 +310,7 @@ class AsyncReader:
         return waiting
 
     def _seconds_visible(self) -> float:
-        """How long ago the log said that messages are visible."""
+        """Seconds since the log reported messages as visible."""
         hub = self._edge.hub(self._wal.visible_level, is_patient=True)
         return hub.loop.time() - hub.passed_at
 

@@ -1,7 +1,7 @@
 """What a log does on its own: renew its lease, upload, remove what retention does not keep.
 
     keeper   renews the lease every third of its time; holds appends back when it cannot
-    tender   looks a few times a second at topics with something to upload, hands out what is due
+    tender   checks topics with a backlog a few times a second, and hands out what is due
     pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
     tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
 
@@ -41,12 +41,13 @@ _TICK_SECONDS: Final = 0.25
 _ORPHAN_CHECK_SECONDS: Final = 3600.0
 _PROBE_AFTER_SECONDS: Final = 10.0
 _TIDY_THREADS: Final = 4
-"""Each holds one chunk of an object that it reads back."""
-# All topics are looked at so often: who is interrupted after a sync may not have listed its topic.
+"""Each thread buffers one chunk of the object that it reads back."""
+# How often all topics are checked: a thread interrupted right after a sync may not have listed its
+# topic.
 _SWEEP_SECONDS: Final = 10.0
-# Looks at the objects of topics that were opened: so many at once, then so many a second. Opening
-# thousands must not keep their node busy with it.
-_CHECKS_AT_ONCE: Final = 32
+# Checks of the objects of newly opened topics: a burst, then a rate. Opening thousands of topics
+# must not keep the node busy with checks.
+_CHECKS_BURST: Final = 32
 _CHECKS_PER_SECOND: Final = 4.0
 
 
@@ -77,10 +78,10 @@ class Background:
             clock=clock,
         )
         self._added: set[Topic] = set()
-        # Those of them that may have something to upload, or keep producers back.
+        # Topics that may have a backlog, or whose producers wait.
         self._listed: set[Topic] = set()
         self._unchecked: deque[Topic] = deque()
-        self._checks = float(_CHECKS_AT_ONCE)
+        self._checks = float(_CHECKS_BURST)
         now = self._checks_at = clock.monotonic()
         self._sweep_at = now + _SWEEP_SECONDS
         self._retention_at = now + storage.wal.retention.check_interval_minutes * 60
@@ -104,30 +105,30 @@ class Background:
         self._added.add(topic)
         tier.on_wanted = self._look.set
         tier.on_backlog = partial(self._list, topic, tier)
-        # After that: what is synced from here on lists it, what was before is found here.
+        # After setting `on_backlog`: later syncs list the topic, earlier ones are covered here.
         self._list(topic, tier)
         if self._uploads:
             self._unchecked.append(topic)
         self._look.set()
 
     def remove(self, topic: Topic) -> None:
-        """A topic was closed and is not part of the log any more."""
+        """Forgets a closed topic."""
         self._added.discard(topic)
         self._listed.discard(topic)
 
     def _list(self, topic: Topic, tier: TopicTier) -> None:
-        """Has the tender look at a topic until it is idle. Called by whoever syncs: takes no lock.
+        """Lists a topic for the tender until it is idle. Called after every sync: takes no lock.
 
-        Each step is one operation of a set.
+        Each step is a single, atomic set operation.
         """
         tier.is_listed = True
         self._listed.add(topic)
 
     def _unlist_idle(self, topic: Topic, tier: TopicTier) -> bool:
-        """Has the tender pass over a topic that is idle; whether it is."""
+        """Removes a topic from the tender's list if it is idle; returns whether it is."""
         tier.is_listed = False
         self._listed.discard(topic)
-        # After that: what is synced before this look is seen by it, what is after it lists it.
+        # After removing it: syncs before this check are seen by it, later ones list the topic.
         if tier.is_idle:
             return True
         if topic in self._added:
@@ -155,8 +156,8 @@ class Background:
         pause = ttl / 3
         while not self._stopping.wait(pause):
             pause = ttl / 15
-            # A fault in here must not end renewals. Where it lasts, the lease ends, and nothing
-            # is acknowledged any more.
+            # An unexpected error must not end renewals. If it persists, the lease expires, and
+            # nothing is acknowledged any more.
             with threads.guard("ister-lease"):
                 if self._renew():
                     pause = ttl / 3
@@ -164,7 +165,7 @@ class Background:
                 self._hold_or_let_go()
 
     def _renew(self) -> bool:
-        """Renews the lease; whether there is no hurry to do it again."""
+        """Renews the lease; returns whether the next renewal may wait for the normal interval."""
         try:
             self._tiers.membership.renew()
         except IsterError as error:
@@ -189,7 +190,7 @@ class Background:
             self._look.clear()
             if self._stopping.is_set():
                 return
-            # A fault in here must not end uploads for every topic.
+            # An unexpected error must not end the uploads of all topics.
             with threads.guard("ister-tender"):
                 self._hand_out(self._clock.monotonic())
 
@@ -225,7 +226,7 @@ class Background:
 
     def _hand_out_checks(self, now: float) -> None:
         passed = now - self._checks_at
-        self._checks = min(_CHECKS_AT_ONCE, self._checks + passed * _CHECKS_PER_SECOND)
+        self._checks = min(_CHECKS_BURST, self._checks + passed * _CHECKS_PER_SECOND)
         self._checks_at = now
         while self._unchecked and self._checks >= 1:
             self._checks -= 1
@@ -246,7 +247,7 @@ class Background:
         self._pool.submit(self._run, topic, tier, work)
 
     def _is_crowded(self) -> bool:
-        """Whether topics wait for a thread: one with a long backlog lets them go first."""
+        """Whether topics wait for a thread; a topic with a long backlog then yields to them."""
         return self._queued_count > 0
 
     def _run(self, topic: Topic, tier: TopicTier, work: Callable[[], object]) -> None:
@@ -262,8 +263,8 @@ class Background:
         finally:
             tier.is_submitted = False
             if tier.is_wanted and work != tier.follow:
-                # Somebody has come while this cycle ran, or it has let others go first: the
-                # tender has passed the topic over.
+                # An upload was requested during this cycle, or the cycle yielded to other topics;
+                # the tender skipped the topic meanwhile.
                 self._look.set()
 
     def _retain(self, topic: Topic) -> None:

@@ -4,8 +4,9 @@ A ring of message bodies by offset, bounded by count and by bytes. Bodies are de
 however many readers there are, because the decoded message is kept beside its body.
 
 Owns: the ring. Does not own: visibility; a cached message may be above what readers may see.
-`append` is called with the log's lock held, `read` with it too: both are short. A message is put
-here before the log accepts it, so that what the log accepted is here; `mend` drops the others.
+`append` and `read` are called with the log's lock held; both are short. A message is put here
+before the log accepts it, so that every accepted message is cached; `mend` drops messages that were
+not accepted.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Cache:
         if oldest is None:
             size = self.size_bytes + len(body)
         else:
-            # The ring has come round: this slot holds the oldest message, until the next line.
+            # The ring is full: this slot still holds the oldest message.
             self.start += 1
             size = self.size_bytes + len(body) - len(oldest)
         ring[slot] = body
@@ -80,9 +81,9 @@ class Cache:
         self.start = self.end = offset
 
     def mend(self, next_offset: int) -> None:
-        """Has the cache end before `next_offset`, after a call that was cut short.
+        """Repairs the cache after an interrupted append, so that it ends before `next_offset`.
 
-        What `append` had begun is dropped, and what it had left undone is done. May be repeated.
+        Idempotent: an interrupted repair can be repeated.
         """
         old, capacity, start = self._ring, self._capacity, next_offset
         ring: list[bytes | None] = [None] * capacity

@@ -1,7 +1,7 @@
-"""The directories of a log's topics: where they are, and which names are taken.
+"""The directories of a log's topics: their paths and the names in use.
 
-Owns: the paths below a log's root, and what this process has seen of the names there. The root is
-locked, so nobody else makes directories in it: a name is listed once, and after that remembered.
+Owns: the paths below a log's root, and a cache of the names there. The root is locked, so no other
+process creates directories in it: each directory is listed once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["TopicDirectories"]
 
 
 class TopicDirectories:
-    """See the module header. Thread-safe."""
+    """Paths of topics, and a cache of the names that exist. Thread-safe."""
 
     def __init__(self, fs: FileSystem, root: str) -> None:
         self.root = root
@@ -33,7 +33,7 @@ class TopicDirectories:
         return WalDirectory(self._fs, path, durable=self._durable)
 
     def note(self, name: TopicName) -> None:
-        """Takes note of a topic's directory that is made here."""
+        """Adds a topic's directory, which the caller creates, to the cache."""
         with self._lock:
             for parent, child in self._levels(name):
                 self._find(parent, child)
@@ -43,13 +43,13 @@ class TopicDirectories:
         return (self.root, name.namespace), (f"{self.root}/{name.namespace}", name.topic)
 
     def refuse_twin(self, name: TopicName) -> None:
-        """Refuses a name that differs from an existing one in case alone.
+        """Refuses a name that differs from an existing one only in case.
 
-        The two would be one on a file system that folds case, and a copy of the directory would
-        mix them.
+        On a case-insensitive file system the two would be one directory, so copying the log there
+        would mix them.
 
         Raises:
-            TopicNameError: It does.
+            TopicNameError: The name differs only in case.
         """
         with self._lock:
             for parent, child in self._levels(name):
@@ -62,9 +62,9 @@ class TopicDirectories:
                     )
 
     def _find(self, parent: str, child: str) -> str:
-        """The name in `parent` that is `child` but for its case; `child` if there is none.
+        """The name in `parent` that equals `child` except for case; `child` if there is none.
 
-        It may be gone by now. `_lock` is held.
+        The directory may have been removed since. `_lock` is held.
         """
         names = self._folded.get(parent)
         if names is None:

@@ -1,24 +1,25 @@
-"""Keeps room on the disks that a log uses: a watermark for appends, a reserve for tidying up.
+"""Keeps free space on the disks of a log: a watermark for appends, and a reserve.
 
     free ≥ min_free            appends go on
     free < min_free            appends of every topic are refused, until free ≥ 1.25 × min_free;
                                local files that the bucket holds go, whatever retention says
-    no room at all             the reserve is given up: what frees room needs a little itself;
-                               until it is taken again nothing else is written
+    disk full                  the reserve is freed: freeing space needs some itself; until the
+                               reserve is allocated again nothing else is written
 
 Owns: the reserve file, the hold `disk` on every topic, two threads. Does not own: how files are
 removed (`tier`, `ister.wal`), or uploads, which go on meanwhile (`background`).
 
-A local file that is in the bucket, read back and compared, is only a cache: it goes when its disk
-is low, first where no active subscription has to read it, then in any case. What is not in the
-bucket never goes. So a disk that the bucket's outage has filled heals when the bucket is back.
+A local file that was uploaded, read back and compared is only a cache: it is removed when its disk
+is low; files that an active subscription still has to read come last. Files that were not uploaded
+are never removed. So a disk that filled up during an outage of the bucket recovers when the bucket
+is available again.
 
-What needs room to free room, and where it comes from: a session, a descriptor and a lease in
-SQLite, and the checkpoint before a trim. Each of them gives the reserve up when it meets a full
-disk, and tries again. The reserve takes blocks (posix_fallocate), so that appends and other
-programs cannot have them before; it is taken again when there is clearly room.
+Some work needs space in order to free space: a session, a descriptor and a lease in SQLite, and the
+checkpoint before a trim. When such work finds the disk full, it frees the reserve and retries. The
+reserve has allocated blocks (posix_fallocate), so that appends and other programs cannot use them
+before. It is allocated again when there is enough free space.
 
-What a crash leaves: the reserve, or an empty file in its place, which the next process takes again.
+What a crash leaves: the reserve, or an empty file, which the next process allocates again.
 """
 
 from __future__ import annotations
@@ -60,48 +61,47 @@ _MIN_FREE_SHARE: Final = 20
 _RESERVE_BYTES: Final = 16 * MIB
 _RESERVE_BYTES_LEAST: Final = 1 * MIB
 _RESERVE_SHARE: Final = 100
-# A reserve may take this part of a disk at the most; a smaller disk has none.
+# The reserve takes at most this fraction of the disk; disks too small for it have none.
 _RESERVE_SHARE_MOST: Final = 16
 _LOOK_SECONDS_MAX: Final = 1.0
 _LOOK_SECONDS_MIN: Final = 0.02
 _LOOK_SECONDS_LOW: Final = 0.1
-# How fast a disk may fill up: the next look comes before it can be at the watermark.
+# Assumed write rate: the disk is measured again before it can reach the watermark.
 _FILL_BYTES_PER_SECOND: Final = 1024 * MIB
 _RELIEF_SECONDS: Final = 1.0
-# Once files go, so many go that producers do not stop again at once: room for several times
-# what has to be free.
+# Free several times the required space, so that producers do not stop again soon.
 _RELIEF_FACTOR: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskState:
-    """A disk as it was a moment ago."""
+    """The last measurement of a disk."""
 
     path: str
-    """What the log has there."""
+    """A path of the log on this disk."""
     total_bytes: int
     free_bytes: int
     min_free_bytes: int
-    """Below this appends are stopped: the setting, or `tidy_bytes` while the reserve is out."""
+    """Appends stop below this: the setting, or `tidy_bytes` while the reserve is freed."""
     is_low: bool
-    """Whether appends are stopped because of it."""
+    """Whether this disk stops appends."""
     tidy_bytes: int
-    """Below this room has to be made on it: `min_free_bytes`, or what the reserve would take."""
+    """Local files are removed below this: `min_free_bytes`, or the reserve's size if larger."""
     is_tight: bool
-    """Whether room has to be made on it."""
+    """Whether local files have to be removed to free space."""
     holds_log: bool
-    """Whether the log's own files are on it: removing some helps."""
+    """Whether the log's own files are on this disk, so that removing some helps."""
     holds_bucket: bool
-    """Whether the bucket is, too: uploads need room on it."""
+    """Whether the bucket is on this disk, so that uploads need space on it."""
 
     @property
     def resume_bytes(self) -> int:
-        """How much has to be free for appends to go on."""
+        """The free space at which appends resume."""
         return self.min_free_bytes + self.min_free_bytes // 4
 
 
 class DiskGuard:
-    """See the module header. Thread-safe."""
+    """Stops appends on low disk space, and frees space. Thread-safe."""
 
     def __init__(
         self,
@@ -112,14 +112,14 @@ class DiskGuard:
         topics: Callable[[], list[Topic]],
         metrics: Metrics,
     ) -> None:
-        """Looks at the disks for the first time and takes the reserve.
+        """Measures the disks and allocates the reserve.
 
         Args:
             storage: The settings.
-            fs: Where the log's files are.
-            root: Their directory.
-            topics: Those that are open.
-            metrics: Where to count.
+            fs: The file system of the log.
+            root: The log's directory.
+            topics: Returns the open topics.
+            metrics: Counts events.
         """
         self._settings = storage.disk
         self._root = root
@@ -161,18 +161,18 @@ class DiskGuard:
 
     @property
     def reserve_bytes(self) -> int:
-        """What the reserve holds now."""
+        """The current size of the reserve."""
         return self._reserve.size_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What is free on the disk that has least; 0 where no size is known."""
+        """The free space of the fullest disk; 0 if no disk has a known size."""
         return min((state.free_bytes for state in self._states), default=0)
 
     # -- threads ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to look by itself, where a disk has a size."""
+        """Starts the background threads if a disk has a known size."""
         if not self._states:
             return
         self._threads = [
@@ -181,7 +181,7 @@ class DiskGuard:
         ]
 
     def stop(self) -> None:
-        """Ends the threads; a removal under way is finished first. May be called twice."""
+        """Stops the threads after a removal in progress. May be called more than once."""
         self._stopping.set()
         self._is_wanted.set()
         for thread in self._threads:
@@ -210,7 +210,7 @@ class DiskGuard:
     # -- the watermark ----------------------------------------------------------------------
 
     def look(self) -> None:
-        """Measures the disks; stops appends, or lets them go on."""
+        """Measures the disks, and stops or resumes appends."""
         with self._lock:
             before = {state.path: state for state in self._states}
             self._states = states = tuple(self._measure(before))
@@ -233,7 +233,7 @@ class DiskGuard:
             try:
                 usage = fs.disk_usage(path)
             except IsterError:
-                # Whoever writes there meets the error, and says more.
+                # Writing there will report the error with more details.
                 _log.debug("disk not measured", extra={"path": path}, exc_info=True)
                 continue
             if usage is None:
@@ -250,7 +250,7 @@ class DiskGuard:
             was = before.get(path)
             reserve = self._reserve_size(usage.total_bytes) if path == self._root else 0
             tight = max(min_free, reserve)
-            # What the reserve gave is for tidying up; appends would take it at once.
+            # The freed reserve is for freeing space; appends would use it up.
             is_out = reserve > 0 and self._reserve.is_out
             if is_out:
                 min_free = tight
@@ -280,10 +280,10 @@ class DiskGuard:
             self._metrics.count("disk.low_total")
             _log.error("appends stopped", extra={"error": str(self.error())})
         else:
-            _log.info("appends go on", extra={"free_bytes": self.free_bytes})
+            _log.info("appends resumed", extra={"free_bytes": self.free_bytes})
 
     def add(self, topic: Topic) -> None:
-        """A topic was opened."""
+        """Includes a topic that was opened."""
         with self._lock:
             topic.wal.on_disk_full = self.give_up
             topic.wal.may_retry = self.may_write
@@ -296,24 +296,24 @@ class DiskGuard:
             topic.wal.unhold("disk")
 
     def error(self, topic: str | None = None) -> CapacityError:
-        """What an append is refused with while a disk is low."""
+        """The error of appends while a disk is low."""
         low = [state for state in self._states if state.is_low]
         if not low:
-            return CapacityError("the disk was full a moment ago", topic=topic, hint="try again")
+            return CapacityError("the disk was full a moment ago", topic=topic, hint="retry")
         state = low[0]
-        remedy = "it goes on by itself when there is room"
+        remedy = "appends resume when there is space"
         if state.holds_bucket:
             remedy += (
-                "; the bucket is on the same disk, so make room, or let objects expire: "
+                "; the bucket is on the same disk: free space, or let objects expire with "
                 "storage.cloud.retention"
             )
         elif state.holds_log and self._has_bucket:
-            remedy += ": local files go when they are in the bucket"
+            remedy += "; local files are removed once they are uploaded"
         elif state.holds_log:
-            remedy += "; files go by the limits of storage.wal.retention that are set"
+            remedy += "; files are removed by the limits of storage.wal.retention, if set"
         return CapacityError(
             f"{_size(state.free_bytes)} of {_size(state.total_bytes)} are free on the disk; "
-            f"appends stop below {_size(state.min_free_bytes)} and go on at "
+            f"appends stop below {_size(state.min_free_bytes)} and resume at "
             f"{_size(state.resume_bytes)}",
             topic=topic,
             path=state.path,
@@ -323,7 +323,7 @@ class DiskGuard:
     # -- making room ------------------------------------------------------------------------
 
     def is_relieved(self) -> bool:
-        """Whether the log's own disk has plenty of room again, measured now."""
+        """Measures the disks; returns whether the log's own has plenty of free space."""
         self.look()
         return not any(
             state.holds_log and state.free_bytes < _RELIEF_FACTOR * state.tidy_bytes
@@ -331,7 +331,7 @@ class DiskGuard:
         )
 
     def relieve(self) -> int:
-        """Removes local files that the bucket holds until the disk has room; how many."""
+        """Removes uploaded local files until the disk has enough space; returns their number."""
         count = 0
         for past_subscriptions in (False, True):
             for topic in self._topics():
@@ -355,21 +355,21 @@ class DiskGuard:
         return count
 
     def may_write(self) -> bool:
-        """Whether a log that met the full disk may try again: not with the room of the reserve."""
+        """Whether a write that failed on a full disk may be retried: not in the reserve's space."""
         own = next((state for state in self._states if state.holds_log), None)
         return own is None or not own.is_tight or not self._reserve.is_out
 
     def give_up(self) -> bool:
-        """Gives the reserve up, for work that frees room; whether there was one."""
+        """Frees the reserve, for work that frees space; returns whether there was one."""
         if not self._reserve.give_up():
             return False
         self._metrics.count("disk.reserve_used_total")
-        _log.warning("the disk is full; its reserve was given up", extra={"path": self._root})
+        _log.warning("disk full; the reserve was freed", extra={"path": self._root})
         return True
 
     def _take_reserve(self, own: DiskState) -> None:
         size = self._reserve_size(own.total_bytes)
-        # Taking it must not bring the disk below its watermark.
+        # Allocating it must not bring the disk below the watermark.
         if self._reserve.size_bytes < size and own.free_bytes - size >= own.resume_bytes:
             self._reserve.take(size)
 
@@ -382,7 +382,7 @@ class DiskGuard:
 
 
 class _Reserve:
-    """A file that takes room so that it can be given up. Thread-safe."""
+    """A file that occupies space so that it can be freed when the disk is full. Thread-safe."""
 
     def __init__(self, fs: FileSystem, path: str) -> None:
         self._fs = fs
@@ -390,11 +390,11 @@ class _Reserve:
         self._lock = threading.Lock()
         self.size_bytes = 0
         self.is_out = False
-        """Whether it was given up, and not taken again since."""
+        """Whether it was freed and has not been allocated again."""
         self._is_known = False
 
     def find(self) -> None:
-        """Looks for the one of an earlier process."""
+        """Finds the reserve of an earlier process, once."""
         with self._lock:
             if self._is_known:
                 return
@@ -412,7 +412,7 @@ class _Reserve:
                 _log.warning("no reserve", extra={"path": self._path, "error": str(error)})
 
     def take(self, size: int) -> None:
-        """Takes so many bytes; what cannot be had is logged, and asked for again."""
+        """Allocates the reserve; a failure is logged, and retried later."""
         with self._lock:
             try:
                 file = self._fs.create(self._path)
@@ -436,12 +436,12 @@ class _Reserve:
             file = self._fs.open(self._path)
             try:
                 file.truncate(0)
-                # Some file systems have the blocks only then.
+                # Some file systems free the blocks only after a sync.
                 file.sync()
             finally:
                 file.close()
         except IsterError as error:
-            _log.warning("reserve not given up", extra={"path": self._path, "error": str(error)})
+            _log.warning("cannot free the reserve", extra={"path": self._path, "error": str(error)})
             return False
         self.size_bytes = 0
         self.is_out = True
@@ -449,7 +449,7 @@ class _Reserve:
 
 
 def _is_below(free_bytes: int, limit: int, was_below: bool) -> bool:
-    """Whether there is too little room; once there was, it takes a quarter more to be enough."""
+    """Whether free space is below a limit, with a hysteresis of a quarter."""
     return free_bytes < (limit + limit // 4 if was_below else limit)
 
 

@@ -201,7 +201,7 @@ class Log:
                 clock=self._clock,
                 metrics=self.metrics,
             )
-            # Whoever brings threads of its own has time pass by hand.
+            # A caller with its own scheduler also runs retention itself.
             if background and scheduler is None:
                 self._local_retention.start()
         if self._disk is not None:
@@ -251,34 +251,34 @@ class Log:
 
     @property
     def disk(self) -> DiskGuard | None:
-        """What keeps room on the disks; None for a log in memory."""
+        """Watches free disk space; None for a log in memory."""
         return self._disk
 
     @property
     def clock_step(self) -> ClockStep | None:
-        """The step of the clock that suspends deletion by age, as of a moment ago; or None."""
+        """The clock step that suspends deletion by age, as of the last check; or None."""
         return self._node_clock.step
 
     def confirm_clock(self) -> ClockStep | None:
-        """Takes the machine's clock for right as it is now: deletion by age goes on.
+        """Accepts the machine's clock as right: deletion by age resumes.
 
         Returns:
-            The step that had suspended it; None if nothing had.
+            The clock step that had suspended it; None if it was not suspended.
         """
         self._check_open()
         return self._node_clock.confirm()
 
     def trim(self, name: str) -> int:
-        """Removes the local files of a topic that retention does not keep, now.
+        """Removes the expired local files of a topic now.
 
-        With a bucket, once it surely has them; without one, for good.
+        With a bucket, only files whose upload is verified; without one, this deletes messages.
 
         Returns:
-            How many.
+            The number of files removed.
 
         Raises:
-            NotFoundError: There is no such topic.
-            IsterError: Something is not as it should be; no file was removed from there on.
+            NotFoundError: The topic does not exist.
+            IsterError: A check or a removal failed; later files were not removed.
         """
         topic = self.topic(name)
         if topic.tier is not None:
@@ -921,13 +921,13 @@ class Log:
     def close(self) -> None:
         """Closes every topic, ends the threads and gives the directory back. May be called twice.
 
-        A call that a signal handler's exception ends goes on in the background; the next one waits
-        for it.
+        If an exception from a signal handler ends the call, closing continues in the background;
+        the next call waits for it.
 
         Raises:
             IsterError: The last messages of a topic could not be stored (the first such error);
                 everything is closed all the same.
-            InvalidRequestError: A signal handler calls it in the middle of an append.
+            InvalidRequestError: It was called by a signal handler that interrupted an append.
         """
         for topic in list(self._topics.values()):
             topic.wal.check_outside()

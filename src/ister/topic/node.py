@@ -1,12 +1,12 @@
-"""The node that a data directory is, and the processes that had it.
+"""The identity of a data directory, and its record of the processes that opened it.
 
-    .node        the node's identity, made once
-    .instances   the processes that had the directory, one random name each, the newest last
+    .node        the node's identity, created once
+    .instances   the processes that opened the directory, one random name each, the newest last
 
-Owns: both files, which lie beside the topics' directories and are used under the same lock. Does
-not own: what they are good for (`ister.tier.membership`).
+Owns: both files, which are beside the topics' directories and used under the same lock. Does not
+own: their use (`ister.tier.membership`).
 
-What a crash leaves: a temporary file, which the next one overwrites, or an instance on record that
+What a crash leaves: a temporary file, which the next write replaces, or a recorded instance that
 never joined.
 """
 
@@ -29,24 +29,25 @@ NODE_NAME: Final = ".node"
 INSTANCES_NAME: Final = ".instances"
 _NAME_BYTES: Final = 8
 _NAME: Final = re.compile(rf"[0-9a-f]{{{2 * _NAME_BYTES}}}")
-# Metadata that is restored from a backup names one of these, or the directory looks like a copy.
+# Metadata restored from a backup names an earlier instance. If that is not among these, the
+# directory is taken for a copy.
 _INSTANCES_MAX: Final = 256
 
 
 class Node:
-    """The node of a directory whose lock is held; made where missing."""
+    """The node of a directory whose lock is held; its identity is created if missing."""
 
     def __init__(self, fs: FileSystem, root: str) -> None:
         self._fs = fs
         self._root = root
         self.id = self._read_id()
         self.identity = fs.identity(f"{root}/{NODE_NAME}")
-        """What tells the directory from its copies until the machine starts again."""
+        """Identifies the directory among copies of it, until the machine reboots."""
         self.holder = fs.holder()
-        """This process, for people."""
+        """This process in readable form."""
 
     def instances(self) -> list[str]:
-        """The processes that had the directory, the newest last."""
+        """The processes that opened the directory, the newest last."""
         try:
             content = self._read(INSTANCES_NAME)
         except NotFoundError:
@@ -54,7 +55,7 @@ class Node:
         return [name for name in content.split() if _NAME.fullmatch(name)]
 
     def remember(self, instance: str) -> None:
-        """Makes a process the newest one, durably.
+        """Records a process as the newest one, durably.
 
         Raises:
             CapacityError: The disk is full.
@@ -70,11 +71,11 @@ class Node:
             return self._make_id()
         if not _NAME.fullmatch(node):
             _log.error(
-                "the node's identity is damaged; it gets a new one",
+                "the node's identity is damaged; creating a new one",
                 extra={"path": f"{self._root}/{NODE_NAME}"},
             )
             return self._make_id()
-        # Whoever made it may have been killed before its name was durable.
+        # The process that created the file may have been killed before syncing the directory.
         self._fs.sync_directory(self._root)
         return node
 

@@ -13,8 +13,8 @@ exist and that nobody holds raises, with the range; nothing comes out that is no
 reached the topic's level); an end of data and an error are different answers.
 
 Used by one thread at a time, except `close`, which any thread may call and which wakes a reader
-that waits. A call that a signal handler's exception ends has taken no message: the reader goes back
-to where it was, and to nothing but its position.
+that waits. If an exception from a signal handler ends a call, the reader returns to the position
+that it had before, and drops everything it had read ahead.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _T = TypeVar("_T")
 _BATCH_MESSAGES = 4096
 _COUNT_LOT = 256
 TAIL_SAMPLE = 16
-"""One wait in so many at the tail is measured."""
+"""One of this many waits at the tail is measured."""
 
 
 class _MeasuredWaiter(ThreadWaiter):
-    """Knows when it was told."""
+    """A waiter that records when it was woken."""
 
     __slots__ = ("_clock", "woken_at")
 
@@ -168,7 +168,7 @@ class Reader:
             raise
 
     def note_tail_read(self, seconds: float) -> None:
-        """Counts how long messages were visible before this reader, which had waited, had them."""
+        """Records how long messages were visible before this waiting reader returned them."""
         self._metrics.observe("wal.tail_read_latency_ms", seconds * 1000)
 
     def poll(
@@ -180,7 +180,7 @@ class Reader:
         return self._read(lambda: self._poll(max_messages, max_bytes))
 
     def _read(self, read: Callable[[], _T]) -> _T:
-        """Calls `read` as the only one that reads."""
+        """Calls `read` with the reading lock held."""
         start = self.next_offset
         found: _T | None = None
         try:
@@ -206,14 +206,20 @@ class Reader:
             raise self._closed_error()
 
     def _settle(self, error: BaseException, start: int, found: object) -> None:
-        """Ends a call that began at `start`, and has `found` something, if `error` cut it short."""
+        """Cleans up after a call that `error` ended: resets the position, releases the lock.
+
+        Args:
+            error: The exception.
+            start: The position at the start of the call.
+            found: What the call had read, if anything.
+        """
         try:
             self._wal.settle()
         finally:
             if found or not isinstance(error, IsterError):
                 self.next_offset = start
             if is_held(self._reading):
-                # Where they stand may be half true. A dropped file closes itself.
+                # Their positions may be inconsistent. A dropped file closes itself.
                 self._files = self._batch = None
                 history, self._history = self._history, None
                 if history is not None:
@@ -486,7 +492,8 @@ class Reader:
             self._history = self._open_history()
             self._metrics.count("reader.history_entered_total")
             _log.debug(
-                "reader goes to the bucket", extra={"topic": wal.settings.topic, "offset": start}
+                "reader switches to the bucket",
+                extra={"topic": wal.settings.topic, "offset": start},
             )
         if self._files is not None:
             self._files.close()
@@ -504,7 +511,7 @@ class Reader:
             self._history = None
             self._metrics.count("reader.handoffs_total")
             _log.debug(
-                "reader is back at local files",
+                "reader switches to local files",
                 extra={"topic": self._wal.settings.topic, "offset": self.next_offset},
             )
 
@@ -521,7 +528,7 @@ class Reader:
         """Waits for the next message to become visible, for `timeout`, or for `close`.
 
         Returns:
-            When it did, for one wait in `TAIL_SAMPLE`.
+            When it was woken, for one of `TAIL_SAMPLE` waits; else None.
         """
         self._wait_count += 1
         is_measured = self._wait_count % TAIL_SAMPLE == 1
@@ -557,7 +564,7 @@ class Reader:
         return ClosedError("the reader is closed", topic=self._wal.settings.topic)
 
     def _after_fork(self) -> None:
-        """Closes a forked child's copy; its chunk fetched ahead would never come."""
+        """Closes a forked child's copy: the thread that prefetches for it does not exist there."""
         forks.reset_locks(self._reading)
         self._is_closed = True
         self._is_reading = False
@@ -565,7 +572,7 @@ class Reader:
 
     def _drop_if_idle(self) -> None:
         """Gives the file back, unless a thread is reading it: then that one does it at its end."""
-        # Not under a `_read` that a signal handler has come in between, either.
+        # Not within a `_read` that a signal handler has interrupted, either.
         if not self._is_reading and self._reading.acquire(blocking=False):
             try:
                 files, self._files, self._batch = self._files, None, None

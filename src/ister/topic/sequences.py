@@ -463,7 +463,7 @@ class SequencedTopics:
             return found
 
     def _drop_closed(self) -> None:
-        """Drops those of closed topics, once there are twice as many as were left the last time."""
+        """Drops entries of closed topics whenever the number of entries has doubled."""
         if len(self._topics) < self._drop_at:
             return
         self._topics = {

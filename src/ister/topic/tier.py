@@ -64,7 +64,7 @@ _log = logging.getLogger("ister.topic.tier")
 
 _RETRY_SECONDS_MIN: Final = 0.5
 _RETRY_SECONDS_MAX: Final = 60.0
-# While appends wait for room on the disk.
+# While low disk space stops appends.
 _RETRY_SECONDS_PRESSED: Final = 5.0
 # A job commits what its tasks have made within minutes.
 _JOB_GRACE_SECONDS: Final = 3600
@@ -72,7 +72,7 @@ _JOB_GRACE_SECONDS: Final = 3600
 _FOLLOW_SECONDS: Final = 1.0
 # A pipeline may be slow to start, and slow once.
 _PATIENCE_SECONDS: Final = 60.0
-# Objects that are looked at when a topic is opened.
+# Number of objects that are checked when a topic is opened.
 _RECENT_OBJECTS: Final = 4
 # A hold on producers ends when the lag is clearly below its limit, not just under it.
 _RELIEF: Final = 0.9
@@ -147,13 +147,13 @@ class TopicTier:
         self.on_wanted: Callable[[], None] = lambda: None
         """Called when an upload should not wait for its time."""
         self.active_floor: ActiveFloor = no_floor
-        """Where the slowest subscription is that somebody here consumes; see `Topic`."""
+        """Returns the lowest cursor of the active subscriptions; see `Topic`."""
         self.is_listed = False
-        """Whether `background` looks at it a few times a second; kept there."""
+        """Whether `background` checks it a few times a second; set by `background`."""
         self.on_backlog: Callable[[], None] = lambda: None
-        """Called when something is synced while it is not listed."""
+        """Called when messages were synced while the topic is not listed."""
         self.on_fenced: Callable[[], None] = lambda: None
-        """Called, by any thread, when another owner turned out to have the topic."""
+        """Called, in any thread, when another node turns out to own the topic."""
         owned.on_fenced = self._on_fenced
         owned.on_regained = self._on_regained
         wal.on_tier_wanted = self._on_wanted
@@ -201,7 +201,7 @@ class TopicTier:
         return self._lapsed("whether the message counts is unknown until the store answers")
 
     def refused_error(self) -> FencedError | UnavailableError:
-        """What an append gets meanwhile; one that was replaced does not go on."""
+        """The error of appends without a valid lease; `FencedError` if the topic was lost."""
         if self.owned.is_fenced:
             return self._fenced_error()
         return self._lapsed("nothing was accepted; it goes on when the store answers")
@@ -253,7 +253,7 @@ class TopicTier:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is in the bucket and nobody is kept back: nothing can be due."""
+        """Whether everything is uploaded and no producer waits: nothing is due."""
         wal = self._wal
         return wal.next == (wal.tiered or 0) and not self._is_held
 
@@ -294,8 +294,8 @@ class TopicTier:
         """One cycle: everything that is synced by now goes into the bucket.
 
         Args:
-            is_crowded: Asked after each object; if others wait for their turn, the rest of the
-                cycle is left to the next one.
+            is_crowded: Called after each object; if other topics wait for a thread, the cycle
+                ends, and the next one continues.
 
         Raises:
             FencedError: Another owner has the topic.
@@ -517,13 +517,13 @@ class TopicTier:
     def trim(self) -> int:
         """Removes the local files that retention does not keep, once the bucket surely has them.
 
-        File by file: what was checked goes, although something behind it cannot be.
+        File by file: a file that passed its check is removed even if a later one fails.
 
         Returns:
             How many.
 
         Raises:
-            IsterError: Something is not as it should be; no file was removed from there on.
+            IsterError: A check or a removal failed; later files were not removed.
         """
         wal, retention = self._wal, self._tiers.storage.wal.retention
         with self._trimming:
@@ -557,15 +557,15 @@ class TopicTier:
         return removed
 
     def release(self, *, past_subscriptions: bool, is_enough: Callable[[], bool]) -> int:
-        """Removes local files that the bucket surely has, whatever retention says; how many.
+        """Removes local files whose upload is verified, whatever retention says; how many.
 
-        For a disk that is low on room: such files are only a cache. One after the other, until
-        `is_enough`.
+        For a disk that is low: such files are only a cache. Removes one after the other until
+        `is_enough` returns True.
 
         Args:
-            past_subscriptions: Whether files go that an active subscription has yet to read; it
-                reads them from the bucket then.
-            is_enough: Asked after each file.
+            past_subscriptions: Remove files that an active subscription has not read, too; it then
+                reads them from the bucket.
+            is_enough: Called after each file.
 
         Raises:
             IsterError: The bucket's copy could not be read, or a file not be removed.
@@ -594,7 +594,7 @@ class TopicTier:
         return count
 
     def _subscription_floor(self, *, include_inactive: bool) -> int:
-        """The first offset that an active subscription has yet to read.
+        """The lowest offset that an active subscription has not read.
 
         Args:
             include_inactive: Consider all subscriptions, because an untrusted clock cannot tell
@@ -628,7 +628,7 @@ class TopicTier:
         Args:
             start: The first offset.
             end: The offset after the last one.
-            assured: Objects that were checked a moment ago, to which those checked now are added.
+            assured: Objects that were already checked; extended by those checked now.
 
         Raises:
             DataGapError: The catalog has a hole there.
@@ -694,9 +694,9 @@ class TopicTier:
                 source.close()
 
     def check_recent(self) -> list[str]:
-        """Looks whether the newest objects are there, where local files still have their offsets.
+        """Checks that the newest objects exist whose offsets are still in local files.
 
-        Only a few: whatever local files hold is looked at before retention removes them.
+        Only a few: retention checks every object before it removes a local file.
 
         Returns:
             The names of those that were not, and were uploaded again.

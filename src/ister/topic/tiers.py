@@ -95,7 +95,7 @@ def open_metadata(
         config: The settings.
         clock: Measures leases.
         read_only: Creates and changes nothing.
-        on_full: Called when the store's local disk is full; whether it has made room.
+        on_full: Called when the store's local disk is full; returns whether it freed space.
 
     Raises:
         ConfigError: The settings do not make sense, or a library is missing.
@@ -158,7 +158,7 @@ class Tiers:
         self.clock = clock
         self.metrics = metrics
         self.node_clock = node_clock if node_clock is not None else NodeClock(clock)
-        """Whether this node's clock can be trusted."""
+        """Detects steps of this node's clock."""
         self.membership = Membership(
             metadata,
             root_prefix=storage.metadata.root_prefix,
@@ -174,9 +174,9 @@ class Tiers:
         self.upload_memory_bytes = 0
         """What uploads under way may hold now."""
         self.upload_parts = 0
-        """Parts of theirs that the store was given and may not have stored yet."""
+        """Upload parts in flight (upper bound)."""
         self.is_disk_low: Callable[[], bool] = lambda: False
-        """Whether appends wait for room, so that uploads should not wait for their time."""
+        """Returns whether low disk space stops appends, so that uploads should start now."""
         self.capabilities: Capabilities | None = None
         """What the object store turned out to be able to do; None until it was tried."""
 
@@ -191,7 +191,7 @@ class Tiers:
         return Catalog(self.metadata, self.keys(name), clock=self.clock, metrics=self.metrics)
 
     def view(self, name: TopicName) -> ClaimView:
-        """What a claim of the topic depends on, as it is now."""
+        """Reads the keys that a claim of the topic depends on."""
         return ClaimView.read(self.catalog(name))
 
     def check_claim(
@@ -325,7 +325,7 @@ class Tiers:
             self.capabilities = self.objects.probe()
             if self.capabilities.leftovers:
                 _log.warning(
-                    "%s; nothing removes the parts of killed processes but a lifecycle rule",
+                    "%s; only a lifecycle rule of the bucket can remove parts of killed processes",
                     self.capabilities.leftovers,
                     extra={"store": self.objects.location},
                 )

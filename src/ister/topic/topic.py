@@ -7,9 +7,9 @@ Owns: the hot path of `append`, start positions, what its callers may do. Does n
 body into the cache. Nothing there waits for a disk. What an acknowledgement means is asked with
 `wait`, and readers see a message only when it has reached the topic's ack level.
 
-An exception from a signal handler may end any call at any point (`ister.wal.interrupts`). What an
-append changes under the lock is: first the cache, then, in one step, the log. A message is in or it
-is not, and those of `append_many` and `append_arrow` all are or none is.
+An exception from a signal handler may end any call at any point (`ister.wal.interrupts`). Under the
+lock, an append changes first the cache and then, in one step, the log. So appending is atomic, also
+for all messages of one `append_many` or `append_arrow`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Topic:
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._readers_lock = threading.Lock()
         self.active_floor: ActiveFloor = no_floor
-        """The first offset that retention keeps for subscriptions; set by whoever has them."""
+        """Returns the first offset that retention keeps for subscriptions; set by the broker."""
         self.opened_at = clock.boottime()
         """In `Clock.boottime` seconds."""
         self.batching = threading.Lock()
@@ -249,11 +249,11 @@ class Topic:
             buffer.is_changing = False
             self._release()
         except BaseException:
-            # First, and without a call in Python before it, at which a second one could come.
+            # First, before any bytecode at which a second signal could be handled.
             try:  # noqa: SIM105
                 self._release()
             except RuntimeError:
-                pass  # it was not taken
+                pass  # this thread does not hold it
             self.wal.settle()
             raise
         if not offset & _SAMPLE_MASK:
@@ -309,11 +309,11 @@ class Topic:
         return self._accept(total, put)
 
     def _accept(self, size_bytes: int, put: Callable[[int], int]) -> range:
-        """Calls `put`, which appends from the offset that it is given on, with the lock held.
+        """Calls `put` with the next offset, with the lock held.
 
         Args:
-            size_bytes: How much the frames will take.
-            put: Appends, and returns how many messages.
+            size_bytes: The size of the frames.
+            put: Appends messages from an offset on; returns their number.
         """
         buffer = self._buffer
         if buffer.is_changing:
@@ -548,18 +548,18 @@ class Topic:
         return self.wal.synced
 
     def rotate(self) -> bool:
-        """Ends the active file: the next append goes into a new one.
+        """Rotates the active file: the next append goes to a new one.
 
-        Everything appended so far is synced first. Retention removes whole files that have ended,
-        so this is how a file's messages become removable before it has its size or age. Safe
-        beside appends of other threads.
+        Everything appended so far is synced first. Retention only removes rotated files, so this
+        makes messages removable before the file reaches its size or age limit. Other threads may
+        append meanwhile.
 
         Returns:
-            False if the active file is empty, or the log is in memory: nothing is changed.
+            False if the active file is empty or the log is in memory; then nothing changes.
 
         Raises:
             CapacityError: The disk is full.
-            DiskError: The next file cannot be made, and the active one stays in use; or a sync
+            DiskError: The next file cannot be created, and the active one stays in use; or a sync
                 failed, and the topic's writer has stopped.
             ClosedError: The topic is closed.
         """
@@ -794,12 +794,12 @@ class Topic:
     def close(self) -> None:
         """Makes everything durable and ends the topic and its readers. May be called twice.
 
-        A call that a signal handler's exception ends goes on in the background; the next one waits
-        for it.
+        If an exception from a signal handler ends the call, closing continues in the background;
+        the next call waits for it.
 
         Raises:
             IsterError: The last messages could not be stored; the topic is closed all the same.
-            InvalidRequestError: A signal handler calls it in the middle of an append.
+            InvalidRequestError: It was called by a signal handler that interrupted an append.
         """
         self.wal.run_shielded(self._close)
 

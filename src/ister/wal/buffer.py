@@ -10,9 +10,9 @@ All methods are called with `lock` held, except where they say otherwise. The co
 since opening and only rise: `appended_bytes` belongs to the holder of `lock`, `written_bytes` and
 `admit_limit` to the holder of the commit lock.
 
-Frames are accepted by one step that happens or does not: the open chunk's list, or the list of
-chunks, is extended. Everything else follows from the two lists, and `mend` derives it again after a
-call that an exception ended halfway.
+Frames are accepted in one atomic step, which extends the open chunk's list or the list of chunks.
+Everything else is derived from the two lists; `mend` derives it again after an append that an
+exception interrupted.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class AppendBuffer:
         self.lock = threading.RLock()
         """Guards the buffer, the offsets and the waiters. Held for microseconds.
 
-        Nobody takes it twice; see `ister.wal.interrupts` for why it is not a plain one.
+        Never acquired twice; `ister.wal.interrupts` explains why it is an `RLock`.
         """
         self.is_changing = False
-        """Whether an append is between taking its offset and its end."""
+        """Whether an append is in progress, or was interrupted and not repaired yet."""
         self.next = next_offset
         """The offset that the next append gets."""
         self.appended_bytes = 0
@@ -108,7 +108,7 @@ class AppendBuffer:
     def push(self, offset: int, body: bytes, publish_time_ms: int) -> None:
         """Takes the frame for `offset`, which is `next`. The hot path."""
         size = len(body)
-        # Before the frame: a bound that is too high does no harm, one that is too low hides it.
+        # Before the frame: a maximum that is too high is harmless, one too low hides messages.
         if publish_time_ms > self._chunk_time_max:  # noqa: PLR1730 - a call to max() costs more
             self._chunk_time_max = publish_time_ms
         self._parts += (pack_header(offset, size, crc32(body)), body)  # accepted
@@ -118,7 +118,7 @@ class AppendBuffer:
             self.on_attention()
 
     def push_many(self, bodies: Sequence[bytes], publish_time_ms: int) -> None:
-        """Takes the frames for `next` and the offsets after it: all of them or none."""
+        """Appends messages from offset `next` on, atomically."""
         offset = first = self.next
         base = end = self.appended_bytes
         chunks: list[Chunk] = []
@@ -145,10 +145,10 @@ class AppendBuffer:
             self.on_attention()
 
     def push_frames(self, batches: Sequence[tuple[bytes, int, int]]) -> None:
-        """Takes whole frames, the first of which is that of `next`: all of them or none.
+        """Appends encoded frames from offset `next` on, atomically.
 
         Args:
-            batches: Frames, how many they are, and their highest publish time.
+            batches: Frames, their number, and their highest publish time.
         """
         offset, end = self.next, self.appended_bytes
         chunks: list[Chunk] = []
@@ -161,17 +161,17 @@ class AppendBuffer:
             self.on_attention()
 
     def _accept(self, chunks: list[Chunk]) -> None:
-        """Takes chunks that begin with `next`."""
+        """Appends chunks, the first of which begins at `next`."""
         self._seal()
         self._chunks += chunks  # accepted
         self.next = self._chunk_first = chunks[-1].end_offset
         self.appended_bytes = self.chunk_base = chunks[-1].end_bytes
 
     def mend(self) -> None:
-        """Brings everything into agreement with the frames, after a call that was cut short."""
+        """Derives all other fields from the frames again, after an interrupted append."""
         if self._chunks:
             last = self._chunks[-1]
-            if last.parts is self._parts:  # sealed, and not begun anew
+            if last.parts is self._parts:  # sealed, but the next chunk was not begun
                 self._parts = []
             self._chunk_first = last.end_offset
             self.chunk_base = last.end_bytes
@@ -241,11 +241,11 @@ class VolatileBuffer(AppendBuffer):
             self.on_attention()
 
     def push_many(self, bodies: Sequence[bytes], publish_time_ms: int) -> None:
-        """Takes an offset for each."""
+        """Assigns an offset to each message."""
         self._take_offsets(len(bodies))
 
     def push_frames(self, batches: Sequence[tuple[bytes, int, int]]) -> None:
-        """Takes an offset for each frame."""
+        """Assigns an offset to each frame."""
         self._take_offsets(sum(count for _, count, _ in batches))
 
     def _take_offsets(self, count: int) -> None:
@@ -254,4 +254,4 @@ class VolatileBuffer(AppendBuffer):
             self.on_attention()
 
     def mend(self) -> None:
-        """Does nothing: there are no frames that `next` could disagree with."""
+        """Does nothing: without frames there is nothing to derive."""

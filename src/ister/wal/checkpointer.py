@@ -59,7 +59,7 @@ class Checkpointer:
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        """Takes over what recovery found; `stored` is the checkpoint on disk, if there is one."""
+        """Continues from recovery's result; `stored` is the checkpoint on disk, or None."""
         self._writer = writer
         self._topic = topic
         self._codec = codec
@@ -108,7 +108,7 @@ class Checkpointer:
             self._writer.save_index(below=point.synced)
             state = self._state(point, is_poisoned=False)
             if state == self._stored:
-                # A topic that nobody has written since is opened without writing.
+                # Opening an unchanged topic writes nothing.
                 self._saved = point
                 return
             self._writer.directory.save_state(state)

@@ -75,10 +75,10 @@ class WalDirectory:
         """A directory at `path`, which need not exist.
 
         Args:
-            fs: Where it is.
+            fs: Its file system.
             path: `<root>/<namespace>/<topic>`.
-            durable: Namespaces' directories whose names, and the names in them, this process has
-                synced; shared by all topics of a log, so that only the first one syncs them.
+            durable: Directories of namespaces that this process has synced, with their parents;
+                shared by all topics of a log, so that only the first topic syncs them.
         """
         self.fs = fs
         self.path = path
@@ -102,7 +102,7 @@ class WalDirectory:
     def make(self) -> None:
         """Makes the directory where missing; its name is durable on return."""
         if self._is_marked:
-            self._is_marked = False  # just made, with everything synced
+            self._is_marked = False  # just created and synced
         elif self.fs.exists(self.path):
             self.sync()
         else:
@@ -114,7 +114,7 @@ class WalDirectory:
         try:
             self.fs.make_directories(self.path, within=namespace if is_durable else None)
         except BaseException:
-            # It may have been made, and not synced: the next one that comes by syncs it.
+            # The directory may have been created and not synced: the next `make` syncs it.
             self._durable.discard(namespace)
             raise
         self._durable.add(namespace)
@@ -147,7 +147,7 @@ class WalDirectory:
             self._durable.add(namespace)
 
     def begin_rename(self) -> None:
-        """Has the next `make` sync the names above again: the directory gets another name."""
+        """Makes the next `make` sync the parents again: the directory is about to be renamed."""
         self._durable.discard(self._namespace)
         self._is_marked = False
 

@@ -1,20 +1,19 @@
-"""Calls that an exception from a signal handler may end at any point.
+"""Protects a log against exceptions that signal handlers raise.
 
-Python runs signal handlers in the main thread, between two bytecodes. One that raises (Ctrl-C,
-`signal.alarm` as a timeout) ends whatever the main thread is doing there. Two rules keep a log
-whole all the same:
+Python runs signal handlers in the main thread, between two bytecodes. A handler that raises
+(Ctrl-C, `signal.alarm` as a timeout) ends whatever the main thread is doing there. Two rules keep a
+log consistent:
 
-- The main thread changes neither files nor metadata. What it waits for is committed by the
-  scheduler's threads, and `shielded` runs the rest, such as opening, rotating, uploading and
-  closing, in a thread of its own.
-- What the main thread does change, under a log's lock, has one commit point. A call that ends with
-  an exception releases the lock, and then repairs what lies around that point. The lock is an
-  `RLock`, because releasing that one tells whether this thread had it; a plain one cannot tell an
-  acquire that was interrupted from one that was interrupted a moment later.
+- The main thread changes neither files nor metadata. The scheduler's threads commit for it, and
+  `shielded` runs the rest, such as opening, rotating, uploading and closing, in a separate thread.
+- Changes that the main thread makes under a log's lock have one commit point. A call that an
+  exception ends releases the lock, and then repairs the state around the commit point. The lock is
+  an `RLock`, because releasing it fails if this thread does not hold it. With a plain lock the call
+  could not know whether the interrupted `acquire` had succeeded.
 
-A handler may raise again at once. The release comes first, with no bytecode before it at which
-CPython runs handlers. `AppendBuffer.is_changing` stays set until the repair is done: should it be
-interrupted too, whoever takes the lock next does it (`Wal.mend`).
+A handler may raise again immediately. So the release comes first, with no bytecode before it at
+which CPython runs handlers. `AppendBuffer.is_changing` stays set until the repair is complete: if
+the repair is interrupted, the next thread that takes the lock repeats it (`Wal.mend`).
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ __all__ = ["is_held", "is_main_thread", "make_shielded", "shielded"]
 
 _T = TypeVar("_T")
 
-# Held while `make_shielded` makes or unmakes something.
+# Held while `make_shielded` creates or disposes of something.
 _making = threading.Lock()
-# Unmakes what an interrupted caller never got.
+# Dispose of results that interrupted callers did not receive.
 _left: Final[list[Callable[[], None]]] = []
 forks.call_in_child(lambda: forks.reset_locks(_making))
 forks.call_in_child(_left.clear)
@@ -41,7 +40,7 @@ forks.call_in_child(_left.clear)
 
 def is_held(lock: threading.RLock) -> bool:
     """Whether this thread holds the lock."""
-    # As `threading.Condition` finds out.
+    # `threading.Condition` uses this method as well.
     return bool(lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -51,20 +50,20 @@ def is_main_thread() -> bool:
 
 
 def shielded(work: Callable[[], _T], name: str) -> _T:
-    """Runs `work` in a thread of its own and waits for its end.
+    """Runs `work` in a separate thread and waits for it.
 
-    An exception from a signal handler ends the wait, not the work. `work` has to be one that can
-    be called again, and then waits for what is still under way.
+    An exception from a signal handler ends the wait, not the work. The caller may then call again,
+    so `work` has to wait for an earlier call that is still running.
 
     Args:
-        work: What to do.
+        work: The function to run.
         name: The thread's name.
 
     Returns:
         What `work` returned.
 
     Raises:
-        BaseException: What `work` raised.
+        BaseException: The exception that `work` raised.
     """
     results: list[_T] = []
     errors: list[BaseException] = []
@@ -74,7 +73,7 @@ def shielded(work: Callable[[], _T], name: str) -> _T:
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             errors.append(error)
         finally:
             ended.release()
@@ -82,7 +81,7 @@ def shielded(work: Callable[[], _T], name: str) -> _T:
     try:
         # With the caller's context, which has its span.
         _thread.start_new_thread(_start, (contextvars.copy_context().run, run, name))
-    except RuntimeError:  # the interpreter is ending, and starts no thread
+    except RuntimeError:  # no thread can be started at interpreter exit
         run()
     ended.acquire()
     if errors:
@@ -91,21 +90,21 @@ def shielded(work: Callable[[], _T], name: str) -> _T:
 
 
 def make_shielded(make: Callable[[], _T], unmake: Callable[[_T], None], name: str) -> _T:
-    """Makes something in a thread of its own, and waits for it.
+    """Creates something in a separate thread and waits for it.
 
-    What a caller never gets, because an exception from a signal handler ended its wait, is unmade
-    in another thread; the next call waits for that.
+    If an exception from a signal handler ends the wait, the result is disposed of in another
+    thread; the next call waits for that.
 
     Args:
-        make: Makes it.
-        unmake: Ends it, and raises nothing.
+        make: Creates it.
+        unmake: Disposes of it; raises nothing.
         name: The thread's name.
 
     Returns:
         What `make` returned.
 
     Raises:
-        BaseException: What `make` raised.
+        BaseException: The exception that `make` raised.
     """
     found: list[_T] = []
     errors: list[BaseException] = []
@@ -119,7 +118,7 @@ def make_shielded(make: Callable[[], _T], unmake: Callable[[_T], None], name: st
             try:
                 if not is_left:
                     found.append(make())
-            except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
                 errors.append(error)
             finally:
                 ended.release()
@@ -135,7 +134,7 @@ def make_shielded(make: Callable[[], _T], unmake: Callable[[_T], None], name: st
         if not errors:
             return found[0]
     except BaseException:
-        # First: should a second one come right behind it, the next call unmakes it.
+        # First: if a second exception follows immediately, the next call disposes of it.
         _left.append(undo)
         _thread.start_new_thread(_start, (contextvars.copy_context().run, _clear, name))
         raise
@@ -153,6 +152,6 @@ def _clear_left() -> None:
 
 
 def _start(run: Callable[[Callable[[], None]], None], work: Callable[[], None], name: str) -> None:
-    """Starts a thread; in one of its own, as starting one must not be interrupted either."""
-    # Not a daemon: a program that ends meanwhile waits for it.
+    """Starts the thread, itself in another thread: starting must not be interrupted either."""
+    # Not a daemon: the program must not exit before the work is done.
     threads.start(name, run, work, daemon=False)

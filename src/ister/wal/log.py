@@ -15,12 +15,12 @@ Invariants:
 - nobody is told before the watermark is true, and an error reaches every waiter.
 
 Who commits. A thread that waits commits by itself if nobody else is at it: no hop to another
-thread, so a lone waiter pays a write and a sync. Not the main thread, which a signal handler can
-interrupt anywhere (`ister.wal.interrupts`): the scheduler's threads commit for it. Those who come
-while a commit runs enlist, and what they appended becomes the next batch: the sync under way is the
-batching window, without a timer. When a commit ends and someone still waits, the scheduler's
-threads go on with it. Without anybody waiting, bytes are written after `LAZY_WRITE_SECONDS` or when
-there is a megabyte, and synced after `fsync_interval_ms` or `fsync_max_batch_bytes`.
+thread, so a lone waiter pays a write and a sync. Except in the main thread, which a signal handler
+can interrupt anywhere (`ister.wal.interrupts`): the scheduler's threads commit for it. Waiters that
+arrive during a commit enlist, and their messages become the next batch: the sync in progress is the
+batching window, without a timer. If waiters remain when a commit ends, the scheduler's threads
+continue. Without waiters, bytes are written after `LAZY_WRITE_SECONDS` or when there is a megabyte,
+and synced after `fsync_interval_ms` or `fsync_max_batch_bytes`.
 
 What a crash leaves: every frame below `synced`; frames above it perhaps, never with a hole that a
 reader would not notice; see `ister.wal.recovery`.
@@ -95,9 +95,9 @@ class Schedule(Protocol):
         ...
 
     def is_exposed(self) -> bool:
-        """Whether signal handlers may interrupt the calling thread, which then leaves files alone.
+        """Whether signal handlers may interrupt the calling thread, which must not change files.
 
-        Never where there are no threads that could commit for it.
+        Always False for a scheduler without threads that could commit instead.
         """
         ...
 
@@ -186,11 +186,11 @@ class Wal:
         self.on_tier_wanted: Callable[[], None] = lambda: None
         """Called when somebody waits for `tiered`; must not block."""
         self.on_disk_full: Callable[[], bool] = lambda: False
-        """Called when there is no room for what frees room; whether it has made some."""
+        """Called when work that frees space needs some itself; returns whether it freed any."""
         self.may_retry: Callable[[], bool] = lambda: True
-        """Whether a write that met a full disk may be tried again now."""
+        """Returns whether a write that failed on a full disk may be retried now."""
         self.on_synced: Callable[[], None] = lambda: None
-        """Called after `synced` has moved; must not block."""
+        """Called after `synced` has advanced; must not block."""
         self.synced_bytes_total = 0
         """Bytes synced so far by this writer: what is new for an uploader is a difference."""
         if recovered.damage:
@@ -204,7 +204,7 @@ class Wal:
         self._room_waiters: set[ThreadWaiter] = set()
         self._room_callbacks: list[Callable[[], None]] = []
         self._is_scheduled = False
-        # Readers at the tail that were left to `run`.
+        # Whether readers at the tail are left to be woken by `run`.
         self._has_crowd = False
         self._timer_at = math.inf
         self._is_lazy_armed = False
@@ -222,7 +222,7 @@ class Wal:
         self._is_closing = False
         self._fork_error: ClosedError | None = None
         self.on_mend: Callable[[int], None] = lambda next_offset: None
-        """Called, with `next` and with `lock` held, when an append was cut short."""
+        """Called with `next` after an interrupted append, with `lock` held."""
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -398,9 +398,9 @@ class Wal:
         self._wait_for_room(timeout=STALL_RETRY_SECONDS)
 
     def _wait_for_room(self, *, timeout: float | None) -> None:
-        """Waits until something changes for those who wait to append.
+        """Waits until a blocked append should be retried.
 
-        Called with `lock` held, and lets go of it meanwhile.
+        Called with `lock` held; releases it while waiting.
         """
         waiter = ThreadWaiter(self.next)
         try:
@@ -412,16 +412,16 @@ class Wal:
         self.lock.acquire()
 
     def _is_room_wanted(self) -> bool:
-        """Whether somebody waits to append and a write would help: a hold ends without one."""
+        """Whether appends wait for buffer space that a write would free."""
         return bool(self._room_waiters) and self.buffer.pending_bytes > 0
 
     def notify_room(self, on_room: Callable[[], None]) -> bool:
-        """Has `on_room` called once when a held append should be tried again, in any thread.
+        """Calls `on_room` once, in any thread, when a held append should be retried.
 
         It is called with `lock` held and must not block. For callers that cannot block in `admit`.
 
         Returns:
-            False if appends do not wait now: what refused them is final for the caller.
+            False if appends are refused and do not wait: the caller has to raise the error.
         """
         with self.lock:
             if self._refusal is not None or not self.settings.blocks_when_full:
@@ -435,7 +435,7 @@ class Wal:
             return True
 
     def _notify_room(self) -> None:
-        """Wakes everybody who waits to append; `lock` is held."""
+        """Wakes all blocked appends; `lock` is held."""
         for waiter in tuple(self._room_waiters):
             waiter.finish(None)
         self._room_waiters = set()
@@ -459,7 +459,7 @@ class Wal:
     def unhold(self, name: str) -> None:
         """Ends a hold; one that does not exist is fine."""
         if name not in self._holds:
-            return  # asked of every topic at every renewal of the lease
+            return  # the common case: called for every topic at every renewal of the lease
         with self.lock:
             if self._holds.pop(name, None) is not None:
                 self.buffer.is_refusing = self._refusal is not None or bool(self._holds)
@@ -487,11 +487,11 @@ class Wal:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is in the middle of a call: a signal handler has come in between."""
+        """Whether this thread holds the lock: a signal handler has interrupted a call."""
         return is_held(self.lock)
 
     def settle(self) -> None:
-        """Ends a call that an exception cut short: frees the lock, repairs what is half done.
+        """Cleans up after an interrupted call: releases the lock and repairs the state.
 
         See `ister.wal.interrupts`.
         """
@@ -502,17 +502,16 @@ class Wal:
                 self.mend()
 
     def mend(self) -> None:
-        """Repairs what an append that was cut short has left; `lock` is held.
+        """Repairs the state after an interrupted append; `lock` is held.
 
-        Whoever takes the lock to look at the buffer or the cache calls this first: an exception
-        from a signal handler may also have ended the repair.
+        Call this first after taking the lock to use the buffer or the cache: an exception from a
+        signal handler may have interrupted an earlier repair.
         """
         if not self.buffer.is_changing:
             return
         self.buffer.mend()
         self.on_mend(self.next)
-        # Whoever should have been told or woken, and an alarm that should have been set: `run`
-        # sees to it.
+        # Waiters may not have been woken and a timer not been set; `run` does both.
         self._is_lazy_armed = False
         self._timer_at = math.inf
         self.buffer.attention_at = 0
@@ -888,8 +887,8 @@ class Wal:
             self._release_commit()
 
     def _submit(self) -> None:
-        # In this order: an exception from a signal handler in between must not leave a log that
-        # waits for a turn it was never given.
+        # In this order: an exception from a signal handler in between must not leave a log that is
+        # marked as scheduled and is not in the queue.
         self._schedule.submit(self)
         self._is_scheduled = True
 
@@ -970,14 +969,14 @@ class Wal:
             self._checkpointer.save()
 
     def rotate(self) -> bool:
-        """Syncs what was appended so far, ends the active file and begins the next one.
+        """Syncs everything appended so far and rotates the active file.
 
         Returns:
-            False if the active file is empty: there is nothing to end.
+            False if the active file is empty, and nothing changes.
 
         Raises:
-            CapacityError, DiskError: As a commit; or the next file cannot be made, and the active
-                one stays in use.
+            CapacityError, DiskError: The commit failed; or the next file cannot be created, and
+                the active one stays in use.
         """
         writer = self._writer
         if writer is None:
@@ -993,7 +992,7 @@ class Wal:
                 raise
         if not is_rotated:
             raise DiskError(
-                "the next file cannot be made; the active one stays in use",
+                "cannot create the next file; the active one stays in use",
                 errno=None,
                 path=writer.directory.path,
             )
@@ -1008,8 +1007,8 @@ class Wal:
 
         Args:
             before: The first offset that stays.
-            whole: Remove the active file, too, where everything written is synced, tiered and
-                below `before`: the bucket proves what the next offset is. A new one follows it.
+            whole: Also remove the active file if everything written is synced, tiered and below
+                `before`; the next offset is then known from the bucket. A new file follows.
 
         Returns:
             How many files were removed.
@@ -1052,9 +1051,10 @@ class Wal:
         return count
 
     def next_trim(self, safe_before: int) -> int | None:
-        """Where a `whole` trim that keeps everything from `safe_before` on gets one file further.
+        """The `before` with which a `whole` trim removes one file; None if no file can be removed.
 
-        None if no file can go.
+        Args:
+            safe_before: Offsets from here on are kept.
         """
         files = self.files
         if not files:
@@ -1067,7 +1067,7 @@ class Wal:
         return written if is_tiered and has_frames and safe_before >= written else None
 
     def _count_trimmable(self, before: int) -> int:
-        """Files that a trim takes: below `before`, and followed by one with a synced frame."""
+        """The number of files that a trim removes: below `before`, and not the last synced one."""
         files = self.files
         count = 0
         while (
@@ -1079,17 +1079,15 @@ class Wal:
         return count
 
     def _end_active_file(self, writer: WalWriter, before: int) -> bool:
-        """Has what is written next go to a new file, so that all others may be removed.
-
-        The commit lock is held.
+        """Begins a new file, so that all others may be removed; the commit lock is held.
 
         Returns:
-            False if something in the files is not in the bucket, or there is no room.
+            False if the files hold something that is not in the bucket, or the disk is full.
         """
         if not writer.files or not (self.tiered or 0) >= self.written == self.synced <= before:
             return False
         if writer.seq != writer.files[-1].seq:
-            return True  # ended before, and nothing written since
+            return True  # already rotated, and nothing written since
         with self._sync_lock:
             return writer.rotate(self.written) or (
                 self.on_disk_full() and writer.rotate(self.written)
@@ -1178,14 +1176,14 @@ class Wal:
         self._close_file_quietly(wait=False)
 
     def after_fork(self, error: ClosedError) -> None:
-        """Makes a forked child's copy unusable; its buffer is the parent's to write."""
+        """Makes a forked child's copy unusable; the parent writes the buffer."""
         forks.reset_locks(self.lock, self._commit_lock, self._sync_lock, self._ending)
         self._fork_error = error
         self._state = TopicState.CLOSED
         self._refuse(self._closed_error)
 
     def check_process(self) -> None:
-        """Refuses what a forked child asks of its parent's log.
+        """Refuses calls of a forked child to its parent's log.
 
         Raises:
             ClosedError: This process is a fork of the one that opened the log.
@@ -1194,7 +1192,7 @@ class Wal:
             raise self._closed_error()
 
     def stop(self, error: Exception) -> None:
-        """Stops the writer because of an error that nobody expected; whoever waits is told."""
+        """Stops the writer after an unexpected error, which is raised in all waiting calls."""
         with self._commit_lock:
             if self._state is not TopicState.CLOSED:
                 self._fail(error)
@@ -1213,36 +1211,36 @@ class Wal:
     def close(self) -> None:
         """Commits what is left, saves the checkpoint and releases the file. May be called twice.
 
-        A call that a signal handler's exception ends goes on in the background; the next one waits
-        for it.
+        If an exception from a signal handler ends the call, closing continues in the background;
+        the next call waits for it.
 
         Raises:
             IsterError: The last commit failed; the log is closed all the same.
-            InvalidRequestError: A signal handler calls it in the middle of an append.
+            InvalidRequestError: It was called by a signal handler that interrupted an append.
         """
         self.run_shielded(self._close_once)
 
     def run_shielded(self, work: Callable[[], _T]) -> _T:
-        """Runs `work`, which changes or ends the log, where no signal handler can interrupt it.
+        """Runs `work`, which changes or closes the log, where no signal handler can interrupt it.
 
         Raises:
-            InvalidRequestError: A signal handler calls it in the middle of an append.
-            BaseException: What `work` raises.
+            InvalidRequestError: It was called by a signal handler that interrupted an append.
+            BaseException: The exception that `work` raised.
         """
         self.check_outside()
         return shielded(work, "ister-call") if self._schedule.is_exposed() else work()
 
     def check_outside(self) -> None:
-        """Refuses what would wait for the call that a signal handler has interrupted.
+        """Refuses a call that would wait for the append that a signal handler has interrupted.
 
         Raises:
-            InvalidRequestError: This thread is in the middle of an append.
+            InvalidRequestError: This thread holds the lock: it is in the middle of an append.
         """
         if self.is_inside:
             raise InvalidRequestError(
-                "called by a signal handler in the middle of an append to the same topic",
+                "called by a signal handler that interrupted an append to the same topic",
                 topic=self.settings.topic,
-                hint="set a flag or raise an exception in the handler, and call this afterwards",
+                hint="set a flag or raise an exception in the handler, and make this call later",
             )
 
     def _close_once(self) -> None:
@@ -1373,6 +1371,6 @@ def _is_on_loop() -> bool:
 
 
 def _on_loop(error: IsterError) -> IsterError:
-    """The reason of a hold, for a caller that would have frozen its event loop."""
+    """Adds a hint to the error of a hold, for a caller that would block its event loop."""
     error.hint = f"`await topic.aio.append(…)` waits without blocking the event loop; {error.hint}"
     return error

@@ -313,9 +313,9 @@ class WalReader:
         """Where a range of whole frames from `start` on has to end to stay within limits.
 
         At least one frame, none at or after `end`; the range takes at most `bytes_max` bytes and
-        no message in it arrived more than `span_ms_max` after the first one. What arrived before
-        this process opened the log is told apart by file only. Found by the indexes; at most two
-        blocks are read.
+        no message in it arrived more than `span_ms_max` after the first one. Arrival times from
+        before this process opened the log are known per file only. Found by the indexes; at most
+        two blocks are read.
 
         Raises:
             OffsetOutOfRangeError: `start` has been trimmed.
@@ -354,9 +354,10 @@ class WalReader:
                 return at
 
     def arrived_ms(self, start: int, end: int) -> int | None:
-        """When the newest message of a range arrived, at the latest; None if it is not known.
+        """The latest possible arrival time of a range's newest message; None if unknown.
 
-        Only the node that wrote the files knows when its clock was wrong: for others it is None.
+        Always None without a writer: only the node that wrote the files knows when its clock was
+        wrong.
         """
         check(start < end, "a range has messages")
         if self._wal.writer is None:
@@ -366,7 +367,7 @@ class WalReader:
         return self._modified_ms(self._resolve(end - 1)[0])
 
     def _end_of_span(self, start: int, end: int, span_ms_max: int) -> int:
-        """Where a range from `start` on has to end to have arrived within a time."""
+        """Shortens a range so that its messages arrived within a time; returns the new end."""
         arrivals = self._wal.writer.arrivals if self._wal.writer is not None else None
         if arrivals is not None and (known := arrivals.of(start)) is not None:
             return arrivals.end_before(known[0] + span_ms_max, start=start, end=end)

@@ -4,8 +4,8 @@ A few threads serve every topic of a process; one more keeps the time. Neither k
 does: they call `run` and `on_timer`.
 
 Owns: the queue, the timer heap, the limit on open files. Does not own: any log's state. A log is
-in the queue once (it keeps a flag), and once more for each call that a signal handler's exception
-has ended meanwhile, so the queue is bounded by the number of topics.
+in the queue once (it keeps a flag), and once more for each call that an exception from a signal
+handler has ended, so the queue is bounded by the number of topics and of such calls.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class Scheduler:
 
     @staticmethod
     def _stop_log(thread: str, log: Wal, error: Exception) -> None:
-        """Stops a log whose work failed in an unexpected way; the thread has others to serve.
+        """Stops a log after an unexpected exception; the thread continues with other logs.
 
-        Logs handle the errors that they expect, so this is a fault of ours. Nobody knows whether
-        the log's commits would go on: those who wait are told, and recovery opens it again.
+        Logs handle the errors that they expect, so this is a bug. The state of the log's commits is
+        unknown: waiting calls fail, and the log has to be opened again, with recovery.
         """
         background.record(thread, error, topic=log.settings.topic)
         with background.guard(thread, topic=log.settings.topic):

@@ -49,7 +49,7 @@ class Waiter:
     def finish(self, error: IsterError | None) -> None:
         """Tells the waiter, unless it has been told or has given up."""
         if not self.is_done:
-            # In this order: an exception from a signal handler in between must not cost the call.
+            # In this order: an exception from a signal handler in between must not skip the call.
             self.on_done(error)
             self.is_done = True
 
@@ -67,10 +67,10 @@ class ThreadWaiter(Waiter):
 
     def _wake(self, error: IsterError | None) -> None:
         self.error = error
-        try:  # noqa: SIM105 - this is how a reader at the tail is woken
+        try:  # noqa: SIM105 - `suppress` is slower, and this wakes readers at the tail
             self._blocked.release()
         except RuntimeError:
-            pass  # it has been told before
+            pass  # already woken
 
     def block(self, timeout: float | None) -> bool:
         """Waits to be told; False if the time ran out first."""
@@ -111,13 +111,13 @@ class Waiters:
         return bool(heap) and heap[0].offset < next_offset
 
     def tell_passed(self, watermark: int, count_max: int) -> bool:
-        """Tells those whose offset is below `watermark`, `count_max` of them at the most.
+        """Wakes waiters whose offset is below `watermark`, at most `count_max` of them.
 
-        Each is told before it is removed: whoever calls may be ended by a signal handler's
-        exception at any point.
+        Each is woken before it is removed: an exception from a signal handler may end this call at
+        any point.
 
         Returns:
-            Whether there are more of them.
+            Whether more waiters remain to be woken.
         """
         heap = self._heap
         while heap and heap[0].offset < watermark:

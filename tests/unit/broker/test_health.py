@@ -346,7 +346,7 @@ def test_disk_below_its_watermark_stops_appends_and_says_so(tmp_path, monkeypatc
             check = found(broker.health, "disk")
             assert check.state == "bad"
             assert check.words.startswith("appends are stopped: ")
-            assert "go on at" in check.words
+            assert "resume at" in check.words
             assert "storage.disk.min_free" in check.hint
             assert broker.health.is_ready, "consumers are served"
 

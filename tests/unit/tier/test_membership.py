@@ -111,7 +111,7 @@ def test_copy_of_a_directory_in_use_is_refused(cluster):
             node.renew()
 
     cluster.clock.sleep = sleep
-    with pytest.raises(ConflictError, match="another process has the identity") as refused:
+    with pytest.raises(ConflictError, match="another process uses this directory") as refused:
         join(cluster, directory.copied(""))
     assert ".node" in refused.value.hint
     node.renew()
@@ -154,7 +154,7 @@ def test_loser_that_wakes_up_after_the_winner_has_ended_stays_fenced(cluster):
     owned = cluster.claim(node)
     other = join(cluster, directory.copied("there"))  # waits for the lease
     other.lease.revoke()
-    with pytest.raises(FencedError, match="was here meanwhile"):
+    with pytest.raises(FencedError, match="has used the node meanwhile"):
         node.renew()
     assert owned.is_fenced
     assert not node.is_valid

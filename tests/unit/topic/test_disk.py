@@ -115,10 +115,10 @@ def test_error_says_how_much_is_free_and_needed_and_that_it_goes_on():
     guard.look()
     error = guard.error("/ns/t")
     assert str(error).startswith(
-        "50 KiB of 1.0 MiB are free on the disk; appends stop below 100 KiB and go on at 125 KiB"
+        "50 KiB of 1.0 MiB are free on the disk; appends stop below 100 KiB and resume at 125 KiB"
     )
     assert error.path == "/d"
-    assert "goes on by itself" in error.hint
+    assert "appends resume when" in error.hint
     assert "storage.disk.min_free" in error.hint
     assert "bucket" not in error.hint  # local_only has none
     assert "storage.wal.retention" in error.hint

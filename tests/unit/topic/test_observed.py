@@ -48,9 +48,9 @@ def test_reader_start_hand_off_and_trim_are_logged_with_topic_and_offset(site, c
     assert len(payloads(topic.read("earliest"))) == 36
     (opened,) = lines(caplog, "reader opened")
     assert (opened["topic"], opened["offset"], opened["tier"]) == (str(NAME), 0, "bucket")
-    (entered,) = lines(caplog, "reader goes to the bucket")
+    (entered,) = lines(caplog, "reader switches to the bucket")
     assert (entered["topic"], entered["offset"]) == (str(NAME), 0)
-    (left,) = lines(caplog, "reader is back at local files")
+    (left,) = lines(caplog, "reader switches to local files")
     assert (left["topic"], left["offset"]) == (str(NAME), topic.watermarks.tiered)
 
 
