@@ -20,6 +20,7 @@ from ister.config import (
     AuthMode,
     CloudBackend,
     Config,
+    DiskConfig,
     MetadataBackend,
     Problem,
     StorageConfig,
@@ -27,6 +28,7 @@ from ister.config import (
 )
 from ister.errors import IsterError
 from ister.objectstore.backends import parse_backend
+from ister.topic.disk import min_free_bytes
 from ister.topic.tiers import open_metadata, open_objects
 
 __all__ = [
@@ -167,15 +169,15 @@ def try_connections(config: Config) -> Iterator[Connection]:
     """Tries the disk, the bucket and the metadata store, one after the other."""
     storage = config.storage
     if storage.wal.dir is not None:
-        yield _try_directory("local files", storage.wal.dir)
+        yield _try_directory("local files", storage.wal.dir, storage.disk)
     if storage.mode is not StorageMode.WAL_CLOUD:
         return
     yield _try_bucket(storage)
     yield _try_metadata(storage)
 
 
-def _try_directory(name: str, path: str) -> Connection:
-    """Whether a directory can be written to, or made where it is missing."""
+def _try_directory(name: str, path: str, disk: DiskConfig) -> Connection:
+    """Whether a directory can be written to, or made where it is missing, and has room."""
     path = os.path.abspath(path)
     at = path
     while not os.path.exists(at):
@@ -189,7 +191,15 @@ def _try_directory(name: str, path: str) -> Connection:
             says=f"{at} cannot be written to by this user",
             hint="run as the user of the broker, or change its owner",
         )
-    free = format_bytes(shutil.disk_usage(at).free)
+    usage = shutil.disk_usage(at)
+    free, limit = format_bytes(usage.free), min_free_bytes(disk, usage.total)
+    if usage.free < limit:
+        return Connection(
+            name=name,
+            is_ok=False,
+            says=f"{free} free on the disk of {path}; appends stop below {format_bytes(limit)}",
+            hint="make room, or set storage.disk.min_free lower",
+        )
     what = "can be written to" if at == path else "will be made when first used"
     return Connection(name=name, is_ok=True, says=f"{path} {what}; {free} free")
 
@@ -199,7 +209,7 @@ def _try_bucket(storage: StorageConfig) -> Connection:
     if cloud.backend is CloudBackend.MEMORY:
         return Connection(name="bucket", is_ok=True, says="in memory: there is nothing to try")
     if cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
-        found = _try_directory("bucket", cloud.root or "")
+        found = _try_directory("bucket", cloud.root or "", storage.disk)
         if not found.is_ok or not os.path.isdir(cloud.root or ""):
             return found
     try:
@@ -239,7 +249,7 @@ def _try_metadata(storage: StorageConfig) -> Connection:
         return Connection(name="metadata", is_ok=True, says="in memory: there is nothing to try")
     path = metadata.path or ""
     if metadata.backend is MetadataBackend.SQLITE and not os.path.exists(path):
-        found = _try_directory("metadata", os.path.dirname(os.path.abspath(path)))
+        found = _try_directory("metadata", os.path.dirname(os.path.abspath(path)), storage.disk)
         if not found.is_ok:
             return found
         return Connection(name="metadata", is_ok=True, says=f"{path} will be made when first used")

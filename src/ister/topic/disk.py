@@ -33,7 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ister import threads
-from ister.config import CloudBackend, MetadataBackend, StorageConfig, StorageMode
+from ister.config import CloudBackend, DiskConfig, MetadataBackend, StorageConfig, StorageMode
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -50,7 +50,7 @@ from ister.metrics import Metrics
 if TYPE_CHECKING:
     from ister.topic.topic import Topic
 
-__all__ = ["RESERVE_NAME", "DiskGuard", "DiskState"]
+__all__ = ["RESERVE_NAME", "DiskGuard", "DiskState", "min_free_bytes"]
 
 _log = logging.getLogger("ister.topic.disk")
 
@@ -71,6 +71,13 @@ _FILL_BYTES_PER_SECOND: Final = 1024 * MIB
 _RELIEF_SECONDS: Final = 1.0
 # Free several times the required space, so that producers do not stop again soon.
 _RELIEF_FACTOR: Final = 4
+
+
+def min_free_bytes(settings: DiskConfig, total_bytes: int) -> int:
+    """The free space below which appends stop, on a disk of that size."""
+    if settings.min_free is not None:
+        return settings.min_free
+    return min(_MIN_FREE_BYTES, total_bytes // _MIN_FREE_SHARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +251,7 @@ class DiskGuard:
                 if is_bucket:
                     found[usage.device] = replace(known, holds_bucket=True)
                 continue
-            min_free = self._settings.min_free
-            if min_free is None:
-                min_free = min(_MIN_FREE_BYTES, usage.total_bytes // _MIN_FREE_SHARE)
+            min_free = min_free_bytes(self._settings, usage.total_bytes)
             was = before.get(path)
             reserve = self._reserve_size(usage.total_bytes) if path == self._root else 0
             tight = max(min_free, reserve)

@@ -251,6 +251,15 @@ def test_connect_says_what_does_not_work_and_what_to_do(file, capsys, tmp_path):
     assert "does not work: bucket, metadata" in shown.err
 
 
+def test_connect_says_that_there_is_too_little_room(file, capsys, tmp_path):
+    """A broker with these settings starts, and refuses every append."""
+    storage = {"wal": {"dir": str(tmp_path / "data" / "wal")}, "disk": {"min_free": 10**15}}
+    found = connections(file({"storage": storage}), capsys, code=1)
+    assert not found["local files"]["is_ok"]
+    assert "appends stop below" in found["local files"]["says"]
+    assert "storage.disk.min_free" in found["local files"]["hint"]
+
+
 def test_connect_of_a_store_that_does_not_answer(file, capsys, tmp_path):
     options = {
         "endpoint": "http://127.0.0.1:9",
