@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import ister
+from broker_rig import a_broker, run
 from fault.disks import fill, mounted_tmpfs, skip_if, why_no_tmpfs
+from ister.client import AsyncClient
 from ister.config import load_config
 from ister.errors import CapacityError, UnavailableError
 from ister.limits import MIB
@@ -247,3 +249,29 @@ def test_log_is_opened_on_a_full_disk_and_heals(site):
         print(f"healed after {seconds:.1f} s")
         assert seconds < HEAL_SECONDS_MAX
         site.check(log)
+
+
+def test_consumers_go_on_where_a_disk_without_a_bucket_is_full(site):
+    """Cursors are on the full disk: what consumers have read is all that can make room."""
+
+    name = "/default/t0"
+
+    async def consume():
+        settings = {"storage": {"wal": {"dir": str(site.where / "wal")}}}
+        async with a_broker(site.where, settings, mode="local_only") as (_, _, listening):
+            address = f"http://127.0.0.1:{listening.grpc}"
+            async with AsyncClient(address) as client:
+                async with client.producer(name, create=True) as producer:
+                    await producer.send(b"kept")
+                    await producer.flush()
+                fill(site.ballast)
+                async with client.consumer(
+                    name, "late", start="earliest", timeout=_PATIENCE_SECONDS
+                ) as consumer:
+                    message = await consumer.receive(timeout=_PATIENCE_SECONDS)
+                    consumer.ack(message)
+                    await consumer.flush()
+            assert reserve_bytes(site.where) == 0
+            return message.payload
+
+    assert run(consume()) == b"kept"

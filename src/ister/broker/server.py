@@ -221,7 +221,13 @@ class Broker:
         if storage.mode is StorageMode.LOCAL_ONLY and storage.wal.dir is not None:
             home = os.path.dirname(os.path.abspath(storage.wal.dir))
             backend, path = MetadataBackend.SQLITE, os.path.join(home, "metadata.db")
-        metadata = open_metadata(MetadataConfig(backend=backend, path=path), self._clock)
+        disk = self._log.disk
+        metadata = open_metadata(
+            MetadataConfig(backend=backend, path=path),
+            self._clock,
+            # Consumers go on where the disk is full: what they have read makes room.
+            on_full=disk.give_up if disk is not None else None,
+        )
         self._endings.push_async_callback(asyncio.to_thread, metadata.close)
         return metadata
 
