@@ -31,6 +31,7 @@ from ister.format.message import BodyEncoder
 from ister.fs import local
 from ister.limits import STALL_RETRY_SECONDS
 from ister.model import TopicState
+from ister.wal.directory import LOCK_NAME
 
 NAME = "/fault/t0"
 PAGE = 4096
@@ -347,8 +348,7 @@ def test_failed_open_on_a_full_disk_does_not_keep_the_lock():
         settings = settings_of(str(where))
         with ister.open(settings):
             pass
-        (lock,) = (path for path in (where / "wal").iterdir() if path.is_file())
-        os.truncate(lock, 0)
+        os.truncate(where / "wal" / LOCK_NAME, 0)
         fill(where / "ballast")
         handles = len(os.listdir("/proc/self/fd"))
         try:
