@@ -106,7 +106,13 @@ class S3Uploads:
         """
         query = {"uploads": "", "prefix": self._root + prefix}
         while True:
-            tree = self._ask("GET", self._path, query)
+            try:
+                tree = self._ask("GET", self._path, query)
+            except NotFoundError as error:
+                # How rclone answers for a bucket that has had no multipart upload yet.
+                if "NoSuchUpload" in error.message:
+                    return
+                raise
             for item in tree.iter():
                 if _name(item) != "Upload":
                     continue
@@ -176,7 +182,9 @@ class S3Uploads:
             return ET.Element("empty")
         try:
             tree = ET.fromstring(body)  # noqa: S314 - the store is trusted with all data
-        except ET.ParseError:
+        except ET.ParseError as error:
+            if answer.status == http.HTTPStatus.OK:
+                raise UnavailableError(f"{method}: the answer is not XML") from error
             tree = ET.Element("empty")
         if answer.status == http.HTTPStatus.OK:
             return tree

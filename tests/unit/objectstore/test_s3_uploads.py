@@ -112,6 +112,18 @@ def test_store_that_can_be_listed_needs_no_rule(open_it):
     assert open_it().probe().leftovers == ""
 
 
+def test_bucket_that_never_had_an_upload_can_be_listed():
+    with rclone_server() as server:
+        store = open_store(
+            "s3", f"s3://{server.bucket}/new", server.options(), clock=SystemClock(), retries=0
+        )
+        try:
+            assert incomplete(store) == []
+            assert store.probe().leftovers == ""
+        finally:
+            store.close()
+
+
 def test_store_that_cannot_be_listed_says_that_a_rule_is_needed(open_it, monkeypatch):
     def refuse(self, prefix=""):
         raise PermissionDeniedError("GET: 403 AccessDenied")
