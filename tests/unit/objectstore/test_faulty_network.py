@@ -20,7 +20,7 @@ from ister.errors import (
 from ister.objectstore.opendal_store import open_store
 
 MIB = 1024 * 1024
-IO_SECONDS = 0.4
+IO_SECONDS = 0.8
 RETRIES = 2
 PASSING = [
     Action.SLOW_DOWN,
@@ -55,6 +55,8 @@ class Place:
         self.pauses = []
         self.root = f"s3://{BUCKET}/{random.randbytes(6).hex()}"
         self.store = self.open()
+        # For large requests that succeed in the end, however busy the machine is.
+        self.patient = self.open(io_timeout_seconds=10.0, call_timeout_seconds=120.0)
 
     def open(self, root=None, **settings):
         return open_store(
@@ -93,6 +95,7 @@ def place(rclone):
     yield place
     place.proxy.clear()
     place.store.close()
+    place.patient.close()
 
 
 @pytest.fixture
@@ -101,6 +104,7 @@ def any_place(any_server):
     yield place
     place.proxy.clear()
     place.store.close()
+    place.patient.close()
 
 
 CALLS = {
@@ -312,7 +316,7 @@ def test_missing_bucket_is_not_found(any_place):
 @pytest.mark.parametrize("path", ["[?]uploads", "partNumber=1", "partNumber=3"])
 def test_request_of_a_stream_that_fails_once_is_repeated(place, path, action):
     rule = place.proxy.add(action, path=path)
-    place.stream("big")
+    place.stream("big", store=place.patient)
     assert rule.hits == 1
     assert place.store.stat("big").size == 12 * MIB
 
@@ -322,7 +326,7 @@ def test_request_of_a_stream_that_fails_once_is_repeated(place, path, action):
 )
 def test_complete_that_fails_once_is_repeated(place, action):
     rule = place.proxy.add(action, method="POST", path="uploadId=")
-    place.stream("big")
+    place.stream("big", store=place.patient)
     assert rule.hits == 1
     assert place.store.stat("big").size == 12 * MIB
 
@@ -330,10 +334,11 @@ def test_complete_that_fails_once_is_repeated(place, action):
 def test_complete_whose_answer_was_lost_is_done_or_unknown_and_never_a_half(any_place):
     any_place.proxy.add(Action.LOST_REPLY, method="POST", path="uploadId=")
     if any_place.server.name == "moto":
-        any_place.stream("big")  # moto takes the second Complete as well
+        # moto takes the second Complete as well
+        any_place.stream("big", store=any_place.patient)
     else:
         with pytest.raises(UnavailableError):
-            any_place.stream("big")
+            any_place.stream("big", store=any_place.patient)
     assert any_place.store.stat("big").size == 12 * MIB
 
 
@@ -350,7 +355,7 @@ def test_complete_that_keeps_failing_leaves_no_object(place, action):
     begin = time.monotonic()
     with pytest.raises(UnavailableError):
         place.stream("big")
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 12 * IO_SECONDS
     with pytest.raises(NotFoundError):
         place.store.stat("big")
 
