@@ -293,6 +293,19 @@ def test_a_consumer_that_does_not_take_holds_little(client, topic):
     assert client.describe_subscription(topic, "s").cursor == 200
 
 
+def test_a_consumer_whose_buffer_is_full_is_heard(client, topic):
+    """It reads nothing, so that confirmations wait; what it acknowledges counts nevertheless."""
+    with client.producer(topic, create=True) as producer:
+        for _ in range(1000):
+            producer.send(bytes(20_000))
+    with client.consumer(topic, "s", start="earliest", buffer_bytes=65_536) as consumer:
+        for number in range(1, 61):
+            consumer.ack(consumer.receive(timeout=PATIENCE))
+            eventually(
+                lambda end=number: client.describe_subscription(topic, "s").cursor == end, within=20
+            )
+
+
 def test_an_exclusive_subscription_that_is_taken(client, topic):
     with client.consumer(topic, "s", create=True), pytest.raises(PermissionDeniedError):
         client.consumer(topic, "s")

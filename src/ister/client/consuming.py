@@ -181,6 +181,10 @@ class ConsumerCore:
             WaitTimeoutError: It takes longer; they go on being sent.
             IsterError: The consumer has failed.
         """
+        intakes = list(self._intakes.values())
+        for intake in intakes:
+            intake.flushes += 1
+            intake.wake()
         try:
             async with asyncio.timeout(timeout):
                 while True:
@@ -195,6 +199,9 @@ class ConsumerCore:
             raise WaitTimeoutError(
                 f"acknowledgements were not confirmed within {timeout} seconds", topic=self.topic
             ) from None
+        finally:
+            for intake in intakes:
+                intake.flushes -= 1
 
     async def close(self, timeout: float | None = None) -> None:
         """Waits until every acknowledgement is confirmed, and ends. May be called twice.

@@ -118,6 +118,8 @@ class Intake:
         """Whether `wake` has to be called for an acknowledgement to go; under the lock."""
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_ending = False
+        self.flushes = 0
+        """How many wait for confirmations, which come behind messages that wait for room."""
 
     # -- under the lock, by any thread ------------------------------------------------------
 
@@ -355,11 +357,15 @@ class Intake:
             self.waiting_bytes += sum(len(one.payload) for one in fresh)
         self._inbox.deliver(fresh)
 
+    @property
+    def _reads_on(self) -> bool:
+        return self._is_ending or self.flushes > 0
+
     async def _wait_for_room(self) -> None:
         while True:
             self._has_room.clear()
             with self._lock:
-                if self.waiting_bytes < self._options.buffer_bytes or self._is_ending:
+                if self.waiting_bytes < self._options.buffer_bytes or self._reads_on:
                     return
                 self._is_stalled = True
             await self._has_room.wait()

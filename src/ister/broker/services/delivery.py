@@ -30,9 +30,9 @@ __all__ = ["DeliveryService"]
 _BATCH_MESSAGES: Final = 256
 _BATCH_BYTES: Final = 1 * MIB
 _ACKS_MAX: Final = 10_000
-# A client that sends acknowledgements and does not read has so many confirmations waiting; then
-# nothing more is taken from it.
-_CONFIRMATIONS_MAX: Final = 16
+# A client whose buffer is full reads nothing and acknowledges on: as many messages as it may have
+# (`max_unacked_messages` at the most). From one that sends more, nothing is taken until it reads.
+_CONFIRMATIONS_MAX: Final = 100_000
 # How long a stream may say nothing before it is opened.
 _OPEN_SECONDS: Final = 10.0
 # Of an offset, and of a time.
@@ -80,7 +80,7 @@ class DeliveryService:
             outbox = subscription.attach(consumer.id, consumer.filters)
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
-        answers: asyncio.Queue[Any] = asyncio.Queue(_CONFIRMATIONS_MAX)
+        answers = _Confirmations()
         taking = asyncio.create_task(_take_acks(requests, subscription, answers, outbox))
         sending: asyncio.Task[list[Sent]] | None = None
         asked: asyncio.Task[Any] | None = None
@@ -100,19 +100,14 @@ class DeliveryService:
                 if asked.done():
                     answer = asked.result()
                     asked = None
-                    if isinstance(answer, Exception):
-                        raise answer
                     yield answer
                 if sending.done():
                     items = sending.result()
                     sending = None
                     if not items:
-                        while not answers.empty():
+                        while answers.is_waiting:
                             # The client has no more to say, and hears what became of the last.
-                            answer = answers.get_nowait()
-                            if isinstance(answer, Exception):
-                                raise answer
-                            yield answer
+                            yield answers.take()
                         return
                     async for batch in _batches(subscription, outbox, items):
                         yield batch
@@ -155,10 +150,61 @@ class DeliveryService:
         return topic.reliable_subscription(request.subscription), consumer
 
 
+class _Confirmations:
+    """Acknowledgements that count and whose client has not been told yet, put together."""
+
+    def __init__(self) -> None:
+        self._offsets: list[int] = []
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._has_room = asyncio.Event()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something to tell."""
+        return self._changed.is_set()
+
+    async def add(self, offsets: list[int]) -> None:
+        """Adds acknowledgements; waits while there are too many."""
+        while len(self._offsets) >= _CONFIRMATIONS_MAX:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._offsets += offsets
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Has an error told after what is waiting."""
+        self._error = error
+        self._changed.set()
+
+    async def get(self) -> Any:  # noqa: ANN401
+        """What to tell next, once there is something.
+
+        Raises:
+            Exception: That of `fail`.
+        """
+        await self._changed.wait()
+        return self.take()
+
+    def take(self) -> Any:  # noqa: ANN401
+        """What to tell next.
+
+        Raises:
+            Exception: That of `fail`.
+        """
+        if self._error is not None and not self._offsets:
+            raise self._error
+        told, self._offsets = self._offsets[:_ACKS_MAX], self._offsets[_ACKS_MAX:]
+        self._has_room.set()
+        if not self._offsets and self._error is None:
+            self._changed.clear()
+        return ister_api.ConsumeResponse(acked=ister_api.Acks(offsets=told))
+
+
 async def _take_acks(
     requests: AsyncIterator[Any],
     subscription: Dispatch,
-    answers: asyncio.Queue[Any],
+    answers: _Confirmations,
     outbox: Outbox[Sent],
 ) -> None:
     """Takes acknowledgements until the client has no more; then the stream ends."""
@@ -171,8 +217,7 @@ async def _take_acks(
                     raise InvalidRequestError(  # noqa: TRY301 - told by the stream
                         f"at most {_ACKS_MAX} acknowledgements at once"
                     )
-                taken = subscription.ack_many(offsets)
-                await answers.put(ister_api.ConsumeResponse(acked=ister_api.Acks(offsets=taken)))
+                await answers.add(subscription.ack_many(offsets))
             elif step == "nack":
                 nack = request.nack
                 subscription.nack(
@@ -185,7 +230,7 @@ async def _take_acks(
                     "a stream is opened once; then come acknowledgements"
                 )
     except Exception as error:  # noqa: BLE001 - told to the client by the stream
-        await answers.put(error)
+        answers.fail(error)
     else:
         outbox.end()
 
