@@ -39,7 +39,7 @@ def _nothing_is_left() -> Iterator[None]:
     ]
     for thread in ours:
         # One that ran a call has answered it, and may take a moment to end.
-        if thread.name in ("ister-call", "ister-close"):
+        if thread.name in ("ister-call", "ister-open"):
             thread.join(timeout=30)
     left = [thread.name for thread in ours if thread.is_alive()]
     assert not left, f"threads left behind: {left}"
