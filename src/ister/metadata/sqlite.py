@@ -425,9 +425,10 @@ class SqliteMetadata:
             )
 
     def _check_owner(self, connection: sqlite3.Connection) -> None:
-        version = _pragma(connection, "user_version")
-        application = _pragma(connection, "application_id")
+        # In this order: another process that makes the tables meanwhile sets all three at once.
         is_empty = _pragma(connection, "schema_version") == 0
+        application = _pragma(connection, "application_id")
+        version = _pragma(connection, "user_version")
         if not is_empty and application != _APPLICATION_ID:
             raise ConfigError("the file is another program's database", path=self._path)
         if version > SCHEMA_VERSION:

@@ -134,6 +134,23 @@ def test_synchronous_that_cannot_be_set_is_refused(path, open_store, monkeypatch
         open_store()
 
 
+@pytest.mark.parametrize("name", ["user_version", "application_id", "schema_version"])
+def test_file_that_another_process_makes_meanwhile_is_ours(path, monkeypatch, name):
+    read = sqlite._pragma
+    made = []
+
+    def read_then_make(connection, pragma):
+        value = read(connection, pragma)
+        if pragma == name and not made:
+            made.append(name)
+            SqliteMetadata(path, clock=ManualClock()).close()
+        return value
+
+    monkeypatch.setattr(sqlite, "_pragma", read_then_make)
+    SqliteMetadata(path, clock=ManualClock()).close()
+    assert made
+
+
 def test_many_open_a_new_file_at_once(path):
     """Eight processes race for making it; all of them get to write."""
     children = [_child(path, f"print(store.put('/{number}', b''))") for number in range(8)]
