@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import math
 import os
 import random
@@ -81,6 +82,8 @@ from ister.metadata.etcd_tls import ClientTls, explain_refusal
 from ister.metadata.leases import HeldLease
 
 __all__ = ["EtcdMetadata"]
+
+_log = logging.getLogger("ister.metadata.etcd")
 
 _T = TypeVar("_T")
 _Message: TypeAlias = Any
@@ -525,8 +528,8 @@ class EtcdMetadata:
                     raise
                 # The stream was cancelled, not this task: its channel was replaced by one with
                 # new certificates.
-            except Exception:  # noqa: BLE001, S110 - tried again, at another endpoint
-                pass
+            except Exception:  # noqa: BLE001 - tried again, at another endpoint
+                _log.debug("watch interrupted; reconnecting", exc_info=True)
             if self._current == index:
                 self._current = (index + 1) % len(self._endpoints)
             await asyncio.sleep(_WATCH_PAUSE_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311
