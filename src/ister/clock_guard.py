@@ -24,8 +24,8 @@ a reboot it is unknown how long the machine was off: a clock behind the mark, or
 `OFF_SECONDS_MAX` ahead of it, counts as a step. The first start has nothing to compare with.
 
 Times that were recorded while the clock was wrong are in known ranges of wall time. `correct`
-replaces such a time by the end of that period: the real time is not later than that, so nothing is
-deleted too early.
+replaces such a time by the end of that period, or, while it lasts, by the later of the two clocks:
+the real time is not later than that, so nothing is deleted too early, also not by another node.
 """
 
 from __future__ import annotations
@@ -211,13 +211,15 @@ class ClockGuard:
 
     def _trust(self, now: _Anchor) -> None:
         """Accepts the current time as right: ends the step and moves the anchor here."""
-        last = _expected(self._anchor, now)
-        for ahead in self._ahead:
-            self._wrong.append(_Range(self._anchor.wall + ahead, last + ahead))
-        self._wrong = [
-            replace(one, until=now.wall) if one.until is None else one for one in self._wrong
-        ][-_RANGES_MAX:]
+        wrong = self._wrong + self._stepped_ranges(_expected(self._anchor, now))
+        self._wrong = [replace(one, until=now.wall) if one.until is None else one for one in wrong][
+            -_RANGES_MAX:
+        ]
         self._anchor, self._off_max, self._ahead, self._step = now, 0.0, [], None
+
+    def _stepped_ranges(self, last: float) -> list[_Range]:
+        """The wall times recorded since the anchor while stepped; `last` is its expected time."""
+        return [_Range(self._anchor.wall + ahead, last + ahead) for ahead in self._ahead]
 
     def confirm(self) -> ClockStep | None:
         """Accepts the current time as right; returns the step that this ends, or None."""
@@ -241,8 +243,15 @@ class ClockGuard:
         Both are in milliseconds since the Unix epoch.
         """
         time = time_ms / 1000
-        for one in self._wrong:
-            until = one.until if one.until is not None else self._clock.now_ns() / 1e9
+        self.check()
+        with self._lock:
+            now = self._now()
+            last = _expected(self._anchor, now)
+            # During a step either clock may be the right one: the later time is safe.
+            latest = max(now.wall, last)
+            wrong = self._wrong + self._stepped_ranges(last)
+        for one in wrong:
+            until = one.until if one.until is not None else latest
             if one.start - STEP_SECONDS <= time <= one.end + STEP_SECONDS and until > time:
                 time = until
         return int(time * 1000) if time != time_ms / 1000 else time_ms

@@ -58,6 +58,12 @@ def test_any_crash_between_the_tiers_leaves_every_promise_kept() -> None:
 
 
 @pytest.mark.sim
+def test_world_that_found_an_object_uploaded_while_the_clock_was_behind() -> None:
+    """The node knew that its clock was wrong; the next owner, whose clock was right, did not."""
+    run_seed(3170120284)
+
+
+@pytest.mark.sim
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", POINTS)
 def test_a_crash_at_every_failpoint_leaves_every_promise_kept(name: str) -> None:

@@ -176,6 +176,19 @@ def test_time_of_a_clock_that_was_behind_counts_as_the_time_it_was_set_right(clo
     assert guard.correct(now_ms(clock)) == now_ms(clock)
 
 
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_time_of_a_clock_set_back_is_corrected_while_the_step_lasts(clock, is_noticed):
+    guard = ClockGuard(clock)
+    clock.advance(100)
+    before = now_ms(clock)
+    clock.jump_wall(-30 * DAY_MS)
+    if is_noticed:
+        assert guard.check() is not None
+    clock.advance(7)
+    assert guard.correct(now_ms(clock)) == before + 7000
+    assert guard.correct(before) == before
+
+
 def test_time_of_a_clock_that_was_behind_is_kept_over_a_boot(clock):
     guard = ClockGuard(clock, boot="one")
     clock.jump_wall(-30 * DAY_MS)
