@@ -41,7 +41,7 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.extras import missing_extra
-from ister.format.frame import FRAME_HEADER_SIZE, scan_frames
+from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import BodyEncoder, encode_message
 from ister.limits import (
     APPEND_CHUNK_BYTES,
@@ -343,8 +343,8 @@ class Topic:
 
         Columns are those of `read_arrow`: `payload` is required, `topic` and `offset` are passed
         over, and what is missing or null is as `append` would have it. All rows are checked before
-        the first one is accepted. Meant for many rows: they are encoded at once and go past the
-        cache.
+        the first one is accepted. Meant for many rows: they are encoded at once, and no object is
+        made per row.
 
         Args:
             batch: The rows.
@@ -365,7 +365,6 @@ class Topic:
                 hint="for batch in table.to_batches(): topic.append_arrow(batch)",
             )
         size = batch.nbytes + batch.num_rows * self._envelope_bytes
-        has_files = self.wal.directory is not None
 
         def put(first: int) -> int:
             encoded = columnar.encode_frames(
@@ -379,22 +378,12 @@ class Topic:
                 first_request_id=first_request_id,
                 segment_bytes=APPEND_CHUNK_BYTES,
             )
-            if not has_files:
-                for frames in encoded:
-                    self._remember_frames(frames.data, frames.first_offset)
+            for frames in encoded:
+                self.cache.append_frames(frames.data, frames.first_offset, frames.count)
             self._buffer.push_frames([(f.data, f.count, f.publish_time_max) for f in encoded])
-            if has_files and encoded:
-                self.cache.skip_to(self._buffer.next)
             return sum(frames.count for frames in encoded)
 
         return self._accept(size, put)
-
-    def _remember_frames(self, frames: bytes, offset: int) -> None:
-        """Puts frames into the cache of a log that has nothing else."""
-        scan = scan_frames(frames, expected_offset=offset)
-        ends = [*scan.starts[1:], scan.end]
-        for number, (start, end) in enumerate(zip(scan.starts, ends, strict=True), offset):
-            self._remember(number, frames[start + FRAME_HEADER_SIZE : end])
 
     def append_record(self, message: StreamMessage) -> int:
         """Accepts a whole record, as one that came over a wire; its offset is stamped into it.

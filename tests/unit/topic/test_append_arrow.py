@@ -366,22 +366,38 @@ def test_rows_are_for_asyncio_too(machine):
     assert asyncio.run(use()) == [*numbered(50), b"between", *numbered(50)]
 
 
-def test_reader_that_is_in_the_cache_falls_back_to_the_files(machine):
-    """Rows go past the cache: what was in it is read from the files from then on."""
+def test_readers_at_the_tail_read_rows_from_the_cache(machine):
+    """Batches of rows neither empty the cache nor go past it: no reader touches a file."""
     topic = a_topic(machine, cache_capacity=1000)
     topic.append_many(numbered(10))
     topic.flush()
-    reader = topic.reader()
-    found = payloads(reader.poll(5))
-    topic.append_arrow(a_batch(numbered(10, first=10)))
-    assert (topic.cache.start, topic.cache.end, len(topic.cache)) == (20, 20, 0)
-    topic.append_many(numbered(5, first=20))
-    assert (topic.cache.start, topic.cache.end) == (20, 25)
+    readers = [topic.reader(), topic.reader()]
+    found = [payloads(reader.poll_cache(5)) for reader in readers]
+    for first in range(10, 100, 10):
+        topic.append_arrow(a_batch(numbered(10, first=first)))
+        topic.append_many(numbered(2, first=first + 10))
+        topic.flush()
+        for payload, reader in zip(found, readers, strict=True):
+            while batch := reader.poll_cache(4):
+                payload += payloads(batch)
+    assert found == [payloads(topic.read())] * 2
+    for reader in readers:
+        reader.close()
+
+
+def test_reader_behind_a_batch_over_the_capacity_reads_files(machine):
+    topic = a_topic(machine, cache_capacity=8)
+    topic.append_many(numbered(4))
     topic.flush()
-    while batch := reader.poll(4):
+    reader = topic.reader()
+    found = payloads(reader.poll_cache(2))
+    topic.append_arrow(a_batch(numbered(50, first=4)))
+    topic.flush()
+    assert (topic.cache.start, topic.cache.end) == (46, 54)
+    while batch := reader.poll(7):
         found += payloads(batch)
-    assert found == numbered(25)
-    assert payloads(topic.reader(22).poll()) == numbered(3, first=22)
+    assert found == numbered(54)
+    assert payloads(topic.reader(50).poll_cache()) == numbered(4, first=50)
     reader.close()
 
 

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_message
+from ister.format.frame import FRAME_HEADER_SIZE, encode_frame
 from ister.format.message import encode_message
 from ister.model import Codec
 from ister.topic.cache import Cache
@@ -97,9 +98,72 @@ def test_decoded_messages_from_before_a_skip_are_not_given_out():
     ]
 
 
+def fill_run(cache, count, payload=b"x"):
+    """Appends the next messages as one run of frames; their bodies."""
+    first = cache.end
+    bodies = [a_body(offset, payload) for offset in range(first, first + count)]
+    frames = b"".join(encode_frame(offset, body) for offset, body in enumerate(bodies, first))
+    cache.append_frames(frames, first, count)
+    return bodies
+
+
+def test_run_of_frames_is_read_as_its_messages():
+    cache = a_cache(next_offset=100)
+    alone = fill(cache, 2, payload=b"alone")
+    together = fill_run(cache, 3, payload=b"together")
+    alone += fill(cache, 1, payload=b"alone")
+    assert cache.bodies(100, 106, bytes_max=1 << 20) == [*alone[:2], *together, alone[2]]
+    assert [(m.offset, m.payload) for m in cache.read(101, 105, bytes_max=1 << 20)] == [
+        (101, b"alone"),
+        (102, b"together"),
+        (103, b"together"),
+        (104, b"together"),
+    ]
+    assert len(cache.read(102, 106, bytes_max=len(together[0]))) == 1
+
+
+def test_newest_messages_of_a_run_over_the_capacity_are_held():
+    cache = a_cache(capacity=8)
+    fill(cache, 5)
+    bodies = fill_run(cache, 20)
+    assert (cache.start, cache.end) == (17, 25)
+    assert cache.bodies(17, 25, bytes_max=1 << 20) == bodies[12:]
+    assert cache.read(16, 25, bytes_max=1 << 20) == []
+
+
+def test_run_counts_with_its_bytes_until_its_last_message_has_left():
+    cache = a_cache(capacity=4)
+    run = sum(len(body) + FRAME_HEADER_SIZE for body in fill_run(cache, 3))
+    assert cache.size_bytes == run
+    size = len(fill(cache, 3)[0])
+    assert (cache.start, cache.size_bytes) == (2, run + 3 * size)
+    fill(cache, 1)
+    assert (cache.start, cache.size_bytes) == (3, 4 * size)
+
+
+def test_run_over_the_bytes_of_the_cache_is_not_kept_whole():
+    cache = a_cache(bytes_max=300)
+    bodies = fill_run(cache, 8, payload=b"y" * 100)
+    held = cache.bodies(cache.start, 8, bytes_max=1 << 20)
+    assert held == bodies[-len(held) :]
+    assert cache.size_bytes == sum(map(len, held)) <= 300
+
+
+@pytest.mark.parametrize("accepted", [6, 9])
+def test_interrupted_append_of_a_run_leaves_what_was_accepted(accepted):
+    cache = a_cache(capacity=16)
+    bodies = fill(cache, 4) + fill_run(cache, 2) + fill_run(cache, 3)
+    cache.mend(accepted)
+    assert (cache.start, cache.end) == (0, accepted)
+    assert cache.bodies(0, accepted, bytes_max=1 << 20) == bodies[:accepted]
+    runs = sum(len(body) + FRAME_HEADER_SIZE for body in bodies[4:accepted])
+    assert cache.size_bytes == sum(map(len, bodies[:4])) + runs
+
+
 _ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.integers(0, 60)),
+        st.tuples(st.just("run"), st.integers(1, 9)),
         st.tuples(st.just("skip"), st.integers(0, 9)),
     ),
     max_size=40,
@@ -115,9 +179,11 @@ def test_cache_is_a_suffix_of_what_was_appended_within_its_bounds(actions, capac
     floor = 0
     for what, number in actions:
         if what == "append":
-            body = a_body(cache.end, b"y" * number)
-            known[cache.end] = body
-            cache.append(cache.end, body)
+            known[cache.end] = a_body(cache.end, b"y" * number)
+            cache.append(cache.end, known[cache.end])
+        elif what == "run":
+            first = cache.end
+            known.update(enumerate(fill_run(cache, number, b"z" * number), first))
         else:
             floor = cache.end + number
             cache.skip_to(floor)
@@ -125,7 +191,11 @@ def test_cache_is_a_suffix_of_what_was_appended_within_its_bounds(actions, capac
         assert len(cache) <= capacity
         held = cache.bodies(cache.start, cache.end, bytes_max=1 << 30)
         assert held == [known[offset] for offset in range(cache.start, cache.end)]
-        assert cache.size_bytes == sum(map(len, held))
+        assert cache.size_bytes >= sum(map(len, held))
+        size = cache.size_bytes
+        cache.mend(cache.end)  # counts all that it holds
+        assert cache.size_bytes == size
         assert cache.size_bytes <= bytes_max or len(held) == 1
         read = cache.read(cache.start, cache.end, bytes_max=1 << 30)
         assert [message.offset for message in read] == list(range(cache.start, cache.end))
+        assert [message.size_bytes for message in read] == list(map(len, held))
