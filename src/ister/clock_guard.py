@@ -242,7 +242,6 @@ class ClockGuard:
 
         Both are in milliseconds since the Unix epoch.
         """
-        time = time_ms / 1000
         self.check()
         with self._lock:
             now = self._now()
@@ -250,11 +249,13 @@ class ClockGuard:
             # During a step either clock may be the right one: the later time is safe.
             latest = max(now.wall, last)
             wrong = self._wrong + self._stepped_ranges(last)
+        # The end of a period may itself be in a range: the clock that ended it was wrong as well.
+        times = [time_ms / 1000]
         for one in wrong:
-            until = one.until if one.until is not None else latest
-            if one.start - STEP_SECONDS <= time <= one.end + STEP_SECONDS and until > time:
-                time = until
-        return int(time * 1000) if time != time_ms / 1000 else time_ms
+            if any(one.start - STEP_SECONDS <= at <= one.end + STEP_SECONDS for at in times):
+                times.append(one.until if one.until is not None else latest)
+        time = max(times)
+        return int(time * 1000) if time != times[0] else time_ms
 
     def mark(self) -> ClockMark:
         """Returns the state that the next process continues from."""

@@ -58,9 +58,19 @@ def test_any_crash_between_the_tiers_leaves_every_promise_kept() -> None:
 
 
 @pytest.mark.sim
-def test_world_that_found_an_object_uploaded_while_the_clock_was_behind() -> None:
-    """The node knew that its clock was wrong; the next owner, whose clock was right, did not."""
-    run_seed(3170120284)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        # The node that uploaded knew that its clock was wrong; the next owner did not.
+        3170120284,
+        # The clock that ended a step was wrong as well.
+        500018739,
+        500022918,
+        900018612,
+    ],
+)
+def test_worlds_whose_clocks_once_broke_a_promise(seed: int) -> None:
+    run_seed(seed)
 
 
 @pytest.mark.sim

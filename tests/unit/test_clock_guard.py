@@ -176,6 +176,20 @@ def test_time_of_a_clock_that_was_behind_counts_as_the_time_it_was_set_right(clo
     assert guard.correct(now_ms(clock)) == now_ms(clock)
 
 
+def test_time_corrected_by_a_clock_that_was_wrong_as_well_is_corrected_again(clock):
+    guard = ClockGuard(clock)
+    clock.advance(100)
+    clock.jump_wall(3_600_000)  # wrong, undone
+    guard.check()
+    written = now_ms(clock)
+    clock.jump_wall(-3_600_000)
+    guard.check()
+    clock.jump_wall(30 * DAY_MS)  # right: the clock was behind all the time
+    guard.check()
+    guard.confirm()
+    assert guard.correct(written) == now_ms(clock)
+
+
 @pytest.mark.parametrize("is_noticed", [False, True])
 def test_time_of_a_clock_set_back_is_corrected_while_the_step_lasts(clock, is_noticed):
     guard = ClockGuard(clock)
