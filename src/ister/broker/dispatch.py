@@ -23,10 +23,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from ister import failpoints, threads
 from ister.broker.counters import SubscriptionCounters, TopicCounters
+from ister.broker.letters import is_worn, make_letter
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.broker.policies import Rate
 from ister.broker.tasks import to_the_end
@@ -44,7 +46,7 @@ from ister.errors import (
 )
 from ister.limits import MIB
 from ister.metrics import Metrics
-from ister.model import MessageId, StreamMessage, TopicName
+from ister.model import StreamMessage, TopicName
 from ister.subscription.delivery import AckResult, DeadLetter, Delivery, Drop, Send
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
@@ -590,8 +592,7 @@ class Dispatch:
                         "a message was dropped after its last attempt",
                         extra={"topic": self.topic.name, "offset": instruction.offset},
                     )
-                    self.counters.dropped += 1
-                    self._metrics.count("subscription.dropped_total")
+                    self._note_dropped()
                     self._discard(instruction.offset)
                     delivery.resolve(instruction.offset, now=now)
         if self._held_bytes >= _HELD_BYTES_MAX:
@@ -640,18 +641,20 @@ class Dispatch:
         offset = instruction.offset
         try:
             message = await self._message(offset)
-            if message is not None:
-                letter = self._letter(message, instruction, target)
-                try:
-                    await self._publish_dead_letter(target, letter)
-                except MessageTooLargeError:
-                    # Its own attributes leave no room for ours, or its body is all that there is.
-                    letter = self._letter(message, instruction, target, is_bare=True)
-                    await self._publish_dead_letter(target, letter)
+            if message is not None and is_worn(message):
+                _log.error(
+                    "a message is passed over: it has been through too many dead-letter topics",
+                    extra={"topic": self.topic.name, "subscription": self.name, "offset": offset},
+                )
+                self._note_dropped()
+            elif message is not None:
+                await self._publish_letter(message, instruction, target)
                 failpoints.reach("broker.after_dead_letter")
                 self.counters.dead_letters += 1
                 self._metrics.count("subscription.dead_letters_total")
-        except IsterError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the message is tried again
+            if not isinstance(error, IsterError):
+                threads.record("ister-dispatch", error, topic=self.topic.name)
             _log.warning(
                 "a message could not be dead-lettered yet",
                 extra={"topic": self.topic.name, "offset": offset, "error": str(error)},
@@ -661,30 +664,24 @@ class Dispatch:
             self.delivery.resolve(offset, now=self._loop.time())
         self._pump()
 
-    def _letter(
-        self, message: Message, instruction: DeadLetter, target: str, *, is_bare: bool = False
-    ) -> StreamMessage:
-        """A message as it goes to the dead-letter topic."""
+    async def _publish_letter(self, message: Message, instruction: DeadLetter, target: str) -> None:
+        make = partial(
+            make_letter,
+            message,
+            instruction,
+            topic=self.topic.name,
+            subscription=self.name,
+            target=target,
+        )
         try:
-            record = message.record
-        except CorruptDataError:
-            # Whatever it is, somebody may want to look at it.
-            record = StreamMessage(payload=message.body)
-        attributes = {} if is_bare else dict(record.attributes)
-        if is_bare and record.attributes:
-            attributes["x-attributes-dropped"] = str(len(record.attributes))
-        attributes |= {
-            "x-original-topic": self.topic.name,
-            "x-original-subscription": self.name,
-            "x-original-topic-offset": str(message.offset),
-            "x-original-producer-id": str(record.msg_id.producer_id),
-            "x-original-broker-addr": record.msg_id.broker_addr,
-            "x-poison-policy": "dead_letter",
-            "x-delivery-attempt": str(instruction.attempt),
-            "x-failure-reason": instruction.reason or "",
-        }
-        identity = MessageId(topic_name=target, broker_addr=record.msg_id.broker_addr)
-        return replace(record, msg_id=identity, attributes=attributes)
+            await self._publish_dead_letter(target, make())
+        except MessageTooLargeError:
+            # Its own attributes leave no room for ours, or its body is all that there is.
+            await self._publish_dead_letter(target, make(is_bare=True))
+
+    def _note_dropped(self) -> None:
+        self.counters.dropped += 1
+        self._metrics.count("subscription.dropped_total")
 
     # -- progress ---------------------------------------------------------------------------
 

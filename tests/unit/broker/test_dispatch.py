@@ -15,6 +15,7 @@ from broker_rig import a_record, broker_tasks, broker_timers, eventually, run, t
 from ister import failpoints
 from ister.broker import dispatch as module
 from ister.broker.dispatch import Dispatch
+from ister.broker.letters import HOPS_MAX
 from ister.broker.outbox import OUTBOX_MESSAGES
 from ister.broker.policies import Rate
 from ister.clock import SystemClock
@@ -25,6 +26,7 @@ from ister.errors import (
     CorruptDataError,
     FencedError,
     InvalidRequestError,
+    MessageTooLargeError,
     UnavailableError,
 )
 from ister.metadata.memory import MemoryMetadata
@@ -628,6 +630,7 @@ def test_a_dead_letter_has_everything_of_the_message_and_why():
                 "x-original-topic-offset": "1",
                 "x-original-producer-id": "7",
                 "x-original-broker-addr": "http://b:1",
+                "x-dead-letter-hops": "1",
                 "x-poison-policy": "dead_letter",
                 "x-delivery-attempt": "1",
                 "x-failure-reason": "no good",
@@ -638,13 +641,16 @@ def test_a_dead_letter_has_everything_of_the_message_and_why():
     run(scenario())
 
 
-def test_a_dead_letter_that_cannot_be_published_is_tried_again(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error", [UnavailableError("elsewhere"), ValueError("unforeseen")], ids=["expected", "not"]
+)
+def test_a_dead_letter_that_cannot_be_published_is_tried_again(monkeypatch, caplog, error):
     monkeypatch.setattr(module, "_DEAD_LETTER_RETRY_MS", 30)
 
     async def scenario():
         async with in_memory() as rig:
             rig.fill(2)
-            rig.letter_error = UnavailableError("elsewhere")
+            rig.letter_error = error
             dispatch = rig.open(policy=letter_policy())
             outbox = dispatch.attach(1, ())
             await receive(dispatch, outbox, 2)
@@ -661,6 +667,43 @@ def test_a_dead_letter_that_cannot_be_published_is_tried_again(monkeypatch, capl
 
     with caplog.at_level(logging.WARNING):
         run(scenario())
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_dead_letter_topics_that_lead_back_do_not_loop_for_ever(is_large):
+    """Goal: a message stops after some hops, and says where it came from first."""
+
+    async def scenario():
+        async with in_memory() as rig:
+            rig.fill(3)
+            rig.topic.append_record(a_record(b"bad", topic=NAME, attributes={"own": "yes"}))
+            dispatch = rig.open(policy=letter_policy())
+
+            async def publish(name, letter):
+                if is_large and "own" in letter.attributes:
+                    raise MessageTooLargeError("no room for its attributes")
+                rig.topic.append_record(letter)
+
+            dispatch._publish_dead_letter = publish
+            outbox = dispatch.attach(1, ())
+            await receive(dispatch, outbox, 3, ack=True)
+            for hop in range(HOPS_MAX + 1):
+                [(offset, _, payload)] = await receive(dispatch, outbox, 1)
+                assert (offset, payload) == (3 + hop, b"bad")
+                dispatch.nack(offset, delay_ms=None, reason=f"hop {hop}")
+            await eventually(lambda: dispatch.delivery.cursor == rig.topic.wal.next)
+            assert rig.topic.wal.next == 3 + 1 + HOPS_MAX
+            assert rig.count("dead_letters_total") == HOPS_MAX
+            assert rig.count("dropped_total") == 1
+            *_, last = rig.topic.read(start=0, end=rig.topic.wal.next)
+            assert last.attributes["x-original-topic-offset"] == "3"
+            assert last.attributes["x-original-topic"] == NAME
+            assert last.attributes["x-dead-letter-hops"] == str(HOPS_MAX)
+            assert last.attributes["x-failure-reason"] == f"hop {HOPS_MAX - 1}"
+            assert ("own" in last.attributes) == (not is_large)
+            await silence(outbox)
+
+    run(scenario())
 
 
 def test_a_dead_letter_under_way_does_not_hold_up_the_end(monkeypatch):
