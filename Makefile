@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint types test docs fault bench soak fuzz browser protos clean
+.PHONY: help setup demo lint types test docs fault bench soak endurance fuzz browser protos clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
 
@@ -47,6 +47,9 @@ bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
 
 soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and threads stay flat
 	$(BIN)/python -m tests.soak --seconds 600
+
+endurance: $(STAMP) ## ten minutes of a broker killed every 8 s, under both clients: nothing lost, nothing out of order
+	$(BIN)/python -m tests.endurance --seconds 600
 
 fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'

@@ -45,7 +45,7 @@ from fault.delivery_history import (
 from fault.oracle import payload_of
 from servers.broker import BrokerProcess, broker_settings
 
-__all__ = ["FLUSH_SECONDS", "LEFT", "RIGHT", "Lives", "Load", "read_logs"]
+__all__ = ["FLUSH_SECONDS", "LEFT", "RIGHT", "Lives", "Load", "quick_session", "read_logs"]
 
 LEFT, RIGHT = "/default/left", "/default/right"
 FLUSH_SECONDS = 1.0
@@ -215,6 +215,23 @@ def read_logs(directory: Path, settings: Mapping[str, Any] = SETTINGS) -> dict[s
         return read
 
 
+def quick_session(address: str) -> Danube:
+    """Danube's client with a connection of its own that is tried again soon after a failure."""
+    session = Danube(address, own_connection=True)
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 200),
+    ]
+
+    def connect(url: str) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(url.removeprefix("http://"), options=options)
+
+    session.client.connection_manager._create_channel = connect
+    return session
+
+
 class Load:
     """The producers and consumers. Use as an asynchronous context manager."""
 
@@ -280,21 +297,10 @@ class Load:
             await session.close()
 
     def _session(self, *, is_quick: bool) -> Danube:
-        session = Danube(self.lives.address, own_connection=True)
-        if is_quick:
-            options = [
-                ("grpc.use_local_subchannel_pool", 1),
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.min_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 200),
-            ]
-
-            def connect(url: str) -> grpc.aio.Channel:
-                return grpc.aio.insecure_channel(url.removeprefix("http://"), options=options)
-
-            session.client.connection_manager._create_channel = connect
-        self._sessions.append(session)
-        return session
+        address = self.lives.address
+        made = quick_session(address) if is_quick else Danube(address, own_connection=True)
+        self._sessions.append(made)
+        return made
 
     async def subscribe_late(self) -> None:
         """Makes one more subscription, which gets what is sent from then on."""
