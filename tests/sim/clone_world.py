@@ -321,10 +321,13 @@ class CloneWorld:
     def _open(self, process: Process) -> tuple[str, Topic]:
         name = self.rng.choice(TOPICS)
         take_over = self.rng.random() < 0.3
-        if take_over:
-            self.owed[name].taken_over[process.disk.family] = self.at
         before = process.log._topics.get(name)
-        topic = process.log.topic(name, create=True, take_over=take_over)
+        try:
+            topic = process.log.topic(name, create=True, take_over=take_over)
+        finally:
+            if take_over:
+                # At the end: others had turns meanwhile, and it may have waited for them.
+                self.owed[name].taken_over[process.disk.family] = self.at
         if topic is not before:
             with self._quietly():
                 self._check_opened(process, name, topic)

@@ -450,6 +450,8 @@ class TierWorld:
         self.steps_clock = self.clock_rng.random() < 0.5 and failpoint is None
         self.wrong_ms = 0
         """How far the machines' clock is ahead."""
+        self.was_corrected = False
+        """Whether the clock was wrong from the beginning, and then set right."""
         self.steps = 0
         self.arrived: dict[bytes, float] = {}
         """When each payload came, in boottime."""
@@ -552,8 +554,11 @@ class TierWorld:
         self.steps += 1
         self.clock.jump_wall(jump_ms)
         self.wrong_ms += jump_ms
-        if self.wrong_ms == jump_ms > 0 and rng.random() < 0.3:
+        is_correction = self.wrong_ms == jump_ms > 0 and rng.random() < 0.3
+        # A node that starts for the first time afterwards knows nothing of it, as documented.
+        if is_correction and all(node.id is not None for node in self.nodes):
             self.trace("which is right: it was wrong before")
+            self.was_corrected = True
             for key, entry in self.store._objects.items():
                 # The bucket's clock was not.
                 modified_at = entry.modified_at + self.wrong_ms / 1000
@@ -856,7 +861,7 @@ class TierWorld:
         else:
             node.kill = False
             node.fs.crash(self.rng)
-        if self.rng.random() < 0.06 and not self.seen.rotten:
+        if self.rng.random() < 0.06 and not self.seen.rotten and not self.was_corrected:
             self.trace(f"node {node.number}: its disk is lost")
             node.fs = self._make_disk()
             node.id = None
