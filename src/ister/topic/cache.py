@@ -1,7 +1,7 @@
 """The newest messages of a topic, in memory, for readers near the tail.
 
-A ring by offset, bounded by count and by bytes. A slot holds the body of a message that was appended
-alone, or the run of frames that its message was appended with: all rows of a batch share one entry,
+A ring by offset, bounded by count and by bytes. A slot holds the body of a message appended on its
+own, or the run of frames that its message was appended with: all rows of a batch share one entry,
 so that a batch costs no object per message until somebody reads it. Bodies are decoded at most once
 however many readers there are, because the decoded message is kept beside its entry.
 

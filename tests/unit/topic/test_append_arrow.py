@@ -379,7 +379,7 @@ def test_readers_at_the_tail_read_rows_from_the_cache(machine):
         topic.flush()
         for payload, reader in zip(found, readers, strict=True):
             while batch := reader.poll_cache(4):
-                payload += payloads(batch)
+                payload.extend(payloads(batch))
     assert found == [payloads(topic.read())] * 2
     for reader in readers:
         reader.close()
