@@ -901,8 +901,8 @@ def test_acknowledgements_of_what_nobody_has(broker):
                     danube.AckRequest(msg_id=msg_id, subscription_name=subscription)
                 )
 
-            def nack(offset, **fields):
-                msg_id = danube.MsgID(topic_name=topic, topic_offset=offset)
+            def nack(offset, address="", **fields):
+                msg_id = danube.MsgID(topic_name=topic, topic_offset=offset, broker_addr=address)
                 return consumers.Nack(
                     danube.NackRequest(msg_id=msg_id, subscription_name="sub", **fields)
                 )
@@ -925,7 +925,9 @@ def test_acknowledgements_of_what_nobody_has(broker):
             await session.set_failure_policy(topic, delay_ms=10, max_delay_ms=200, retries=1000)
             await session.seek(topic, earliest=True)
             first, second = await inbox.take(2, ack=False)
-            assert (await outcome(nack(0, delay_ms=U64, reason="\0\n" * MIB)))[0] == "OK"
+            address = first.msg_id.broker_addr
+            asked = nack(0, address, delay_ms=U64, reason="\0\n" * MIB)
+            assert (await outcome(asked))[0] == "OK"
             again = await inbox.one(within=10)
             assert again.payload == first.payload == b"one"
             await inbox.ack(again, second)

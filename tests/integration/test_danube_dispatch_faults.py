@@ -226,14 +226,15 @@ def test_a_new_subscription_on_a_full_topic_answers_without_a_publish(broker, to
                 described = await session.describe(topic)
                 assert sorted(described.consumers) == ["first", "second"]
                 assert (described.cursor, described.lag) == (20, 0)
-                # An acknowledgement of what lies before the subscription is late, and harmless.
-                await session.raw_consumers.Ack(
-                    danube.AckRequest(
-                        request_id=1,
-                        msg_id=danube.MsgID(topic_name=topic, topic_offset=3),
-                        subscription_name="sub",
+                # An acknowledgement of what lies before the subscription is answered, too.
+                with pytest.raises(grpc.aio.AioRpcError, match="has delivered no such message"):
+                    await session.raw_consumers.Ack(
+                        danube.AckRequest(
+                            request_id=1,
+                            msg_id=danube.MsgID(topic_name=topic, topic_offset=3),
+                            subscription_name="sub",
+                        )
                     )
-                )
                 await second.close()
             await session.send(topic, ["next"], name="another")
             assert texts(await first.take(1)) == ["next"]

@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 
 from ister.bench.measurement import payloads
+from ister.broker.consumers import Consumer
 from ister.broker.services.consumer import encode
 from ister.broker.wire import add_service, danube
 from ister.errors import UnavailableError
@@ -80,9 +81,9 @@ class _Bare:
                     payload=payload,
                     producer_name="bench",
                 ),
-                _TOPIC_PREPARED,
                 offset,
-                "bench",
+                Consumer(1, _TOPIC_PREPARED, "bench", "bench"),
+                None,
             )
             for offset, payload in enumerate(payloads(count))
         ]

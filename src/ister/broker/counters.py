@@ -147,6 +147,7 @@ class SubscriptionCounters:
 
     __slots__ = (
         "_topic",
+        "acks_refused",
         "bytes_out",
         "dead_letters",
         "dropped",
@@ -161,6 +162,8 @@ class SubscriptionCounters:
         self.messages_out = 0
         """Messages handed to consumers."""
         self.bytes_out = 0
+        self.acks_refused = 0
+        """Acknowledgements of messages that were not delivered."""
         self.nacks = 0
         self.redeliveries = 0
         self.dead_letters = 0

@@ -50,6 +50,7 @@ from ister.model import StreamMessage, TopicName
 from ister.subscription.delivery import AckResult, DeadLetter, Delivery, Drop, Send
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.progress import ProgressPlan
+from ister.subscription.receipts import Receipts
 from ister.subscription.store import StoredSubscription, SubscriptionStore
 from ister.tier.ownership import OwnedTopic
 from ister.topic.aio import AsyncReader
@@ -115,6 +116,7 @@ class Dispatch:
             end=topic.wal.next,
             waits_for_writes=True,
         )
+        self.receipts = Receipts(stored.receipt_key)
         self._outboxes: dict[int, Outbox[Sent]] = {}
         self._held: dict[int, Message] = {}
         self._held_bytes = 0
@@ -342,7 +344,7 @@ class Dispatch:
     # -- outcomes ---------------------------------------------------------------------------
 
     def ack(self, offset: int) -> None:
-        """Takes an acknowledgement: in any order, twice, late.
+        """Takes an acknowledgement: in any order, twice, late. Trusts the caller; see `receipts`.
 
         Raises:
             InvalidRequestError: There is no such message.
@@ -350,32 +352,77 @@ class Dispatch:
         """
         self._check_open()
         if self.delivery.ack(offset, end=self.end, now=self._loop.time()) is AckResult.REFUSED:
-            raise InvalidRequestError(
-                "nobody was given this message yet", topic=self.topic.name, offset=offset
-            )
+            raise self.refuse(offset)
         self._discard(offset)
         self._pump()
 
-    def ack_many(self, offsets: Sequence[int]) -> list[int]:
-        """The same for many at once; returns those that count, or have counted before.
+    def ack_by_id(self, offset: int, stamped: str) -> None:
+        """Takes an acknowledgement by the id of a message: its offset, and its stamped address.
 
         Raises:
+            InvalidRequestError: The subscription has delivered no such message.
             UnavailableError: The cursor was written for the last time.
         """
         self._check_open()
-        now, end = self._loop.time(), self.end
+        if self.receipts.find_consumer(stamped, offset) is None:
+            raise self.refuse(offset)
+        self.ack(offset)
+
+    def ack_many(self, offsets: Sequence[int], tokens: Sequence[int], consumer: int) -> list[int]:
+        """Takes the acknowledgements of a consumer; returns those that count, or did before.
+
+        Args:
+            offsets: In any order.
+            tokens: The receipt of each; without any, what the consumer has now can be acknowledged.
+            consumer: Whose receipts they are.
+
+        Raises:
+            InvalidRequestError: There are more or fewer receipts than messages.
+            UnavailableError: The cursor was written for the last time.
+        """
+        self._check_open()
+        if tokens and len(tokens) != len(offsets):
+            raise InvalidRequestError(f"{len(offsets)} acknowledgements, {len(tokens)} receipts")
+        now, end, delivery, token_of = (
+            self._loop.time(),
+            self.end,
+            self.delivery,
+            self.receipts.token,
+        )
         taken = []
-        for offset in offsets:
-            if self.delivery.ack(offset, end=end, now=now) is not AckResult.REFUSED:
+        for number, offset in enumerate(offsets):
+            is_ours = (
+                token_of(consumer, offset) == tokens[number]
+                if tokens
+                else delivery.is_with(consumer, offset)
+            )
+            if is_ours and delivery.ack(offset, end=end, now=now) is not AckResult.REFUSED:
                 taken.append(offset)
                 self._discard(offset)
+            else:
+                self.refuse(offset)
         self._pump()
         return taken
 
-    def nack(self, offset: int, *, delay_ms: int | None, reason: str | None) -> None:
-        """Has a message come again later."""
+    def refuse(self, offset: int) -> InvalidRequestError:
+        """Counts an acknowledgement of what was not delivered; the error to tell."""
+        self.counters.acks_refused += 1
+        self._metrics.count("subscription.acks_refused_total")
+        return InvalidRequestError(
+            f"subscription {self.name!r} has delivered no such message: it was not sent yet, or "
+            "the topic or the subscription was deleted and made again",
+            topic=self.topic.name,
+            offset=offset,
+        )
+
+    def nack(
+        self, offset: int, *, delay_ms: int | None, reason: str | None, consumer: int | None = None
+    ) -> None:
+        """Has a message come again later; if a consumer is given, only one that it has."""
         self._check_open()
-        if self.delivery.nack(offset, delay_ms=delay_ms, reason=reason, now=self._loop.time()):
+        if self.delivery.nack(
+            offset, consumer=consumer, delay_ms=delay_ms, reason=reason, now=self._loop.time()
+        ):
             self.counters.nacks += 1
             self._metrics.count("subscription.nacks_total")
         self._pump()

@@ -266,6 +266,7 @@ class Exposition:
                 delivery = one.delivery
                 stats = delivery.stats()
                 counters["danube_subscription_nack_total", labels] = own.nacks
+                counters["ister_subscription_ack_refused_total", labels] = own.acks_refused
                 counters["danube_subscription_redelivery_total", labels] = own.redeliveries
                 counters["danube_subscription_ack_timeout_total", labels] = delivery.timeouts
                 counters["danube_subscription_retry_exhausted_total", labels] = delivery.exhausted

@@ -300,12 +300,18 @@ class Topics:
             # Another broker has it, or its files are elsewhere: the client looks it up again.
             raise UnavailableError(str(error), topic=text) from error
         owned = topic.tier.owned if topic.tier is not None else None
+        clipped: list[str] = []
         if topic.state is not TopicState.QUARANTINED:
             # Offsets behind the end are given out again. What is written down about them must go
             # before they are: else new messages would count as acknowledged.
-            self.store.clip(name, topic.wal.next, owned=owned)
+            clipped = self.store.clip(name, topic.wal.next, owned=owned)
         incarnation = owned.record.incarnation if owned is not None else ""
-        return topic, policies, self.store.load(name, incarnation)
+        stored = self.store.load(name, incarnation)
+        for one in list(stored.values()):
+            # Receipts of offsets that are given out again are void, too.
+            if clipped or not one.receipt_key:
+                stored[one.name] = self.store.renew_key(name, one, owned=owned)
+        return topic, policies, stored
 
     def policies_of(self, name: TopicName) -> Policies:
         """The bounds of a topic, open or not, as they are written down. Blocks."""

@@ -29,6 +29,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -100,9 +101,9 @@ class Intake:
         under the lock, as the next four."""
         self.waiting_bytes = 0
         """Bytes in the inbox."""
-        self._acks: list[int] = []
+        self._acks: list[tuple[int, int]] = []
         self._nacks: deque[Any] = deque()
-        self._unconfirmed: set[int] = set()
+        self._unconfirmed: dict[int, int] = {}
         self._inbox = inbox
         self._lock = inbox.lock()
         self._network = network
@@ -145,7 +146,7 @@ class Intake:
     def ack(self, message: ReceivedMessage) -> bool:
         """Acknowledges a message; True if the loop has to be woken."""
         self.held.pop(message.offset, None)
-        self._acks.append(message.offset)
+        self._acks.append((message.offset, message.token))
         return self._rouse()
 
     def nack(self, message: ReceivedMessage, delay_ms: int | None, reason: str | None) -> bool:
@@ -218,8 +219,8 @@ class Intake:
             self._is_stalled = False
             self._nacks.clear()
             # Said again by the next stream, before anything else; the messages may still come.
-            self._acks = [*sorted(self._unconfirmed), *self._acks]
-            self._resumed.update(dict.fromkeys(self._acks, _ANY_ATTEMPT))
+            self._acks = [*sorted(self._unconfirmed.items()), *self._acks]
+            self._resumed.update((offset, _ANY_ATTEMPT) for offset, _ in self._acks)
             self._unconfirmed.clear()
 
     async def _receive(self) -> None:
@@ -311,7 +312,8 @@ class Intake:
                 self.is_asleep = not acks
             if is_due:
                 said_at = loop.time()
-                request = api.ConsumeRequest(acks=api.Acks(offsets=acks))
+                offsets, tokens = zip(*acks, strict=True)
+                request = api.ConsumeRequest(acks=api.Acks(offsets=offsets, tokens=tokens))
                 await self._answered(call.write(request), route)
             for nack in nacks:
                 await self._answered(call.write(api.ConsumeRequest(nack=nack)), route)
@@ -339,12 +341,24 @@ class Intake:
             if step == "deliveries":
                 self._deliver(answer.deliveries.messages)
             elif step == "acked":
-                with self._lock:
-                    self._unconfirmed.difference_update(answer.acked.offsets)
-                    is_free = not self._unconfirmed
-                if is_free:
-                    self._to_send.set()
-                self._inbox.progressed()
+                self._settle(answer.acked.offsets)
+            elif step == "refused":
+                # They come again, if they are there.
+                _log.warning(
+                    "the broker refuses acknowledgements of messages that it has not delivered",
+                    extra={"topic": self.topic, "offsets": list(answer.refused.offsets[:10])},
+                )
+                self._settle(answer.refused.offsets)
+
+    def _settle(self, offsets: Iterable[int]) -> None:
+        """The broker has answered these acknowledgements."""
+        with self._lock:
+            for offset in offsets:
+                self._unconfirmed.pop(offset, None)
+            is_free = not self._unconfirmed
+        if is_free:
+            self._to_send.set()
+        self._inbox.progressed()
 
     def _deliver(self, messages: Any) -> None:  # noqa: ANN401
         fresh = [ReceivedMessage(one, self, self.life) for one in messages]

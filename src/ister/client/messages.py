@@ -28,6 +28,7 @@ class ReceivedMessage:
         "routing_key",
         "schema_id",
         "schema_version",
+        "token",
         "topic",
     )
 
@@ -58,6 +59,8 @@ class ReceivedMessage:
         )
         self.attempt: int = delivered.attempt
         """1 for the first delivery; one more for each that has failed."""
+        self.token: int = delivered.token
+        """The receipt that the broker wants back with the acknowledgement."""
         self.intake = intake
         self.life = life
 

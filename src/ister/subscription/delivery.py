@@ -349,11 +349,14 @@ class Delivery:
 
     def is_due(self, consumer: int, offset: int) -> bool:
         """Whether a message that was to be sent to a consumer still is, and has not left."""
+        return self.is_with(consumer, offset) and not self._entries[offset].is_written
+
+    def is_with(self, consumer: int, offset: int) -> bool:
+        """Whether a message is in flight to a consumer."""
         entry = self._entries.get(offset)
         return (
             entry is not None
-            and entry.state is State.SENT
-            and not entry.is_written
+            and entry.state is _SENT
             and entry.consumer is not None
             and entry.consumer.id == consumer
         )
@@ -423,14 +426,32 @@ class Delivery:
         self.version += 1
         return AckResult.ACCEPTED
 
-    def nack(self, offset: int, *, delay_ms: int | None, reason: str | None, now: float) -> bool:
+    def nack(
+        self,
+        offset: int,
+        *,
+        consumer: int | None = None,
+        delay_ms: int | None,
+        reason: str | None,
+        now: float,
+    ) -> bool:
         """A consumer could not deal with a message; whether that counts as a failure.
 
-        It does for what is in flight. What is not will come again anyway.
+        It does for what is in flight to it. What is not will come again anyway, or is another
+        consumer's by now.
+
+        Args:
+            offset: Which one.
+            consumer: Who says so; None for whoever has it.
+            delay_ms: The pause that is asked for.
+            reason: Why.
+            now: Seconds.
         """
         self._note_time(now)
         entry = self._entries.get(offset)
         if entry is None or entry.state is not State.SENT:
+            return False
+        if consumer is not None and not self.is_with(consumer, offset):
             return False
         self._fail(entry, reason, delay_ms)
         return True

@@ -4,7 +4,8 @@
     /subscriptions/<ns>/<topic>/<sub>/progress    Progress: the cursor, and the rest in `delivery`
 
     {"kind": "shared", "failure_policy": {…}, "max_unacked_messages": null, "created_ms": 0,
-     "incarnation": "…", "consumers": {"<name>": {"id": 1, "filters": ["eu-*"], "seen_ms": 0}}}
+     "incarnation": "…", "consumers": {"<name>": {"id": 1, "filters": ["eu-*"], "seen_ms": 0}},
+     "receipt_key": "…"}
 
 Owns: these two keys. Does not own: cursors without options, such as those of Spark's streams, which
 lie beside them: they are no subscriptions of a broker, and are left alone.
@@ -30,7 +31,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ister.clock import Clock
@@ -56,6 +57,7 @@ from ister.metadata.base import (
 )
 from ister.model import TopicName
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
+from ister.subscription.receipts import new_key
 from ister.tier.cursors import DELIVERY, clip_progress
 from ister.tier.names import TopicKeys
 from ister.tier.ownership import OwnedTopic
@@ -108,6 +110,8 @@ class StoredSubscription:
     incarnation: str
     """Of the topic."""
     created_ms: int = 0
+    receipt_key: str = field(default="", repr=False)
+    """Of `Receipts`; "" in what an earlier version has written."""
 
 
 def check_subscription_name(name: str) -> str:
@@ -225,6 +229,7 @@ class SubscriptionStore:
             cursor=cursor,
             incarnation=incarnation,
             created_ms=self._now_ms(),
+            receipt_key=new_key(),
         )
         for _ in range(_ATTEMPTS):
             options, progress = self._metadata.get(options_key), self._metadata.get(progress_key)
@@ -267,6 +272,18 @@ class SubscriptionStore:
             if self._transact(owned, [_unchanged(key, options)], [Put(key, data)]):
                 return
         raise ConflictError("the subscription keeps changing", path=key)
+
+    def renew_key(
+        self, topic: TopicName, stored: StoredSubscription, *, owned: OwnedTopic | None
+    ) -> StoredSubscription:
+        """Gives a subscription a new key: acknowledgements of what it has delivered do not count.
+
+        Raises:
+            As `save_options`.
+        """
+        renewed = replace(stored, receipt_key=new_key())
+        self.save_options(topic, renewed, owned=owned)
+        return renewed
 
     def save_cursor(
         self,
@@ -457,6 +474,7 @@ def _subscription(
             saved=saved if isinstance(saved, dict) and saved else None,
             incarnation=fields["incarnation"],
             created_ms=int(fields.get("created_ms", 0)),
+            receipt_key=str(fields.get("receipt_key", "")),
         )
     except _MISFITS as error:
         raise CorruptDataError(f"not a subscription: {error!r}", path=options.key) from error
@@ -490,5 +508,6 @@ def _dump_options(stored: StoredSubscription, known: Mapping[str, Any]) -> bytes
         },
         "created_ms": stored.created_ms,
         "incarnation": stored.incarnation,
+        "receipt_key": stored.receipt_key,
     }
     return json.dumps(fields, separators=(",", ":")).encode()

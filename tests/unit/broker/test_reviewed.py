@@ -99,8 +99,32 @@ def away(*args, **more):
     raise UnavailableError("the store is away")
 
 
+class Noting:
+    """A stream that notes the ids of what it delivers, for acknowledgements."""
+
+    def __init__(self, stream, ids, consumer=None):
+        self._stream = stream
+        self._ids = ids
+        self._consumer = consumer
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    async def read(self):
+        found = await self._stream.read()
+        if isinstance(found, danube.StreamMessage):
+            self._ids[found.msg_id.topic_offset] = found.msg_id.broker_addr
+        elif isinstance(found, ister_api.ConsumeResponse):
+            for one in found.deliveries.messages:
+                self._ids[one.offset] = f"#{self._consumer:x}.{one.token:016x}"
+        return found
+
+
 class Client:
     """What clients of one topic say to a broker."""
+
+    ids = {}  # noqa: RUF012 - of all of them: they acknowledge what others got
+    """By offset, the newest."""
 
     def __init__(self, services, topic=NAME):
         self.services = services
@@ -147,8 +171,14 @@ class Client:
         return answer.consumer_id
 
     def receive(self, consumer):
-        return self.services.consumers.ReceiveMessages(
+        stream = self.services.consumers.ReceiveMessages(
             danube.ReceiveRequest(request_id=1, consumer_id=consumer)
+        )
+        return Noting(stream, self.ids)
+
+    def id_of(self, offset):
+        return danube.MsgID(
+            topic_name=self.topic, topic_offset=offset, broker_addr=self.ids.get(offset, "")
         )
 
     async def ack(self, *offsets, name="s"):
@@ -156,7 +186,7 @@ class Client:
             await self.services.consumers.Ack(
                 danube.AckRequest(
                     request_id=1,
-                    msg_id=danube.MsgID(topic_name=self.topic, topic_offset=offset),
+                    msg_id=self.id_of(offset),
                     subscription_name=name,
                 )
             )
@@ -165,7 +195,7 @@ class Client:
         await self.services.consumers.Nack(
             danube.NackRequest(
                 request_id=1,
-                msg_id=danube.MsgID(topic_name=self.topic, topic_offset=offset),
+                msg_id=self.id_of(offset),
                 subscription_name=name,
                 reason="bad",
             )
@@ -182,7 +212,7 @@ class Client:
         )
         opened = await stream.read()
         assert opened.WhichOneof("step") == "opened"
-        return stream
+        return Noting(stream, self.ids, opened.opened.consumer_id)
 
     async def settle(self):
         """What was said before on this connection has been heard."""

@@ -123,7 +123,10 @@ def test_new_subscription_has_its_cursor_at_once(store, metadata, owned, cluster
         cursor=4,
         incarnation=LIFE,
         created_ms=cluster.clock.now_ns() // 1_000_000,
+        receipt_key=made.receipt_key,
     )
+    assert len(made.receipt_key) == 32
+    assert made.receipt_key not in repr(made)
     assert metadata.get(OPTIONS).revision == metadata.get(PROGRESS).revision
     assert cursor_of(metadata) == 4
     assert store.load(NAME, LIFE) == {"billing": made}
@@ -139,6 +142,7 @@ def test_options_are_json_of_these_fields(store, metadata, owned):
         "consumers",
         "created_ms",
         "incarnation",
+        "receipt_key",
     }
     assert (fields["kind"], fields["max_unacked_messages"]) == ("shared", None)
 
@@ -148,6 +152,19 @@ def test_subscription_that_exists_is_given_as_it_is(store, owned):
     save(store, owned, 9)
     again = create(store, owned, kind=SubscriptionKind.EXCLUSIVE, cursor=100)
     assert again == replace(made, cursor=9)
+
+
+def test_a_subscription_of_an_earlier_version_has_no_key_until_it_gets_one(store, metadata, owned):
+    made = create(store, owned)
+    fields = json.loads(metadata.get(OPTIONS).value)
+    del fields["receipt_key"]
+    metadata.put(OPTIONS, json.dumps(fields).encode())
+    [old] = store.load(NAME, LIFE).values()
+    assert old == replace(made, receipt_key="")
+    renewed = store.renew_key(NAME, old, owned=owned)
+    assert len(renewed.receipt_key) == 32
+    assert store.load(NAME, LIFE) == {"billing": renewed}
+    assert store.renew_key(NAME, renewed, owned=owned).receipt_key != renewed.receipt_key
 
 
 def test_lost_answers_make_no_second_subscription(store, metadata, owned):

@@ -32,6 +32,7 @@ from ister.errors import (
 from ister.limits import KIB, MIB
 from ister.model import StreamMessage
 from ister.subscription.policy import SubscriptionKind
+from ister.subscription.receipts import Receipts
 
 __all__ = ["KINDS", "ConsumerService"]
 
@@ -110,18 +111,22 @@ class ConsumerService:
         """Takes an acknowledgement; one that comes late or twice is fine."""
         subscription = await self._addressed(request)
         if isinstance(subscription, Dispatch):
-            subscription.ack(request.msg_id.topic_offset)
+            subscription.ack_by_id(request.msg_id.topic_offset, request.msg_id.broker_addr)
         return danube.AckResponse(request_id=request.request_id)
 
     async def Nack(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """Has a message come again."""
+        """Has a message come again; of one that somebody else has by now it does nothing."""
         subscription = await self._addressed(request)
         if isinstance(subscription, Dispatch):
-            subscription.nack(
-                request.msg_id.topic_offset,
-                delay_ms=request.delay_ms if request.HasField("delay_ms") else None,
-                reason=request.reason if request.HasField("reason") else None,
-            )
+            offset = request.msg_id.topic_offset
+            consumer = subscription.receipts.find_consumer(request.msg_id.broker_addr, offset)
+            if consumer is not None:
+                subscription.nack(
+                    offset,
+                    consumer=consumer,
+                    delay_ms=request.delay_ms if request.HasField("delay_ms") else None,
+                    reason=request.reason if request.HasField("reason") else None,
+                )
         return danube.NackResponse(request_id=request.request_id)
 
     async def _addressed(self, request: Any) -> AnySubscription:  # noqa: ANN401
@@ -142,17 +147,19 @@ def _stream(subscription: AnySubscription, consumer: Consumer) -> AsyncGenerator
     """
     if isinstance(subscription, Dispatch):
         sent = _reliable(subscription, subscription.attach(consumer.id, consumer.filters))
-    else:
-        sent = _pushed(subscription, subscription.attach(consumer.id, consumer.filters))
-    return _encoded(sent, consumer.topic, subscription.name)
+        return _encoded(sent, consumer, subscription.receipts)
+    sent = _pushed(subscription, subscription.attach(consumer.id, consumer.filters))
+    return _encoded(sent, consumer, None)
 
 
 async def _encoded(
-    sent: AsyncGenerator[tuple[StreamMessage, int], None], topic: str, subscription: str
+    sent: AsyncGenerator[tuple[StreamMessage, int], None],
+    consumer: Consumer,
+    receipts: Receipts | None,
 ) -> AsyncGenerator[bytes, None]:
     try:
         async for record, offset in sent:
-            yield encode(record, topic, offset, subscription)
+            yield encode(record, offset, consumer, receipts)
     finally:
         await sent.aclose()
 
@@ -192,24 +199,30 @@ async def _pushed(
         subscription.detach(outbox)
 
 
-def encode(record: StreamMessage, topic: str, offset: int, subscription: str) -> bytes:
+def encode(
+    record: StreamMessage, offset: int, consumer: Consumer, receipts: Receipts | None
+) -> bytes:
     """A message as Danube's clients get it.
 
-    The topic is the name that the client subscribed to: it goes by that when it acknowledges.
+    The topic is the name that the client subscribed to: it goes by that when it acknowledges. Then
+    it sends the id as it came, with the receipt in it; without a log there is none.
     """
     known = record.msg_id
+    address = known.broker_addr
+    if receipts is not None:
+        address = receipts.stamp(address, consumer.id, offset)
     message = danube.StreamMessage(
         request_id=record.request_id,
         msg_id=danube.MsgID(
             producer_id=known.producer_id,
-            topic_name=topic,
-            broker_addr=known.broker_addr,
+            topic_name=consumer.topic,
+            broker_addr=address,
             topic_offset=offset,
         ),
         payload=record.payload,
         publish_time=record.publish_time,
         producer_name=record.producer_name,
-        subscription_name=subscription,
+        subscription_name=consumer.subscription,
         schema_id=record.schema_id,
         schema_version=record.schema_version,
         routing_key=record.routing_key,

@@ -155,6 +155,7 @@ class _Confirmations:
 
     def __init__(self) -> None:
         self._offsets: list[int] = []
+        self._refused: list[int] = []
         self._error: Exception | None = None
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -164,12 +165,13 @@ class _Confirmations:
         """Whether there is something to tell."""
         return self._changed.is_set()
 
-    async def add(self, offsets: list[int]) -> None:
-        """Adds acknowledgements; waits while there are too many."""
-        while len(self._offsets) >= _CONFIRMATIONS_MAX:
+    async def add(self, offsets: list[int], refused: list[int]) -> None:
+        """Adds acknowledgements, those that count and others; waits while there are too many."""
+        while len(self._offsets) + len(self._refused) >= _CONFIRMATIONS_MAX:
             self._has_room.clear()
             await self._has_room.wait()
         self._offsets += offsets
+        self._refused += refused
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -192,13 +194,18 @@ class _Confirmations:
         Raises:
             Exception: That of `fail`.
         """
-        if self._error is not None and not self._offsets:
+        if self._error is not None and not self._offsets and not self._refused:
             raise self._error
-        told, self._offsets = self._offsets[:_ACKS_MAX], self._offsets[_ACKS_MAX:]
+        if self._offsets:
+            told, self._offsets = self._offsets[:_ACKS_MAX], self._offsets[_ACKS_MAX:]
+            answer = ister_api.ConsumeResponse(acked=ister_api.Acks(offsets=told))
+        else:
+            told, self._refused = self._refused[:_ACKS_MAX], self._refused[_ACKS_MAX:]
+            answer = ister_api.ConsumeResponse(refused=ister_api.Acks(offsets=told))
         self._has_room.set()
-        if not self._offsets and self._error is None:
+        if not self._offsets and not self._refused and self._error is None:
             self._changed.clear()
-        return ister_api.ConsumeResponse(acked=ister_api.Acks(offsets=told))
+        return answer
 
 
 async def _take_acks(
@@ -217,11 +224,16 @@ async def _take_acks(
                     raise InvalidRequestError(  # noqa: TRY301 - told by the stream
                         f"at most {_ACKS_MAX} acknowledgements at once"
                     )
-                await answers.add(subscription.ack_many(offsets))
+                taken = subscription.ack_many(offsets, request.acks.tokens, outbox.consumer)
+                refused: list[int] = []
+                if len(taken) < len(offsets):
+                    refused = list(set(offsets).difference(taken))
+                await answers.add(taken, refused)
             elif step == "nack":
                 nack = request.nack
                 subscription.nack(
                     nack.offset,
+                    consumer=outbox.consumer,
                     delay_ms=nack.delay_ms if nack.HasField("delay_ms") else None,
                     reason=nack.reason if nack.HasField("reason") else None,
                 )
@@ -245,7 +257,8 @@ async def _batches(
         record = None if message is None else subscription.readable(message)
         if message is None or record is None:
             continue
-        batch.append(_delivered(offset, record, attempt))
+        token = subscription.receipts.token(outbox.consumer, offset)
+        batch.append(_delivered(offset, record, attempt, token))
         size += message.size_bytes
         if size >= _BATCH_BYTES:
             yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
@@ -254,7 +267,7 @@ async def _batches(
         yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
 
 
-def _delivered(offset: int, record: StreamMessage, attempt: int) -> Any:  # noqa: ANN401
+def _delivered(offset: int, record: StreamMessage, attempt: int, token: int) -> Any:  # noqa: ANN401
     return ister_api.Delivered(
         offset=offset,
         payload=record.payload,
@@ -265,6 +278,7 @@ def _delivered(offset: int, record: StreamMessage, attempt: int) -> Any:  # noqa
         schema_id=record.schema_id,
         schema_version=record.schema_version,
         attempt=attempt,
+        token=token,
     )
 
 

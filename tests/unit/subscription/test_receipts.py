@@ -1,0 +1,35 @@
+"""Receipts: who has one was given the message."""
+
+import pytest
+
+from ister.subscription.receipts import Receipts, new_key
+
+BIG = 2**64 - 1
+
+
+@pytest.mark.parametrize("address", ["", "http://127.0.0.1:6650", "x#1.2", "a#1.0123456789abcdef"])
+@pytest.mark.parametrize(("consumer", "offset"), [(1, 0), (BIG, BIG), (2**63, 7)])
+def test_a_stamp_says_whom_the_message_was_given_to(address, consumer, offset):
+    receipts = Receipts(new_key())
+    stamped = receipts.stamp(address, consumer, offset)
+    assert stamped.startswith(f"{address}#")
+    assert receipts.find_consumer(stamped, offset) == consumer
+
+
+def test_a_stamp_is_of_one_subscription_one_consumer_and_one_message():
+    key = new_key()
+    receipts, others = Receipts(key), Receipts(new_key())
+    stamped = receipts.stamp("", 5, 7)
+    assert Receipts(key).find_consumer(stamped, 7) == 5
+    assert receipts.find_consumer(stamped, 8) is None
+    assert others.find_consumer(stamped, 7) is None
+    assert receipts.find_consumer(stamped.replace("#5", "#6"), 7) is None
+    assert receipts.token(5, 7) not in (receipts.token(7, 5), others.token(5, 7))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "#", "#.", "#1.", "#1.0", "#x.0123456789abcdef", "#1.0123456789abcdeX", "#" * 10**6],
+)
+def test_other_texts_are_no_stamps(text):
+    assert Receipts(new_key()).find_consumer(text, 0) is None
