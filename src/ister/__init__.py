@@ -44,6 +44,7 @@ from ister.errors import (
 from ister.model import AckLevel, Codec, TopicState, Watermarks
 from ister.topic.log import Log, Repaired
 from ister.topic.message import Message
+from ister.topic.partitioned import PartitionedTopic
 from ister.topic.reader import Reader
 from ister.topic.tier import Tiered
 from ister.topic.topic import Topic
@@ -71,6 +72,7 @@ __all__ = [
     "MessageTooLargeError",
     "NotFoundError",
     "OffsetOutOfRangeError",
+    "PartitionedTopic",
     "PermissionDeniedError",
     "Reader",
     "Repaired",

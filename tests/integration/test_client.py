@@ -24,7 +24,6 @@ from ister.client import AsyncClient, Client, TlsOptions
 from ister.client.contract import RangeTicket
 from ister.client.flight import FlightClient
 from ister.client.putting import PutStream
-from ister.client.routing import partition_of
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -39,6 +38,7 @@ from ister.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
+from ister.partitions import partition_of
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
 from security_rig import auth_settings
 from servers.broker import BrokerProcess

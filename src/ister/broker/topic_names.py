@@ -6,19 +6,11 @@ number of topics.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from typing import Final
 
-__all__ = ["TopicNames", "parse_partition"]
+from ister.partitions import parse_partition
 
-_PARTITION: Final = re.compile(r"(?P<base>.+)-part-(?P<number>0|[1-9][0-9]{0,5})")
-
-
-def parse_partition(name: str) -> tuple[str, int] | None:
-    """Splits the name of a partition into topic and number; None if it is not a partition."""
-    match = _PARTITION.fullmatch(name)
-    return None if match is None else (match["base"], int(match["number"]))
+__all__ = ["TopicNames"]
 
 
 class TopicNames:

@@ -28,7 +28,7 @@ from ister.broker.policies import Policies
 from ister.broker.records import BrokerRecords, ServedRecord
 from ister.broker.served import ServedTopic, Surroundings
 from ister.broker.tasks import finish, to_the_end
-from ister.broker.topic_names import TopicNames, parse_partition
+from ister.broker.topic_names import TopicNames
 from ister.clock import Clock
 from ister.config import Config, StorageMode
 from ister.errors import (
@@ -44,6 +44,7 @@ from ister.errors import (
 )
 from ister.metadata.base import MetadataStore
 from ister.model import AckLevel, Codec, StreamMessage, TopicName, TopicState
+from ister.partitions import parse_partition, partition_name
 from ister.subscription.store import StoredSubscription, SubscriptionStore
 from ister.topic.log import Log
 from ister.topic.sequences import SequencedTopics
@@ -434,7 +435,7 @@ class Topics:
         tiers = self.log.tiers
         if tiers is None:
             return False
-        for one in (name, TopicName(namespace=name.namespace, topic=f"{name.topic}-part-0")):
+        for one in (name, TopicName(namespace=name.namespace, topic=partition_name(name.topic, 0))):
             record = tiers.catalog(one).record()
             if (record is not None and record[0].is_open) or self.records.topic(one) is not None:
                 return True
@@ -500,7 +501,7 @@ class Topics:
         """
         if not 1 <= count <= _PARTITIONS_MAX:
             raise InvalidRequestError(f"a topic has 1 to {_PARTITIONS_MAX} partitions")
-        names = [f"{name}-part-{number}" for number in range(count)]
+        names = [partition_name(name, number) for number in range(count)]
         for one in names:
             await self.get_or_create(
                 one, is_reliable=is_reliable, ack=ack, codec=codec, is_implied=False

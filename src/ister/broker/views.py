@@ -37,7 +37,6 @@ from ister.broker.holdings import (
 from ister.broker.lookers import Lookers
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
-from ister.broker.security.rights import base_of_partition
 from ister.broker.served import AnySubscription, ServedTopic
 from ister.broker.topics import Topics
 from ister.clock import Clock
@@ -46,6 +45,7 @@ from ister.errors import CorruptDataError, IsterError, NotFoundError, Unavailabl
 from ister.limits import MIB
 from ister.metadata.base import MetadataStore
 from ister.model import TopicName, Watermarks
+from ister.partitions import base_of_partition
 from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredSubscription
 from ister.tier.pipeline_status import describe_pipeline, no_status, read_status

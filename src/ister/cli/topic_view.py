@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from ister.broker.security.rights import base_of_partition
 from ister.cli.report import error_as_json
 from ister.cli.topic_survey import LogFile, TopicFacts
 from ister.format.descriptor import ObjectDescriptor, encode_descriptor
+from ister.partitions import base_of_partition
 
 __all__ = ["ack_of", "codec_of", "shorten", "view_of"]
 

@@ -24,7 +24,6 @@ from typing import Final
 from ister.client.batches import Batch, as_payload, size_of
 from ister.client.lanes import Doze, Lane
 from ister.client.network import Network
-from ister.client.routing import partition_of
 from ister.clock import Clock, SystemClock
 from ister.errors import (
     CapacityError,
@@ -36,6 +35,7 @@ from ister.errors import (
 )
 from ister.limits import MIB
 from ister.model import AckLevel
+from ister.partitions import partition_of
 
 __all__ = ["ProducerCore", "ProducerOptions"]
 

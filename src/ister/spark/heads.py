@@ -27,7 +27,8 @@ from ister.errors import (
 from ister.format.records import TopicRecord
 from ister.limits import KIB
 from ister.model import TopicName
-from ister.spark.options import ReadOptions, parent_of
+from ister.partitions import base_of_partition
+from ister.spark.options import ReadOptions
 from ister.spark.place import Place
 from ister.spark.planner import TopicRange
 from ister.topic.history import HistoryTopic
@@ -95,7 +96,7 @@ class Heads:
             return matching
         parts: dict[str, list[str]] = {}
         for name in existing:
-            if (parent := parent_of(name)) is not None:
+            if (parent := base_of_partition(name)) is not None:
                 parts.setdefault(parent, []).append(name)
         wanted: set[str] = set()
         for name in self._options.topics:

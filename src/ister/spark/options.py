@@ -26,6 +26,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 from ister.errors import InvalidRequestError, TopicNameError
 from ister.limits import KIB, MIB
 from ister.model import AckLevel, Codec, TopicName
+from ister.partitions import base_of_partition
 
 __all__ = [
     "COLUMNS",
@@ -38,7 +39,6 @@ __all__ = [
     "OffsetsOption",
     "ReadOptions",
     "WriteOptions",
-    "parent_of",
 ]
 
 COLUMNS: Final = (
@@ -148,7 +148,6 @@ _TIME_MS_MAX: Final = 253_402_300_799_999  # 9999-12-31, the last day that a dat
 _COUNT_MAX: Final = 2**31 - 1  # Spark counts partitions and rows of a batch in ints
 _TIMEOUT_SECONDS_MAX: Final = 86_400
 
-_PARTITION: Final = re.compile(r"(.+)-part-(?:0|[1-9][0-9]*)")
 _DIGITS: Final = re.compile(r"[0-9]{1,18}")
 _SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
@@ -162,12 +161,6 @@ _SUBSCRIPTION: Final = re.compile(r"[A-Za-z0-9_-]{1,120}")
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
-def parent_of(topic: str) -> str | None:
-    """The topic that one is a partition of, by its name `<parent>-part-<n>`; None if it is none."""
-    match = _PARTITION.fullmatch(topic)
-    return match.group(1) if match is not None else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetsOption:
     """`startingOffsets` or `endingOffsets`."""
@@ -179,7 +172,7 @@ class OffsetsOption:
 
     def of(self, topic: str) -> int | OffsetWord:
         """What was said of a topic, or of the topic that it is a partition of."""
-        parent = parent_of(topic) or topic
+        parent = base_of_partition(topic) or topic
         return self.by_topic.get(topic, self.by_topic.get(parent, self.otherwise))
 
     def check_known(self, option: str, topics: Iterable[str]) -> None:
@@ -189,7 +182,7 @@ class OffsetsOption:
             InvalidRequestError: One is.
         """
         known = set(topics)
-        known |= {parent for topic in known if (parent := parent_of(topic)) is not None}
+        known |= {parent for topic in known if (parent := base_of_partition(topic)) is not None}
         for topic in self.by_topic:
             if topic not in known:
                 raise InvalidRequestError(
@@ -469,7 +462,7 @@ class _Given:
         by_topic = _as_offsets(name, text)
         for topic, offset in by_topic.items():
             # A name may stand for the topic's partitions, each of which has offsets of its own.
-            if topics and topic not in topics and parent_of(topic) not in topics:
+            if topics and topic not in topics and base_of_partition(topic) not in topics:
                 raise InvalidRequestError(
                     f"{name} names a topic that is not in the option topic",
                     topic=topic,

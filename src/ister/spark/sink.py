@@ -9,7 +9,10 @@ staged files and who appends them (`ister.spark.staging`); how a batch comes to 
 (`ister.topic.batches`, whose writer is the streaming query and whose batch is the micro-batch).
 
 A micro-batch with rows for several topics is committed topic by topic, each once; a reader of two
-topics may see one before the other.
+topics may see one before the other. Rows for a partitioned topic are divided among its partitions
+by routing key, and rows without one by their payloads: the same rows go to the same partitions when
+Spark repeats a micro-batch, so that each partition's part counts once, too. The partitions are
+those that the driver found when it made the tasks' writer.
 
 What a crash leaves: staged files. A commit that was begun is finished by the next one for the same
 micro-batch, from the files of the first; files that nobody needs are swept when they are a day old.
@@ -39,9 +42,16 @@ from ister.model import TopicName
 from ister.spark.options import WriteOptions
 from ister.spark.place import Place, find_place
 from ister.spark.rows import check_write_schema, to_staged
-from ister.spark.staging import Committer, StagedFiles, check_rows, remove_staged
+from ister.spark.staging import (
+    Committer,
+    StagedFiles,
+    check_rows,
+    find_partitions,
+    remove_staged,
+)
 from ister.tier.staging import JOB_PREFIX
 from ister.topic.batches import StagedBatch
+from ister.topic.partitioned import split_rows
 
 __all__ = ["BatchWriter", "StreamWriter"]
 
@@ -71,6 +81,7 @@ class _Writer:
         check_write_schema(schema, needs_topic=options.topic is None)
         self._options = options
         self._place: Place = find_place(options.config, options.broker_location)
+        self._partitions = find_partitions(self._place, options.topic)
 
     # -- in tasks ---------------------------------------------------------------------------
 
@@ -85,7 +96,9 @@ class _Writer:
                 for topic, part in self._by_topic(rows):
                     staged = to_staged(part, self._options.producer_name)
                     check_rows(topic, staged, payload_bytes_max=payload_bytes_max)
-                    staging.add(topic, staged)
+                    names = self._partitions.get(topic) or [topic]
+                    for number, share in split_rows(staged, len(names)):
+                        staging.add(names[number], share)
             staging.close()
         except BaseException:
             staging.abort()

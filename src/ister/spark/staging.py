@@ -36,6 +36,7 @@ from ister.format.staging import encode_block
 from ister.limits import MIB
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
+from ister.partitions import parse_partition
 from ister.spark.patience import patiently
 from ister.spark.place import Place
 from ister.tier.names import staging_prefix
@@ -45,7 +46,7 @@ from ister.topic.log import Log
 if TYPE_CHECKING:
     from ister.client.flight import FlightClient
 
-__all__ = ["Committer", "StagedFiles", "check_rows", "remove_staged"]
+__all__ = ["Committer", "StagedFiles", "check_rows", "find_partitions", "remove_staged"]
 
 _log = logging.getLogger("ister.spark.staging")
 
@@ -55,6 +56,39 @@ _CONCURRENT_PARTS: Final = 2
 _OPEN_FILES_MAX: Final = 16
 _LOCK_PAUSE_SECONDS: Final = 0.1
 _SWEEP_EVERY: Final = 64
+
+
+def find_partitions(place: Place, topic: str | None) -> dict[str, list[str]]:
+    """The partitions of a topic, or of all topics that have some. Called on the driver.
+
+    Args:
+        place: Where the log is.
+        topic: Which topic; None for all.
+
+    Returns:
+        Names in the order of their numbers, by the name of the topic.
+
+    Raises:
+        UnavailableError: The broker or the metadata store does not answer.
+    """
+    history = place.history()
+    try:
+        existing = history.topics() if topic is None else history.partitions(topic)
+    except NotFoundError:
+        # A log that this write makes, or the metadata is a file on the broker's machine.
+        client = place.flight()
+        existing = [] if client is None else patiently(client.topics)
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in existing:
+        partition = parse_partition(name)
+        if partition is not None and topic in (None, partition[0]):
+            found.setdefault(partition[0], []).append((partition[1], name))
+    # A topic beside its partitions, made by an earlier version, stays what it was.
+    return {
+        base: [name for _, name in sorted(parts)]
+        for base, parts in found.items()
+        if base not in existing
+    }
 
 
 # -- in tasks -------------------------------------------------------------------------------

@@ -40,9 +40,10 @@ from ister.format.records import (
 from ister.metadata.base import KeyValue, MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
+from ister.partitions import PARTITION_INFIX, parse_partition
 from ister.tier.names import TopicKeys
 
-__all__ = ["Catalog", "Ends", "Subscription", "list_records", "list_topics"]
+__all__ = ["Catalog", "Ends", "Subscription", "list_partitions", "list_records", "list_topics"]
 
 _log = logging.getLogger("ister.tier.catalog")
 
@@ -288,3 +289,17 @@ def list_records(store: MetadataStore, root_prefix: str) -> dict[str, bool]:
             name = str(TopicName(namespace=namespace, topic=topic))
             names[name] = decode_topic(found.value, key=found.key).is_open
     return names
+
+
+def list_partitions(store: MetadataStore, root_prefix: str, name: TopicName) -> list[int]:
+    """The numbers of a topic's partitions that have a record and exist, sorted."""
+    topics = f"{root_prefix}/topics/"
+    numbers: list[int] = []
+    for found in store.range(f"{topics}{name.namespace}/{name.topic}{PARTITION_INFIX}"):
+        partition = parse_partition("/" + found.key.removeprefix(topics))
+        # The records of others begin like this one's: of partitions of a partition, for one.
+        if partition is None or partition[0] != str(name):
+            continue
+        if decode_topic(found.value, key=found.key).is_open:
+            numbers.append(partition[1])
+    return sorted(numbers)

@@ -32,12 +32,13 @@ from ister.errors import (
     OffsetOutOfRangeError,
 )
 from ister.format.descriptor import ObjectDescriptor
-from ister.format.records import TopicRecord
+from ister.format.records import TopicRecord, decode_topic
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import Start, TopicName
 from ister.objectstore.base import ObjectStore
-from ister.tier.catalog import Catalog, list_topics
+from ister.partitions import partition_name
+from ister.tier.catalog import Catalog, list_partitions, list_topics
 from ister.tier.chunks import ObjectPart
 from ister.tier.names import TopicKeys, object_key
 from ister.tier.reader import HistoryReader, ReaderSettings
@@ -129,6 +130,22 @@ class History:
     def topics(self) -> list[str]:
         """The names of all topics, sorted."""
         return list_topics(self.metadata, self.config.storage.metadata.root_prefix)
+
+    def partitions(self, name: str) -> list[str]:
+        """The topics behind a name: itself, or its partitions in order; none if there is none.
+
+        Raises:
+            TopicNameError: Not a name.
+            UnavailableError: The metadata store does not answer.
+        """
+        parsed, prefix = TopicName.parse(name), self.config.storage.metadata.root_prefix
+        found = self.metadata.get(TopicKeys(prefix, parsed).record)
+        if found is not None and decode_topic(found.value, key=found.key).is_open:
+            return [name]
+        return [
+            partition_name(name, number)
+            for number in list_partitions(self.metadata, prefix, parsed)
+        ]
 
     def topic(self, name: str) -> HistoryTopic:
         """A topic, if it exists.

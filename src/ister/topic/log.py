@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, TracebackType
@@ -28,6 +28,7 @@ from ister.clock import Clock, SystemClock
 from ister.clock_guard import ClockStep
 from ister.config import BufferFull, Config, StorageMode
 from ister.errors import (
+    AlreadyExistsError,
     ClosedError,
     ConflictError,
     CorruptDataError,
@@ -46,7 +47,8 @@ from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName, TopicState
 from ister.objectstore.base import ObjectStore
-from ister.tier.catalog import list_records
+from ister.partitions import base_of_partition, partition_name
+from ister.tier.catalog import list_partitions, list_records
 from ister.tier.claim import NewTopic
 from ister.tier.cursors import clip_progress
 from ister.tier.ownership import OwnedTopic
@@ -64,6 +66,7 @@ from ister.topic.opening import (
     remove_directory,
     set_aside,
 )
+from ister.topic.partitioned import PartitionedTopic
 from ister.topic.tier import TopicTier
 from ister.topic.tiers import Tiers, open_metadata, open_objects
 from ister.topic.topic import Topic
@@ -327,6 +330,8 @@ class Log:
         Raises:
             TopicNameError: Not a name.
             NotFoundError: There is none, and `create` is not set.
+            AlreadyExistsError: It would be new, and it is the name of a partitioned topic, or of a
+                partition of a topic without any.
             ConflictError: It exists with another ack level or codec, or another node has it.
             UnsupportedVersionError: A newer Ister wrote it.
             DiskError: It could not be opened.
@@ -361,7 +366,10 @@ class Log:
     ) -> Topic:
         """The topic, which is opened unless somebody has done it meanwhile."""
         text = str(name)
-        with self._opening_of(text):
+        base = base_of_partition(text) if create else None
+        # A topic and its partitions exclude each other, so they are made one after the other.
+        making = nullcontext() if base is None else self._opening_of(base)
+        with making, self._opening_of(text):
             self._check_open()
             topic = self._topics.get(text)
             if topic is not None and _has_stopped(topic):
@@ -425,6 +433,68 @@ class Log:
                 (names.add if exists else names.discard)(name)
         return sorted(name for name in names if _is_topic_name(name))
 
+    def partitions(self, name: str) -> list[str]:
+        """The topics behind a name: itself, or its partitions in order; none if there is none.
+
+        Raises:
+            TopicNameError: Not a name.
+            UnavailableError: The metadata store does not answer.
+        """
+        self._check_open()
+        parsed = TopicName.parse(name)
+        return [name] if self._exists(parsed) else self._partitions_of(parsed)
+
+    def partitioned(self, name: str) -> PartitionedTopic:
+        """A topic whose messages are in partitions, to be appended to.
+
+        Raises:
+            NotFoundError: The topic has no partitions.
+            As `topic`, for each partition.
+        """
+        parsed = TopicName.parse(name)
+        names = [] if self._exists(parsed) else self._partitions_of(parsed)
+        if not names:
+            raise NotFoundError(f"there is no partitioned topic {name}", topic=name)
+        return PartitionedTopic(name, [self.topic(one) for one in names])
+
+    def _exists(self, name: TopicName) -> bool:
+        if str(name) in self._topics:
+            return True
+        if self._tiers is not None and (found := self._tiers.catalog(name).record()) is not None:
+            return found[0].is_open
+        directories = self._directories
+        return directories is not None and self._fs.exists(directories.of(name).path)
+
+    def _partitions_of(self, name: TopicName) -> list[str]:
+        """The partitions of a topic, in the order of their numbers."""
+        numbers: set[int] = set()
+        if self._tiers is not None:
+            prefix = self.config.storage.metadata.root_prefix
+            numbers.update(list_partitions(self._tiers.metadata, prefix, name))
+        number = 0
+        # Those without a record: a log without a bucket has none.
+        while number in numbers or self._exists(_partition(name, number)):
+            numbers.add(number)
+            number += 1
+        return [str(_partition(name, one)) for one in sorted(numbers)]
+
+    def _check_new(self, name: TopicName) -> None:
+        """Refuses a topic beside its partitions, and partitions beside their topic.
+
+        Raises:
+            AlreadyExistsError: The other one exists.
+        """
+        text = str(name)
+        if partitions := self._partitions_of(name):
+            raise AlreadyExistsError(
+                f"{text} is a partitioned topic with {len(partitions)} partitions",
+                topic=text,
+                hint="log.partitioned(name) appends to its partitions",
+            )
+        base = base_of_partition(text)
+        if base is not None and self._exists(TopicName.parse(base)):
+            raise AlreadyExistsError(f"{base} is a topic without partitions", topic=text)
+
     def _open_topic(
         self, name: TopicName, ack: AckLevel | None, codec: Codec | None, *, create: bool
     ) -> Topic:
@@ -434,6 +504,7 @@ class Log:
         if directories is None:
             if not create:
                 raise self._not_found(text)
+            self._check_new(name)
             return self._make_topic(
                 text, None, Recovered(), ack or AckLevel.MEMORY, codec or storage.codec
             )
@@ -442,6 +513,7 @@ class Log:
         if is_new:
             if not create:
                 raise self._not_found(text)
+            self._check_new(name)
             directories.refuse_twin(name)
             directories.note(name)
         try:
@@ -527,6 +599,8 @@ class Log:
             directories.refuse_twin(name)
         view = tiers.view(name)
         is_unknown = view.record is None
+        if create and is_unknown and not has_files:
+            self._check_new(name)
         new: NewTopic | None = None
         if create or (is_unknown and has_files and not directory.is_new()):
             # Files without a record were made before there was a bucket: they say what they are.
@@ -1045,6 +1119,10 @@ def _has_stopped(topic: Topic) -> bool:
     return topic.state in (TopicState.FAILED, TopicState.CLOSED) or (
         topic.tier is not None and topic.tier.owned.is_fenced
     )
+
+
+def _partition(name: TopicName, number: int) -> TopicName:
+    return TopicName(namespace=name.namespace, topic=partition_name(name.topic, number))
 
 
 def _floor_of(topic: Topic, *, include_inactive: bool) -> int:

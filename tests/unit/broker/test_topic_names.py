@@ -1,8 +1,9 @@
 """The names that a broker knows: partitions of each, and what making a topic costs."""
 
 from broker_rig import run, some_topics
-from ister.broker import topic_names
-from ister.broker.topic_names import TopicNames, parse_partition
+from ister import partitions
+from ister.broker.topic_names import TopicNames
+from ister.partitions import parse_partition
 
 
 def test_partitions_are_found_in_their_order():
@@ -26,14 +27,14 @@ def test_partition_of_a_partition_belongs_to_it():
 
 def test_making_a_topic_looks_at_as_many_names_however_many_there_are(tmp_path, monkeypatch):
     looked = []
-    real = topic_names._PARTITION
+    real = partitions._PARTITION
 
     class Pattern:
         def fullmatch(self, name):
             looked.append(name)
             return real.fullmatch(name)
 
-    monkeypatch.setattr(topic_names, "_PARTITION", Pattern())
+    monkeypatch.setattr(partitions, "_PARTITION", Pattern())
 
     async def scenario():
         costs = []

@@ -17,6 +17,7 @@ from fault.tier_checks import memory_directory
 from ister import failpoints
 from ister.client.contract import Action
 from ister.errors import DirectoryLockedError, InvalidRequestError, NotFoundError, UnavailableError
+from ister.partitions import partition_of
 from ister.spark import patience, place, sink
 from ister.spark.options import WriteOptions
 from ister.spark.sink import StreamWriter
@@ -247,6 +248,72 @@ def test_replay_of_a_batch_without_rows_does_not_undo_anything(make, there):
     make().run(6, [[]])
     make().run(7, [[b"7"]])
     assert there.texts() == [b"5", b"7"]
+
+
+# -- partitions -----------------------------------------------------------------------------------
+
+IN_PARTS = [f"{A}-part-{number}" for number in range(3)]
+
+
+@pytest.fixture
+def partitioned(topics, home):
+    """Topic A has three partitions."""
+    _, there = topics
+    if there._log is not None:
+        for name in IN_PARTS:
+            there._log.topic(name, create=True)
+        return
+    with home.open() as log:
+        for name in IN_PARTS:
+            log.topic(name, create=True)
+
+
+@pytest.mark.usefixtures("partitioned")
+@pytest.mark.parametrize("schema", [PLAIN, BY_TOPIC])
+def test_rows_of_a_partitioned_topic_go_to_its_partitions(make, there, home, schema):
+    rows = [b"%d" % n for n in range(60)]
+    make(schema=schema).run(0, [rows if schema is PLAIN else [(A, row) for row in rows]])
+    assert there.topics() == IN_PARTS
+    found = [there.texts(name) for name in IN_PARTS]
+    assert all(found)
+    assert sorted(text for texts in found for text in texts) == sorted(rows)
+    assert home.staged() == set()
+
+
+@pytest.mark.usefixtures("partitioned")
+def test_rows_with_a_key_go_to_the_partition_of_the_client(make, there):
+    keys = ["a", "b", "order-17", "", "x" * 50]
+    batch = pa.record_batch(
+        {
+            "payload": pa.array([key.encode() for key in keys], pa.binary()),
+            "routing_key": pa.array(keys, pa.string()),
+        }
+    )
+    keyed = StructType([*PLAIN.fields, StructField("routing_key", StringType())])
+    sink_ = make(topic=A, schema=keyed)
+    sink_._block = lambda rows: rows
+    sink_.run(0, [batch])
+    for key in keys:
+        assert key.encode() in there.texts(IN_PARTS[partition_of(key, 3)])
+
+
+@pytest.mark.usefixtures("partitioned")
+@pytest.mark.parametrize("visit", [1, 2, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_commit_to_partitions_that_raises_anywhere_is_finished_by_the_next_one(
+    make, there, home, point, visit
+):
+    """Goal: rows in another order, after some partitions are in: each row is in once."""
+    rows = [b"%d" % n for n in range(30)]
+    crash_at(point, visit=visit)
+    with pytest.raises(Exception, match=f"{point}|CrashError"):
+        make().run(0, [rows[:20], rows[20:]])
+    make().run(0, [rows[::-2], rows[-2::-2]])
+    make().run(0, [rows])
+    make().run(1, [[b"after"]])
+    found = [text for name in IN_PARTS for text in there.texts(name)]
+    assert sorted(found) == sorted([*rows, b"after"])
+    assert there.topics() == IN_PARTS
 
 
 # -- commits that end half way --------------------------------------------------------------------

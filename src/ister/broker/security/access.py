@@ -35,7 +35,6 @@ from ister.broker.security.rights import (
     Permission,
     Role,
     Scope,
-    base_of_partition,
     resource_path,
 )
 from ister.clock import Clock
@@ -64,6 +63,7 @@ from ister.metadata.base import (
     Watch,
 )
 from ister.model import TopicName
+from ister.partitions import base_of_partition
 
 __all__ = ["REFRESH_SECONDS", "STALE_SECONDS_MAX", "AccessControl"]
 

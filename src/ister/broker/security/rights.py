@@ -31,7 +31,6 @@ __all__ = [
     "Permission",
     "Role",
     "Scope",
-    "base_of_partition",
     "danube_kind",
     "parse_permission",
     "parse_scope",
@@ -41,7 +40,6 @@ __all__ = [
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,120}")
 _ROLES_PER_BINDING_MAX: Final = 64
 # What the client appends to the name of a partitioned topic; one spelling per number.
-_PARTITION: Final = re.compile(r"(.+)-part-(?:0|[1-9][0-9]{0,8})")
 
 
 class Permission(StrEnum):
@@ -108,12 +106,6 @@ def parse_scope(text: object) -> Scope:
         raise InvalidRequestError(
             f"there is no scope {str(text)[:64]!r}", hint=f"one of: {', '.join(Scope)}"
         ) from error
-
-
-def base_of_partition(topic: str) -> str | None:
-    """The topic that a name of the form `/namespace/topic-part-3` is a part of; None if none."""
-    match = _PARTITION.fullmatch(topic)
-    return None if match is None else match.group(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from ister.broker.security.rights import (
     Permission,
     Role,
     Scope,
-    base_of_partition,
     parse_permission,
 )
 from ister.errors import CorruptDataError, InvalidRequestError
@@ -120,21 +119,3 @@ def test_damaged_record_is_corrupt(data):
         Role.from_json(data)
     with pytest.raises(CorruptDataError):
         Binding.from_json(data)
-
-
-@pytest.mark.parametrize(
-    ("topic", "base"),
-    [
-        ("/default/orders-part-0", "/default/orders"),
-        ("/default/orders-part-12", "/default/orders"),
-        ("/default/a-part-1-part-2", "/default/a-part-1"),
-        ("/default/orders", None),
-        ("/default/orders-part-", None),
-        ("/default/orders-part-01", None),
-        ("/default/orders-part-1x", None),
-        ("/default/orders-part-1\n", None),
-        ("/default/orders-part-٣", None),
-    ],
-)
-def test_base_of_a_partition(topic, base):
-    assert base_of_partition(topic) == base

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.client.routing import hash_key, partition_of
+from ister.partitions import base_of_partition, hash_key, partition_of
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,21 @@ def test_keys_go_where_danubes_own_client_sends_them():
         for partitions in (1, 2, 3, 7, 16):
             made = router.MessageRouter(partitions)
             assert partition_of(key, partitions) == made.key_route(key)
+
+
+@pytest.mark.parametrize(
+    ("topic", "base"),
+    [
+        ("/default/orders-part-0", "/default/orders"),
+        ("/default/orders-part-12", "/default/orders"),
+        ("/default/a-part-1-part-2", "/default/a-part-1"),
+        ("/default/orders", None),
+        ("/default/orders-part-", None),
+        ("/default/orders-part-01", None),
+        ("/default/orders-part-1x", None),
+        ("/default/orders-part-1\n", None),
+        ("/default/orders-part-٣", None),
+    ],
+)
+def test_base_of_a_partition(topic, base):
+    assert base_of_partition(topic) == base
