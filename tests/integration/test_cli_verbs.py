@@ -83,10 +83,10 @@ def eventually(condition, within=PATIENCE):
 # -- produce --------------------------------------------------------------------------------
 
 
-def test_lines_become_messages_with_offsets_in_order(run, topic):
+def test_lines_become_messages_with_offsets_in_order(run, topic, broker):
     code, out, err = run("produce", topic, "--json", stdin=lines_of(3000))
     assert (code, out) == (0, "".join(f'{{"offset": {n}}}\n' for n in range(3000)))
-    assert err == f"ister: {topic} is a new topic\n"
+    assert err == f"ister: {topic} is a new topic (broker {broker.address})\n"
     code, out, err = run("produce", topic, stdin=b"no newline")
     assert (code, out, err) == (0, "", "")
     code, out, err = run("consume", topic, "--no-follow")
@@ -391,9 +391,9 @@ def test_a_broker_that_is_killed_and_comes_back(tmp_path, topic):
 def test_topics_are_made_listed_described_handed_over_and_deleted(run, topic, broker):
     code, out, _ = run("topics", "create", topic, "--ack", "written", "--json")
     made = {"ok": True, "topic": topic, "created": True, "partitions": []}
-    assert (code, json.loads(out)) == (0, made)
+    assert (code, json.loads(out)) == (0, {**made, "broker": broker.address})
     code, out, _ = run("topics", "create", topic)
-    assert (code, "there already" in out) == (0, True)
+    assert (code, "already exists; unchanged" in out) == (0, True)
     assert run("produce", topic, stdin=lines_of(100))[0] == 0
     assert run("consume", topic, "--subscription", "s", "--limit", "25")[0] == 0
     code, out, _ = run("topics", "describe", topic, "--json")
@@ -438,7 +438,8 @@ def test_topics_are_made_listed_described_handed_over_and_deleted(run, topic, br
     code, _, err = run("topics", "delete", topic)
     assert (code, "--yes" in err) == (1, True)
     code, out, _ = run("topics", "delete", topic, "--yes", "--json")
-    assert json.loads(out) == {"ok": True, "topic": topic, "deleted": [topic]}
+    deleted = {"ok": True, "topic": topic, "deleted": [topic], "broker": broker.address}
+    assert json.loads(out) == deleted
     code, out, err = run("topics", "describe", topic, "--json")
     assert (code, json.loads(out)["errors"][0]["code"]) == (1, "NOT_FOUND")
 
@@ -451,6 +452,60 @@ def test_a_partitioned_topic_is_described_by_its_partitions(run, topic):
     assert (code, view["partitions"], [one["topic"] for one in view["topics"]]) == (0, names, names)
     out = run("topics", "describe", topic)[1]
     assert all(name in out for name in names)
+
+
+def test_partitions_are_added_by_grow_alone(run, topic):
+    """Goal: keys move to other partitions only if somebody says so."""
+    names = [f"{topic}-part-{number}" for number in range(4)]
+    assert run("topics", "create", topic, "--partitions", "2", "--ack", "written")[0] == 0
+    for number in ("1", "3"):
+        code, out, err = run("topics", "create", topic, "--partitions", number)
+        assert (code, out) == (1, "")
+        assert f"has 2 partitions, not {number}" in err
+    assert (
+        "`ister topics grow` adds partitions"
+        in run("topics", "create", topic, "--partitions", "3")[2]
+    )
+    code, out, _ = run("topics", "create", topic, "--partitions", "2", "--json")
+    made = json.loads(out)
+    assert (code, made["created"], made["partitions"]) == (0, False, names[:2])
+    code, _, err = run("topics", "grow", topic, "--partitions", "4")
+    assert (code, "--yes" in err) == (1, True)
+    code, out, _ = run("topics", "grow", topic, "--partitions", "4", "--yes")
+    assert (code, "keys may be in another partition" in out) == (0, True)
+    code, out, _ = run("topics", "describe", topic, "--json")
+    view = json.loads(out)
+    assert (view["partitions"], {one["ack"] for one in view["topics"]}) == (names, {"written"})
+    code, out, _ = run("topics", "grow", topic, "--partitions", "4", "--json")
+    assert (code, json.loads(out)["before"]) == (0, 4)
+    code, _, err = run("topics", "grow", topic, "--partitions", "3", "--yes")
+    assert (code, "partitions are not taken away" in err) == (1, True)
+    code, _, err = run("topics", "grow", names[0], "--partitions", "3", "--yes")
+    assert (code, "no partitioned topic" in err) == (1, True)
+
+
+def test_every_change_names_its_broker(run, topic, broker, monkeypatch):
+    """Goal: a command that acted on another broker than was meant is seen at once."""
+    monkeypatch.setenv("ISTER_BROKER", broker.address)
+    space = topic.rpartition("/")[2]
+    for command in (
+        ("topics", "create", topic),
+        ("topics", "create", topic),
+        ("topics", "create", f"{topic}-parts", "--partitions", "1"),
+        ("topics", "grow", f"{topic}-parts", "--partitions", "2", "--yes"),
+        ("topics", "policies", topic, "--set", "max_publish_rate=7"),
+        ("topics", "unload", topic),
+        ("consume", topic, "--subscription", "s", "--timeout", "0"),
+        ("subscriptions", "seek", topic, "s", "--to", "earliest"),
+        ("subscriptions", "policy", topic, "s", "--poison", "drop"),
+        ("subscriptions", "remove", topic, "s", "--yes"),
+        ("topics", "delete", topic, "--yes"),
+        ("namespaces", "create", space),
+        ("namespaces", "delete", space),
+    ):
+        code, out, err = run(*command, to=None)
+        assert code == 0, err
+        assert broker.address in out or command[0] == "consume", command
 
 
 def test_subscriptions_are_listed_moved_changed_and_removed(run, topic):
@@ -537,6 +592,10 @@ def test_who_calls_and_whom_to_trust(run, topic, tmp_path, monkeypatch):
         assert run("consume", topic, "--limit", "1", *trusted, to=broker)[:2] == (0, "x\n")
         arguments = ("--subscription", "s", "--limit", "1")
         assert run("consume", topic, *arguments, *trusted, to=broker)[:2] == (0, "x\n")
+        monkeypatch.setenv("ISTER_BROKER", broker.address)
+        grant = ("auth", "grant", "ada", "consumer", "--topic", topic)
+        code, out, _ = run(*grant, *trusted, to=None)
+        assert (code, f"(broker {broker.address})" in out) == (0, True)
 
 
 def test_a_log_in_memory_is_consumed_with_a_subscription_alone(tmp_path, run, topic):
@@ -575,9 +634,9 @@ def test_a_namespace_that_is_not_there_is_told_at_once(run):
         assert time.monotonic() - began < 30
 
 
-def test_namespaces_are_made_listed_and_deleted(run):
+def test_namespaces_are_made_listed_and_deleted(run, broker):
     code, out, _ = run("namespaces", "create", "shop")
-    assert (code, out) == (0, "shop is a new namespace\n")
+    assert (code, out) == (0, f"shop is a new namespace (broker {broker.address})\n")
     code, _, err = run("produce", "/shop/orders", "--message", "x")
     assert code == 0
     assert "/shop/orders is a new topic" in err
@@ -592,7 +651,8 @@ def test_namespaces_are_made_listed_and_deleted(run):
     assert "1 topics" in err
     assert run("topics", "delete", "/shop/orders", "--yes")[0] == 0
     code, out, _ = run("namespaces", "delete", "shop", "--json")
-    assert (code, json.loads(out)) == (0, {"ok": True, "namespace": "shop"})
+    deleted = {"ok": True, "namespace": "shop", "broker": broker.address}
+    assert (code, json.loads(out)) == (0, deleted)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -492,21 +492,51 @@ class Topics:
         is_reliable: bool,
         ack: AckLevel | None = None,
         codec: Codec | None = None,
+        is_growing: bool = False,
     ) -> list[str]:
-        """Makes a topic of so many partitions; those that are there already stay.
+        """Makes a topic of so many partitions, unless it is there.
+
+        The first partition is made last: while it is missing, the topic is not complete, and the
+        same call completes it.
+
+        Args:
+            name: The topic's name.
+            count: How many partitions it has.
+            is_reliable: Whether new partitions have a log.
+            ack: The ack level of new partitions.
+            codec: The codec of new partitions.
+            is_growing: Whether a topic with fewer partitions gets more. Which partition a key goes
+                to depends on their number, so this is never done by the way.
 
         Raises:
             InvalidRequestError: Not a number of partitions.
+            AlreadyExistsError: It has another number of partitions.
+            NotFoundError: It is to grow, and there is no such partitioned topic.
             As `get_or_create`.
         """
         if not 1 <= count <= _PARTITIONS_MAX:
             raise InvalidRequestError(f"a topic has 1 to {_PARTITIONS_MAX} partitions")
-        names = [partition_name(name, number) for number in range(count)]
-        for one in names:
-            await self.get_or_create(
-                one, is_reliable=is_reliable, ack=ack, codec=codec, is_implied=False
-            )
-        return names
+        async with self._lock_of(f"partitions {name}"):
+            TopicName.parse(name)
+            known = (await self._known_names(age_max=0.0)).partitions_of(name)
+            if not known and is_growing:
+                raise NotFoundError(f"there is no partitioned topic {name}", topic=name)
+            last = parse_partition(known[-1]) if known else None
+            has = count if last is None else last[1] + 1
+            if has > count or (has < count and not is_growing):
+                raise AlreadyExistsError(
+                    f"{name} has {has} partitions, not {count}",
+                    topic=name,
+                    hint="`ister topics grow` adds partitions; keys move to other partitions then"
+                    if has < count
+                    else "partitions are not taken away",
+                )
+            names = [partition_name(name, number) for number in range(count)]
+            for one in reversed(names):
+                await self.get_or_create(
+                    one, is_reliable=is_reliable, ack=ack, codec=codec, is_implied=False
+                )
+            return names
 
     # -- bounds -----------------------------------------------------------------------------
 

@@ -5,26 +5,24 @@
     ister auth grant NAME ROLE …              gives a role, on a running broker
     ister auth revoke NAME ROLE …             takes it back
 
-Owns: arguments and output. What keys and tokens are is `ister.broker.security`'s.
+Owns: arguments and output. What keys and tokens are is `ister.broker.security`'s; which broker is
+changed is `ister.cli.connection`'s, as for every other command.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import os
-from typing import Any, Final
+from typing import Any
 
+from ister.cli.connection import add_broker_arguments, connected, print_change
 from ister.cli.look import add_command, print_facts
-from ister.errors import ConfigError, InvalidRequestError, IsterError, UnavailableError
+from ister.cli.place import parse_topic
+from ister.cli.report import answer, error_as_json
+from ister.errors import ConfigError, IsterError
 from ister.extras import missing_extra
-from ister.model import TopicName
 
 __all__ = ["register"]
-
-_BROKER: Final = "127.0.0.1:6650"
-_TIMEOUT_SECONDS: Final = 20.0
 
 
 def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
@@ -120,23 +118,11 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
             "role", metavar="ROLE", help="admin, producer, consumer, or one of your own"
         )
         where = action.add_mutually_exclusive_group()
-        where.add_argument("--topic", metavar="TOPIC", help="on this topic alone")
+        where.add_argument("--topic", metavar="TOPIC", type=parse_topic, help="on this topic alone")
         where.add_argument("--namespace", metavar="NAME", help="in this namespace alone")
-        action.add_argument(
-            "--broker",
-            metavar="HOST:PORT",
-            default=_BROKER,
-            help="the broker (default: %(default)s)",
-        )
-        action.add_argument("--token", metavar="TOKEN", help="who asks (default: $ISTER_TOKEN)")
-        action.add_argument(
-            "--ca-file",
-            "--tls-ca",
-            dest="tls_ca",
-            metavar="FILE",
-            help="encrypt, and trust brokers signed by this CA (PEM)",
-        )
         action.add_argument("--json", action="store_true", help="one JSON object")
+        add_broker_arguments(action)
+        action.add_argument("--tls-ca", dest="ca_file", metavar="FILE", help=argparse.SUPPRESS)
         action.set_defaults(run=run)
 
 
@@ -180,123 +166,35 @@ def _make_token(options: argparse.Namespace) -> int:
 
 
 def _grant(options: argparse.Namespace) -> int:
-    admin, wire = _admin(options)
-    scope, resource = _scope(options)
-    kind, name = _principal(options.name)
-    _call(
-        admin.CreateBinding,
-        wire.CreateBindingRequest(
-            binding=wire.BindingDefinition(
-                id=_binding_id(kind, name, options.role),
-                principal_type=kind,
-                principal_name=name,
-                role_names=[options.role],
-                scope=scope,
-                resource_name=resource,
-            )
-        ),
-    )
-    return _said(options, "granted", scope, resource)
+    return _change(options, "granted")
 
 
 def _revoke(options: argparse.Namespace) -> int:
-    admin, wire = _admin(options)
-    scope, resource = _scope(options)
-    kind, name = _principal(options.name)
-    _call(
-        admin.DeleteBinding,
-        wire.DeleteBindingRequest(
-            scope=scope,
-            resource_name=resource,
-            binding_id=_binding_id(kind, name, options.role),
-        ),
-    )
-    return _said(options, "revoked", scope, resource)
+    return _change(options, "revoked")
 
 
-def _said(options: argparse.Namespace, done: str, scope: str, resource: str) -> int:
-    if options.json:
-        print(
-            json.dumps(
-                {
-                    "ok": True,
-                    "done": done,
-                    "name": options.name,
-                    "role": options.role,
-                    "scope": scope,
-                    "resource": resource,
-                }
-            )
-        )
-    else:
+def _change(options: argparse.Namespace, done: str) -> int:
+    topic = None if options.topic is None else str(options.topic)
+    scope = "topic" if topic else "namespace" if options.namespace is not None else "cluster"
+    resource = topic or options.namespace or ""
+
+    def change() -> int:
+        with connected(options) as client:
+            call = client.grant_role if done == "granted" else client.revoke_role
+            call(options.name, options.role, topic=topic, namespace=options.namespace)
+        facts = {"done": done, "name": options.name, "role": options.role}
         where = f"{scope} {resource}".strip()
-        print(f"{done}: {options.role} in {where}, {options.name}")
-    return 0
+        print_change(
+            options,
+            f"{done}: {options.role} in {where}, {options.name}",
+            {**facts, "scope": scope, "resource": resource},
+        )
+        return 0
 
+    def failed(error: IsterError) -> dict[str, Any]:
+        return {"ok": False, "name": options.name, "errors": [error_as_json(error)]}
 
-def _principal(text: str) -> tuple[str, str]:
-    kind, separator, name = text.partition(":")
-    return (kind, name) if separator else ("user", text)
-
-
-def _scope(options: argparse.Namespace) -> tuple[str, str]:
-    if options.topic is not None:
-        return "topic", str(TopicName.parse(options.topic))
-    if options.namespace is not None:
-        return "namespace", options.namespace
-    return "cluster", ""
-
-
-def _binding_id(kind: str, name: str, role: str) -> str:
-    """The same for the same three, so that it can be taken back."""
-    return hashlib.sha256(f"{kind}\n{name}\n{role}".encode()).hexdigest()[:16]
-
-
-def _admin(options: argparse.Namespace) -> tuple[Any, Any]:
-    try:
-        import grpc  # noqa: PLC0415 - an extra
-
-        from ister.broker.wire import danube_admin, stub  # noqa: PLC0415
-    except ImportError as error:
-        raise missing_extra("ister auth", "client", error) from error
-    token = options.token or os.environ.get("ISTER_TOKEN")
-    if options.tls_ca:
-        try:
-            with open(options.tls_ca, "rb") as file:
-                credentials = grpc.ssl_channel_credentials(file.read())
-        except OSError as error:
-            raise ConfigError("the file cannot be read", path=options.tls_ca) from error
-        channel = grpc.secure_channel(options.broker, credentials)
-    else:
-        channel = grpc.insecure_channel(options.broker)
-    calls = stub(channel, "danube_admin.SecurityAdmin")
-    metadata = (("authorization", f"Bearer {token}"),) if token else ()
-
-    class Calls:
-        """The same calls with the caller's token."""
-
-        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-            return lambda request: getattr(calls, name)(
-                request, metadata=metadata, timeout=_TIMEOUT_SECONDS
-            )
-
-    return Calls(), danube_admin
-
-
-def _call(call: Any, request: Any) -> None:  # noqa: ANN401
-    import grpc  # noqa: PLC0415 - it was there a moment ago
-
-    try:
-        call(request)
-    except grpc.RpcError as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: Any) -> IsterError:  # noqa: ANN401
-    text = f"{error.details()} [{error.code().name}]"
-    if error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-        return UnavailableError(text, hint="is the broker running there?")
-    return InvalidRequestError(text)
+    return answer(change, as_json=options.json, on_error=failed)
 
 
 def _minting() -> Any:  # noqa: ANN401

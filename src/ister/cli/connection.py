@@ -1,7 +1,11 @@
 """Which broker a command talks to, and what is said when that does not work.
 
-Owns: `--broker`, `--token`, `--tls` and what goes with them, clients made of them, and the hints of
-errors that a broker gives. Does not own: talking (`ister.client`).
+Owns: `--broker`, `--token`, `--tls` and what goes with them, clients made of them, what a command
+prints that changed a broker, and the hints of errors that a broker gives. Does not own: talking
+(`ister.client`).
+
+Every command that talks to a broker finds it here, and every command that changes one prints its
+address: a command that acts on another broker than its user had in mind is seen at once.
 
     --broker, ISTER_BROKER      host:port, several with commas between them
     --token, ISTER_TOKEN        never part of any text
@@ -16,12 +20,13 @@ import asyncio
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from ister.cli.report import print_json
 from ister.clock import SystemClock
 from ister.errors import (
     ConfigError,
@@ -52,6 +57,7 @@ __all__ = [
     "parse_name",
     "parse_seconds",
     "parse_start",
+    "print_change",
 ]
 
 BROKER_DEFAULT: Final = "127.0.0.1:6650"
@@ -132,6 +138,20 @@ def names_broker(options: argparse.Namespace) -> bool:
 def broker_address(options: argparse.Namespace) -> str:
     """Where the broker is."""
     return options.broker or os.environ.get(_BROKER) or BROKER_DEFAULT
+
+
+def print_change(options: argparse.Namespace, text: str, facts: Mapping[str, Any]) -> None:
+    """Prints what a command has changed, and at which broker.
+
+    Args:
+        options: The command's, with `json` and those of `add_broker_arguments`.
+        text: What was done, for people.
+        facts: What was done, for programs.
+    """
+    if options.json:
+        print_json({"ok": True, **facts, "broker": broker_address(options)})
+    else:
+        print(f"{text} (broker {broker_address(options)})")
 
 
 def parse_seconds(text: str) -> float:

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from ister.cli.connection import add_broker_arguments, connected, parse_name
+from ister.cli.connection import add_broker_arguments, connected, parse_name, print_change
 from ister.cli.look import add_command, print_table
 from ister.cli.report import answer, error_as_json, print_json
 from ister.errors import IsterError
@@ -96,11 +96,7 @@ def _run_delete(options: argparse.Namespace) -> int:
 
 def _changed(options: argparse.Namespace, change: Callable[[], str]) -> int:
     def work() -> int:
-        done = change()
-        if options.json:
-            print_json({"ok": True, "namespace": options.name})
-        else:
-            print(done)
+        print_change(options, change(), {"namespace": options.name})
         return 0
 
     def failed(error: IsterError) -> dict[str, Any]:

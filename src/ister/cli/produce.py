@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ister.cli.connection import (
     add_broker_arguments,
+    broker_address,
     connected,
     parse_count,
     parse_name,
@@ -152,9 +153,14 @@ def _run(options: argparse.Namespace) -> int:
                 timeout=options.retry_for or None,
             )
         if is_new:
-            print(f"ister: {options.topic} is a new topic", file=sys.stderr)
+            where = f"(broker {broker_address(options)})"
+            print(f"ister: {options.topic} is a new topic {where}", file=sys.stderr)
         shown = stack.enter_context(_progress(options))
-        report = _Report(is_json=options.json, is_partitioned=_is_partitioned(client, options))
+        report = _Report(
+            is_json=options.json,
+            is_partitioned=_is_partitioned(client, options),
+            broker=broker_address(options),
+        )
         work = _Production(producer, interrupts, report, rate=options.rate, shown=shown)
         failure = work.run(_counted(read_messages(read, input_options), report))
     if options.key_field and report.keyless:
@@ -354,7 +360,7 @@ class _Production:
 class _Report:
     """What has become of messages, in order. Belongs to one thread, then to the other."""
 
-    def __init__(self, *, is_json: bool, is_partitioned: bool) -> None:
+    def __init__(self, *, is_json: bool, is_partitioned: bool, broker: str) -> None:
         self.accepted = 0
         self.bytes = 0
         self.keyless = 0
@@ -371,6 +377,7 @@ class _Report:
         """Whether nobody waits any longer for whoever reads the offsets."""
         self._is_json = is_json
         self._is_partitioned = is_partitioned
+        self.broker = broker
         self._lines: list[str] = []
 
     def placed(self, topic: str, offset: int) -> None:
@@ -468,4 +475,5 @@ def _conclude(report: _Report, failure: IsterError | None, *, is_interrupted: bo
 def _summary(report: _Report) -> str:
     seconds = max(report.ended - report.began, 1e-3)
     rate = f"{report.acknowledged / seconds:,.0f} messages/s"
-    return f"{report.words()} ({format_bytes(report.bytes)} in {seconds:.1f} s, {rate})"
+    size = format_bytes(report.bytes)
+    return f"{report.words()} (broker {report.broker}; {size} in {seconds:.1f} s, {rate})"

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ister import threads
@@ -29,12 +29,13 @@ from ister.cli.place import (
 )
 from ister.cli.report import answer, error_as_json, print_errors, print_json
 from ister.cli.survey import BadRange, FileSurvey, Kind, survey
-from ister.errors import CorruptDataError, InvariantError, IsterError
+from ister.errors import CorruptDataError, InvalidRequestError, InvariantError, IsterError
 from ister.fs.local import LocalFileSystem
 from ister.model import TopicName, TopicState
 from ister.tier.catalog import Catalog
 from ister.topic.log import Log
 from ister.topic.tiers import Tiers
+from ister.wal.directory import WalDirectory
 
 if TYPE_CHECKING:
     # argparse has no public name for it.
@@ -79,7 +80,7 @@ def register(commands: Subparsers) -> None:
         "uploaded is given up",
     )
     parser.add_argument(
-        "--yes", action="store_true", help="with --take-over: do not ask, on a terminal"
+        "--yes", action="store_true", help="with --take-over: do not ask; needed in scripts"
     )
     add_place_arguments(parser)
 
@@ -87,20 +88,9 @@ def register(commands: Subparsers) -> None:
         if options.take_over and not options.topics:
             # Of all topics, those of a node that is only being restarted would lose messages.
             parser.error("--take-over needs the names of the topics")
-        if options.take_over and not _may_take_over(options):
-            return 1
         return _run(options)
 
     parser.set_defaults(run=run)
-
-
-def _may_take_over(options: argparse.Namespace) -> bool:
-    """Asks on a terminal; in a script, saying it is enough."""
-    names = ", ".join(map(str, options.topics))
-    return confirm(
-        f"Take {names} over? What their node had not uploaded is given up.",
-        is_confirmed=options.yes or not sys.stdin.isatty(),
-    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -121,6 +111,23 @@ class _Row:
     local_frames: int | None = None
     objects: list[str] = field(default_factory=list)
     errors: list[IsterError] = field(default_factory=list)
+    gives_up: _GivenUp | None = None
+    """The messages that are given up by taking the topic over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GivenUp:
+    """Offsets that were given out by a node whose disk is lost, and are not in the bucket."""
+
+    start: int
+    known_end: int
+    """Up to here there were messages: a subscription has acknowledged them. There may be more."""
+
+    def __str__(self) -> str:
+        text = f"all offsets from {self.start} on"
+        if self.known_end > self.start:
+            return f"{text}; of these, {self.start} up to {self.known_end} were consumed"
+        return text
 
 
 def _repair(options: argparse.Namespace) -> int:
@@ -134,10 +141,13 @@ def _repair(options: argparse.Namespace) -> int:
     is_named = bool(names)
     with Log(config, background=False) as log, _kept_lease(log) as tiers, ExitStack() as stack:
         names = names or [TopicName.parse(name) for name in log.topics()]
+        given_up = _confirm_take_over(log, tiers, names, options) if options.take_over else {}
+        if given_up is None:
+            return 1
         bar = stack.enter_context(progress("repair", len(names), unit="topics"))
         for name in names:
             bar.describe(f"repair {name}")
-            row = _Row(topic=str(name))
+            row = _Row(topic=str(name), gives_up=given_up.get(name))
             rows.append(row)
             try:
                 _repair_topic(log, tiers, name, row, options, is_named=is_named)
@@ -155,6 +165,50 @@ def _repair(options: argparse.Namespace) -> int:
         _print_rows(rows)
     print_errors(errors)
     return 1 if errors else 0
+
+
+def _confirm_take_over(
+    log: Log, tiers: Tiers, names: Sequence[TopicName], options: argparse.Namespace
+) -> dict[TopicName, _GivenUp] | None:
+    """Lists what taking topics over gives up, and asks; None if it must not be done.
+
+    Raises:
+        InvalidRequestError: Nobody can be asked, and --yes was not given.
+    """
+    root = wal_root(log.config.storage)
+    found = {
+        name: given_up
+        for name in names
+        if (given_up := _given_up(tiers, name, f"{root}/{name.namespace}/{name.topic}")) is not None
+    }
+    listed = [f"{name} gives up {given_up}" for name, given_up in found.items()]
+    if options.yes or not found:
+        for line in listed:
+            print(f"ister: {line}", file=sys.stderr)
+        return found
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise InvalidRequestError(
+            f"--take-over is not confirmed: {', '.join(listed)}", hint="pass --yes to go on"
+        )
+    for line in listed:
+        print(line, file=sys.stderr)
+    question = f"Take {', '.join(map(str, names))} over, and give these messages up?"
+    return found if confirm(question, is_confirmed=False) else None
+
+
+def _given_up(tiers: Tiers, name: TopicName, path: str) -> _GivenUp | None:
+    """What a topic loses when it is taken over; None if nothing."""
+    catalog = tiers.catalog(name)
+    record = catalog.record()
+    if record is None or not record[0].lineage or catalog.sealed() is not None:
+        return None
+    has_files = not WalDirectory(LocalFileSystem(), path).is_blank()
+    if has_files and _is_of_node(catalog, tiers.membership.node):
+        return None
+    last = catalog.last()
+    tiered = 0 if last is None else last.end
+    cursors = [one.progress.offset for one in catalog.subscriptions()]
+    return _GivenUp(start=tiered, known_end=max(cursors, default=tiered))
 
 
 def _repair_topic(
@@ -260,6 +314,7 @@ def _as_json(rows: Sequence[_Row], errors: Sequence[IsterError]) -> dict[str, An
                 "status": row.status,
                 "local_frames": row.local_frames,
                 "objects": row.objects,
+                "gives_up": None if row.gives_up is None else asdict(row.gives_up),
             }
             for row in rows
         ],

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from ister.cli.connection import (
     add_broker_arguments,
+    broker_address,
     connected,
     parse_count,
     parse_name,
     parse_start,
+    print_change,
 )
 from ister.cli.look import add_command, confirm, print_facts, print_table
 from ister.cli.place import parse_topic
@@ -334,20 +336,13 @@ def _run_seek(options: argparse.Namespace) -> int:
         {"topic": old["topic"], "before": old["cursor"], "cursor": new["cursor"]}
         for old, new in zip(before, after, strict=True)
     ]
-    if options.json:
-        print_json(
-            {
-                "ok": True,
-                "topic": topic,
-                "subscription": name,
-                "cursor": moves[0]["cursor"] if len(moves) == 1 else None,
-                "moves": moves,
-            }
-        )
-        return 0
+    lines = []
     for move in moves:
         of = f" of {move['topic']}" if len(moves) > 1 else ""
-        print(f"{name}{of} goes on from offset {move['cursor']}; it was at {move['before']}")
+        lines.append(f"{name}{of} goes on from offset {move['cursor']}; it was at {move['before']}")
+    cursor = moves[0]["cursor"] if len(moves) == 1 else None
+    facts = {"topic": topic, "subscription": name, "cursor": cursor, "moves": moves}
+    print_change(options, "\n".join(lines), facts)
     return 0
 
 
@@ -355,14 +350,12 @@ def _run_remove(options: argparse.Namespace) -> int:
     topic, name = str(options.topic), options.subscription
     with connected(options) as client:
         (one, *_) = _one_of(client, topic, name)
-        question = f"Remove subscription {name} of {topic}, at offset {one['cursor']}?"
+        where = f"at offset {one['cursor']}, from broker {broker_address(options)}"
+        question = f"Remove subscription {name} of {topic}, {where}?"
         if not confirm(question, is_confirmed=options.yes):
             return 1
         client.unsubscribe(topic, name)
-    if options.json:
-        print_json({"ok": True, "topic": topic, "subscription": name})
-    else:
-        print(f"{name} is removed from {topic}")
+    print_change(options, f"{name} is removed from {topic}", {"topic": topic, "subscription": name})
     return 0
 
 
@@ -379,6 +372,9 @@ def _run_policy(options: argparse.Namespace) -> int:
             client.set_max_unacked_messages(topic, name, options.max_unacked_messages)
         (one, *_) = _one_of(client, topic, name)
     found = _policy(policy, one)
+    is_changed = bool(changes) or options.max_unacked_messages is not None
+    if is_changed:
+        found["broker"] = broker_address(options)
     if options.json:
         print_json({"topic": topic, "subscription": name, **found})
     else:

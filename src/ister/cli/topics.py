@@ -24,6 +24,7 @@ from ister.cli.connection import (
     connected,
     names_broker,
     parse_count,
+    print_change,
 )
 from ister.cli.look import (
     add_command,
@@ -75,6 +76,7 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     _register_list(kinds)
     _register_describe(kinds)
     _register_create(kinds)
+    _register_grow(kinds)
     _register_delete(kinds)
     _register_unload(kinds)
     _register_policies(kinds)
@@ -124,8 +126,8 @@ def _register_create(kinds: Any) -> None:  # noqa: ANN401
         kinds,
         "create",
         help="make a topic",
-        description="Makes a topic, plain or of several partitions. One that is there already "
-        "stays as it is.",
+        description="Makes a topic, plain or of several partitions. One that already exists is "
+        "not changed: if it is not what was asked for, the command fails.",
         examples=(
             "ister topics create /default/orders",
             "ister topics create /default/orders --partitions 4 --ack tiered",
@@ -133,7 +135,7 @@ def _register_create(kinds: Any) -> None:  # noqa: ANN401
     )
     parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
     parser.add_argument(
-        "--partitions", metavar="N", type=parse_count, default=0, help="make it of so many"
+        "--partitions", metavar="N", type=parse_count, default=0, help="number of partitions"
     )
     parser.add_argument(
         "--ack",
@@ -144,6 +146,30 @@ def _register_create(kinds: Any) -> None:  # noqa: ANN401
         "--codec", choices=list(Codec), help="how messages are stored (default: the broker's)"
     )
     _add_broker(parser, _run_create)
+
+
+def _register_grow(kinds: Any) -> None:  # noqa: ANN401
+    parser = add_command(
+        kinds,
+        "grow",
+        help="add partitions to a partitioned topic",
+        description="Adds partitions to a partitioned topic. Partitions cannot be taken away "
+        "again. The partition of a routing key depends on the number of partitions, so most keys "
+        "move to another one: messages of one key that are published before and after are in two "
+        "partitions, and consumers may get them out of order. To keep the order of each key, stop "
+        "producers, let consumers reach the end, then grow.",
+        examples=("ister topics grow /default/orders --partitions 8",),
+    )
+    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    parser.add_argument(
+        "--partitions",
+        metavar="N",
+        type=parse_count,
+        required=True,
+        help="number of partitions that it has then",
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    _add_broker(parser, _run_grow)
 
 
 def _register_delete(kinds: Any) -> None:  # noqa: ANN401
@@ -504,17 +530,43 @@ def _run_create(options: argparse.Namespace) -> int:
                 topic, partitions=options.partitions, ack=options.ack, codec=options.codec
             )
             names = client.partitions(topic)
-        if options.json:
-            partitions = [] if names == [topic] else names
-            print_json({"ok": True, "topic": topic, "created": is_new, "partitions": partitions})
-        elif is_new:
-            parts = f" of {len(names)} partitions" if names != [topic] else ""
-            print(f"{topic} is a new topic{parts}")
-        else:
-            print(f"{topic} is there already, and stays as it is")
+        partitions = [] if names == [topic] else names
+        facts = {"topic": topic, "created": is_new, "partitions": partitions}
+        parts = f" of {len(names)} partitions" if partitions else ""
+        said = f"is a new topic{parts}" if is_new else "already exists; unchanged"
+        print_change(options, f"{topic} {said}", facts)
         return 0
 
     return _answered(options, create, _failed_change(options))
+
+
+def _run_grow(options: argparse.Namespace) -> int:
+    def grow() -> int:
+        topic = str(options.topic)
+        with connected(options) as client:
+            before = client.partitions(topic)
+            if before in ([], [topic]):
+                raise NotFoundError(f"there is no partitioned topic {topic}", topic=topic)
+            question = (
+                f"Grow {topic} from {len(before)} to {options.partitions} partitions at broker "
+                f"{broker_address(options)}? Routing keys move to other partitions: the order of "
+                "messages of one key is not kept across the change."
+            )
+            if options.partitions > len(before) and not confirm(question, is_confirmed=options.yes):
+                return 1
+            names = client.grow_topic(topic, options.partitions)
+        facts = {"topic": topic, "before": len(before), "partitions": names}
+        if len(names) == len(before):
+            said = f"{topic} has {len(names)} partitions; unchanged"
+        else:
+            said = (
+                f"{topic} has {len(names)} partitions, up from {len(before)}; routing keys may be "
+                "in another partition from now on"
+            )
+        print_change(options, said, facts)
+        return 0
+
+    return _answered(options, grow, _failed_change(options))
 
 
 def _run_delete(options: argparse.Namespace) -> int:
@@ -525,14 +577,12 @@ def _run_delete(options: argparse.Namespace) -> int:
             if not names:
                 raise NotFoundError(f"there is no topic {topic}", topic=topic)
             of = f" and its {len(names)} partitions" if names != [topic] else ""
-            question = f"Delete {topic}{of} with all messages, for good?"
+            where = f"at broker {broker_address(options)}"
+            question = f"Delete {topic}{of} {where} with all messages, for good?"
             if not confirm(question, is_confirmed=options.yes):
                 return 1
             client.delete_topic(topic)
-        if options.json:
-            print_json({"ok": True, "topic": topic, "deleted": names})
-        else:
-            print(f"{topic} is deleted")
+        print_change(options, f"{topic} is deleted", {"topic": topic, "deleted": names})
         return 0
 
     return _answered(options, delete, _failed_change(options))
@@ -543,10 +593,7 @@ def _run_unload(options: argparse.Namespace) -> int:
         topic = str(options.topic)
         with connected(options) as client:
             client.unload_topic(topic)
-        if options.json:
-            print_json({"ok": True, "topic": topic})
-        else:
-            print(f"{topic} is handed over")
+        print_change(options, f"{topic} is handed over", {"topic": topic})
         return 0
 
     return _answered(options, unload, _failed_change(options))
@@ -563,9 +610,13 @@ def _run_policies(options: argparse.Namespace) -> int:
                 if not names:
                     raise NotFoundError(f"there is no topic {topic}", topic=topic)
                 in_force = dict(client.describe_topic(names[0]).policies)
+        is_changed = bool(options.set or options.reset)
+        changed = {"broker": broker_address(options)} if is_changed else {}
         if options.json:
-            print_json({"topic": topic, "policies": in_force})
+            print_json({"topic": topic, "policies": in_force, **changed})
         else:
+            if is_changed:
+                print(f"bounds of {topic} at broker {broker_address(options)}")
             print_table(
                 ("bound", "value"),
                 [(name, value or "none") for name, value in in_force.items()],

@@ -1,4 +1,6 @@
-"""What an operator does with topics, subscriptions and namespaces: ister.Admin, danube_admin.
+"""What an operator does with topics, subscriptions, namespaces and rights.
+
+Calls of ister.Admin and danube_admin.
 
 Calls go to the broker that has the topic, and are repeated until it answers. One that was carried
 out and whose answer was lost is not an error when it is repeated.
@@ -6,6 +8,7 @@ out and whose answer was lost is not an error when it is repeated.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ _BACKOFFS: Final = (Backoff.FIXED, Backoff.EXPONENTIAL)
 _POISONS: Final = (PoisonPolicy.DEAD_LETTER, PoisonPolicy.BLOCK, PoisonPolicy.DROP)
 _ADMIN: Final = "ister.Admin"
 _TOPICS: Final = "danube_admin.TopicAdmin"
+_SECURITY: Final = "danube_admin.SecurityAdmin"
 _NAMESPACES: Final = "danube_admin.NamespaceAdmin"
 
 
@@ -97,7 +101,7 @@ class AdminCalls:
 
         Raises:
             AlreadyExistsError: There is one of that name that is partitioned, and this is not to
-                be; or the other way round.
+                be; or the other way round; or it has another number of partitions.
             IsterError: It is refused, or no broker has answered in time.
         """
         TopicName.parse(topic)
@@ -110,6 +114,36 @@ class AdminCalls:
             codec=str(codec) if codec is not None else "",
         )
         return _topic(await self._network.call(_ADMIN, "CreateTopic", request))
+
+    async def grow_topic(self, topic: str, partitions: int) -> list[str]:
+        """Adds partitions to a partitioned topic; returns all of them.
+
+        Which partition a routing key goes to depends on the number of partitions. Messages of one
+        key that are published before and after may be in two partitions, and nothing orders these.
+
+        Args:
+            topic: Its name.
+            partitions: How many it has then. New ones have the ack level and codec of the first.
+
+        Raises:
+            NotFoundError: There is no such partitioned topic.
+            AlreadyExistsError: It has more partitions.
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        names = await self._partitions(topic)
+        if names == [topic]:
+            raise NotFoundError(f"{topic} is a topic without partitions", topic=topic)
+        first = await self.describe_topic(names[0])
+        request = self._api.CreateTopicRequest(
+            topic=topic,
+            partitions=partitions,
+            ack=first.ack,
+            codec=first.codec,
+            non_reliable=not first.is_reliable,
+            grow=True,
+        )
+        grown = await self._network.call(_ADMIN, "CreateTopic", request)
+        return list(grown.partitions)
 
     async def describe_topic(self, topic: str) -> TopicDescription:
         """How far a topic has come, and who uses it.
@@ -420,6 +454,53 @@ class AdminCalls:
         request = self._danube.NamespaceRequest(name=name)
         await self._network.call(_NAMESPACES, "DeleteNamespace", request, done_before=NotFoundError)
 
+    # -- rights -----------------------------------------------------------------------------
+
+    async def grant_role(
+        self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
+    ) -> None:
+        """Gives a role to somebody: on a topic, in a namespace, or for everything.
+
+        Args:
+            principal: A user's name, or `service:NAME` for an API key or a program.
+            role: `admin`, `producer`, `consumer`, or one that was made.
+            topic: On this topic alone.
+            namespace: In this namespace alone.
+
+        Raises:
+            NotFoundError: There is no such role.
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        kind, name = _principal(principal)
+        scope, resource = _scope(topic, namespace)
+        request = self._danube.CreateBindingRequest(
+            binding=self._danube.BindingDefinition(
+                id=_binding_id(kind, name, role),
+                principal_type=kind,
+                principal_name=name,
+                role_names=[role],
+                scope=scope,
+                resource_name=resource,
+            )
+        )
+        await self._network.call(_SECURITY, "CreateBinding", request)
+
+    async def revoke_role(
+        self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
+    ) -> None:
+        """Takes back what `grant_role` gave with the same arguments.
+
+        Raises:
+            NotFoundError: It was not given.
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        kind, name = _principal(principal)
+        scope, resource = _scope(topic, namespace)
+        request = self._danube.DeleteBindingRequest(
+            scope=scope, resource_name=resource, binding_id=_binding_id(kind, name, role)
+        )
+        await self._network.call(_SECURITY, "DeleteBinding", request, done_before=NotFoundError)
+
     # -- inside -----------------------------------------------------------------------------
 
     @property
@@ -435,6 +516,24 @@ class AdminCalls:
         if not names:
             raise NotFoundError(f"there is no topic {topic}", topic=topic)
         return names
+
+
+def _principal(text: str) -> tuple[str, str]:
+    kind, separator, name = text.partition(":")
+    return (kind, name) if separator else ("user", text)
+
+
+def _scope(topic: str | None, namespace: str | None) -> tuple[str, str]:
+    if topic is not None and namespace is not None:
+        raise InvalidRequestError("a role is given on a topic or in a namespace, not both")
+    if topic is not None:
+        return "topic", str(TopicName.parse(topic))
+    return ("cluster", "") if namespace is None else ("namespace", namespace)
+
+
+def _binding_id(kind: str, name: str, role: str) -> str:
+    """The same for the same three, so that it can be taken back."""
+    return hashlib.sha256(f"{kind}\n{name}\n{role}".encode()).hexdigest()[:16]
 
 
 def _topic(found: Any) -> TopicDescription:  # noqa: ANN401

@@ -645,6 +645,10 @@ class Client:
             self._admin.create_topic(topic, partitions=partitions, ack=ack, codec=codec)
         )
 
+    def grow_topic(self, topic: str, partitions: int) -> list[str]:
+        """As `AdminCalls.grow_topic`."""
+        return self._run(self._admin.grow_topic(topic, partitions))
+
     def describe_topic(self, topic: str) -> TopicDescription:
         """As `AdminCalls.describe_topic`."""
         return self._run(self._admin.describe_topic(topic))
@@ -722,6 +726,18 @@ class Client:
     def delete_namespace(self, name: str) -> None:
         """As `AdminCalls.delete_namespace`."""
         self._run(self._admin.delete_namespace(name))
+
+    def grant_role(
+        self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
+    ) -> None:
+        """As `AdminCalls.grant_role`."""
+        self._run(self._admin.grant_role(principal, role, topic=topic, namespace=namespace))
+
+    def revoke_role(
+        self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
+    ) -> None:
+        """As `AdminCalls.revoke_role`."""
+        self._run(self._admin.revoke_role(principal, role, topic=topic, namespace=namespace))
 
     def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         if self._is_closed:

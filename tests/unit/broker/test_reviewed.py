@@ -1164,11 +1164,7 @@ async def partitioned_during_a_listing(broker, services):
     asking = asyncio.ensure_future(partitions(services, "/default/other"))
     await held.is_reached()
     making = asyncio.ensure_future(
-        services.topics.CreatePartitionedTopic(
-            danube_admin.PartitionedTopicRequest(
-                base_name="/default/o", partitions=3, dispatch_strategy=1
-            )
-        )
+        topics.create_partitioned("/default/o", 3, is_reliable=True, is_growing=True)
     )
     await asyncio.wait({making}, timeout=MOMENT)
     held.go_on()

@@ -174,9 +174,41 @@ def test_partitions_are_in_the_order_of_their_numbers(tmp_path):
             # Names that only look like it.
             await make(topics, f"{NAME}-part-x", f"{NAME}-part-01", f"{NAME}2-part-0")
             assert await topics.partitions(NAME) == made
-            # More of them; those that are there stay.
-            more = await topics.create_partitioned(NAME, 14, is_reliable=True)
+            # More of them by growing alone: keys move to other partitions.
+            for other in (11, 14):
+                with pytest.raises(AlreadyExistsError, match=f"12 partitions, not {other}"):
+                    await topics.create_partitioned(NAME, other, is_reliable=True)
+            assert await topics.partitions(NAME) == made
+            more = await topics.create_partitioned(NAME, 14, is_reliable=True, is_growing=True)
             assert await topics.partitions(NAME) == more
+            assert more[:12] == made
+            with pytest.raises(NotFoundError):
+                await topics.create_partitioned(f"{NAME}3", 2, is_reliable=True, is_growing=True)
+
+    run(scenario())
+
+
+def test_partitions_whose_creation_was_cut_short_are_completed_by_the_same_call(
+    tmp_path, monkeypatch
+):
+    """Goal: a call that is repeated after a failure is not refused for what it has left."""
+
+    async def scenario():
+        async with some_topics(tmp_path, mode="memory") as topics:
+            make_one = topics.get_or_create
+
+            async def failing(name, **how):
+                if name.endswith("-part-1"):
+                    raise UnavailableError("no answer")
+                return await make_one(name, **how)
+
+            monkeypatch.setattr(topics, "get_or_create", failing)
+            with pytest.raises(UnavailableError):
+                await topics.create_partitioned(NAME, 4, is_reliable=True)
+            monkeypatch.undo()
+            made = await topics.create_partitioned(NAME, 4, is_reliable=True)
+            assert await topics.partitions(NAME) == made
+            assert len(made) == 4
 
     run(scenario())
 

@@ -65,10 +65,9 @@ def test_key_goes_into_the_file_as_a_digest(capsys, tmp_path):
     [
         (["key", "two words"], "one word"),
         (["token", "a", "--key-file", "nowhere", "--issuer", "i", "--audience", "a"], "key file"),
-        (["grant", "ada", "producer", "--topic", "no topic"], "topic name"),
-        (["grant", "ada", "producer", "--broker", "127.0.0.1:1"], "is the broker running"),
-        (["grant", "ada", "producer", "--ca-file", "no.pem"], "cannot be read (path=no.pem)"),
-        (["grant", "ada", "producer", "--tls-ca", "no.pem"], "cannot be read (path=no.pem)"),
+        (["grant", "ada", "producer", "--broker", "127.0.0.1:1"], "is `ister serve` running?"),
+        (["grant", "ada", "producer", "--ca-file", "no.pem"], "no.pem cannot be read"),
+        (["grant", "ada", "producer", "--tls-ca", "no.pem"], "no.pem cannot be read"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -78,7 +77,10 @@ def test_what_is_wrong_is_said(capsys, arguments, said):
     assert said in err
 
 
-def test_rights_are_given_and_taken_back_on_a_running_broker(capsys, tmp_path, secret_file):
+def test_rights_are_given_and_taken_back_on_a_running_broker(
+    capsys, tmp_path, secret_file, monkeypatch
+):
+    """Goal: on the broker of the environment, and on no other one."""
     keys = tmp_path / "keys"
     _, out, _ = output(capsys, "key", "loader", "--file", str(keys), "--json")
     key = json.loads(out)["key"]
@@ -100,6 +102,7 @@ def test_rights_are_given_and_taken_back_on_a_running_broker(capsys, tmp_path, s
     }
     with BrokerProcess(tmp_path / "data", settings=settings) as broker:
         address = broker.address
+        monkeypatch.setenv("ISTER_BROKER", address)
 
         def may(credentials):
             with grpc.insecure_channel(address) as channel:
@@ -121,8 +124,6 @@ def test_rights_are_given_and_taken_back_on_a_running_broker(capsys, tmp_path, s
                 "producer",
                 "--topic",
                 TOPIC,
-                "--broker",
-                address,
                 "--token",
                 token,
                 *more,
@@ -139,7 +140,7 @@ def test_rights_are_given_and_taken_back_on_a_running_broker(capsys, tmp_path, s
         assert change("grant", token=key)[0] == 1, "a loader gave itself rights"
         code, out, _ = change("grant", "--json")
         assert code == 0
-        assert json.loads(out)["resource"] == TOPIC
+        assert (json.loads(out)["resource"], json.loads(out)["broker"]) == (TOPIC, address)
         assert may(key) == "OK"
         assert change("revoke")[0] == 0
         assert may(key) == "PERMISSION_DENIED"

@@ -177,3 +177,16 @@ def test_hidden_options_stay_hidden():
     ]
     for action in hidden:
         assert action.option_strings[0] not in COMMANDS["ister pipeline run"].format_help()
+
+
+@pytest.mark.parametrize("prog", COMMANDS)
+def test_every_command_finds_its_broker_in_the_same_way(prog):
+    """Goal: no command acts on another broker than the one of --broker and ISTER_BROKER."""
+    parser = COMMANDS[prog]
+    flags = {flag for action in parser.arguments for flag in action.option_strings}
+    # Jobs take a broker's Flight address, where they read messages and change nothing.
+    if "--broker" not in flags or prog.startswith("ister pipeline"):
+        return
+    assert {"--token", "--tls", "--ca-file", "--cert-file", "--key-file", "--retry-for"} <= flags
+    assert parser.get_default("broker") is None
+    assert parser.get_default("answer_within") is not None

@@ -12,7 +12,9 @@ from builders import with_bit_flipped
 from ister.cli import repair as command
 from ister.cli.main import main
 from ister.config import load_config
-from ister.errors import UnavailableError
+from ister.errors import ConflictError, UnavailableError
+from ister.format.records import Progress
+from ister.tier.cursors import save_progress
 from ister.topic.log import Log
 from rig import eventually
 
@@ -117,6 +119,7 @@ def test_whole_topic_is_left_as_it_is(place, capsys):
         "status": "whole",
         "local_frames": None,
         "objects": [],
+        "gives_up": None,
     }
     assert sorted(path.name for path in place.objects.iterdir()) == names
     assert place.read() == PAYLOADS
@@ -154,6 +157,7 @@ def test_damaged_file_whose_range_is_in_the_bucket_is_replaced(place, capsys):
         "status": "repaired",
         "local_frames": COUNT - TIERED,
         "objects": [],
+        "gives_up": None,
     }
     assert (place.files / "wal.log.aside").exists()
     assert place.read() == PAYLOADS
@@ -305,18 +309,46 @@ def test_topics_of_another_node_are_left_alone_unless_named(place, capsys):
 
 
 def test_topic_of_a_node_whose_disk_is_lost_is_taken_over(place, capsys):
+    with place.open() as log:
+        owned = log.topic(TOPIC).tier.owned
+        incarnation = owned.record.incarnation
+        save_progress(owned, "s", Progress(offset=25, timestamp=1, incarnation=incarnation))
+    shutil.rmtree(place.path / "wal")
+    other = Place(place.path, node="-b")
+    code, printed = repair(other, capsys, TOPIC, "--take-over", "--yes")
+    assert (code, only(printed)["status"]) == (0, "whole")
+    assert only(printed)["gives_up"] == {"start": TIERED, "known_end": 25}
+    assert other.read() == PAYLOADS[:TIERED]
+
+
+def test_take_over_in_a_script_needs_yes_and_lists_what_is_given_up(place, capsys):
+    """Goal: no script gives messages up by the way; the refusal names their offsets."""
     shutil.rmtree(place.path / "wal")
     other = Place(place.path, node="-b")
     code, printed = repair(other, capsys, TOPIC, "--take-over")
-    assert (code, only(printed)["status"]) == (0, "whole")
+    assert (code, printed["topics"]) == (1, [])
+    (error,) = printed["errors"]
+    assert f"{TOPIC} gives up all offsets from {TIERED} on" in error["message"]
+    assert "--yes" in error["hint"]
+    with other.open() as log, pytest.raises(ConflictError, match="not handed it over"):
+        log.topic(TOPIC)
+    assert main(["repair", "--config", str(other.config), TOPIC, "--take-over", "--yes"]) == 0
+    assert f"gives up all offsets from {TIERED} on" in capsys.readouterr().err
     assert other.read() == PAYLOADS[:TIERED]
+
+
+def test_take_over_that_gives_nothing_up_needs_no_yes(place, capsys):
+    code, printed = repair(place, capsys, TOPIC, "--take-over")
+    assert (code, only(printed)["gives_up"]) == (0, None)
+    assert place.read() == PAYLOADS
 
 
 def test_topic_whose_files_are_lost_says_so_and_goes_on_when_told_to(place, capsys):
     shutil.rmtree(place.files)
     code, printed = repair(place, capsys)
     assert (code, only(printed)["status"], printed["errors"][0]["offset"]) == (1, "failed", TIERED)
-    code, printed = repair(place, capsys, TOPIC, "--take-over")
+    assert repair(place, capsys, TOPIC, "--take-over")[0] == 1
+    code, printed = repair(place, capsys, TOPIC, "--take-over", "--yes")
     assert (code, only(printed)["status"]) == (0, "whole")
     assert place.read() == PAYLOADS[:TIERED]
 
@@ -377,23 +409,19 @@ def test_empty_log_has_nothing_to_repair(tmp_path, capsys):
     assert capsys.readouterr().out == "no topics\n"
 
 
-def test_taking_over_is_asked_for_on_a_terminal(monkeypatch, tmp_path):
-    """Goal: nobody gives messages up by a slip; `--yes`, or a script, goes on at once."""
+def test_taking_over_is_asked_for_on_a_terminal(monkeypatch, place):
+    """Goal: nobody gives messages up by a slip; the question says which."""
 
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    done = []
-    monkeypatch.setattr(command, "_repair", lambda options: done.append(options.topics) or 0)
-    arguments = ["repair", "/default/orders", "--take-over", "--data", str(tmp_path)]
+    shutil.rmtree(place.path / "wal")
+    other = Place(place.path, node="-b")
+    arguments = ["repair", TOPIC, "--take-over", "--config", str(other.config)]
     for answer, code in (("n\n", 1), ("y\n", 0)):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         monkeypatch.setattr(sys, "stderr", shown := Terminal())
         assert main(arguments) == code
-        assert "Take /default/orders over?" in shown.getvalue()
-    assert len(done) == 1
-    assert main([*arguments, "--yes"]) == 0
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert main(arguments) == 0
-    assert len(done) == 3
+        assert f"{TOPIC} gives up all offsets from {TIERED} on" in shown.getvalue()
+        assert f"Take {TOPIC} over" in shown.getvalue()

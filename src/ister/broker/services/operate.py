@@ -59,7 +59,12 @@ class OperateService:
         is_reliable = not request.non_reliable
         if request.partitions:
             await self._topics.create_partitioned(
-                request.topic, request.partitions, is_reliable=is_reliable, ack=ack, codec=codec
+                request.topic,
+                request.partitions,
+                is_reliable=is_reliable,
+                ack=ack,
+                codec=codec,
+                is_growing=request.grow,
             )
         else:
             await self._topics.get_or_create(
