@@ -1,13 +1,18 @@
 """What lies in `deploy/`: each file is valid, and speaks of things that exist.
 
-Nothing is deployed. Files are checked by tools that know their kind (hadolint, Kubernetes' schemas,
-a parser of PromQL; promtool, docker compose and systemd where the machine has them), and by rules
-of our own besides. What dashboards and alarms ask for is what a broker tells.
+Files are checked by tools that know their kind (hadolint, Kubernetes' schemas, a parser of PromQL;
+promtool, docker compose and systemd where the machine has them), and by rules of our own besides.
+What dashboards and alarms ask for is what a broker tells. Every config file, those inside manifests
+included, passes `ister config check`, and a broker starts with it: with other paths, certificates
+and ports, and with an etcd and an S3 of the tests where it names such stores.
 """
 
 import asyncio
+import contextlib
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,10 +25,15 @@ import pytest
 import yaml
 
 from broker_rig import a_broker, a_record, eventually, run
+from certificates import LOCAL_NAMES, Authority
 from ister.broker.exposition import Exposition
+from ister.cli.main import make_parser
 from ister.config import load_config
 from ister.metrics import METRICS
 from ister.subscription.policy import SubscriptionKind
+from servers.broker import BrokerProcess
+from servers.etcd import EtcdServer
+from servers.s3 import ACCESS_KEY, SECRET_KEY, rclone_server
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -255,8 +265,7 @@ def test_settings_load(tmp_path, name):
     text = settings_files()[name]
     path = tmp_path / "ister.yml"
     path.write_text(text)
-    needed = set(re.findall(r"\$\{(\w+)\}", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)))
-    config = load_config(str(path), dict.fromkeys(needed, "x" * 40))
+    config = load_config(str(path), variables(text))
     assert config.storage.wal.dir == "/var/lib/ister/wal"
     # Secrets come from the environment.
     for line in text.splitlines():
@@ -270,6 +279,100 @@ def test_there_are_settings_for_each_way():
         "docker/ister.yml",
         "kubernetes/ister.yaml",
         "systemd/ister.yml",
+    }
+
+
+def variables(text):
+    """Values for the environment variables that settings ask for."""
+    needed = set(re.findall(r"\$\{(\w+)\}", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)))
+    values = {"ISTER_S3_ACCESS_KEY": ACCESS_KEY, "ISTER_S3_SECRET_KEY": SECRET_KEY}
+    return {name: values.get(name, "x" * 40) for name in needed}
+
+
+def moved(text, directory):
+    """Settings whose paths are below a directory, where certificates are."""
+    certificates = directory / "tls"
+    certificates.mkdir()
+    Authority("servers").issue("broker", names=LOCAL_NAMES).write(certificates, "tls")
+    text = text.replace("/etc/ister-tls", str(certificates))
+    return text.replace("/var/lib/ister", str(directory / "var"))
+
+
+@pytest.mark.parametrize("name", sorted(settings_files()))
+def test_settings_pass_config_check(tmp_path, name):
+    text = settings_files()[name]
+    path = tmp_path / "ister.yml"
+    path.write_text(moved(text, tmp_path))
+    checked = subprocess.run(
+        [sys.executable, "-m", "ister.cli.main", "config", "check", str(path)],
+        env={**os.environ, **variables(text)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("name", sorted(settings_files()))
+def test_broker_starts_with_the_settings(tmp_path, name):
+    text = settings_files()[name]
+    settings = yaml.safe_load(moved(text, tmp_path))
+    storage = settings["storage"]
+    with contextlib.ExitStack() as stack:
+        if storage.get("metadata", {}).get("backend") == "etcd":
+            etcd = stack.enter_context(EtcdServer())
+            storage["metadata"]["endpoints"] = [etcd.endpoint]
+        if storage.get("cloud", {}).get("backend") == "s3":
+            s3 = stack.enter_context(rclone_server())
+            storage["cloud"]["root"] = f"s3://{s3.bucket}/history"
+            storage["cloud"]["options"]["endpoint"] = s3.endpoint
+        broker = BrokerProcess(tmp_path / "broker", settings=settings, environment=variables(text))
+        with broker:
+            assert broker.is_running
+
+
+def ister_commands():
+    """Every command line of `ister` in the files, without `ister`."""
+    found = {}
+    for path in sorted((DEPLOY / "systemd").glob("*.service")):
+        for line in re.findall(r"^ExecStart=\S*/ister (.*)$", path.read_text(), re.MULTILINE):
+            found[path.name] = shlex.split(line)
+    for number, words in enumerate(re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)):
+        found[f"Dockerfile {number}"] = json.loads(words)
+    for name, service in COMPOSE["services"].items():
+        if service["image"].startswith("ister") and "command" in service:
+            found[f"compose {name}"] = service["command"]
+    for manifest in MANIFESTS:
+        if manifest["kind"] == "StatefulSet":
+            (container,) = manifest["spec"]["template"]["spec"]["containers"]
+            found["kubernetes"] = container["args"]
+    return found
+
+
+@pytest.mark.parametrize("where", sorted(ister_commands()))
+def test_command_lines_are_those_of_ister(where):
+    words = ister_commands()[where]
+    assert callable(make_parser().parse_args(words).run), words
+
+
+def test_every_file_is_checked_by_a_test_of_its_kind():
+    """Goal: whoever adds a file here adds the test that starts or checks it."""
+    settings = {name for name in settings_files() if name.endswith(".yml")}
+    assert {str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file()} == {
+        *settings,
+        "README.md",
+        "compose/compose.yml",
+        "docker/Dockerfile",
+        "docker/Dockerfile.dockerignore",
+        "grafana/ister.json",
+        "grafana/provisioning/dashboards/ister.yml",
+        "grafana/provisioning/datasources/prometheus.yml",
+        "kubernetes/ister.yaml",
+        "prometheus/alerts.yml",
+        "prometheus/prometheus.yml",
+        "systemd/ister-pipeline.service",
+        "systemd/ister.env",
+        "systemd/ister.service",
     }
 
 
