@@ -135,6 +135,14 @@ _LOG: Final[tuple[Metric, ...]] = (
         "broker.messages_in_total", "counter", "messages", "messages published over gRPC and Flight"
     ),
     Metric("broker.bytes_in_total", "counter", "bytes", "payloads of these"),
+    Metric(
+        "broker.time_searches",
+        "gauge",
+        "searches",
+        "searches for a time under way, those that wait for a thread included",
+    ),
+    Metric("broker.time_searches_total", "counter", "searches", "searches for a time begun"),
+    Metric("broker.time_search_bytes_total", "counter", "bytes", "bytes read by these"),
     Metric("broker.schema_misfits", "gauge", "messages", "messages that did not fit their schema"),
     Metric("subscription.nacks_total", "counter", "messages", "messages that consumers gave back"),
     Metric(

@@ -336,7 +336,9 @@ class Api:
         views = self.served.views
         topic = await views.topics.get(name)
         found = topic.reliable_subscription(subscription)
-        offset = await views.lookers.run(found.topic.resolve_start, start)
+        offset = await views.topics.searches.start_of(
+            found.topic, start, is_gone=lambda: request.transport is None
+        )
         await found.seek(offset)
         return {
             "done": f"subscription {subscription} goes on from offset {offset}",

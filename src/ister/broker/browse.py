@@ -142,6 +142,8 @@ class Browser:
         self._waiting += 1
         try:
             async with self._gate:
+                if isinstance(start, datetime):
+                    start = await self._topics.searches.start_of(topic, start)
                 return await self._lookers.run(look.read, start, end)
         finally:
             self._waiting -= 1

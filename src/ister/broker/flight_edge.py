@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ister.broker.schemas.registry import SchemaRegistry
+from ister.broker.time_searches import TimeSearches
 from ister.broker.topics import Topics
 from ister.config import Config
 from ister.errors import InvalidRequestError, UnavailableError
@@ -46,6 +47,11 @@ class BrokerSource:
     def config(self) -> Config:
         """The settings of which clients are told a part."""
         return self._topics.config
+
+    @property
+    def searches(self) -> TimeSearches:
+        """Where searches for a time run."""
+        return self._topics.searches
 
     def open(
         self,

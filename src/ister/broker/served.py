@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -28,6 +29,7 @@ from ister.broker.fanout import Fanout
 from ister.broker.policies import Policies, Rate
 from ister.broker.producers import Producers
 from ister.broker.tasks import to_the_end
+from ister.broker.time_searches import TimeSearches
 from ister.clock import Clock
 from ister.config import DispatchConfig
 from ister.errors import (
@@ -93,6 +95,7 @@ class Surroundings:
         retention_grace_seconds: float,
         consumers: Consumers,
         sequenced: SequencedTopics,
+        searches: TimeSearches,
         producers: dict[int, str],
         message_size_max: int,
         clock: Clock,
@@ -106,6 +109,7 @@ class Surroundings:
         self.retention_grace_seconds = retention_grace_seconds
         self.consumers = consumers
         self.sequenced = sequenced
+        self.searches = searches
         self.producers = producers
         self.message_size_max = message_size_max
         self.clock = clock
@@ -399,6 +403,13 @@ class ServedTopic:
             As `SubscriptionStore`.
         """
         _check_consumer(consumer, filters)
+        if (
+            isinstance(start, datetime)
+            and self.topic is not None
+            and name not in self.subscriptions
+        ):
+            # Others subscribe meanwhile: a search may wait for its turn.
+            start = await self._around.searches.start_of(self.topic, start)
         async with self._subscribing:
             found = self.subscriptions.get(name)
             if found is None:

@@ -28,6 +28,7 @@ from ister.broker.policies import Policies
 from ister.broker.records import BrokerRecords, ServedRecord
 from ister.broker.served import ServedTopic, Surroundings
 from ister.broker.tasks import finish, to_the_end
+from ister.broker.time_searches import TimeSearches
 from ister.broker.topic_names import TopicNames
 from ister.clock import Clock
 from ister.config import Config, StorageMode
@@ -96,6 +97,7 @@ class Topics:
         root = config.storage.metadata.root_prefix
         self.store = SubscriptionStore(metadata, root_prefix=root, clock=clock)
         self.records = BrokerRecords(metadata, root_prefix=root)
+        self.searches = TimeSearches(log.metrics)
         self._around = Surroundings(
             store=self.store,
             dispatch=config.dispatch,
@@ -103,6 +105,7 @@ class Topics:
             retention_grace_seconds=config.storage.wal.retention.active_subscription_grace_seconds,
             consumers=self.consumers,
             sequenced=self.sequenced,
+            searches=self.searches,
             producers=self.producers,
             message_size_max=config.storage.max_message_size,
             clock=clock,
@@ -706,6 +709,7 @@ class Topics:
     async def close(self) -> None:
         """Ends every stream and writes every cursor down; nothing is opened any more."""
         self.is_draining = True
+        await asyncio.to_thread(self.searches.close)
         await finish(_FINISH_SECONDS)
         reason = UnavailableError("the broker is ending")
         await asyncio.gather(*(self._drop(topic, reason) for topic in self.served))

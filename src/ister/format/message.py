@@ -45,6 +45,7 @@ __all__ = [
     "decode_publish_time",
     "decode_publish_times",
     "encode_message",
+    "first_at_or_after",
     "recognise",
 ]
 
@@ -262,6 +263,14 @@ def decode_publish_times(
     except CorruptDataError:
         return None
     return times if max(times, default=0) < 1 << 63 else None
+
+
+def first_at_or_after(times: list[int], publish_time: int) -> int | None:
+    """The place of the first time that is not before `publish_time`; None if there is none."""
+    # Most lists have none, and `max` does not run as Python.
+    if max(times, default=publish_time - 1) < publish_time:
+        return None
+    return next(place for place, time in enumerate(times) if time >= publish_time)
 
 
 def _find_payload(body: Buffer, codec: Codec, start: int, limit: int) -> tuple[int, int]:

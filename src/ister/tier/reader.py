@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ from ister.format.frame import (
     decode_frame,
     scan_frames,
 )
-from ister.format.message import decode_publish_times, recognise
+from ister.format.message import decode_publish_times, first_at_or_after, recognise
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.metrics import Metrics
 from ister.model import Codec
@@ -154,10 +155,23 @@ class HistoryReader:
                 if start >= end:
                     raise NothingLeftError(start) from None
 
-    def find_time(self, publish_time_ms: int, *, start: int = 0, end: int) -> int | None:
+    def find_time(
+        self,
+        publish_time_ms: int,
+        *,
+        start: int = 0,
+        end: int,
+        on_read: Callable[[int], None] | None = None,
+    ) -> int | None:
         """The first offset in a range whose message was published at or after the time.
 
         Whole objects are passed over by their highest publish time, index blocks too.
+
+        Args:
+            publish_time_ms: The time.
+            start: The range's first offset.
+            end: The first offset after the range.
+            on_read: Called with the size of each chunk that was read; may raise to end the search.
         """
         for described, _ in self._catalog.descriptors(start, end):
             newest = described.publish_time_max
@@ -175,10 +189,12 @@ class HistoryReader:
                     if first is not None and first.start > offset:
                         break  # expired meanwhile: what is left comes after it
                     raise
+                if on_read is not None:
+                    on_read(len(batch.chunk))
                 times = decode_publish_times(batch.chunk, batch.starts, batch.end, batch.codec)
-                for number, time in enumerate(times or ()):
-                    if time >= publish_time_ms:
-                        return batch.first_offset + number
+                found = first_at_or_after(times or [], publish_time_ms)
+                if found is not None:
+                    return batch.first_offset + found
                 offset = batch.next_offset
         return None
 

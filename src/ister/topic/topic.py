@@ -699,8 +699,12 @@ class Topic:
         reader.limit(upto)
         return reader
 
-    def resolve_start(self, start: Start) -> int:
+    def resolve_start(self, start: Start, *, on_read: Callable[[int], None] | None = None) -> int:
         """The offset that a reader begins with, for a `start` as `reader` takes it.
+
+        Args:
+            start: Where to begin.
+            on_read: As for `find_time`.
 
         Raises:
             InvalidRequestError: It is no start.
@@ -713,19 +717,18 @@ class Topic:
         if start == "latest":
             return self.wal.next
         if isinstance(start, datetime):
-            return self._find_time(as_milliseconds(start))
+            end = self._searchable_end()
+            found = self.find_time(as_milliseconds(start), self.earliest, end, on_read=on_read)
+            return end if found is None else found
         offset = as_offset("start", start)
         check_start(self.wal, self.earliest, offset)
         return offset
 
-    def _find_time(self, time_ms: int) -> int:
-        """The first message published at `time_ms` or later; the tail if there is none."""
+    def _searchable_end(self) -> int:
+        """Up to where messages can be searched by time, once those appended so far are there."""
         wal = self.wal
         if wal.directory is None:
-            with self._lock:
-                recent = self.cache.read(self.cache.start, wal.next, bytes_max=1 << 62)
-            return next((m.offset for m in recent if m.publish_time_ms >= time_ms), wal.next)
-        # Everything appended so far has to be in the files to be found there.
+            return wal.next
         last = wal.next - 1
         with suppress(CapacityError):  # on a full disk, what is there already has to do
             if last >= 0:
@@ -733,43 +736,82 @@ class Topic:
                     last,
                     AckLevel.SYNCED if wal.visible_level is AckLevel.SYNCED else AckLevel.WRITTEN,
                 )
-        end = min(last + 1, wal.visible, wal.written)
-        searched = self.earliest
+        return min(last + 1, wal.visible, wal.written)
+
+    def find_time(
+        self,
+        publish_time_ms: int,
+        start: int,
+        end: int,
+        *,
+        on_read: Callable[[int], None] | None = None,
+    ) -> int | None:
+        """The first offset in a range whose message was published at or after the time.
+
+        Indexes tell which objects, files and blocks cannot have it. Much has to be read only if a
+        message before `start` has a later publish time than those from there on.
+
+        Args:
+            publish_time_ms: The time.
+            start: The range's first offset.
+            end: The first offset after the range.
+            on_read: Called with the size of each chunk that was read; may raise to end the search.
+
+        Returns:
+            The offset; None if all messages of the range are older.
+
+        Raises:
+            As `read`.
+        """
+        wal = self.wal
+        wal.check_process()
+        if wal.directory is None:
+            with self._lock:
+                recent = self.cache.read(self.cache.start, wal.next, bytes_max=1 << 62)
+            among = (m for m in recent if start <= m.offset < end)
+            return next((m.offset for m in among if m.publish_time_ms >= publish_time_ms), None)
+        searched = start
         while True:
-            trimmed = wal.trimmed
-            found = self._find_time_in_history(time_ms, searched, trimmed)
+            trimmed = min(wal.trimmed, end)
+            found = self._find_time_in_history(publish_time_ms, searched, trimmed, on_read)
             if found is not None:
                 return found
             searched = max(searched, trimmed)
-            found = self._find_time_in_files(time_ms, end)
+            found = self._find_time_in_files(publish_time_ms, searched, end, on_read)
             # Files that were trimmed meanwhile have to be looked through in the bucket.
-            if wal.trimmed <= searched:
-                return end if found is None else found
+            if min(wal.trimmed, end) <= searched:
+                return found
 
-    def _find_time_in_history(self, time_ms: int, start: int, end: int) -> int | None:
+    def _find_time_in_history(
+        self, time_ms: int, start: int, end: int, on_read: Callable[[int], None] | None
+    ) -> int | None:
         if self.tier is None or start >= end:
             return None
         history = self.tier.history()
         try:
-            return history.find_time(time_ms, start=start, end=end)
+            return history.find_time(time_ms, start=start, end=end, on_read=on_read)
         finally:
             history.close()
 
-    def _find_time_in_files(self, time_ms: int, end: int) -> int | None:
+    def _find_time_in_files(
+        self, time_ms: int, start: int, end: int, on_read: Callable[[int], None] | None
+    ) -> int | None:
         files = WalReader(
             self.wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
         )
         try:
-            return files.find_time(time_ms, self.codec, end=end)
+            return files.find_time(time_ms, self.codec, start=start, end=end, on_read=on_read)
         except (CorruptDataError, NotFoundError):
             tiered = min(end, self.wal.tiered or 0)
-            if self.tier is None or tiered <= self.wal.trimmed:
+            if self.tier is None or tiered <= max(start, self.wal.trimmed):
                 raise
             # The other tier has a copy of the files' beginning.
-            found = self._find_time_in_history(time_ms, self.wal.trimmed, tiered)
+            found = self._find_time_in_history(
+                time_ms, max(start, self.wal.trimmed), tiered, on_read
+            )
             if found is not None:
                 return found
-            return files.find_time(time_ms, self.codec, start=tiered, end=end)
+            return files.find_time(time_ms, self.codec, start=tiered, end=end, on_read=on_read)
         finally:
             files.close()
 

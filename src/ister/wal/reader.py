@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Protocol
 
@@ -31,7 +32,11 @@ from ister.format.frame import (
     decode_frame,
     scan_frames,
 )
-from ister.format.message import decode_publish_time
+from ister.format.message import (
+    decode_publish_time,
+    decode_publish_times,
+    first_at_or_after,
+)
 from ister.fs.base import File
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.metrics import Metrics
@@ -46,6 +51,8 @@ __all__ = ["ReadableLog", "ReadableSettings", "WalReader"]
 # Indexes of rotated files that a reader keeps: a reader walks forward, so few are enough.
 _INDEXES_MAX = 2
 _CHUNK_BYTES_MIN = 64 * KIB
+# Of a search by time, which can be ended between two chunks.
+_SEARCH_BYTES = 1024 * KIB
 
 
 class ReadableSettings(Protocol):
@@ -418,17 +425,34 @@ class WalReader:
     # -- by time ----------------------------------------------------------------------------
 
     def find_time(
-        self, publish_time_ms: int, codec: Codec, *, start: int = 0, end: int
+        self,
+        publish_time_ms: int,
+        codec: Codec,
+        *,
+        start: int = 0,
+        end: int,
+        on_read: Callable[[int], None] | None = None,
     ) -> int | None:
         """The first offset in a range whose message was published at or after the time.
 
-        Whole files and index blocks are passed over by their highest publish time; only one block
-        is read. None if every message in the files is older.
+        Whole files and index blocks are passed over by their highest publish time. One block is
+        read, unless a message before `start` has a later time than those from there on: the index
+        knows the highest time up to a block, so that all blocks up to a later one are read.
+
+        Args:
+            publish_time_ms: The time.
+            codec: Of the messages.
+            start: The range's first offset.
+            end: The first offset after the range.
+            on_read: Called with the size of each chunk that was read; may raise to end the search.
+
+        Returns:
+            The offset; None if every message in the files is older.
         """
         while True:
             files = self._wal.files
             try:
-                return self._find_time(files, publish_time_ms, codec, start, end)
+                return self._find_time(files, publish_time_ms, codec, range(start, end), on_read)
             except (NotFoundError, OffsetOutOfRangeError):
                 if files[0] in self._wal.files:
                     raise
@@ -439,9 +463,10 @@ class WalReader:
         files: tuple[WalFile, ...],
         publish_time_ms: int,
         codec: Codec,
-        start: int,
-        end: int,
+        among: range,
+        on_read: Callable[[int], None] | None,
     ) -> int | None:
+        start, end = among.start, among.stop
         for at, file in enumerate(files):
             is_last = at == len(files) - 1
             entries = self._index(file).entries
@@ -452,22 +477,40 @@ class WalReader:
                 continue
             if knows_all and entries[-1].publish_time_max < publish_time_ms:
                 continue
-            found = self._find_time_in(file, publish_time_ms, range(start, limit), codec)
+            found = self._find_time_in(file, publish_time_ms, range(start, limit), codec, on_read)
             if found is not None:
                 return found
         return None
 
     def _find_time_in(
-        self, file: WalFile, publish_time_ms: int, among: range, codec: Codec
+        self,
+        file: WalFile,
+        publish_time_ms: int,
+        among: range,
+        codec: Codec,
+        on_read: Callable[[int], None] | None,
     ) -> int | None:
         entry = self._index(file).find_time(publish_time_ms)
         offset = max(among.start, file.first_offset if entry is None else entry.offset)
+        # It is usually in the first block. A longer search reads larger chunks.
+        size = _CHUNK_BYTES_MIN
         while offset < among.stop:
-            batch = self.fetch(offset, among.stop, bytes_max=_CHUNK_BYTES_MIN)
-            ends = [*batch.starts[1:], batch.end]
-            for begin, finish in zip(batch.starts, ends, strict=True):
-                body = batch.chunk[begin + FRAME_HEADER_SIZE : finish]
-                if decode_publish_time(body, codec) >= publish_time_ms:
-                    return offset
-                offset += 1
+            batch = self.fetch(offset, among.stop, bytes_max=size)
+            if on_read is not None:
+                on_read(len(batch.chunk))
+            size = min(2 * size, _SEARCH_BYTES)
+            times = decode_publish_times(batch.chunk, batch.starts, batch.end, codec)
+            if times is None:  # a time that no clock gives, or none at all: which one is told
+                times = [
+                    decode_publish_time(
+                        batch.chunk, codec, start=begin + FRAME_HEADER_SIZE, end=finish
+                    )
+                    for begin, finish in zip(
+                        batch.starts, [*batch.starts[1:], batch.end], strict=True
+                    )
+                ]
+            found = first_at_or_after(times, publish_time_ms)
+            if found is not None:
+                return offset + found
+            offset += len(times)
         return None

@@ -8,16 +8,13 @@ that they are answered by this owner alone, and only for as long as it surely is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ister.client.contract import (
     FRAMES_COLUMN,
     HOLES,
-    FindTime,
     FramesTicket,
     PlanUpload,
     RangeTicket,
@@ -36,7 +33,6 @@ __all__ = [
     "check_incarnation",
     "check_owner",
     "check_range",
-    "find_time",
     "frames_schema",
     "plan_upload",
     "range_schema",
@@ -45,11 +41,6 @@ __all__ = [
     "status_of",
 ]
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-# The end of the calendar; what is beyond is looked for message by message.
-_CALENDAR_MS_MAX: Final = 253_402_300_799_999
-# Microseconds still fit into 64 bits.
-_TIME_MS_MAX: Final = 1 << 52
 _FRAMES_BYTES: Final = 4 * MIB
 
 
@@ -166,30 +157,6 @@ def read_range(
             topic=topic.name,
             offset=at,
         )
-
-
-def find_time(topic: Topic, asked: FindTime) -> int | None:
-    """The first message of a range that was published at the time or later."""
-    if asked.start == asked.end:
-        return None
-    start = asked.start
-    if asked.publish_time_ms <= _CALENDAR_MS_MAX:
-        # The topic's own search knows where to look, and knows no range: before its answer there
-        # is no such message.
-        time = _EPOCH + timedelta(milliseconds=max(0, asked.publish_time_ms))
-        with topic.reader(time) as reader:
-            first = reader.next_offset
-        if first >= start:
-            return first if first < asked.end else None
-    # Producers' clocks differ, so from the start of the range on every message is looked at.
-    wanted = pa.scalar(min(asked.publish_time_ms, _TIME_MS_MAX) * 1000, pa.int64())
-    for batch in topic.read_arrow(start, end=asked.end, columns=("offset", "publish_time")):
-        times = batch["publish_time"].cast(pa.int64())
-        found = pc.index(pc.greater_equal(times, wanted), True).as_py()
-        if found >= 0:
-            offset: int = batch["offset"][found].as_py()
-            return offset
-    return None
 
 
 def plan_upload(topic: Topic, asked: PlanUpload) -> UploadPlanned:

@@ -30,7 +30,6 @@ from ister.broker.flight.reads import (
     check_incarnation,
     check_owner,
     check_range,
-    find_time,
     frames_schema,
     plan_upload,
     range_schema,
@@ -199,7 +198,6 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
         self._actions: dict[str, Callable[[Caller, bytes], list[bytes]]] = {
             Action.WATERMARKS: self._watermarks,
             Action.TOPICS: self._topics,
-            Action.FIND_TIME: self._find_time,
             Action.APPEND_STAGED: self._append_staged,
             Action.PLAN_UPLOAD: self._plan_upload,
             Action.STORAGE: self._storage,
@@ -243,12 +241,18 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
         self._on_call(action.type)
         with sent():
             caller = self._access.caller(context)
+            data = action.body.to_pybytes()
+            if action.type == Action.FIND_TIME:
+                return [
+                    flight.Result(item)
+                    for item in self._find_time(caller, data, context.is_cancelled)
+                ]
             answer = self._actions.get(action.type)
             if answer is None:
                 raise InvalidRequestError(
                     f"there is no action {action.type!r}", hint=f"one of: {', '.join(Action)}"
                 )
-            return [flight.Result(item) for item in answer(caller, action.body.to_pybytes())]
+            return [flight.Result(item) for item in answer(caller, data)]
 
     def list_actions(self, context: Any) -> Any:  # noqa: ANN401
         return [(str(action), action.name) for action in Action]
@@ -269,12 +273,19 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
         seen = tuple(name for name in names if caller.allows(Permission.LOOKUP, topic=name))
         return [TopicNames(topics=seen).to_json()]
 
-    def _find_time(self, caller: Caller, body: bytes) -> list[bytes]:
+    def _find_time(self, caller: Caller, body: bytes, is_gone: Callable[[], bool]) -> list[bytes]:
         asked = FindTime.from_json(body)
         caller.check(Permission.CONSUME, topic=asked.topic)
         topic = self._source.open(asked.topic).topic
         check_range(topic, asked.start, asked.end)
-        return [FoundTime(offset=find_time(topic, asked)).to_json()]
+        found = self._source.searches.run_blocking(
+            lambda on_read: topic.find_time(
+                asked.publish_time_ms, asked.start, asked.end, on_read=on_read
+            ),
+            caller=caller.name,
+            is_gone=is_gone,
+        )
+        return [FoundTime(offset=found).to_json()]
 
     def _plan_upload(self, caller: Caller, body: bytes) -> list[bytes]:
         asked = PlanUpload.from_json(body)

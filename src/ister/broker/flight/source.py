@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ister.broker.security.rights import Permission
+from ister.broker.time_searches import TimeSearches
 from ister.config import Config
 from ister.errors import InvalidRequestError, NotFoundError
 from ister.limits import MIB
@@ -64,6 +65,11 @@ class TopicSource(Protocol):
         """The settings of which clients are told a part."""
         ...
 
+    @property
+    def searches(self) -> TimeSearches:
+        """Where searches for a time run."""
+        ...
+
     def open(
         self,
         name: str,
@@ -113,10 +119,15 @@ class LogSource:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._sequenced = SequencedTopics()
+        self._searches = TimeSearches(log.metrics)
 
     @property
     def config(self) -> Config:
         return self._log.config
+
+    @property
+    def searches(self) -> TimeSearches:
+        return self._searches
 
     def open(
         self,

@@ -160,7 +160,7 @@ class OperateService:
             start = to
         else:
             raise InvalidRequestError("seek needs an offset, a time, earliest or latest")
-        offset = await asyncio.to_thread(subscription.topic.resolve_start, start)
+        offset = await self._topics.searches.start_of(subscription.topic, start)
         await subscription.seek(offset)
         return describe(topic, subscription)
 
