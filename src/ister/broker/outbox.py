@@ -47,7 +47,7 @@ class Outbox(Generic[Item]):
     def push(self, item: Item) -> None:
         """Hands an item to the stream."""
         self._items.append(item)
-        self._wake()
+        self.wake()
 
     def end(self, reason: IsterError | None = None, *, after_seconds: float = 0.0) -> None:
         """Has the stream end: with an error, or in order. What was not written is left out.
@@ -61,7 +61,7 @@ class Outbox(Generic[Item]):
             self._end = reason
             self._pause = after_seconds
             self._items.clear()
-            self._wake()
+            self.wake()
 
     async def take(self, count_max: int = OUTBOX_MESSAGES) -> list[Item]:
         """The next items, at least one; none when the stream has to end in order.
@@ -75,12 +75,21 @@ class Outbox(Generic[Item]):
                 if self._end is not None:
                     raise self._end
                 return []
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+            await self.wait()
         items = self._items
         count = min(len(items), count_max)
         self._taken += count
         return [items.popleft() for _ in range(count)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` has something to say at once."""
+        return bool(self._items) or self.is_ended
+
+    async def wait(self) -> None:
+        """Waits for the next item, for the end, or for `wake`, whichever comes first."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
 
     def clear(self) -> None:
         """Leaves out what the stream has not taken yet."""
@@ -90,7 +99,8 @@ class Outbox(Generic[Item]):
         """Makes room: the stream has written so many of what it took."""
         self._taken -= count
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Has whoever is in `wait` look again."""
         waiting = self._waiting
         if waiting is not None and not waiting.done():
             waiting.set_result(None)

@@ -48,7 +48,7 @@ __all__ = ["Inbox", "Intake", "IntakeOptions"]
 _log = logging.getLogger("ister.client.intakes")
 
 # Acknowledgements go when none is on its way, or after so long, or when there are so many.
-_LINGER_SECONDS: Final = 0.005
+_LINGER_SECONDS: Final = 0.02
 _ACKS_MAX: Final = 1000
 _OPEN_SECONDS: Final = 15.0
 _VERDICT_SECONDS: Final = 2.0

@@ -59,7 +59,7 @@ class ProducerOptions:
     ack: AckLevel | None = None
     max_batch_messages: int = 1000
     max_batch_bytes: int = 1 * MIB
-    linger_ms: float = 5.0
+    linger_ms: float = 20.0
     max_pending_bytes: int = 64 * MIB
     timeout: float | None = None
 

@@ -246,9 +246,12 @@ class Traffic:
             if number % _YIELD_EVERY == 0:
                 await asyncio.sleep(0)
 
-    async def _send(self, event: Event, lane: _Lane | None = None) -> None:
+    async def _send(
+        self, event: Event, lane: _Lane | None = None, due: float | None = None
+    ) -> None:
+        """Sends an event; its clock starts when it was due, however late this comes."""
         lane = lane or self._lane(event)
-        self._sent_at[event.topic][event.id] = asyncio.get_running_loop().time()
+        self._sent_at[event.topic][event.id] = due or asyncio.get_running_loop().time()
         sent = await lane.producer.send(event.payload, routing_key=event.key)
         lane.pending.append((event.id, sent))
 
@@ -265,21 +268,21 @@ class Traffic:
             self._timed_from[event.topic] = event.id
         began = loop.time()
         self.live_from = began - self._began
-        killing: asyncio.Future[None] | None = None
+        happening: list[asyncio.Future[None]] = []
         number = 0
         while number < len(events):
             due = min(len(events), int((loop.time() - began) * self.pace) + 1)
-            for event in events[number:due]:
-                await self._send(event)
+            for at in range(number, due):
+                await self._send(events[at], due=began + at / self.pace)
             number = due
             progress = number / len(events)
-            if progress >= _SWITCH_AT and self.switched_at is None:
-                await self._switch(consumers)
-            if progress >= _KILL_AT and killing is None:
-                killing = asyncio.ensure_future(self._kill())
+            # Beside the sending, which keeps its pace.
+            if progress >= _SWITCH_AT and len(happening) < 1:
+                happening.append(asyncio.ensure_future(self._switch(consumers)))
+            if progress >= _KILL_AT and len(happening) < 2:
+                happening.append(asyncio.ensure_future(self._kill()))
             await asyncio.sleep(_TICK_SECONDS)
-        if killing is not None:
-            await killing
+        await asyncio.gather(*happening)
 
     async def _switch(self, consumers: dict[str, list[AsyncConsumer]]) -> None:
         """Takes the active consumer of the failover subscription away."""

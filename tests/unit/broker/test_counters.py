@@ -41,6 +41,15 @@ def test_batch_is_counted_as_its_messages_would_be(seed):
     assert (at_once.messages_in, at_once.bytes_in) == (one_by_one.messages_in, one_by_one.bytes_in)
 
 
+def test_few_rows_are_counted_without_giving_the_interpreter_lock_away(monkeypatch):
+    """Each kernel of Arrow's does, and a busy broker then waits for the lock again."""
+    monkeypatch.setattr("pyarrow.compute.call_function", None)
+    monkeypatch.setattr("pyarrow.compute.binary_length", None)
+    counters = TopicCounters()
+    counters.note_batch(a_batch([3, 0, 400]))
+    assert (counters.messages_in, counters.bytes_in) == (3, 403)
+
+
 def test_empty_batch_and_huge_message_are_counted():
     counters = TopicCounters()
     counters.note_batch(a_batch([]))

@@ -33,6 +33,20 @@ def test_taking_waits_for_the_first_item():
     run(scenario())
 
 
+def test_taker_that_also_waits_for_something_else_is_woken_for_either():
+    async def scenario():
+        outbox = Outbox(1)
+        for happen in (outbox.wake, lambda: outbox.push("a"), outbox.end):
+            waiting = asyncio.create_task(outbox.wait())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            happen()
+            await asyncio.wait_for(waiting, 10)
+            assert outbox.is_ready == (happen != outbox.wake)
+
+    run(scenario())
+
+
 def test_room_comes_back_when_items_are_written_not_when_they_are_taken():
     async def scenario():
         outbox = Outbox(1)

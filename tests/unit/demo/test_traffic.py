@@ -1,5 +1,10 @@
 """What traffic notes, judged without a broker."""
 
+import asyncio
+from collections import deque
+from itertools import pairwise
+from types import SimpleNamespace
+
 from ister.demo.serving import BrokerProcess
 from ister.demo.shop import TOPICS, make_shop
 from ister.demo.show import NoShow
@@ -49,3 +54,30 @@ def test_messages_that_the_kill_has_touched_are_told_from_the_others(tmp_path):
     assert [round(value) for value in traffic.steady_ms] == [2, 1]
     assert [round(value) for value in traffic.killed_ms] == [4200, 2500, 400]
     assert traffic.kill.away_seconds == 3.0
+
+
+def test_clock_of_a_message_starts_when_it_was_due_however_late_it_is_sent(tmp_path):
+    """Goal: a client or a broker that stands still is not left out of the latencies.
+
+    Method: the first send takes as long as many messages need; nothing else is waited for.
+    """
+    traffic = _traffic(tmp_path)
+
+    class Slow:
+        is_first = True
+
+        async def send(self, payload, *, routing_key):
+            if Slow.is_first:
+                Slow.is_first = False
+                await asyncio.sleep(0.3)
+
+    async def nothing(*_):
+        return None
+
+    lane = SimpleNamespace(producer=Slow(), pending=deque())
+    traffic._lanes = {topic: [lane] for topic in TOPICS}
+    traffic._switch = traffic._kill = nothing
+    asyncio.run(traffic._send_live({}))
+    due = [traffic._sent_at[event.topic][event.id] for event in traffic.live]
+    steps = {round((after - before) * traffic.pace, 3) for before, after in pairwise(due)}
+    assert steps == {1.0}

@@ -7,7 +7,7 @@ times as fast. What was acknowledged is confirmed, so a client knows what it nee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
@@ -80,10 +80,8 @@ class DeliveryService:
             outbox = subscription.attach(consumer.id, consumer.filters)
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
-        answers = _Confirmations()
+        answers = _Confirmations(on_change=outbox.wake)
         taking = asyncio.create_task(_take_acks(requests, subscription, answers, outbox))
-        sending: asyncio.Task[list[Sent]] | None = None
-        asked: asyncio.Task[Any] | None = None
         try:
             yield ister_api.ConsumeResponse(
                 opened=ister_api.Opened(
@@ -94,16 +92,12 @@ class DeliveryService:
                 )
             )
             while True:
-                sending = sending or asyncio.ensure_future(outbox.take(_BATCH_MESSAGES))
-                asked = asked or asyncio.ensure_future(answers.get())
-                await asyncio.wait({sending, asked}, return_when=asyncio.FIRST_COMPLETED)
-                if asked.done():
-                    answer = asked.result()
-                    asked = None
-                    yield answer
-                if sending.done():
-                    items = sending.result()
-                    sending = None
+                if not answers.is_waiting and not outbox.is_ready:
+                    await outbox.wait()
+                if answers.is_waiting:
+                    yield answers.take()
+                if outbox.is_ready:
+                    items = await outbox.take(_BATCH_MESSAGES)
                     if not items:
                         while answers.is_waiting:
                             # The client has no more to say, and hears what became of the last.
@@ -114,13 +108,8 @@ class DeliveryService:
                     subscription.written(outbox, len(items))
         finally:
             subscription.detach(outbox)
-            for task in (taking, sending, asked):
-                if task is not None:
-                    task.cancel()
-            await asyncio.gather(
-                *(task for task in (taking, sending, asked) if task is not None),
-                return_exceptions=True,
-            )
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
 
     async def _open(self, request: Any) -> tuple[Dispatch, Consumer]:  # noqa: ANN401
         await self._guard.check_stream(current_principal(), Permission.CONSUME, topic=request.topic)
@@ -153,17 +142,18 @@ class DeliveryService:
 class _Confirmations:
     """Acknowledgements that count and whose client has not been told yet, put together."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when there is something to tell."""
         self._offsets: list[int] = []
         self._refused: list[int] = []
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self._on_change = on_change
         self._has_room = asyncio.Event()
 
     @property
     def is_waiting(self) -> bool:
         """Whether there is something to tell."""
-        return self._changed.is_set()
+        return bool(self._offsets or self._refused) or self._error is not None
 
     async def add(self, offsets: list[int], refused: list[int]) -> None:
         """Adds acknowledgements, those that count and others; waits while there are too many."""
@@ -172,21 +162,12 @@ class _Confirmations:
             await self._has_room.wait()
         self._offsets += offsets
         self._refused += refused
-        self._changed.set()
+        self._on_change()
 
     def fail(self, error: Exception) -> None:
         """Has an error told after what is waiting."""
         self._error = error
-        self._changed.set()
-
-    async def get(self) -> Any:  # noqa: ANN401
-        """What to tell next, once there is something.
-
-        Raises:
-            Exception: That of `fail`.
-        """
-        await self._changed.wait()
-        return self.take()
+        self._on_change()
 
     def take(self) -> Any:  # noqa: ANN401
         """What to tell next.
@@ -203,8 +184,6 @@ class _Confirmations:
             told, self._refused = self._refused[:_ACKS_MAX], self._refused[_ACKS_MAX:]
             answer = ister_api.ConsumeResponse(refused=ister_api.Acks(offsets=told))
         self._has_room.set()
-        if not self._offsets and not self._refused and self._error is None:
-            self._changed.clear()
         return answer
 
 
