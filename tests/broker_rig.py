@@ -140,6 +140,7 @@ async def some_topics(
     *,
     mode: str = "wal_cloud",
     metadata: MetadataStore | None = None,
+    schemas: Any = None,
 ) -> AsyncIterator[Topics]:
     """The topics of a broker without ports, on a log of its own.
 
@@ -148,6 +149,7 @@ async def some_topics(
         settings: What differs from the defaults, as a tree.
         mode: `storage.mode`; without a bucket the metadata is in memory.
         metadata: Another store than that.
+        schemas: What messages are held against; none by default.
     """
     config, clock = settings_of(directory, settings, mode=mode), SystemClock()
     log = await asyncio.to_thread(Log, config, clock=clock)
@@ -160,7 +162,9 @@ async def some_topics(
         address = Address(
             node=node, broker_url="http://a:1", connect_url="http://a:1", flight_url=""
         )
-        topics = Topics(log, store, Cluster(address, log.tiers), config=config, clock=clock)
+        topics = Topics(
+            log, store, Cluster(address, log.tiers), config=config, clock=clock, schemas=schemas
+        )
         try:
             yield topics
         finally:

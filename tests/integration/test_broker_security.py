@@ -32,10 +32,12 @@ from pyarrow import flight
 from certificates import LOCAL_NAMES, Authority
 from danube_rig import eventually, run
 from ister.broker import wire
+from ister.broker.producers import producer_id
 from ister.broker.security.minting import make_api_key
 from ister.broker.wire import danube, danube_admin, danube_schema, ister_api
 from ister.client.contract import (
     Action,
+    PutBatch,
     PutOpen,
     RangeTicket,
     TopicNames,
@@ -287,6 +289,73 @@ def test_denied_produce(broker, topic):
                 await session.producer(topic)
             assert caught.value.code() is Code.PERMISSION_DENIED
 
+    run(scenario())
+
+
+def test_nobody_publishes_or_ends_a_producer_under_anothers_name(broker, topic):
+    """Goal: one message with a high epoch must not retire a producer; an operator frees names."""
+    numbered = {"ister-sequence": "2", "ister-producer-epoch": "4294967295"}
+
+    def send(token, attributes, number=2):
+        request = danube.StreamMessage(
+            request_id=number,
+            msg_id=danube.MsgID(
+                producer_id=producer_id(topic, "shop"), topic_name=topic, broker_addr="b"
+            ),
+            payload=b"forged",
+            producer_name="shop",
+            attributes=attributes,
+        )
+        return code_of(
+            wire.stub(channel, "danube.ProducerService").SendMessage(
+                request, metadata=bearer(token), timeout=30
+            )
+        )
+
+    async def put(token):
+        rows = pa.record_batch({"payload": pa.array([b"forged"], pa.binary())})
+        opened = PutOpen(topic=topic, producer="shop", epoch=1)
+
+        def call():
+            client = broker.flight()
+            descriptor = flight.FlightDescriptor.for_command(opened.to_json())
+            writer, answers = client.do_put(
+                descriptor, rows.schema, options=flight_options(bearer(token))
+            )
+            with writer:
+                writer.write_with_metadata(rows, PutBatch(sequence=1).to_json())
+                writer.done_writing()
+                while answers.read() is not None:
+                    pass
+
+        found = await asyncio.to_thread(flight_outcome, call)
+        assert isinstance(found, PermissionDeniedError), found
+
+    async def scenario():
+        nonlocal channel
+        await broker.create_topic(topic)
+        for name in ("alice", "mallory"):
+            await broker.allow(name, "producer", resource=topic)
+        async with broker.danube(sign("alice")) as session, broker.channel() as channel:
+            producer = await session.producer(topic, name="shop")
+            await producer.send(b"1", {"ister-sequence": "1"})
+            async with broker.danube(sign("mallory")) as other:
+                assert await code_of(other.producer(topic, name="shop")) is Code.PERMISSION_DENIED
+            for attributes in ({}, numbered, {**numbered, "ister-producer-epoch": "1"}):
+                assert await send(sign("mallory"), attributes) is Code.PERMISSION_DENIED
+            await put(sign("mallory"))
+            assert await send(sign("alice"), numbered) is Code.INVALID_ARGUMENT, "epoch too high"
+            await producer.send(b"2", {"ister-sequence": "2"})
+            released = await broker.admin(
+                "ReleaseProducer",
+                ister_api.ProducerName(topic=topic, producer="shop"),
+                service="ister.Admin",
+            )
+            assert released.principal == "user:alice"
+            assert await send(sign("mallory"), {}) is Code.OK
+            assert await send(sign("alice"), {}) is Code.PERMISSION_DENIED
+
+    channel = None
     run(scenario())
 
 
@@ -592,6 +661,12 @@ def _calls(topic, namespace):
             "ister.Admin",
             "SetTopicPolicies",
             ister_api.SetPoliciesRequest(name=topic, policies="{}"),
+        ),
+        (
+            "manage_topic",
+            "ister.Admin",
+            "ReleaseProducer",
+            ister_api.ProducerName(topic=topic, producer="p"),
         ),
         (
             "manage_topic",

@@ -12,7 +12,8 @@ from collections.abc import Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ister.broker.schemas.registry import SchemaRegistry
+from ister.broker.admission import StagedGate, lot_of_rows
+from ister.broker.served import ServedTopic
 from ister.broker.time_searches import TimeSearches
 from ister.broker.topics import Topics
 from ister.config import Config
@@ -35,11 +36,8 @@ Answer = TypeVar("Answer")
 class BrokerSource:
     """The broker's topics, for Flight. Thread-safe; not to be called on the loop."""
 
-    def __init__(
-        self, topics: Topics, schemas: SchemaRegistry, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, topics: Topics, loop: asyncio.AbstractEventLoop) -> None:
         self._topics = topics
-        self._schemas = schemas
         self._loop = loop
         self._ending = threading.Event()
 
@@ -79,28 +77,34 @@ class BrokerSource:
         """The names of all topics that have a log."""
         return self._topics.log.topics()
 
-    def append_staged(self, name: str, staged: StagedBatch) -> AppendedBatch:
-        """As `Log.append_staged`."""
+    def append_staged(self, name: str, staged: StagedBatch, principal: str) -> AppendedBatch:
+        """As `Log.append_staged`, for rows that the topic admits."""
         self.open(name)
-        return self._topics.log.append_staged(name, staged)
+        gate = StagedGate(
+            admission=self._topics.admission,
+            topic=self._served(name),
+            principal=principal,
+            now=self._loop.time,
+            pause=self._ending.wait,
+        )
+        return self._topics.log.append_staged(name, staged, gate)
 
-    def admit(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
-        """Has rows wait for the topic's rate, and refuses those that its schema or size forbids."""
-        name = topic.topic.name
+    def admit(
+        self, topic: SequencedTopic, batch: pa.RecordBatch, *, producer: str | None, principal: str
+    ) -> None:
+        """Has rows wait for the topic's rate, and refuses those that it does not admit."""
+        served = self._served(topic.topic.name)
+        if served.sequenced is not topic:
+            raise UnavailableError("the topic is opened again", topic=served.name)
+        admission = self._topics.admission
+        admission.check(served, lot_of_rows(batch, producer), principal)
+        admission.wait(served, batch.num_rows, now=self._loop.time, pause=self._ending.wait)
+
+    def _served(self, name: str) -> ServedTopic:
         served = self._topics.find_open(name)
-        if served is None or served.sequenced is not topic:
+        if served is None:
             raise UnavailableError("the topic is opened again", topic=name)
-        served.check_batch(batch)
-        if not self._schemas.is_unchecked(name):
-            self._check_schemas(name, batch)
-        rate, rows = served.publish_rate, batch.num_rows
-        while rate.per_second and rows > 0:
-            # In parts: others come in between.
-            part = min(rows, max(1, rate.per_second // 10))
-            delay = rate.reserve(part, self._loop.time())
-            if delay and self._ending.wait(delay):
-                raise UnavailableError("the broker is ending", topic=name)
-            rows -= part
+        return served
 
     def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
         """Counts rows that were appended."""
@@ -112,20 +116,6 @@ class BrokerSource:
         """Counts a producer for as long as it publishes."""
         served = self._topics.find_open(topic.topic.name)
         return served.counters.publishing() if served is not None else nullcontext()
-
-    def _check_schemas(self, name: str, batch: pa.RecordBatch) -> None:
-        columns = batch.schema.names
-        for row in range(batch.num_rows):
-            values = {
-                column: batch.column(column)[row].as_py() if column in columns else None
-                for column in ("schema_id", "schema_version", "payload")
-            }
-            self._schemas.check_message(
-                name,
-                schema_id=values["schema_id"],
-                schema_version=values["schema_version"],
-                payload=values["payload"] or b"",
-            )
 
     def end(self) -> None:
         """Has nobody wait any more."""

@@ -2,8 +2,9 @@
 
     <root>/broker/topics/<ns>/<topic>   {"delivery": "reliable", "policies": {…}}
     <root>/namespaces/<ns>              {"policies": {…}}
+    <root>/broker/producers/<ns>/<topic>/<name, percent-encoded>    {"principal": …, "at": seconds}
 
-Owns: these two kinds of records. Does not own: what a log keeps of a topic (`ister.tier`), and
+Owns: these three kinds of records. Does not own: what a log keeps of a topic (`ister.tier`), and
 subscriptions (`ister.subscription.store`).
 
 Every change compares with what was read before it. A record that is missing is as good as one with
@@ -16,13 +17,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import quote, unquote
 
 from ister.broker.policies import NAMES
 from ister.errors import AlreadyExistsError, CommitUnknownError, ConflictError, NotFoundError
 from ister.metadata.base import Absent, Compare, KeyValue, MetadataStore, Put, RevisionIs
 from ister.model import TopicName
 
-__all__ = ["BrokerRecords", "ServedRecord"]
+__all__ = ["BrokerRecords", "NameRecord", "ServedRecord"]
 
 _ATTEMPTS: Final = 5
 
@@ -35,12 +37,22 @@ class ServedRecord:
     policies: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameRecord:
+    """Whose a producer's name is."""
+
+    principal: str
+    at: int
+    """When it was last used, in Unix seconds, to a day."""
+
+
 class BrokerRecords:
     """The broker's own records. Thread-safe; its calls block."""
 
     def __init__(self, metadata: MetadataStore, *, root_prefix: str) -> None:
         self._metadata = metadata
         self._topics = f"{root_prefix}/broker/topics/"
+        self._producers = f"{root_prefix}/broker/producers/"
         self._namespaces = f"{root_prefix}/namespaces/"
 
     # -- topics -----------------------------------------------------------------------------
@@ -69,8 +81,10 @@ class BrokerRecords:
         self._change(self._key(name), change)
 
     def delete_topic(self, name: TopicName) -> None:
-        """Forgets a topic."""
+        """Forgets a topic, and whose its producers' names are."""
         self._metadata.delete(self._key(name))
+        for found in self._metadata.range(self._producer_key(name, "")):
+            self._metadata.delete(found.key)
 
     def non_reliable(self) -> list[str]:
         """The names of all topics that have no log."""
@@ -82,6 +96,40 @@ class BrokerRecords:
 
     def _key(self, name: TopicName) -> str:
         return f"{self._topics}{name.namespace}/{name.topic}"
+
+    # -- producers' names -------------------------------------------------------------------
+
+    def producer_names(self, topic: TopicName) -> dict[str, NameRecord]:
+        """Whose the names of a topic's producers are."""
+        prefix = self._producer_key(topic, "")
+        return {
+            unquote(found.key.removeprefix(prefix)): _decode_name(found.value)
+            for found in self._metadata.range(prefix)
+        }
+
+    def claim_producer(self, topic: TopicName, name: str, principal: str, at: int) -> NameRecord:
+        """Takes a name for a principal; returns whose it is, which may be another one."""
+        record = NameRecord(principal=principal, at=at)
+
+        def change(found: KeyValue | None) -> bytes | None:
+            return _encode_name(record) if found is None else None
+
+        key = self._producer_key(topic, name)
+        self._change(key, change)
+        found = self._metadata.get(key)
+        return record if found is None else _decode_name(found.value)
+
+    def refresh_producer(self, topic: TopicName, name: str, principal: str, at: int) -> None:
+        """Notes that a name is in use."""
+        record = NameRecord(principal=principal, at=at)
+        self._change(self._producer_key(topic, name), lambda _: _encode_name(record))
+
+    def release_producer(self, topic: TopicName, name: str) -> None:
+        """Frees a name."""
+        self._metadata.delete(self._producer_key(topic, name))
+
+    def _producer_key(self, topic: TopicName, name: str) -> str:
+        return f"{self._producers}{topic.namespace}/{topic.topic}/{quote(name, safe='')}"
 
     # -- namespaces -------------------------------------------------------------------------
 
@@ -145,6 +193,18 @@ def _decode_topic(value: bytes) -> ServedRecord:
     content = _decode(value)
     return ServedRecord(
         is_reliable=content.get("delivery") != "non_reliable", policies=_policies_of(content)
+    )
+
+
+def _encode_name(record: NameRecord) -> bytes:
+    return json.dumps({"principal": record.principal, "at": record.at}).encode()
+
+
+def _decode_name(value: bytes) -> NameRecord:
+    content = _decode(value)
+    at = content.get("at")
+    return NameRecord(
+        principal=str(content.get("principal", "")), at=at if isinstance(at, int) else 0
     )
 
 

@@ -19,15 +19,18 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ister import failpoints
+from ister.broker.admission import Admission, lot_of_message
 from ister.broker.consumers import Consumer, Consumers, consumer_id
 from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.dispatch import Dispatch, PublishDeadLetter
 from ister.broker.fanout import Fanout
 from ister.broker.policies import Policies, Rate
+from ister.broker.producer_names import ProducerNames
 from ister.broker.producers import Producers
+from ister.broker.records import BrokerRecords
 from ister.broker.tasks import to_the_end
 from ister.broker.time_searches import TimeSearches
 from ister.clock import Clock
@@ -58,9 +61,6 @@ from ister.topic.retention import NO_FLOOR
 from ister.topic.sequences import SequencedTopics
 from ister.topic.topic import Topic
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 __all__ = ["AnySubscription", "ServedTopic", "Surroundings"]
 
 _log = logging.getLogger("ister.broker.served")
@@ -79,8 +79,6 @@ _CONSUMERS_BYTES_MAX: Final = 256 * KIB
 # How long a publish waits for room in the topic's buffer before the client is told to come again.
 _FULL_SECONDS: Final = 2.0
 _FULL_RETRY_SECONDS: Final = 0.02
-# And for its turn under the topic's rate.
-_RATE_SECONDS_MAX: Final = 5.0
 
 
 class Surroundings:
@@ -100,10 +98,14 @@ class Surroundings:
         message_size_max: int,
         clock: Clock,
         metrics: Metrics,
+        admission: Admission,
+        records: BrokerRecords,
         publish_dead_letter: PublishDeadLetter,
         on_lost: Callable[[str], None],
     ) -> None:
         self.store = store
+        self.admission = admission
+        self.records = records
         self.dispatch = dispatch
         self.grace_seconds = grace_seconds
         self.retention_grace_seconds = retention_grace_seconds
@@ -147,6 +149,7 @@ class ServedTopic:
         self.topic = topic
         self.policies = policies
         self.producers = Producers(self.name, around.producers)
+        self.names = ProducerNames(around.records, name, clock=around.clock)
         self.counters = TopicCounters()
         self.publish_rate = Rate(policies.max_publish_rate)
         self.sequenced = around.sequenced.of(topic) if topic is not None else None
@@ -233,7 +236,12 @@ class ServedTopic:
     # -- publishing -------------------------------------------------------------------------
 
     async def publish(
-        self, message: StreamMessage, *, sequence: int | None = None, epoch: int = 0
+        self,
+        message: StreamMessage,
+        *,
+        sequence: int | None = None,
+        epoch: int = 0,
+        principal: str | None = None,
     ) -> int:
         """Appends a message and waits for the topic's ack level.
 
@@ -241,17 +249,16 @@ class ServedTopic:
             message: As it came.
             sequence: The producer's own number of it; one that is in already is not appended again.
             epoch: Which life of the producer; a later one ends the earlier ones.
+            principal: Who publishes; "" for anybody, None for the broker itself.
 
         Returns:
             Its offset.
 
         Raises:
-            As `Topic.append`, `Topic.wait` and `SequencedTopic.append_record`.
+            As `Admission.admit`, `Topic.append`, `Topic.wait` and `SequencedTopic.append_record`.
         """
-        size, size_max = len(message.payload), self.policies.max_message_size
-        if size_max and size > size_max:
-            raise self._too_large(size, size_max)
-        await self._keep_rate()
+        size = len(message.payload)
+        await self._around.admission.admit(self, lot_of_message(message), principal)
         if self.topic is None:
             offset = self._push(message)
             self.counters.note_message(size)
@@ -262,45 +269,6 @@ class ServedTopic:
         await self.topic.aio.wait(offset)
         failpoints.reach("broker.before_answer")
         return offset
-
-    async def _keep_rate(self) -> None:
-        """Waits for the topic's rate; whoever would wait for long has to come again."""
-        rate = self.publish_rate
-        delay = rate.reserve(1, asyncio.get_running_loop().time())
-        if delay > _RATE_SECONDS_MAX:
-            rate.refund(1)
-            raise CapacityError(
-                f"the topic takes {rate.per_second} messages a second, and more are waiting",
-                topic=self.name,
-                hint="come again later: max_publish_rate is the limit",
-            )
-        if delay:
-            try:
-                await asyncio.sleep(delay)
-            except asyncio.CancelledError:
-                rate.refund(1)
-                raise
-
-    def check_batch(self, batch: pa.RecordBatch) -> None:
-        """Refuses rows with a payload that the topic's policies do not allow.
-
-        Raises:
-            MessageTooLargeError: One is too large.
-        """
-        size_max = self.policies.max_message_size
-        if size_max and batch.num_rows:
-            import pyarrow.compute as pc  # noqa: PLC0415 - only those who have it get here
-
-            size = pc.max(pc.binary_length(batch.column("payload"))).as_py() or 0
-            if size > size_max:
-                raise self._too_large(size, size_max)
-
-    def _too_large(self, size: int, size_max: int) -> MessageTooLargeError:
-        return MessageTooLargeError(
-            f"a message of {size} bytes",
-            topic=self.name,
-            hint=f"at most {size_max}: max_message_size of the topic's policies",
-        )
 
     async def _append(self, message: StreamMessage, sequence: int | None, epoch: int) -> int:
         assert self.topic is not None and self.sequenced is not None  # noqa: S101, PT018 - for mypy

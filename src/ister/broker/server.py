@@ -195,7 +195,9 @@ class Broker:
         port = self._bind_grpc(server)
         self._endings.push_async_callback(self._unbind, server)
         self.cluster = Cluster(self._address(port), self._log.tiers)
-        self.topics = Topics(self._log, metadata, self.cluster, config=config, clock=clock)
+        self.topics = Topics(
+            self._log, metadata, self.cluster, config=config, clock=clock, schemas=self.schemas
+        )
         self.health.topics = self.topics
         self._register_gauges()
         # First: whoever can connect finds every topic recovered.
@@ -349,7 +351,7 @@ class Broker:
 
     async def _start_flight(self) -> int:
         config = self.config.broker
-        source = BrokerSource(self.topics, self.schemas, asyncio.get_running_loop())
+        source = BrokerSource(self.topics, asyncio.get_running_loop())
         self._source = source
 
         def start(port: int) -> FlightServer:

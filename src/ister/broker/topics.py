@@ -22,10 +22,12 @@ from typing import Final, TypeVar
 from weakref import WeakValueDictionary
 
 from ister import threads
+from ister.broker.admission import Admission
 from ister.broker.cluster import Address, Cluster
 from ister.broker.consumers import Consumers
 from ister.broker.policies import Policies
 from ister.broker.records import BrokerRecords, ServedRecord
+from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.served import ServedTopic, Surroundings
 from ister.broker.tasks import finish, to_the_end
 from ister.broker.time_searches import TimeSearches
@@ -86,8 +88,10 @@ class Topics:
         *,
         config: Config,
         clock: Clock,
+        schemas: SchemaRegistry | None = None,
     ) -> None:
         self.log = log
+        self.admission = Admission(schemas)
         self.config = config
         self.cluster = cluster
         self.consumers = Consumers()
@@ -110,6 +114,8 @@ class Topics:
             message_size_max=config.storage.max_message_size,
             clock=clock,
             metrics=log.metrics,
+            admission=self.admission,
+            records=self.records,
             publish_dead_letter=self._publish_dead_letter,
             on_lost=self._on_lost,
         )

@@ -80,6 +80,7 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     _register_delete(kinds)
     _register_unload(kinds)
     _register_policies(kinds)
+    _register_release_producer(kinds)
 
 
 def _register_list(kinds: Any) -> None:  # noqa: ANN401
@@ -222,6 +223,20 @@ def _register_policies(kinds: Any) -> None:  # noqa: ANN401
     )
     change.add_argument("--reset", action="store_true", help="it has none of its own")
     _add_broker(parser, _run_policies)
+
+
+def _register_release_producer(kinds: Any) -> None:  # noqa: ANN401
+    parser = add_command(
+        kinds,
+        "release-producer",
+        help="free a producer's name for another principal",
+        description="A producer's name belongs to the principal that first used it in a topic. "
+        "This frees the name: it belongs to the principal that uses it next.",
+        examples=("ister topics release-producer /default/orders shop",),
+    )
+    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    parser.add_argument("producer", metavar="NAME", help="producer name")
+    _add_broker(parser, _run_release_producer)
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
@@ -624,6 +639,22 @@ def _run_policies(options: argparse.Namespace) -> int:
         return 0
 
     return _answered(options, policies, _failed_change(options))
+
+
+def _run_release_producer(options: argparse.Namespace) -> int:
+    def release() -> int:
+        topic, producer = str(options.topic), str(options.producer)
+        with connected(options) as client:
+            owner = client.release_producer(topic, producer)
+        said = (
+            f"{producer} belongs to nobody in {topic}; unchanged"
+            if owner is None
+            else f"{producer} is released in {topic}; it belonged to {owner}"
+        )
+        print_change(options, said, {"topic": topic, "producer": producer, "principal": owner})
+        return 0
+
+    return _answered(options, release, _failed_change(options))
 
 
 def _failed_change(options: argparse.Namespace) -> dict[str, Any]:

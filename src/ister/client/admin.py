@@ -274,6 +274,27 @@ class AdminCalls:
             in_force = json.loads(found.policies)
         return in_force
 
+    async def release_producer(self, topic: str, producer: str) -> str | None:
+        """Frees a producer's name: it belongs to the principal that uses it next.
+
+        Args:
+            topic: The topic; all partitions of a partitioned one.
+            producer: The producer's name.
+
+        Returns:
+            The principal that had it; None if nobody had.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        owner = None
+        for name in await self._partitions(topic):
+            request = self._api.ProducerName(topic=name, producer=producer)
+            found = await self._network.call(_ADMIN, "ReleaseProducer", request, topic=name)
+            owner = found.principal or owner
+        return owner
+
     # -- subscriptions ----------------------------------------------------------------------
 
     async def subscriptions(self, topic: str) -> list[str]:

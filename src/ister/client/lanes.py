@@ -47,7 +47,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.model import AckLevel
-from ister.topic.sequences import EPOCH_MAX
+from ister.topic.sequences import EPOCH_MAX, EPOCH_STEP_MAX
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -271,7 +271,8 @@ class Lane:
 
     def _raise_epoch(self) -> None:
         self._epoch += self._epoch_step
-        self._epoch_step *= 2
+        # Not further: a broker refuses an epoch far above the last one.
+        self._epoch_step = min(2 * self._epoch_step, EPOCH_STEP_MAX)
         if self._epoch > EPOCH_MAX:
             raise ConflictError("there is no higher epoch for this producer", topic=self.topic)
 

@@ -683,6 +683,10 @@ class Client:
         """As `AdminCalls.unload_topic`."""
         self._run(self._admin.unload_topic(topic))
 
+    def release_producer(self, topic: str, producer: str) -> str | None:
+        """As `AdminCalls.release_producer`."""
+        return self._run(self._admin.release_producer(topic, producer))
+
     def set_topic_policies(self, topic: str, policies: Mapping[str, int]) -> dict[str, Any]:
         """As `AdminCalls.set_topic_policies`."""
         return self._run(self._admin.set_topic_policies(topic, policies))

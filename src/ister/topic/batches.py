@@ -30,7 +30,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -57,7 +57,7 @@ from ister.tier.names import staging_prefix
 from ister.tier.ownership import OwnedTopic
 from ister.topic.topic import Topic
 
-__all__ = ["AppendedBatch", "StagedBatch", "append_staged", "check_writer_name"]
+__all__ = ["AppendedBatch", "Gate", "StagedBatch", "append_staged", "check_writer_name"]
 
 _log = logging.getLogger("ister.topic.batches")
 
@@ -111,10 +111,50 @@ def check_writer_name(name: str) -> None:
         )
 
 
+class Gate(Protocol):
+    """Decides whether the rows of a batch may enter the topic."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to check; if not, the rows are not read twice."""
+        ...
+
+    def check(self, rows: pa.RecordBatch) -> None:
+        """Called with all rows of a batch before the first one is appended.
+
+        Raises:
+            IsterError: They are refused, and nothing is appended.
+        """
+        ...
+
+    def wait(self, count: int) -> None:
+        """Called before so many rows are appended; may wait, where the topic has a rate.
+
+        Raises:
+            UnavailableError: It cannot wait so long; the batch is finished when it is asked for
+                again.
+        """
+        ...
+
+
 def append_staged(
-    topic: Topic, owned: OwnedTopic, objects: ObjectStore, staged: StagedBatch, *, clock: Clock
+    topic: Topic,
+    owned: OwnedTopic,
+    objects: ObjectStore,
+    staged: StagedBatch,
+    *,
+    clock: Clock,
+    gate: Gate | None = None,
 ) -> AppendedBatch:
     """Appends the rows of a batch, unless they are in the topic; all are durable on return.
+
+    Args:
+        topic: Where to.
+        owned: The claim on the topic.
+        objects: Where the rows are.
+        staged: Which rows.
+        clock: For the writer's record.
+        gate: Admits the rows; None admits all that the topic itself takes.
 
     Raises:
         InvalidRequestError: A name or a key is not one of this topic's staging.
@@ -125,7 +165,7 @@ def append_staged(
         As `Topic.append` and `Topic.wait`.
     """
     check_writer_name(staged.writer)
-    return _Appending(topic, owned, objects, staged, clock).run()
+    return _Appending(topic, owned, objects, staged, clock=clock, gate=gate).run()
 
 
 class _Appending:
@@ -137,8 +177,11 @@ class _Appending:
         owned: OwnedTopic,
         objects: ObjectStore,
         staged: StagedBatch,
+        *,
         clock: Clock,
+        gate: Gate | None,
     ) -> None:
+        self._gate = gate
         self._topic = topic
         self._owned = owned
         self._objects = objects
@@ -324,6 +367,10 @@ class _Appending:
         self._check_files(staged.files)
         if self._topic.codec is Codec.BINCODE1:
             self._check_codec(staged.files)
+        if self._gate is not None and self._gate.is_needed:
+            for file in staged.files:
+                for batch in self._read_rows(file):
+                    self._gate.check(batch)
         prefix = staging_prefix(self._name, staged.writer, staged.batch)
         manifest = f"{prefix}manifest-{secrets.token_hex(8)}.json"
         self._objects.put(manifest, encode_manifest(staged.files))
@@ -357,6 +404,8 @@ class _Appending:
             for batch in self._read_rows(file):
                 skip = max(0, begun.have - number)
                 for part in _cut(batch.slice(skip)) if skip < batch.num_rows else ():
+                    if self._gate is not None:
+                        self._gate.wait(part.num_rows)
                     end = topic.append_arrow(
                         part, producer_id=identity, first_request_id=number + skip
                     ).stop

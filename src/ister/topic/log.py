@@ -79,7 +79,7 @@ from ister.wal.repair import rewrite_log
 from ister.wal.scheduler import Scheduler, Threads
 
 if TYPE_CHECKING:
-    from ister.topic.batches import AppendedBatch, StagedBatch
+    from ister.topic.batches import AppendedBatch, Gate, StagedBatch
 
 __all__ = ["Log", "Repaired"]
 
@@ -818,8 +818,15 @@ class Log:
                 failpoints.reach("tier.after_remove_local")
             return next_offset
 
-    def append_staged(self, name: str, staged: StagedBatch) -> AppendedBatch:
+    def append_staged(
+        self, name: str, staged: StagedBatch, gate: Gate | None = None
+    ) -> AppendedBatch:
         """Appends rows that were staged in the bucket, once however often it is asked for.
+
+        Args:
+            name: The topic.
+            staged: The rows.
+            gate: Admits them; None lets in whatever the log's own limits allow.
 
         Raises:
             NotFoundError: There is no such topic, or a staged file is lost.
@@ -835,7 +842,7 @@ class Log:
         def append() -> AppendedBatch:
             with topic.batching:
                 appended: AppendedBatch = batches.append_staged(
-                    topic, owned, objects, staged, clock=self._clock
+                    topic, owned, objects, staged, clock=self._clock, gate=gate
                 )
             return appended
 

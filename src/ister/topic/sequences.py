@@ -10,6 +10,8 @@ producer and where the newest ones went.
                one was left out        ConflictError, nothing appended
                in, but too long ago    ConflictError, nothing appended
     epoch      higher                  the producer begins anew, with any sequence
+               higher by too much      InvalidRequestError: `EPOCH_STEP_MAX` above the last one and
+                                       the time in seconds is the limit
                lower                   ConflictError: somebody newer publishes under this name
 
 Nothing is stored beside the log. A message of such a producer carries its identity (in Danube's
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EPOCH_MAX",
+    "EPOCH_STEP_MAX",
     "SEQUENCE_MAX",
     "Appended",
     "SequencedTopic",
@@ -58,6 +61,9 @@ __all__ = [
 
 EPOCH_MAX: Final = (1 << 32) - 1
 """Seconds since the Unix epoch fit, for those who have no better number."""
+EPOCH_STEP_MAX: Final = 1 << 24
+"""How far an epoch may be above the producer's last one, or above the time in seconds: half a year.
+One message so cannot leave a producer without a higher epoch."""
 SEQUENCE_MAX: Final = (1 << 63) - 1
 
 # Messages looked through when a topic is first published to: more than one connection has
@@ -330,7 +336,7 @@ class SequencedTopic:
 
         Raises:
             ConflictError: As `Sequences.judge`.
-            InvalidRequestError: A name, an epoch or a sequence is none.
+            InvalidRequestError: A name, an epoch or a sequence is none, or an epoch is too high.
             As `Topic.append_record` and `prepare`, and then nothing was accepted.
         """
         check_producer(producer, epoch)
@@ -351,6 +357,7 @@ class SequencedTopic:
             return None
         try:
             try:
+                self._check_epoch(producer, epoch)
                 verdict = self._table().judge(producer, epoch, sequence, 1)
             except _TooOldError:
                 return None
@@ -409,6 +416,7 @@ class SequencedTopic:
 
     def _judge(self, producer: str, epoch: int, sequence: int, count: int) -> Verdict:
         """The table's verdict; the lock is held."""
+        self._check_epoch(producer, epoch)
         try:
             return self._table().judge(producer, epoch, sequence, count)
         except _TooOldError:
@@ -420,6 +428,17 @@ class SequencedTopic:
             self._is_deep = True
             self._sequences = self._read_log(self._scan_messages * _DEEPER, self.topic.wal.next)
             return self._sequences.judge(producer, epoch, sequence, count)
+
+    def _check_epoch(self, producer: str, epoch: int) -> None:
+        """Refuses an epoch that is far above all that a producer can have; the lock is held."""
+        last = self._table().last(producer)
+        known = max(0 if last is None else last[0], self.topic.now_seconds())
+        if epoch > known + EPOCH_STEP_MAX:
+            raise InvalidRequestError(
+                f"epoch {epoch} of producer {producer!r} is too high",
+                topic=self.topic.name,
+                hint=f"at most {EPOCH_STEP_MAX} above its last epoch, or the time in seconds",
+            )
 
     def _table(self) -> Sequences:
         """The table; the lock is held."""

@@ -183,6 +183,10 @@ class Topic:
         with self._readers_lock:
             return [reader for reader in self._readers if not reader.is_closed]
 
+    def now_seconds(self) -> int:
+        """The time in seconds since the Unix epoch, by the log's clock."""
+        return self._now_ns() // 1_000_000_000
+
     # -- appending --------------------------------------------------------------------------
 
     def append(

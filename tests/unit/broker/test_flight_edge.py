@@ -42,12 +42,18 @@ def rows(*payloads, **columns):
     return pa.record_batch({"payload": pa.array(payloads, pa.binary()), **columns})
 
 
+def admit(source, topic, batch):
+    source.admit(topic, batch, producer=None, principal="")
+
+
 def with_source(tmp_path, scenario, settings=None, *, mode="memory", schemas=None):
     """Runs a scenario in which `call` does something in a thread, as Flight does."""
 
     async def around():
-        async with some_topics(tmp_path, settings, mode=mode) as topics:
-            source = BrokerSource(topics, schemas or Schemas(), asyncio.get_running_loop())
+        async with some_topics(
+            tmp_path, settings, mode=mode, schemas=schemas or Schemas()
+        ) as topics:
+            source = BrokerSource(topics, asyncio.get_running_loop())
 
             async def call(function, *args, **more):
                 return await asyncio.wait_for(asyncio.to_thread(function, *args, **more), 30)
@@ -107,9 +113,9 @@ def test_rows_over_the_size_are_refused(tmp_path):
     async def scenario(source, topics, call):
         topic = await call(source.open, NAME, create=True)
         await topics.set_topic_policies(NAME, {"max_message_size": 3})
-        await call(source.admit, topic, rows(b"abc", b""))
+        await call(admit, source, topic, rows(b"abc", b""))
         with pytest.raises(MessageTooLargeError):
-            await call(source.admit, topic, rows(b"abc", b"abcd"))
+            await call(admit, source, topic, rows(b"abc", b"abcd"))
 
     with_source(tmp_path, scenario)
 
@@ -121,7 +127,7 @@ def test_rows_wait_for_the_rate(tmp_path):
         loop = asyncio.get_running_loop()
         start = loop.time()
         for _ in range(6):
-            await call(source.admit, topic, rows(*[b"x"] * 10))
+            await call(admit, source, topic, rows(*[b"x"] * 10))
         assert loop.time() - start > 0.3
 
     with_source(tmp_path, scenario)
@@ -131,7 +137,7 @@ def test_rows_that_wait_are_told_of_the_end(tmp_path):
     async def scenario(source, topics, call):
         topic = await call(source.open, NAME, create=True)
         await topics.set_topic_policies(NAME, {"max_publish_rate": 1})
-        waiting = asyncio.create_task(call(source.admit, topic, rows(*[b"x"] * 1000)))
+        waiting = asyncio.create_task(call(admit, source, topic, rows(*[b"x"] * 1000)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         source.end()
@@ -144,14 +150,14 @@ def test_rows_that_wait_are_told_of_the_end(tmp_path):
 def test_rows_for_a_topic_that_was_opened_again_have_to_come_again(tmp_path):
     async def scenario(source, topics, call):
         topic = await call(source.open, NAME, create=True)
-        await call(source.admit, topic, rows(b"x"))
+        await call(admit, source, topic, rows(b"x"))
         await topics.unload(NAME)
         with pytest.raises(UnavailableError, match="opened again"):
-            await call(source.admit, topic, rows(b"x"))
+            await call(admit, source, topic, rows(b"x"))
         again = await call(source.open, NAME)
         with pytest.raises(UnavailableError, match="opened again"):
-            await call(source.admit, topic, rows(b"x"))
-        await call(source.admit, again, rows(b"x"))
+            await call(admit, source, topic, rows(b"x"))
+        await call(admit, source, again, rows(b"x"))
 
     with_source(tmp_path, scenario, mode="wal_cloud")
 
@@ -161,14 +167,14 @@ def test_rows_are_checked_against_the_topics_schema(tmp_path):
 
     async def scenario(source, topics, call):
         topic = await call(source.open, NAME, create=True)
-        await call(source.admit, topic, rows(b"a", schema_id=pa.array([7], pa.uint64())))
+        await call(admit, source, topic, rows(b"a", schema_id=pa.array([7], pa.uint64())))
         assert schemas.seen == [(NAME, 7, None, b"a")]
         with pytest.raises(InvalidRequestError, match="does not fit"):
-            await call(source.admit, topic, rows(b"good", b"bad"))
+            await call(admit, source, topic, rows(b"good", b"bad"))
         # One without a schema pays nothing for it.
         schemas.checked.clear()
         schemas.seen.clear()
-        await call(source.admit, topic, rows(b"bad"))
+        await call(admit, source, topic, rows(b"bad"))
         assert schemas.seen == []
 
     with_source(tmp_path, scenario, schemas=schemas)

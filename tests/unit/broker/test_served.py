@@ -135,23 +135,6 @@ def test_the_size_of_a_message(tmp_path, is_reliable):
     with_topic(tmp_path, scenario, is_reliable=is_reliable, max_message_size=10)
 
 
-def test_the_size_of_a_batch_of_messages(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-
-    async def scenario(topic, topics):
-        for kind in (pa.binary(), pa.large_binary()):
-
-            def rows(*payloads, kind=kind):
-                return pa.record_batch({"payload": pa.array(payloads, kind)})
-
-            topic.check_batch(rows(b"x" * 10, b""))
-            topic.check_batch(rows())
-            with pytest.raises(MessageTooLargeError):
-                topic.check_batch(rows(b"x", b"x" * 11))
-
-    with_topic(tmp_path, scenario, max_message_size=10)
-
-
 @pytest.mark.parametrize("is_reliable", [True, False])
 def test_a_publish_rate_delays_and_drops_nothing(tmp_path, is_reliable):
     async def scenario(topic, topics):

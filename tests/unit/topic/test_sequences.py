@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import a_message
 from ister.errors import ConflictError, InvalidRequestError, MessageTooLargeError
 from ister.model import MessageId, StreamMessage
 from ister.topic import sequences as module
 from ister.topic.batches import _identity_of
 from ister.topic.sequences import (
     EPOCH_MAX,
+    EPOCH_STEP_MAX,
     SEQUENCE_MAX,
     Appended,
     SequencedTopic,
@@ -217,6 +219,39 @@ def test_what_names_no_producer_is_refused(machine, producer, epoch):
 
 
 # -- topics -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("above", [EPOCH_STEP_MAX + 1, EPOCH_MAX])
+def test_epoch_far_above_the_time_is_refused_and_retires_nobody(machine, above):
+    """One message must not leave a producer without a higher epoch."""
+    topic = machine.open().topic(NAME, create=True)
+    sequenced = SequencedTopic(topic)
+    now = topic.now_seconds()
+    sequenced.append_record(a_message(payload=b"1"), producer="p", epoch=now, sequence=1)
+    forged = min(now + above, EPOCH_MAX)
+    for append in (sequenced.append_record, sequenced.try_append_record):
+        with pytest.raises(InvalidRequestError, match="too high"):
+            append(a_message(payload=b"2"), producer="p", epoch=forged, sequence=1)
+        with pytest.raises(InvalidRequestError, match="too high"):
+            append(a_message(payload=b"2"), producer="never seen", epoch=forged, sequence=1)
+    with pytest.raises(InvalidRequestError, match="too high"):
+        sequenced.append_arrow(a_batch([b"2"]), producer="p", epoch=forged, sequence=1)
+    assert (
+        sequenced.append_record(a_message(payload=b"2"), producer="p", epoch=now, sequence=2) == 1
+    )
+
+
+def test_epoch_may_rise_by_a_step_above_the_last_one_or_the_time(machine):
+    topic = machine.open().topic(NAME, create=True)
+    sequenced = SequencedTopic(topic)
+    now = topic.now_seconds()
+    for number, epoch in enumerate((0, 7, now, now + EPOCH_STEP_MAX, now + 2 * EPOCH_STEP_MAX)):
+        offset = sequenced.append_record(
+            a_message(payload=b"x"), producer="p", epoch=epoch, sequence=1
+        )
+        assert offset == number
+    with pytest.raises(ConflictError, match="replaced"):
+        sequenced.append_record(a_message(payload=b"x"), producer="p", epoch=now, sequence=2)
 
 
 def test_record_is_appended_once(machine):

@@ -306,7 +306,7 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
         asked = AppendStaged.from_json(body)
         caller.check(Permission.PRODUCE, topic=asked.topic)
         self._source.open(asked.topic, create=asked.create, ack=asked.ack, codec=asked.codec)
-        return [encode_appended(self._source.append_staged(asked.topic, asked.staged))]
+        return [encode_appended(self._source.append_staged(asked.topic, asked.staged, caller.name))]
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ANN401
         self._on_call(PUBLISH)
@@ -325,7 +325,9 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no
                     message_bytes_max=(
                         self._source.config.storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX
                     ),
-                    admit=self._source.admit,
+                    admit=partial(
+                        self._source.admit, producer=opened.producer, principal=caller.name
+                    ),
                     note=self._source.note,
                     still_allowed=partial(caller.check, Permission.PRODUCE, topic=opened.topic),
                     is_cancelled=context.is_cancelled,

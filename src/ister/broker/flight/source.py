@@ -90,14 +90,22 @@ class TopicSource(Protocol):
         """The names of all topics."""
         ...
 
-    def append_staged(self, name: str, staged: StagedBatch) -> AppendedBatch:
-        """As `Log.append_staged`."""
+    def append_staged(self, name: str, staged: StagedBatch, principal: str) -> AppendedBatch:
+        """As `Log.append_staged`, for a caller; it may wait and refuse as `admit`."""
         ...
 
-    def admit(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
+    def admit(
+        self, topic: SequencedTopic, batch: pa.RecordBatch, *, producer: str | None, principal: str
+    ) -> None:
         """Called before the rows of a client are appended; they are valid Arrow.
 
         It may wait, where a topic has a rate, and may refuse them, where it has schemas.
+
+        Args:
+            topic: Where to.
+            batch: The rows.
+            producer: The producer's name; None if it does not number its rows.
+            principal: The caller's name; "" for anybody.
 
         Raises:
             IsterError: They are refused.
@@ -148,10 +156,12 @@ class LogSource:
     def names(self) -> list[str]:
         return self._log.topics()
 
-    def append_staged(self, name: str, staged: StagedBatch) -> AppendedBatch:
+    def append_staged(self, name: str, staged: StagedBatch, principal: str) -> AppendedBatch:
         return self._log.append_staged(name, staged)
 
-    def admit(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
+    def admit(
+        self, topic: SequencedTopic, batch: pa.RecordBatch, *, producer: str | None, principal: str
+    ) -> None:
         """Everything is let in."""
 
     def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:

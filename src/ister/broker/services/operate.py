@@ -132,6 +132,13 @@ class OperateService:
         in_force = await self._topics.set_topic_policies(request.name, policies)
         return ister_api.PoliciesResponse(policies=in_force.to_json())
 
+    async def ReleaseProducer(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Frees a producer's name: the next principal that uses it owns it."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        topic = await self._topics.get(request.topic)
+        owner = await asyncio.to_thread(topic.names.release, request.producer)
+        return ister_api.ReleasedProducer(principal=owner or "")
+
     async def SetNamespacePolicies(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """Replaces the bounds of a namespace's topics."""
         self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)

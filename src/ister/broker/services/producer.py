@@ -68,6 +68,7 @@ class ProducerService:
             )
         if request.HasField("schema_ref"):
             await self._bind_schema(topic, request.schema_ref)
+        await self._topics.admission.claim(topic, request.producer_name, self._principal())
         producer = topic.producers.register(
             request.producer_name,
             is_exclusive=request.producer_access_mode == danube.ProducerAccessMode.Exclusive,
@@ -122,7 +123,6 @@ class ProducerService:
                 hint="most gRPC clients could not receive it: broker.limits.max_grpc_message_bytes "
                 f"is {self._size_max}. Arrow Flight takes larger ones",
             )
-        await self._check_schema(topic.name, schema_id, schema_version, payload)
         attributes = dict(request.attributes)
         message = StreamMessage(
             request_id=request.request_id,
@@ -138,14 +138,20 @@ class ProducerService:
             schema_version=schema_version,
             routing_key=request.routing_key if request.HasField("routing_key") else None,
         )
+        principal = self._principal()
         if SEQUENCE_ATTRIBUTE in attributes:
             await topic.publish(
                 message,
                 sequence=_number(attributes, SEQUENCE_ATTRIBUTE),
                 epoch=_number(attributes, EPOCH_ATTRIBUTE) if EPOCH_ATTRIBUTE in attributes else 0,
+                principal=principal,
             )
         else:
-            await topic.publish(message)
+            await topic.publish(message, principal=principal)
+
+    def _principal(self) -> str:
+        """Who calls; "" where nobody has to say so."""
+        return str(current_principal()) if self._guard.is_on else ""
 
     def _recognise(self, topic: ServedTopic, id: int, name: str) -> None:
         """Takes a producer on that this broker does not know, or no longer."""
@@ -167,20 +173,6 @@ class ProducerService:
             )
         _check_name(name)
         topic.producers.register(name, is_exclusive=False, policies=topic.policies, now=now)
-
-    async def _check_schema(
-        self, topic: str, schema_id: int | None, schema_version: int | None, payload: bytes
-    ) -> None:
-        schemas = self._schemas
-        if schemas.is_unchecked(topic):
-            return
-        await asyncio.to_thread(
-            schemas.check_message,
-            topic,
-            schema_id=schema_id,
-            schema_version=schema_version,
-            payload=payload,
-        )
 
 
 def _check_name(name: str) -> None:

@@ -1,0 +1,247 @@
+"""What may enter a topic: one decision for every way in.
+
+    gRPC SendMessage ─┐
+    Flight, rows ─────┼─► size ─► producer's name ─► schema ─► rate ─► the log
+    staged rows ──────┤
+    dead letters ─────┘   (size and rate: the broker publishes them itself)
+
+Owns: which checks there are, and their order. Does not own: each check (`policies`,
+`producer_names`, `ister.broker.schemas`), permissions (the guard has let the caller in), and the
+log's own limits, which hold without a broker, too.
+
+The checks of a lot are done before its first message is appended. Rates delay: a message waits on
+the broker's loop, rows wait in their thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ister.broker.schemas.registry import SchemaRegistry
+from ister.errors import CapacityError, MessageTooLargeError, UnavailableError
+from ister.model import StreamMessage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ister.broker.served import ServedTopic
+
+__all__ = ["Admission", "Lot", "StagedGate", "lot_of_message", "lot_of_rows"]
+
+# How long a message waits for its turn under the topic's rate before the client has to come again.
+_RATE_SECONDS_MAX: Final = 5.0
+
+Record = tuple[int | None, int | None, bytes]
+"""Schema id, schema version, payload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lot:
+    """Messages that enter a topic together, as far as the checks look at them."""
+
+    count: int
+    producer: str | None
+    """The producer that publishes them under its name, which it claims; None for nobody."""
+    largest: Callable[[], int]
+    """Bytes of the largest payload."""
+    names: Callable[[], Iterable[str]]
+    """Producer names that the messages carry besides."""
+    records: Callable[[], Iterator[Record]]
+    """What a schema looks at."""
+
+
+def lot_of_message(message: StreamMessage) -> Lot:
+    """One message of a producer."""
+    return Lot(
+        count=1,
+        producer=message.producer_name or None,
+        largest=lambda: len(message.payload),
+        names=tuple,
+        records=lambda: iter([(message.schema_id, message.schema_version, message.payload)]),
+    )
+
+
+def lot_of_rows(batch: pa.RecordBatch, producer: str | None) -> Lot:
+    """Rows, which are valid Arrow and have a column `payload`."""
+    columns = batch.schema.names
+
+    def largest() -> int:
+        import pyarrow.compute as pc  # noqa: PLC0415 - only those who have it get here
+
+        return pc.max(pc.binary_length(batch.column("payload"))).as_py() or 0
+
+    def names() -> Iterable[str]:
+        if producer is not None or "producer_name" not in columns:
+            return ()
+        return [str(name) for name in batch.column("producer_name").unique().to_pylist() if name]
+
+    def records() -> Iterator[Record]:
+        for row in range(batch.num_rows):
+            schema_id, version, payload = (
+                batch.column(column)[row].as_py() if column in columns else None
+                for column in ("schema_id", "schema_version", "payload")
+            )
+            if isinstance(payload, str):
+                payload = payload.encode()
+            yield schema_id, version, payload or b""
+
+    return Lot(
+        count=batch.num_rows, producer=producer, largest=largest, names=names, records=records
+    )
+
+
+class Admission:
+    """See the module header. Thread-safe, but for `admit`, which is for the broker's loop."""
+
+    def __init__(self, schemas: SchemaRegistry | None = None) -> None:
+        """Prepares the checks.
+
+        Args:
+            schemas: The schemas of topics; None for a broker without any.
+        """
+        self._schemas = schemas
+
+    # -- on the loop ------------------------------------------------------------------------
+
+    async def admit(self, topic: ServedTopic, lot: Lot, principal: str | None) -> None:
+        """Lets messages in, or says why not; waits for the topic's rate.
+
+        Args:
+            topic: Where to.
+            lot: What.
+            principal: Who; "" for anybody, None for the broker itself.
+
+        Raises:
+            As `check`, and CapacityError if too many wait.
+        """
+        if self._is_quick(topic, lot, principal):
+            self.check(topic, lot, principal)
+        else:
+            await asyncio.to_thread(self.check, topic, lot, principal)
+        await _wait_on_loop(topic, lot.count)
+
+    async def claim(self, topic: ServedTopic, name: str, principal: str) -> None:
+        """Takes a producer's name for a principal, before its first message.
+
+        Raises:
+            As `ProducerNames.claim`.
+        """
+        if not topic.names.is_settled(name, principal):
+            await asyncio.to_thread(topic.names.claim, name, principal)
+
+    def _is_quick(self, topic: ServedTopic, lot: Lot, principal: str | None) -> bool:
+        """Whether `check` needs no thread: it asks no store, and reads no schema."""
+        if principal is None:
+            return True
+        is_settled = lot.producer is None or topic.names.is_settled(lot.producer, principal)
+        return is_settled and not self.has_schema(topic)
+
+    # -- in any thread ----------------------------------------------------------------------
+
+    def check(self, topic: ServedTopic, lot: Lot, principal: str | None) -> None:
+        """Refuses what must not enter the topic; the rate is not looked at. May block.
+
+        Raises:
+            MessageTooLargeError: A payload is over the topic's limit.
+            PermissionDeniedError: A producer name belongs to another principal.
+            InvalidRequestError: The topic enforces its schema, and a message does not fit.
+            UnavailableError: A store that has to be asked does not answer.
+        """
+        size_max = topic.policies.max_message_size
+        if size_max and lot.count and (size := lot.largest()) > size_max:
+            raise MessageTooLargeError(
+                f"a message of {size} bytes",
+                topic=topic.name,
+                hint=f"at most {size_max}: max_message_size of the topic's policies",
+            )
+        if principal is None:
+            return
+        if lot.producer is not None:
+            topic.names.claim(lot.producer, principal)
+        elif principal:
+            topic.names.check(lot.names(), principal)
+        if self._schemas is not None and self.has_schema(topic):
+            for schema_id, version, payload in lot.records():
+                self._schemas.check_message(
+                    topic.name, schema_id=schema_id, schema_version=version, payload=payload
+                )
+
+    def wait(
+        self, topic: ServedTopic, count: int, *, now: Callable[[], float], pause: Pause
+    ) -> None:
+        """Waits for the topic's rate, in a thread.
+
+        Args:
+            topic: Where to.
+            count: How many messages.
+            now: The clock of the broker's loop.
+            pause: Waits so many seconds; True if the broker ends meanwhile.
+
+        Raises:
+            UnavailableError: The broker ends.
+        """
+        rate = topic.publish_rate
+        while rate.per_second and count > 0:
+            # In parts: others come in between.
+            part = min(count, max(1, rate.per_second // 10))
+            delay = rate.reserve(part, now())
+            if delay and pause(delay):
+                raise UnavailableError("the broker is ending", topic=topic.name)
+            count -= part
+
+    def has_schema(self, topic: ServedTopic) -> bool:
+        """Whether messages are held against a schema."""
+        return self._schemas is not None and not self._schemas.is_unchecked(topic.name)
+
+
+Pause = Callable[[float], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedGate:
+    """Admits rows that were staged in the bucket; as `ister.topic.batches.Gate`."""
+
+    admission: Admission
+    topic: ServedTopic
+    principal: str
+    now: Callable[[], float]
+    pause: Pause
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the topic has a limit or a schema, or the principal a name."""
+        return bool(
+            self.topic.policies.max_message_size
+            or self.principal
+            or self.admission.has_schema(self.topic)
+        )
+
+    def check(self, rows: pa.RecordBatch) -> None:
+        """Refuses rows, before the first one of their batch is appended."""
+        self.admission.check(self.topic, lot_of_rows(rows, None), self.principal)
+
+    def wait(self, count: int) -> None:
+        """Waits for the topic's rate."""
+        self.admission.wait(self.topic, count, now=self.now, pause=self.pause)
+
+
+async def _wait_on_loop(topic: ServedTopic, count: int) -> None:
+    """Waits for the topic's rate; whoever would wait for long has to come again."""
+    rate = topic.publish_rate
+    delay = rate.reserve(count, asyncio.get_running_loop().time())
+    if delay > _RATE_SECONDS_MAX:
+        rate.refund(count)
+        raise CapacityError(
+            f"the topic takes {rate.per_second} messages a second, and more are waiting",
+            topic=topic.name,
+            hint="come again later: max_publish_rate is the limit",
+        )
+    if delay:
+        try:
+            await asyncio.sleep(delay)
+        except asyncio.CancelledError:
+            rate.refund(count)
+            raise
