@@ -433,6 +433,9 @@ def test_topics_are_made_listed_described_handed_over_and_deleted(run, topic, br
     assert run("topics", "policies", topic, "--reset")[0] == 0
     code, _, err = run("topics", "policies", topic, "--set", "nonsense=1")
     assert (code, "there is no policy" in err) == (1, True)
+    code, out, _ = run("topics", "release-producer", topic, "shop", "--json")
+    assert (code, json.loads(out)["principal"]) == (0, None)
+    assert "unchanged" in run("topics", "release-producer", topic, "shop")[1]
     assert json.loads(run("topics", "unload", topic, "--json")[1])["ok"]
     assert run("consume", topic, "--subscription", "s", "--limit", "1")[1] == "line 25\n"
     code, _, err = run("topics", "delete", topic)
@@ -494,6 +497,7 @@ def test_every_change_names_its_broker(run, topic, broker, monkeypatch):
         ("topics", "create", f"{topic}-parts", "--partitions", "1"),
         ("topics", "grow", f"{topic}-parts", "--partitions", "2", "--yes"),
         ("topics", "policies", topic, "--set", "max_publish_rate=7"),
+        ("topics", "release-producer", topic, "shop"),
         ("topics", "unload", topic),
         ("consume", topic, "--subscription", "s", "--timeout", "0"),
         ("subscriptions", "seek", topic, "s", "--to", "earliest"),

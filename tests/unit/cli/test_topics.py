@@ -226,7 +226,15 @@ def test_wrong_usage_ends_with_2(arguments, capsys):
         ["topics"],
         *(
             ["topics", one]
-            for one in ("list", "describe", "create", "delete", "unload", "policies")
+            for one in (
+                "list",
+                "describe",
+                "create",
+                "delete",
+                "unload",
+                "policies",
+                "release-producer",
+            )
         ),
         ["subscriptions"],
         *(["subscriptions", one] for one in ("list", "describe", "seek", "remove", "policy")),
