@@ -21,19 +21,23 @@ leaves a name claimed or not; both are found again.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from typing import Final
 
 from ister.broker.records import BrokerRecords, NameRecord
 from ister.clock import Clock
-from ister.errors import PermissionDeniedError
+from ister.errors import IsterError, PermissionDeniedError
 from ister.model import TopicName
 
 __all__ = ["ProducerNames"]
 
+_log = logging.getLogger("ister.broker.producer_names")
+
 _NAMES_PER_PRINCIPAL_MAX: Final = 1_000
 _REFRESH_SECONDS: Final = 86_400
+_RETRY_SECONDS: Final = 60
 
 
 class ProducerNames:
@@ -87,8 +91,7 @@ class ProducerNames:
             if found.principal != principal:
                 raise self._refusal(name)
             if self._now() - found.at >= _REFRESH_SECONDS:
-                self._records.refresh_producer(self._topic, name, principal, self._now())
-                self._note(name, NameRecord(principal=principal, at=self._now()))
+                self._refresh(name, principal)
 
     def check(self, names: Iterable[str], principal: str) -> None:
         """Refuses names that belong to other principals; claims none. Blocks.
@@ -122,6 +125,19 @@ class ProducerNames:
         return None if found is None else found.principal
 
     # -- with the lock held -----------------------------------------------------------------
+
+    def _refresh(self, name: str, principal: str) -> None:
+        """Notes that a name is in use; a store that does not answer is asked again later."""
+        at = self._now()
+        try:
+            self._records.refresh_producer(self._topic, name, principal, at)
+        except IsterError as error:
+            _log.info(
+                "producer name not refreshed",
+                extra={"topic": str(self._topic), "producer": name, "error": str(error)},
+            )
+            at += _RETRY_SECONDS - _REFRESH_SECONDS
+        self._note(name, NameRecord(principal=principal, at=at))
 
     def _load(self) -> dict[str, NameRecord]:
         if self._owners is None:

@@ -231,7 +231,8 @@ def _register_release_producer(kinds: Any) -> None:  # noqa: ANN401
         "release-producer",
         help="free a producer's name for another principal",
         description="A producer's name belongs to the principal that first used it in a topic. "
-        "This frees the name: it belongs to the principal that uses it next.",
+        "This frees the name: it belongs to the principal that uses it next. Stop the producer "
+        "that has it first, or it takes the name back with its next message.",
         examples=("ister topics release-producer /default/orders shop",),
     )
     parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")

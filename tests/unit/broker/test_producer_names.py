@@ -5,7 +5,7 @@ import pytest
 from ister.broker.producer_names import ProducerNames
 from ister.broker.records import BrokerRecords
 from ister.clock import ManualClock, SystemClock
-from ister.errors import PermissionDeniedError
+from ister.errors import PermissionDeniedError, UnavailableError
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
 
@@ -80,6 +80,24 @@ def test_nothing_is_written_per_message(records, clock, names):
     for _ in range(1000):
         names.claim("shop", SHOP)
     assert len(records.writes) == 2
+
+
+def test_owner_goes_on_while_the_store_does_not_answer(records, clock, names, monkeypatch):
+    names.claim("shop", SHOP)
+    clock.advance(86_400)
+    asked = []
+
+    def refuse(*args):
+        asked.append(args)
+        raise UnavailableError("no answer")
+
+    monkeypatch.setattr(records, "refresh_producer", refuse)
+    for _ in range(100):
+        names.claim("shop", SHOP)
+    assert len(asked) == 1
+    clock.advance(60)
+    names.claim("shop", SHOP)
+    assert len(asked) == 2
 
 
 def test_released_name_is_free(records, clock, names):
