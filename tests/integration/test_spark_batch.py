@@ -56,6 +56,7 @@ from ister.errors import (
 )
 from ister.limits import KIB, MIB
 from ister.model import Codec
+from ister.partitions import partition_of
 from rig import Task, eventually
 from servers.fault_proxy import FaultProxy
 from servers.flight import READ, FlightTopics
@@ -767,6 +768,23 @@ def test_rows_and_options_of_a_write_are_refused_with_a_clear_text(
     found = error_of(lambda: save(frame, place.config, **given))
     assert [text for text in texts if text not in found] == [], found
     assert not (place.root / "wal").exists(), "nothing was opened"
+
+
+def test_rows_written_to_a_partitioned_topic_are_read_with_those_before(spark, place):
+    """Goal: no topic of that name is made, which would hide the partitions."""
+    parts = [f"{A}-part-{number}" for number in range(3)]
+    with place.open() as log:
+        for name in parts:
+            log.topic(name, create=True).append_many([name.encode()] * 50)
+    keys = [f"key-{number}" for number in range(20)]
+    rows = [(bytearray(key.encode()), key) for key in keys] + [(bytearray(b"no key"), None)]
+    save(spark.createDataFrame(rows, "payload binary, routing_key string"), place.config, topic=A)
+    found = load(spark, place.config, topic=A).select("topic", "payload", "routing_key").collect()
+    assert len(found) == 150 + len(rows)
+    keyed = {row.routing_key: row.topic for row in found if row.routing_key is not None}
+    assert keyed == {key: parts[partition_of(key, 3)] for key in keys}
+    with place.open() as log:
+        assert log.topics() == parts
 
 
 def test_overwrite_is_refused(spark, place):
