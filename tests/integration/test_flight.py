@@ -20,7 +20,6 @@ from pyarrow import flight
 
 import ister
 from integration.places import flip_byte
-from ister.broker.flight.server import FlightServer
 from ister.broker.flight.source import LogSource
 from ister.broker.security.rights import Permission
 from ister.client.contract import (
@@ -54,7 +53,7 @@ from ister.tier.merge import merge_objects
 from ister.tier.names import staging_prefix
 from ister.topic.batches import StagedBatch
 from ister.topic.log import Log
-from servers.flight import FlightProcess, FlightTopics
+from servers.flight import FlightProcess, FlightServer, FlightTopics
 
 TOPIC = "/default/orders"
 WRITER = "query-1"
@@ -266,7 +265,7 @@ def test_messages_that_are_left_out_meanwhile_end_the_stream(log, columns, is_at
     gone = list(range(trimmed - 15, trimmed - 5))
     end = trimmed - 5 if is_at_end else 300
     caller = Interrupted(lambda: thin_out(topic, gone))
-    access = SimpleNamespace(middleware={}, caller=lambda context: caller)
+    access = SimpleNamespace(caller=lambda: caller)
 
     def as_asked(rows):
         return [{k: v for k, v in row.items() if columns is None or k in columns} for row in rows]

@@ -13,7 +13,6 @@ from pyarrow import flight
 
 from integration.places import flip_byte
 from integration.test_flight import TOPIC, fill, settings_of
-from ister.broker.flight.server import FlightServer
 from ister.broker.flight.source import LogSource
 from ister.broker.security.rights import Permission
 from ister.client.contract import (
@@ -44,7 +43,7 @@ from ister.tier.names import object_key
 from ister.tier.object_maker import ObjectMaker
 from ister.topic.log import Log
 from ister.topic.tiers import upload_settings
-from servers.flight import FlightTopics
+from servers.flight import FlightServer, FlightTopics
 
 
 @pytest.fixture
@@ -321,7 +320,7 @@ class Reader:
 def a_reader(log, batches):
     """A client whose right to read ends after so many looks at it."""
     reader = Reader(batches)
-    access = SimpleNamespace(middleware={}, caller=lambda context: reader)
+    access = SimpleNamespace(caller=lambda: reader)
     with (
         FlightServer(LogSource(log), access=access) as server,
         FlightClient(server.address) as client,

@@ -72,6 +72,7 @@ class BrokerProcess:
         directory: Where the data, the `ister.yml` and the log of the process are.
         settings: What differs from the default settings, as a tree.
         environment: Variables of the process beside those of this one.
+        files_max: How many file descriptors it may have; as many as this one by default.
     """
 
     def __init__(
@@ -80,10 +81,14 @@ class BrokerProcess:
         *,
         settings: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        files_max: int | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.settings = dict(settings or {})
         self._environment = dict(environment or {})
+        self._prefix = (
+            [] if files_max is None else ["sh", "-c", f'ulimit -n {files_max}; exec "$@"', "sh"]
+        )
         self._ports: dict[str, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
@@ -128,9 +133,10 @@ class BrokerProcess:
         config.write_text(
             yaml.safe_dump(broker_settings(self.directory, self.settings, self._ports))
         )
+        command = [sys.executable, "-m", "ister.cli.main", "serve", f"--config={config}", "--json"]
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ister.cli.main", "serve", f"--config={config}", "--json"],
+                [*self._prefix, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,6 +1,7 @@
 """The owner of a log's topics as a Flight server, for tests: the broker's, without a broker.
 
-`FlightTopics` serves an open log from this process, and counts what it is asked for:
+`FlightServer` is a gRPC server with the broker's Flight service and nothing else, on a loop in a
+thread of its own. `FlightTopics` serves an open log with it, and counts what it is asked for:
 
     with ister.open(directory) as log, FlightTopics(log) as server:
         FlightClient(server.address)
@@ -13,21 +14,109 @@ prints its address as one line and ends with its standard input.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+import grpc
+
 import ister
-from ister.broker.flight.server import PUBLISH, READ, FlightServer
+from ister.broker.flight.service import PUBLISH, READ, FlightService, message_bytes_max
 from ister.broker.flight.source import FlightLimits, LogSource
 from ister.topic.log import Log
 
-__all__ = ["PUBLISH", "READ", "FlightProcess", "FlightTopics"]
+__all__ = ["PUBLISH", "READ", "FlightProcess", "FlightServer", "FlightTopics", "cut_connections"]
+
+
+def cut_connections(port: int) -> None:
+    """Ends the connections of a server in this process, as a network does."""
+    for name in os.listdir("/proc/self/fd"):
+        # What is no socket, or was closed meanwhile, is passed over.
+        with suppress(OSError, IndexError, TypeError):
+            descriptor = os.dup(int(name))
+            try:
+                end = socket.socket(fileno=descriptor)
+            except OSError:
+                os.close(descriptor)
+                raise
+            with end:
+                is_listening = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if end.getsockname()[1] == port and not is_listening:
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+class FlightServer:
+    """Serves topics on a loopback port from the moment it is made until `close`."""
+
+    def __init__(self, source, *, port=0, interceptors=(), tls=None, **service) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._is_closed = False
+        self.port = self._call(self._start(source, port, interceptors, tls, service))
+
+    async def _start(self, source, port, interceptors, tls, service) -> int:
+        self.service = FlightService(source, **service)
+        size_max = message_bytes_max(
+            service.get("limits") or FlightLimits(), source.config.storage.max_message_size
+        )
+        self._server = grpc.aio.server(
+            interceptors=interceptors,
+            options=[
+                ("grpc.max_receive_message_length", size_max),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        self.service.add_to(self._server)
+        address = f"127.0.0.1:{port}"
+        if tls is None:
+            bound = self._server.add_insecure_port(address)
+        else:
+            bound = self._server.add_secure_port(address, tls.grpc_credentials())
+        await self._server.start()
+        return bound
+
+    def _call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def streams(self) -> int:
+        """Reads and publishes under way."""
+        return self.service.streams
+
+    def close(self, grace_seconds: float = 5.0) -> None:
+        """Ends as the broker does. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+
+        async def end():
+            await self.service.close(grace_seconds)
+            await self._server.stop(None)
+
+        self._call(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class FlightTopics:

@@ -5,6 +5,7 @@
     latency       from a send to the consumer, at a steady rate
     bulk          by Arrow Flight; see `broker_flight`
     idle          memory and processor time with many topics and consumers and nothing to do
+    abuse         memory while calls are refused that would inflate; see `broker_abuse`
 
 Owns: the measurements. Broker, empty server and this client are three processes, on as many cores
 as there are.
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 import grpc
 
-from ister.bench import broker_flight
+from ister.bench import broker_abuse, broker_flight
 from ister.bench.broker_servers import bare_server, broker
 from ister.bench.measurement import MESSAGE_BYTES, Run, median, payloads, quantile, stopwatch
 from ister.broker.wire import ister_api, stub
@@ -65,6 +66,8 @@ def run(run: Run) -> None:
         asyncio.run(_measure_latency(run, served["grpc"], bare["grpc"]))
     with broker(run.path("idle")) as served:
         asyncio.run(_measure_idle(run, served["grpc"], served["pid"]))
+    with broker(run.path("abuse")) as served:
+        broker_abuse.measure(run, served, served["pid"])
 
 
 def _need_client() -> None:
@@ -314,7 +317,7 @@ async def _measure_idle(run: Run, address: str, pid: int) -> None:
             before, elapsed = _cpu_seconds(pid), stopwatch()
             await asyncio.sleep(_IDLE_SECONDS if not run.is_quick else 1.0)
             share = 100 * (_cpu_seconds(pid) - before) / elapsed()
-            memory = _resident_mib(pid)
+            memory = broker_abuse.resident_mib(pid)
         finally:
             for one in held:
                 await one.__aexit__(None, None, None)
@@ -327,9 +330,3 @@ def _cpu_seconds(pid: int) -> float:
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _resident_mib(pid: int) -> float:
-    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        pages = int(file.read().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)

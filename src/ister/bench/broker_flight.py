@@ -2,18 +2,16 @@
 
     publish, synced    against the same client on a Flight server that only reads and answers
 
-Owns: the measurement, and the two servers for it, each a process of its own:
-`python -m ister.bench.broker_flight log|bare <directory>`, which prints its port as one line and
-ends with its standard input. Does not own: the path that it measures. `measure` is a part of
-`ister bench broker`.
+Owns: the measurement, and that server, a process of its own: `python -m ister.bench.broker_flight`,
+which prints its port as one line and ends with its standard input. Does not own: the path that it
+measures. `measure` is a part of `ister bench broker`.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -24,14 +22,11 @@ from ister.bench.measurement import (
     MESSAGE_BYTES,
     Run,
     median,
-    open_log,
     payloads,
     quantile,
     stopwatch,
     warm_page_cache,
 )
-from ister.broker.flight.server import FlightServer
-from ister.broker.flight.source import LogSource
 from ister.client.contract import PutAck, PutBatch
 from ister.client.flight import FlightClient
 from ister.errors import UnavailableError
@@ -49,23 +44,21 @@ _LONE_BATCHES: Final = 500
 _RATE_TARGET: Final = 200_000.0
 
 
-def measure(run: Run, address: str | None = None) -> None:
+def measure(run: Run, address: str) -> None:
     """Adds the figures to `run`.
 
     Args:
         run: Of `ister bench broker`.
-        address: The Flight port of a broker that is measured; without, a log of this benchmark is
-            served by the same code without a broker around it.
+        address: The Flight port of the broker that is measured.
     """
     batches = run.scaled(_MESSAGES_PER_ROUND, at_least=5 * _ROWS) // _ROWS
     run.say("warming the page cache")
     warm_page_cache(run, (_ROUNDS + 2) * batches * _ROWS * MESSAGE_BYTES * 11 // 10)
     batch = pa.record_batch({"payload": pa.array(payloads(_ROWS), pa.binary())})
     with (
-        _serving(run, "bare") as bare_address,
+        _serving_bare() as bare_address,
         FlightClient(bare_address) as bare,
-        _given(address) if address is not None else _serving(run, "log") as log_address,
-        FlightClient(log_address) as client,
+        FlightClient(address) as client,
     ):
         rates: list[float] = []
         bare_rates: list[float] = []
@@ -120,23 +113,18 @@ def _publish_one_by_one(client: FlightClient, batch: pa.RecordBatch, count: int)
     return times
 
 
-# -- servers --------------------------------------------------------------------------------
+# -- the server that only answers -----------------------------------------------------------
 
 
 @contextmanager
-def _given(address: str) -> Iterator[str]:
-    yield address
-
-
-@contextmanager
-def _serving(run: Run, kind: str) -> Iterator[str]:
+def _serving_bare() -> Iterator[str]:
     """A server in a process of its own; gives its address.
 
     Raises:
         UnavailableError: It did not start; its standard error says why.
     """
-    child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        [sys.executable, "-m", "ister.bench.broker_flight", kind, run.path(f"flight-{kind}")],
+    child = subprocess.Popen(
+        [sys.executable, "-m", "ister.bench.broker_flight"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -173,19 +161,6 @@ class _Bare(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no ty
 
 def main() -> None:
     """Serves until standard input ends."""
-    kind, directory = sys.argv[1:]
-    serve: dict[str, Callable[[str], None]] = {"log": _serve_log, "bare": _serve_bare}
-    serve[kind](directory)
-
-
-def _serve_log(directory: str) -> None:
-    os.makedirs(directory)
-    with open_log(directory, ack="synced") as log, FlightServer(LogSource(log)) as server:
-        print(server.port, flush=True)
-        sys.stdin.read()
-
-
-def _serve_bare(directory: str) -> None:
     with _Bare("grpc://127.0.0.1:0") as server:
         print(server.port, flush=True)
         sys.stdin.read()

@@ -1,7 +1,7 @@
-"""Where Flight's threads meet the broker's loop: topics, bounds, schemas.
+"""Where Flight meets the broker: topics, bounds, schemas, callers.
 
-Flight serves each call in a thread of its own. Topics are found and made on the loop, where they
-are served; messages then go straight into the log from the thread.
+Flight reads and appends in threads. Topics are found and made on the loop, where they are served;
+messages then go straight into the log from the thread.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ister.broker.admission import StagedGate, lot_of_rows
+from ister.broker.security.guard import Caller, Guard, current_caller, entered
+from ister.broker.security.rights import Permission
 from ister.broker.served import ServedTopic
 from ister.broker.time_searches import TimeSearches
 from ister.broker.topics import Topics
 from ister.config import Config
-from ister.errors import InvalidRequestError, UnavailableError
+from ister.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
 from ister.model import AckLevel, Codec
 from ister.topic.sequences import SequencedTopic
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from ister.topic.batches import AppendedBatch, StagedBatch
 
-__all__ = ["BrokerSource"]
+__all__ = ["BrokerSource", "FlightAccess", "FlightCaller"]
 
 _OPEN_SECONDS: Final = 60.0
 
@@ -128,3 +130,52 @@ class BrokerSource:
         except TimeoutError as error:
             future.cancel()
             raise UnavailableError("the topic could not be opened in time") from error
+
+
+class FlightAccess:
+    """A guard as `ister.broker.flight` wants it; `GrpcGuard` has let the callers in."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def caller(self) -> FlightCaller:
+        """Who makes the call that the current task serves.
+
+        Raises:
+            UnauthenticatedError: Nobody knows: the guard is not in front of the server.
+        """
+        caller = current_caller()
+        if caller is None:
+            if self._guard.is_needed:
+                raise UnauthenticatedError("nobody has looked at the caller's credentials")
+            caller = self._guard.enter({})
+        return FlightCaller(self._guard, caller)
+
+
+class FlightCaller:
+    """Who makes a Flight call, and whether they may. For any thread."""
+
+    def __init__(self, guard: Guard, caller: Caller) -> None:
+        self._guard = guard
+        self._caller = caller
+
+    @property
+    def name(self) -> str:
+        """Whom to count it for; "" for anybody."""
+        return str(self._caller.principal) if self._guard.is_on else ""
+
+    def check(self, permission: Permission, *, topic: str | None = None) -> None:
+        """Lets a call go on.
+
+        Raises:
+            PermissionDeniedError: The caller may not do that, or not any more.
+            UnauthenticatedError: The credentials are no longer good.
+            UnavailableError: It is not known at the moment.
+        """
+        self._caller.verify()
+        with entered(self._caller):
+            self._guard.check(self._caller.principal, permission, topic=topic)
+
+    def allows(self, permission: Permission, *, topic: str) -> bool:
+        """Whether the caller may; raises UnavailableError as `check` does."""
+        return self._guard.allows(self._caller.principal, permission, topic=topic)

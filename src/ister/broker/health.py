@@ -17,6 +17,7 @@ Topics are named only to those who may know of them: `names` says so.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -85,6 +86,8 @@ _CLOCK_JUMP_SHOWN_SECONDS: Final = 3600.0
 # 2024: a machine without a battery begins in 1970.
 _CLOCK_EARLIEST_NS: Final = 1_704_067_200 * 10**9
 _FILES_LOW_SHARE: Final = 0.8
+# The rest is for files of topics that are open: a connection more would be at their cost.
+_FILES_FULL_SHARE: Final = 0.97
 _THREAD_FAILURE_SHOWN_SECONDS: Final = 3600.0
 _REPLACED: Final = "a copy of this broker's data directory has replaced it"
 
@@ -238,10 +241,14 @@ class Watch:
                     total_bytes=found.f_blocks * found.f_frsize,
                     free_bytes=found.f_bavail * found.f_frsize,
                 )
-        with suppress(OSError):
-            self.open_files = len(os.listdir("/proc/self/fd"))
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.files_max = 0 if limit == resource.RLIM_INFINITY else limit
+        try:
+            self.open_files = len(os.listdir("/proc/self/fd"))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                # To count them takes one, and there is none.
+                self.open_files = self.files_max
 
     # -- on the loop ------------------------------------------------------------------------
 
@@ -363,6 +370,9 @@ class BrokerHealth:
             found.append(_REPLACED)
         elif tiers is not None and not tiers.membership.is_valid:
             found.append("the lease in the metadata store has ended")
+        used, limit = self.watch.open_files, self.watch.files_max
+        if limit and used >= limit * _FILES_FULL_SHARE:
+            found.append(f"{used} of {limit} file descriptors are used: clients cannot connect")
         return found
 
     def _recovering(self) -> str:
@@ -682,7 +692,7 @@ class BrokerHealth:
             return Check(name="files", state="ok", words=words)
         return Check(
             name="files",
-            state="attention",
+            state="bad" if used >= limit * _FILES_FULL_SHARE else "attention",
             words=words,
             hint="raise the limit (LimitNOFILE of systemd), or lower storage.wal.max_open_files",
         )

@@ -184,9 +184,11 @@ def streaming_handler(
     *,
     is_stream: bool,
     counters: CallCounters | None = None,
+    explain: Callable[[Exception, str], tuple[grpc.StatusCode, str]] | None = None,
 ) -> Callable[[Any, Any], Awaitable[None]]:
-    """The same for a method that answers with a stream."""
+    """The same for a method that answers with a stream; `explain` puts errors in its own words."""
     counters = counters or CallCounters()
+    explain = explain or _explained
 
     async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for data in requests:
@@ -207,7 +209,7 @@ def streaming_handler(
             counters.refused["ABORTED"] += 1
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-            refusal = _explained(error, where)
+            refusal = explain(error, where)
             counters.refused[refusal[0].name] += 1
         else:
             counters.answered += 1

@@ -1,9 +1,13 @@
 """The broker: a log, served on three ports, from its start to its end.
 
-    open the log ─► recover every topic ─► listen (gRPC, Flight, HTTP) ─► ready
+    open the log ─► recover every topic ─► listen (gRPC and Flight, HTTP) ─► ready
     told to end ─► not ready ─► streams end, calls under way are answered ─► cursors ─► the log
 
-Owns: the order of these steps. Does not own: what is served (`services`, `flight`, `http`).
+One gRPC server listens on two ports, and serves everything on both: Danube's protocol, Ister's, and
+Flight. So there is one guard and one set of limits.
+
+Owns: the order of these steps, the limits of the server. Does not own: what is served (`services`,
+`flight`, `http`).
 
 What a crash leaves is what the log leaves: everything acknowledged. Cursors are those last written.
 """
@@ -28,16 +32,17 @@ from ister.broker.browse import Browser
 from ister.broker.cluster import Address, Cluster
 from ister.broker.counters import Calls
 from ister.broker.exposition import Exposition
-from ister.broker.flight.server import FlightServer
-from ister.broker.flight_edge import BrokerSource
+from ister.broker.flight.failures import explain
+from ister.broker.flight.service import SERVICE as FLIGHT
+from ister.broker.flight.service import FlightService, message_bytes_max
+from ister.broker.flight.source import FlightLimits
+from ister.broker.flight_edge import BrokerSource, FlightAccess
 from ister.broker.health import BrokerHealth, Watch
 from ister.broker.history import History
 from ister.broker.http import Connections, make_application
 from ister.broker.lookers import Lookers
 from ister.broker.rpc import Gate, Places
 from ister.broker.schemas.registry import SchemaRegistry
-from ister.broker.security.flight_guard import FlightAccess
-from ister.broker.security.flight_renewal import RenewedFlight
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import Guard
 from ister.broker.security.tls import ServerTls, check_exposure
@@ -82,6 +87,9 @@ _WORKER_THREADS: Final = 48
 _LAST_SECONDS: Final = 0.3
 # How long answers may take to their clients once everything is answered.
 _CUT_SECONDS: Final = 1.0
+# A client that has nothing to say for so long connects again with its next call.
+_IDLE_MS: Final = 60_000
+_FLIGHT_LIMITS: Final = FlightLimits()
 
 
 async def _end_workers(workers: ThreadPoolExecutor) -> None:
@@ -100,9 +108,12 @@ async def _close_log(opening: asyncio.Future[Log]) -> None:
 
 
 def _connections_max(limits: BrokerLimitsConfig) -> int:
-    """Connections of gRPC: of consumers and as many others, if the process may have the files."""
+    """Connections of one port: of consumers and as many others, if the process may have the files.
+
+    The two ports of gRPC take at most half of them together.
+    """
     wanted, (files, _) = 2 * limits.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if files == resource.RLIM_INFINITY else max(16, min(wanted, files // 2))
+    return wanted if files == resource.RLIM_INFINITY else max(16, min(wanted, files // 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +154,7 @@ class Broker:
         self.history: History
         self.views: Views
         self._api: Api
-        self._flight: RenewedFlight[FlightServer]
+        self._flight: FlightService
         self._source: BrokerSource
         self._is_ready = False
         self._calls = Calls()
@@ -192,9 +203,11 @@ class Broker:
         self._api = Api(self.guard, config.broker)
         http = await self._start_http()
         server = self._make_grpc()
-        port = self._bind_grpc(server)
+        # First: one port may be taken when the other is bound already.
         self._endings.push_async_callback(self._unbind, server)
-        self.cluster = Cluster(self._address(port), self._log.tiers)
+        ports = config.broker.ports
+        port, flight = self._bind(server, ports.grpc), self._bind(server, ports.flight)
+        self.cluster = Cluster(self._address(port, flight), self._log.tiers)
         self.topics = Topics(
             self._log, metadata, self.cluster, config=config, clock=clock, schemas=self.schemas
         )
@@ -202,10 +215,10 @@ class Broker:
         self._register_gauges()
         # First: whoever can connect finds every topic recovered.
         await self.topics.open_all()
-        flight = await self._start_flight()
-        await self._join(flight)
+        await self._join()
         self._serve_api(metadata)
         self._add_services(server)
+        self._add_flight(server)
         failpoints.reach("broker.before_ready")
         await server.start()
         self._endings.push_async_callback(self._drain, server)
@@ -245,14 +258,21 @@ class Broker:
     def _make_grpc(self) -> grpc.aio.Server:
         limits, storage = self.config.broker.limits, self.config.storage
         calls_max = limits.max_requests_in_flight + limits.max_connections
-        size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
+        guard = GrpcGuard(self.guard, texts={FLIGHT: lambda error: explain(error)[1]})
         return grpc.aio.server(
             # Nobody to be asked for: then every call is spared the question.
-            interceptors=(GrpcGuard(self.guard),) if self.guard.is_needed else (),
+            interceptors=(guard,) if self.guard.is_needed else (),
             maximum_concurrent_rpcs=calls_max,
             options=[
-                ("grpc.max_receive_message_length", size_max),
-                ("grpc.max_send_message_length", size_max),
+                # Of a batch of rows; calls of other services are refused when they have less.
+                (
+                    "grpc.max_receive_message_length",
+                    message_bytes_max(_FLIGHT_LIMITS, storage.max_message_size),
+                ),
+                # What is sent was read in bounded parts.
+                ("grpc.max_send_message_length", -1),
+                # None: a few kilobytes could become as much as the largest message, in every call.
+                ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
                 ("grpc.max_metadata_size", 16 * KIB),
                 # Calls that wait to be looked at, some 10 KiB each. Beyond that gRPC ends calls of
@@ -261,8 +281,9 @@ class Broker:
                 ("grpc.server.max_pending_requests_hard_limit", 8 * calls_max),
                 # A connection takes a file descriptor, and topics need theirs.
                 ("grpc.max_allowed_incoming_connections", _connections_max(limits)),
-                # Whoever connects says something within this time.
+                # Whoever connects says something within this time, and calls within that one.
                 ("grpc.server_handshake_timeout_ms", 10_000),
+                ("grpc.max_connection_idle_ms", _IDLE_MS),
                 # A client that is gone without a word is found out within half a minute.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
@@ -273,8 +294,8 @@ class Broker:
             ],
         )
 
-    def _bind_grpc(self, server: grpc.aio.Server) -> int:
-        host, port = self.config.broker.host, self.config.broker.ports.grpc
+    def _bind(self, server: grpc.aio.Server, port: int) -> int:
+        host = self.config.broker.host
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if self._tls is None:
@@ -293,27 +314,25 @@ class Broker:
             await server.start()
             await server.stop(None)
 
-    def _address(self, port: int) -> Address:
+    def _address(self, port: int, flight_port: int) -> Address:
         config = self.config.broker
         host = config.host if config.host not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
         host = f"[{host}]" if ":" in host else host
         scheme = "http" if self._tls is None else "https"
         url = config.advertised.broker_url or f"{scheme}://{host}:{port}"
+        flight_host = url.partition("://")[2].rpartition(":")[0]
+        flight_scheme = "grpc" if self._tls is None else "grpc+tls"
+        flight_url = f"{flight_scheme}://{flight_host}:{flight_port}"
         tiers = self._log.tiers
         return Address(
             node=tiers.membership.node if tiers is not None else "local",
             broker_url=url,
             connect_url=config.advertised.connect_url or url,
-            flight_url=config.advertised.flight_url or "",
+            flight_url=config.advertised.flight_url or flight_url,
         )
 
-    async def _join(self, flight_port: int) -> None:
+    async def _join(self) -> None:
         """Makes this broker known to others, for as long as it runs."""
-        own = self.cluster.own
-        if not own.flight_url:
-            scheme = "grpc" if self._tls is None else "grpc+tls"
-            host = own.broker_url.partition("://")[2].rpartition(":")[0]
-            self.cluster.own = replace(own, flight_url=f"{scheme}://{host}:{flight_port}")
         await asyncio.to_thread(self.cluster.join)
         heartbeat = asyncio.create_task(self._heartbeat())
 
@@ -326,7 +345,7 @@ class Broker:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         topics, guard = self.topics, self.guard
-        limits = self.config.broker.limits
+        limits, storage = self.config.broker.limits, self.config.storage
         places = Places(limits.max_connections)
         sent_max = limits.max_grpc_message_bytes
         services: dict[str, Any] = {
@@ -346,33 +365,16 @@ class Broker:
             "ister.Delivery": DeliveryService(topics, guard, places),
             "ister.Admin": OperateService(topics, guard, self.views),
         }
+        size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
         for name, service in services.items():
-            add_service(server, name, service, self._gate, self._calls)
+            add_service(server, name, service, self._gate, self._calls, size_max=size_max)
 
-    async def _start_flight(self) -> int:
-        config = self.config.broker
-        source = BrokerSource(self.topics, asyncio.get_running_loop())
-        self._source = source
-
-        def start(port: int) -> FlightServer:
-            return FlightServer(
-                source,
-                host=config.host,
-                port=port,
-                tls=self._tls.flight_options() if self._tls is not None else None,
-                access=FlightAccess(self.guard),
-            )
-
-        self._flight = RenewedFlight(start, port=config.ports.flight, tls=self._tls)
-
-        async def end() -> None:
-            source.end()
-            await asyncio.to_thread(self._flight.close)
-
-        # First: a start that is given up meanwhile still gets to its end.
-        self._endings.push_async_callback(end)
-        server = await asyncio.to_thread(self._flight.start)
-        return server.port
+    def _add_flight(self, server: grpc.aio.Server) -> None:
+        self._source = BrokerSource(self.topics, asyncio.get_running_loop())
+        self._flight = FlightService(
+            self._source, access=FlightAccess(self.guard), limits=_FLIGHT_LIMITS
+        )
+        self._flight.add_to(server, self._calls)
 
     def _serve_api(self, metadata: MetadataStore) -> None:
         """Has the HTTP port tell about topics, and rates be watched."""
@@ -442,12 +444,11 @@ class Broker:
         return self.health.report(names=names)
 
     async def _heartbeat(self) -> None:
-        """Keeps this broker known to others, and its certificates fresh."""
+        """Keeps this broker known to others."""
         while True:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
             with threads.guard("ister-heartbeat"):
                 await asyncio.to_thread(self.cluster.join)
-                await asyncio.to_thread(self._flight.renew)
 
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics
@@ -484,7 +485,7 @@ class Broker:
         end_at = loop.time() + self.config.broker.drain_seconds - _LAST_SECONDS
         # At the same time: each of them may have clients that do not read their answers.
         self._source.end()
-        flight = asyncio.ensure_future(asyncio.to_thread(self._flight.close))
+        flight = asyncio.ensure_future(self._flight.close())
         # Calls under way are answered; later ones are told to come again.
         await self._gate.close(end_at - loop.time())
         await self.topics.close()

@@ -48,11 +48,13 @@ from ister.client.contract import (
     decode_settings,
 )
 from ister.client.publisher import Publisher
+from ister.client.statuses import is_too_large
 from ister.errors import (
     ClosedError,
     CorruptDataError,
     InvalidRequestError,
     IsterError,
+    MessageTooLargeError,
     PermissionDeniedError,
     UnavailableError,
 )
@@ -484,6 +486,8 @@ class FlightClient:
         flight = self._flight
         if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
             return PermissionDeniedError(f"{self.address} refuses the call: {text}", topic=topic)
+        if is_too_large(text):
+            return MessageTooLargeError(f"{self.address}: {text}", topic=topic)
         if isinstance(error, flight.FlightTimedOutError | TimeoutError):
             return UnavailableError(
                 f"{self.address} has not answered in time",

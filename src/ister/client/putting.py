@@ -1,11 +1,8 @@
 """Flight's do_put as a stream of gRPC: batches go out, answers come in, and it can be cancelled.
 
 pyarrow's own client has no way to end a call that hangs, and a thread of the program would hang
-with it. What is sent is the same: Arrow's IPC messages, which pyarrow makes, in Flight's frame,
-which has four fields.
-
-    FlightData   1 descriptor   2 the IPC message's header   3 application metadata   1000 its body
-    PutResult    1 application metadata
+with it. What is sent is the same: Arrow's IPC messages, which pyarrow makes, in Flight's frame
+(`ister.client.flight_data`).
 
 Belongs to one loop. Does not own: what is sent again after a failure (`lanes`).
 """
@@ -15,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from ister.client.contract import PutAck, PutBatch, PutOpen, carries_error
+from ister.client.flight_data import decode_fields, encode_data
 from ister.client.network import Network, Route
 from ister.client.statuses import told
 from ister.errors import CorruptDataError, InvalidRequestError
@@ -22,51 +20,9 @@ from ister.errors import CorruptDataError, InvalidRequestError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["PutStream", "decode_result", "encode_data"]
+__all__ = ["PutStream", "decode_result"]
 
 _METHOD: Final = "/arrow.flight.protocol.FlightService/DoPut"
-_DESCRIPTOR, _HEADER, _METADATA, _BODY = 1, 2, 3, 1000
-_COMMAND: Final = b"\x08\x02"  # FlightDescriptor.type = CMD
-_COMMAND_BYTES: Final = 2
-_LENGTH_DELIMITED: Final = 2
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def _field(number: int, data: Any) -> tuple[bytes, Any]:  # noqa: ANN401 - bytes, or a view of some
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(data)), data
-
-
-def encode_data(
-    message: pa.Buffer, *, metadata: bytes = b"", command: bytes | None = None
-) -> bytes:
-    """An IPC message as FlightData.
-
-    Args:
-        message: As `pa.Schema.serialize` and `pa.RecordBatch.serialize` give it.
-        metadata: What goes with it.
-        command: The descriptor's; for the first message of a stream.
-    """
-    import pyarrow as pa  # noqa: PLC0415 - an extra
-
-    parts: list[Any] = []
-    if command is not None:
-        descriptor = _COMMAND + b"".join(_field(_COMMAND_BYTES, command))
-        parts += _field(_DESCRIPTOR, descriptor)
-    ipc = pa.ipc.read_message(message)
-    parts += _field(_HEADER, memoryview(ipc.metadata))
-    if metadata:
-        parts += _field(_METADATA, metadata)
-    if ipc.body is not None and ipc.body.size:
-        parts += _field(_BODY, memoryview(ipc.body))
-    return b"".join(parts)
 
 
 def decode_result(data: bytes) -> bytes:
@@ -75,30 +31,10 @@ def decode_result(data: bytes) -> bytes:
     Raises:
         CorruptDataError: It is something else.
     """
-    position = 0
-    found = b""
-    while position < len(data):
-        tag, position = _read_varint(data, position)
-        size, position = _read_varint(data, position)
-        if tag & 7 != _LENGTH_DELIMITED or position + size > len(data):
-            raise CorruptDataError("the broker answers with something that is no PutResult")
-        if tag >> 3 == 1:
-            found = data[position : position + size]
-        position += size
-    return found
-
-
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    number = 0
-    for shift in range(0, 64, 7):
-        if position >= len(data):
-            break
-        byte = data[position]
-        position += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, position
-    raise CorruptDataError("the broker answers with something that is no PutResult")
+    try:
+        return bytes(decode_fields(data).get(1, b""))
+    except ValueError as error:
+        raise CorruptDataError("the broker answers with something that is no PutResult") from error
 
 
 class PutStream:

@@ -19,6 +19,7 @@ from ister.errors import (
     InvalidRequestError,
     InvariantError,
     IsterError,
+    MessageTooLargeError,
     NotFoundError,
     OffsetOutOfRangeError,
     PermissionDeniedError,
@@ -28,7 +29,7 @@ from ister.errors import (
     WaitTimeoutError,
 )
 
-__all__ = ["error_of", "is_worth_a_retry", "told"]
+__all__ = ["error_of", "is_too_large", "is_worth_a_retry", "told"]
 
 _KINDS: Final[dict[str, type[IsterError]]] = {
     "INVALID_ARGUMENT": InvalidRequestError,
@@ -48,6 +49,8 @@ _KINDS: Final[dict[str, type[IsterError]]] = {
 _BROKER_FAILED: Final = "the broker failed"
 # What a broker sends with its refusals (`ister.broker.rpc`).
 _ANSWERED: Final = "ister-answered"
+# How gRPC itself refuses a message, before anybody has looked at it.
+_TOO_LARGE: Final = "message larger than max"
 
 
 def error_of(error: Any, address: str, topic: str | None = None) -> IsterError:  # noqa: ANN401
@@ -65,6 +68,8 @@ def error_of(error: Any, address: str, topic: str | None = None) -> IsterError: 
     text = text.partition(" gRPC client debug context")[0].partition("\n")[0]
     if name == "INTERNAL" and text.startswith(_BROKER_FAILED):
         return InvariantError(f"{address}: {text}", topic=topic, hint="see the broker's log")
+    if name == "RESOURCE_EXHAUSTED" and is_too_large(text):
+        return MessageTooLargeError(f"{address}: {text}", topic=topic)
     kind = _KINDS.get(name)
     if name == "UNAVAILABLE" and _is_answer(error):
         is_named = topic is not None and topic in text
@@ -81,6 +86,11 @@ def error_of(error: Any, address: str, topic: str | None = None) -> IsterError: 
         text = f"{address} has not answered in time"
     is_named = topic is not None and topic in text
     return kind(text or f"{address} refuses the call", topic=None if is_named else topic)
+
+
+def is_too_large(text: str) -> bool:
+    """Whether gRPC has refused a message for its size: sending it again does not help."""
+    return _TOO_LARGE in text
 
 
 def _is_answer(error: Any) -> bool:  # noqa: ANN401

@@ -1,7 +1,9 @@
 """Health in words: each thing that can be wrong is said, with what to do, and to whom it may be."""
 
 import asyncio
+import errno
 import json
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -445,6 +447,26 @@ def test_file_descriptors_that_run_out_are_said(tmp_path):
             assert found(broker.health, "files").state == "ok"
             watch.open_files = 810
             assert found(broker.health, "files").state == "attention"
+            assert broker.is_ready
+            watch.open_files = 980
+            assert found(broker.health, "files").state == "bad"
+            assert "980 of 1000 file descriptors" in " ".join(broker.health.reasons)
+
+    run(scenario())
+
+
+def test_file_descriptors_that_cannot_be_counted_have_run_out(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def scenario():
+        async with a_broker(tmp_path) as (broker, _, _):
+            watch = broker.health.watch
+            await eventually(lambda: watch.answered_at is not None)
+            assert broker.is_ready
+            monkeypatch.setattr(os, "listdir", refuse)
+            await asyncio.to_thread(watch.look)
+            assert not broker.is_ready
 
     run(scenario())
 

@@ -432,7 +432,7 @@ def test_a_call_that_does_not_end_does_not_hold_it_up(tmp_path, monkeypatch):
 # -- a start that does not get to its end -----------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["Log", "open_all", "_start_flight", "_join"])
+@pytest.mark.parametrize("step", ["Log", "open_all", "_join"])
 def test_a_start_that_is_given_up_leaves_nothing(tmp_path, monkeypatch, step):
     """Cancelled at each step, as `ister serve` does on SIGTERM."""
     ports = free_ports()

@@ -12,7 +12,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ister.client.putting import decode_result, encode_data
+from ister.client.flight_data import encode_data
+from ister.client.putting import decode_result
 from ister.errors import CorruptDataError
 
 SCHEMA = pa.schema([("payload", pa.binary()), ("attributes", pa.map_(pa.string(), pa.string()))])

@@ -1,54 +1,43 @@
-"""Errors on their way to a client: a Flight error whose text is the error in JSON.
+"""Errors on their way to a client: a status of gRPC whose text is the error in JSON.
 
-The kind of the Flight error is for programs that do not know the contract. What is no error of
-`ister.errors` is a mistake of ours: it is logged here, and the client is told no more than that.
+The status is for programs that do not know the contract; pyarrow makes its kinds of Flight errors
+out of them. What is no error of `ister.errors` is a mistake of ours: it is logged here, and the
+client is told no more than that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
-from pyarrow import flight
+import grpc
 
 from ister.client.contract import encode_error
 from ister.errors import InvariantError, IsterError
 
-__all__ = ["as_flight_error", "as_ister_error", "sent"]
+__all__ = ["as_ister_error", "explain"]
 
 _log = logging.getLogger("ister.broker.flight")
 
-_KINDS: Final = {
-    "UNAUTHENTICATED": flight.FlightUnauthenticatedError,
-    "PERMISSION_DENIED": flight.FlightUnauthorizedError,
-    "UNAVAILABLE": flight.FlightUnavailableError,
-    "INTERNAL": flight.FlightInternalError,
+_STATUSES: Final = {
+    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+    "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
+    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "UNIMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
+    "INTERNAL": grpc.StatusCode.INTERNAL,
 }
 
 
-@contextmanager
-def sent() -> Iterator[None]:
-    """Has errors sent to the client."""
-    try:
-        yield
-    except flight.FlightError:
-        raise
-    except Exception as error:
-        raise as_flight_error(as_ister_error(error)) from error
+def explain(error: Exception, where: str = "") -> tuple[grpc.StatusCode, str]:
+    """What the client is told about an error of the call `where`."""
+    told = as_ister_error(error, where)
+    # pyarrow's error for servers that refuse something.
+    return _STATUSES.get(told.code, grpc.StatusCode.UNKNOWN), encode_error(told)
 
 
-def as_ister_error(error: Exception) -> IsterError:
+def as_ister_error(error: Exception, where: str = "") -> IsterError:
     """The error as one of ours."""
     if isinstance(error, IsterError):
         return error
-    _log.error("a call failed", exc_info=error)
+    _log.error("a call failed", exc_info=error, extra={"call": where})
     return InvariantError(f"the server failed: {type(error).__name__}", hint="see the server's log")
-
-
-def as_flight_error(error: IsterError) -> Exception:
-    """What to raise for the client to get it."""
-    kind = _KINDS.get(error.code, flight.FlightServerError)
-    made: Exception = kind(encode_error(error))
-    return made

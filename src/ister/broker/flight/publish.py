@@ -1,6 +1,6 @@
 """One stream of rows into a topic: appended as they come, answered when they are safe.
 
-    gRPC thread   read ─► check ─► append ─► pending
+    a thread      read ─► check ─► append ─► pending
     ack thread                               pending ─► wait for the level ─► answer
 
 Owns: the checks of what comes from the network, the order of answers, the bound on what is not
@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -72,6 +72,39 @@ def _refuse_dictionaries(name: str, kind: pa.DataType) -> None:
         _refuse_dictionaries(name, kind.field(number).type)
 
 
+class Rows(Protocol):
+    """Where batches come from."""
+
+    def read(self) -> tuple[pa.RecordBatch | None, bytes] | None:
+        """The next batch, if there is one, and what came with it; None at the end. Blocks.
+
+        Raises:
+            InvalidRequestError: What came is no batch.
+        """
+        ...
+
+    def end(self) -> None:
+        """Has whoever waits for the next batch find the end. Thread-safe."""
+        ...
+
+
+class Answers(Protocol):
+    """Where answers go to."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client is gone."""
+        ...
+
+    def write(self, message: bytes) -> None:
+        """Sends an answer; waits for room.
+
+        Raises:
+            OSError: The client is gone.
+        """
+        ...
+
+
 class _Pending(NamedTuple):
     sequence: int
     appended: Appended
@@ -85,13 +118,13 @@ class Publishing:
         self,
         topic: SequencedTopic,
         opened: PutOpen,
-        writer: Any,  # noqa: ANN401 - pyarrow has no types
+        rows: Rows,
+        answers: Answers,
         *,
         limits: FlightLimits,
-        message_bytes_max: int,
+        batch_bytes_max: int,
         admit: Callable[[SequencedTopic, pa.RecordBatch], None],
         still_allowed: Callable[[], None],
-        is_cancelled: Callable[[], bool],
         note: Callable[[SequencedTopic, pa.RecordBatch], None] = lambda _topic, _batch: None,
     ) -> None:
         """Prepares a stream.
@@ -99,12 +132,12 @@ class Publishing:
         Args:
             topic: Where the rows go.
             opened: What the client has said at the beginning.
-            writer: Takes the answers; used by one thread.
+            rows: The batches; read by one thread.
+            answers: Takes the answers; used by one thread.
             limits: Bounds.
-            message_bytes_max: The most bytes of one message; a batch may have as many.
+            batch_bytes_max: The most bytes of one batch.
             admit: Called with each batch before it is appended.
             still_allowed: Raises when the client's rights have ended.
-            is_cancelled: Whether the client is gone.
             note: Called with rows that were appended, and had not been before.
 
         Raises:
@@ -114,12 +147,12 @@ class Publishing:
             check_producer(opened.producer, opened.epoch)
         self._topic = topic
         self._opened = opened
-        self._writer = writer
+        self._rows = rows
+        self._answers = answers
         self._limits = limits
-        self._batch_bytes_max = max(limits.batch_bytes_max, message_bytes_max)
+        self._batch_bytes_max = batch_bytes_max
         self._admit = admit
         self._still_allowed = still_allowed
-        self._is_cancelled = is_cancelled
         self._note = note
         self._changed = threading.Condition()
         self._pending: deque[_Pending] = deque()
@@ -127,7 +160,7 @@ class Publishing:
         self._is_ended = False
         self._failure: IsterError | None = None
 
-    def run(self, reader: Any) -> None:  # noqa: ANN401
+    def run(self) -> None:
         """Takes everything that comes.
 
         Raises:
@@ -135,9 +168,7 @@ class Publishing:
         """
         acks = threads.start("ister-flight-acks", self._answer_all)
         try:
-            self._take_all(reader)
-        except (pa.ArrowException, OSError) as error:
-            self.stop(InvalidRequestError(f"not a stream of record batches: {error}"))
+            self._take_all()
         except Exception as error:  # noqa: BLE001 - sent to the client
             # Without its traceback: that would keep the batch.
             self.stop(as_ister_error(error).with_traceback(None))
@@ -155,20 +186,18 @@ class Publishing:
             if self._failure is None:
                 self._failure = failure
             self._changed.notify_all()
+        self._rows.end()
 
     # -- rows come in -----------------------------------------------------------------------
 
-    def _take_all(self, reader: Any) -> None:  # noqa: ANN401
-        while True:
-            try:
-                chunk = reader.read_chunk()
-            except StopIteration:
-                return
+    def _take_all(self) -> None:
+        while (item := self._rows.read()) is not None:
             with self._changed:
                 if self._failure is not None:
                     return
             self._still_allowed()
-            self._take(chunk.data, chunk.app_metadata)
+            self._take(*item)
+            del item  # whoever is slow to answer does not keep the batch
             with self._changed:
                 self._changed.wait_for(
                     lambda: (
@@ -177,13 +206,13 @@ class Publishing:
                     )
                 )
 
-    def _take(self, batch: pa.RecordBatch | None, metadata: pa.Buffer | None) -> None:
-        if batch is None or metadata is None:
+    def _take(self, batch: pa.RecordBatch | None, metadata: bytes) -> None:
+        if batch is None or not metadata:
             raise InvalidRequestError(
                 "rows without their sequence, or the other way round",
                 hint="each batch carries the sequence of its first row",
             )
-        sequence = PutBatch.from_json(metadata.to_pybytes()).sequence
+        sequence = PutBatch.from_json(metadata).sequence
         size = self._check(batch)
         self._admit(self._topic, batch)
         with span("append batch", topic=self._topic.topic.name, rows=batch.num_rows):
@@ -253,7 +282,7 @@ class Publishing:
             try:
                 self._topic.topic.wait(offset, timeout=_LOOK_SECONDS)
             except WaitTimeoutError:
-                if self._is_cancelled():
+                if self._answers.is_closed:
                     raise UnavailableError("the client is gone") from None
             else:
                 return
@@ -268,6 +297,6 @@ class Publishing:
 
     def _write(self, message: bytes) -> None:
         try:
-            self._writer.write(message)
-        except (pa.ArrowException, OSError) as error:
+            self._answers.write(message)
+        except OSError as error:
             self.stop(UnavailableError(f"the client is gone: {error}"))

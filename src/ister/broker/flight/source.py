@@ -1,4 +1,4 @@
-"""What a Flight server is given: topics, callers and their rights, bounds.
+"""What the Flight service is given: topics, callers and their rights, bounds.
 
 Owns: these seams, and their simplest fillings: a log of this process, everybody may do everything.
 Does not own: what a broker makes of them.
@@ -6,10 +6,9 @@ Does not own: what a broker makes of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ister.broker.security.rights import Permission
 from ister.broker.time_searches import TimeSearches
@@ -37,10 +36,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightLimits:
-    """What one server takes on."""
+    """What one service takes on."""
 
     streams_max: int = 256
-    """Reads and publishes under way in all; each has a thread or two."""
+    """Reads and publishes under way in all; each publish has two threads."""
     streams_per_caller_max: int = 64
     """Of one caller, where callers say who they are."""
     batch_rows_max: int = 65_536
@@ -197,16 +196,11 @@ class Caller(Protocol):
 class Access(Protocol):
     """Finds out who calls."""
 
-    @property
-    def middleware(self) -> Mapping[str, Any]:
-        """Flight's middleware factories that this needs, by name."""
-        ...
-
-    def caller(self, context: Any) -> Caller:  # noqa: ANN401 - pyarrow has no types
-        """The one who makes the call of a `ServerCallContext`.
+    def caller(self) -> Caller:
+        """The one who makes the call that the current task serves.
 
         Raises:
-            UnauthenticatedError: It has not said who it is.
+            UnauthenticatedError: Nobody knows.
         """
         ...
 
@@ -214,11 +208,7 @@ class Access(Protocol):
 class OpenAccess:
     """Everybody may do everything."""
 
-    @property
-    def middleware(self) -> Mapping[str, Any]:
-        return {}
-
-    def caller(self, context: Any) -> Caller:  # noqa: ANN401
+    def caller(self) -> Caller:
         return _Anybody()
 
 

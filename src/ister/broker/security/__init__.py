@@ -5,6 +5,6 @@ authentication  from headers and client certificates to a principal
 access          roles and bindings: what a principal may do
 audit           what was refused and what was changed, for later
 guard           the four of them as the services see them
-grpc_guard, flight_guard, http_guard    a guard in front of every call of a transport
+grpc_guard, http_guard    a guard in front of every call of a transport
 minting         new API keys and tokens
 """

@@ -1,7 +1,9 @@
-"""The guard in front of every gRPC call.
+"""The guard in front of every gRPC call, Flight's among them.
 
 Every call is authenticated before its handler sees it, whatever the service: there is no list of
-methods that could be forgotten. The handler runs with the caller as the current one.
+methods that could be forgotten. The handler runs with the caller as the current one. Nothing of a
+request is taken in before its caller is known, however large it is: a request that is one message
+is read here.
 
 A call that answers with a stream is judged again about once a second, and ended with
 UNAUTHENTICATED or PERMISSION_DENIED as soon as it would no longer be let in. The handler is
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -40,12 +42,18 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     Args:
         guard: Who decides.
         streams_per_principal_max: More streams of one principal are refused.
+        texts: What refusals of a service say, by its name; the error as text by default.
     """
 
     def __init__(
-        self, guard: Guard, *, streams_per_principal_max: int = _STREAMS_PER_PRINCIPAL_MAX
+        self,
+        guard: Guard,
+        *,
+        streams_per_principal_max: int = _STREAMS_PER_PRINCIPAL_MAX,
+        texts: Mapping[str, Callable[[IsterError], str]] | None = None,
     ) -> None:
         self._guard = guard
+        self._texts = dict(texts or {})
         self._streams_max = streams_per_principal_max
         self._streams: Counter[str] = Counter()
         # By the names of methods that exist, so there are not many.
@@ -71,29 +79,22 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler.response_streaming:
             inner = handler.stream_stream if takes_stream else handler.unary_stream
 
-            async def stream(request: _Grpc, context: _Grpc) -> None:
-                await self._serve_stream(inner, request, context, action)
+            async def stream(requests: _Grpc, context: _Grpc) -> None:
+                await self._serve_stream(inner, requests, context, action, takes_stream)
 
             outer: _Grpc = stream
-            wrap = (
-                grpc.stream_stream_rpc_method_handler
-                if takes_stream
-                else grpc.unary_stream_rpc_method_handler
-            )
+            wrap = grpc.stream_stream_rpc_method_handler
         else:
             inner = handler.stream_unary if takes_stream else handler.unary_unary
 
-            async def answer(request: _Grpc, context: _Grpc) -> _Grpc:
+            async def answer(requests: _Grpc, context: _Grpc) -> _Grpc:
                 caller = await self._enter(context, action, is_stream=False)
+                request = requests if takes_stream else await _read_one(context)
                 with entered(caller):
                     return await inner(request, context)
 
             outer = answer
-            wrap = (
-                grpc.stream_unary_rpc_method_handler
-                if takes_stream
-                else grpc.unary_unary_rpc_method_handler
-            )
+            wrap = grpc.stream_unary_rpc_method_handler
         return wrap(
             outer,
             request_deserializer=handler.request_deserializer,
@@ -107,35 +108,41 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             headers = collect_headers(context.invocation_metadata() or ())
         except UnauthenticatedError as error:
             guard.note_refused_login(error, peer=peer, action=action)
-            return await self._refuse(context, error, is_stream=is_stream)
+            return await self._refuse(context, error, action, is_stream=is_stream)
         names = _peer_names(context) if guard.takes_certificates else ()
         try:
             return guard.enter(
                 headers, peer_names=names, peer=peer, action=action, is_stream=is_stream
             )
         except IsterError as error:
-            return await self._refuse(context, error, is_stream=is_stream)
+            return await self._refuse(context, error, action, is_stream=is_stream)
 
-    async def _refuse(self, context: _Grpc, error: IsterError, *, is_stream: bool) -> Caller:
+    async def _refuse(
+        self, context: _Grpc, error: IsterError, action: str, *, is_stream: bool
+    ) -> Caller:
         if is_stream:
             await self._guard.pause_refusal()
-        await context.abort(status_of(error), str(error))
+        await context.abort(status_of(error), self._text(error, action))
         raise AssertionError("abort raises")
 
+    def _text(self, error: IsterError, action: str) -> str:
+        return self._texts.get(action.partition("/")[0], str)(error)
+
     async def _serve_stream(
-        self, inner: _Grpc, request: _Grpc, context: _Grpc, action: str
+        self, inner: _Grpc, requests: _Grpc, context: _Grpc, action: str, takes_stream: bool
     ) -> None:
         caller = await self._enter(context, action, is_stream=True)
         who = str(caller.principal)
         if self._guard.is_on and self._streams[who] >= self._streams_max:
             error = CapacityError(f"{who} has {self._streams_max} streams open already")
-            await self._refuse(context, error, is_stream=True)
+            await self._refuse(context, error, action, is_stream=True)
         self._streams[who] += 1
         watch = _StreamWatch(caller)
         try:
             with entered(caller):
                 if self._guard.is_on:
                     watch.start()
+                request = requests if takes_stream else await _read_one(context)
                 answers = inner(request, context)
                 if hasattr(answers, "__aiter__"):
                     async for answer in answers:
@@ -150,7 +157,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 task.uncancel()
             try:
                 async with asyncio.timeout(_ABORT_SECONDS):
-                    await context.abort(status_of(watch.error), str(watch.error))
+                    await context.abort(status_of(watch.error), self._text(watch.error, action))
             except TimeoutError:
                 # The status waits behind messages that the client has not read.
                 raise asyncio.CancelledError from None
@@ -189,6 +196,14 @@ class _StreamWatch:
                 self._task.cancel()
             return
         self.start()
+
+
+async def _read_one(context: _Grpc) -> _Grpc:
+    """The request of a call that has one."""
+    request = await context.read()
+    if request is grpc.aio.EOF:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no request")
+    return request
 
 
 def _peer_names(context: _Grpc) -> list[str]:

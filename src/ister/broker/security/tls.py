@@ -1,8 +1,7 @@
 """Certificates of the broker's ports, and where it may listen without any.
 
-Owns: reading and checking the files of `broker.tls`, and reading them again when they change. gRPC
-and HTTP take what is new with the next handshake, connections that stand go on. Flight takes
-certificates only when it starts, so its server is started anew (`flight_renewal`).
+Owns: reading and checking the files of `broker.tls`, and reading them again when they change. Every
+port takes what is new with the next handshake, connections that stand go on.
 
 Files that do not fit together, or have expired, are an error at the start. Later they are an error
 in the log, and the ones before stay in use: replacing two files takes a moment in which they do not
@@ -163,14 +162,6 @@ class ServerTls:
             fetch,
             require_client_authentication=self.requires_certificate,
         )
-
-    def flight_options(self) -> dict[str, Any]:
-        """Arguments for `pyarrow.flight.FlightServerBase`, as the files are now."""
-        material = self.material()
-        options: dict[str, Any] = {"tls_certificates": [(material.certificates, material.key)]}
-        if self.requires_certificate:
-            options |= {"verify_client": True, "root_certificates": material.authorities}
-        return options
 
     def http_context(self) -> ssl.SSLContext:
         """For a server of `ssl` or asyncio; takes new files with every handshake."""

@@ -23,7 +23,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import ServiceDescriptor
 
 from ister.broker.counters import Calls
-from ister.broker.rpc import Gate, status_of, streaming_handler, unary_handler
+from ister.broker.rpc import Gate, Refused, status_of, streaming_handler, unary_handler
 from ister.tracing import traced_call
 
 __all__ = ["add_service", "danube", "danube_admin", "danube_schema", "ister_api", "stub"]
@@ -69,24 +69,43 @@ def _serialize(answer: Any) -> bytes:  # noqa: ANN401 - a message, or one that i
     return answer if type(answer) is bytes else answer.SerializeToString()
 
 
+def _bounded(parse: Callable[[bytes], Any], size_max: int | None) -> Callable[[bytes], Any]:
+    """Refuses what is too large, as gRPC does: the server's own limit is for the largest of all."""
+    if size_max is None:
+        return parse
+
+    def parse_bounded(data: bytes) -> Any:  # noqa: ANN401 - any message
+        if len(data) > size_max:
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"received message larger than max ({len(data)} vs. {size_max})",
+            )
+        return parse(data)
+
+    return parse_bounded
+
+
 def add_service(
     server: grpc.aio.Server,
     name: str,
     instance: object,
     gate: Gate | None = None,
     calls: Calls | None = None,
+    *,
+    size_max: int | None = None,
 ) -> None:
     """Serves the RPCs of a service by an object's methods of the same names.
 
     A unary method is `async def Name(self, request, context) -> answer`. One that streams is an
     async generator, and may yield answers that are serialized already. One whose requests are a
     stream gets an async iterator of them. A gate can be closed for unary calls. `calls` counts.
+    Requests of more than `size_max` bytes are refused.
     """
     gate, calls = gate or Gate(), calls or Calls()
     handlers: dict[str, grpc.RpcMethodHandler] = {}
     for method in _service(name).methods:
         call = getattr(instance, method.name)
-        parse = _class_of(method.input_type).FromString
+        parse = _bounded(_class_of(method.input_type).FromString, size_max)
         where = f"{name}/{method.name}"
         if method.server_streaming:
             make = (

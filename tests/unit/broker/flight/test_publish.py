@@ -13,7 +13,6 @@ from pyarrow import flight
 
 from ister import failpoints
 from ister.broker.flight.publish import check_schema
-from ister.broker.flight.server import FlightServer, _cut_connections
 from ister.broker.flight.source import FlightLimits, LogSource
 from ister.client.contract import PutAck, PutBatch, PutOpen, decode_error
 from ister.client.flight import FlightClient
@@ -34,7 +33,13 @@ from ister.errors import (
 from ister.limits import MIB
 from ister.model import AckLevel
 from ister.topic.log import Log
-from servers.flight import PUBLISH, FlightProcess, FlightTopics
+from servers.flight import (
+    PUBLISH,
+    FlightProcess,
+    FlightServer,
+    FlightTopics,
+    cut_connections,
+)
 
 TOPIC = "/default/orders"
 SCHEMA = pa.schema([("payload", pa.binary())])
@@ -526,7 +531,7 @@ def test_connection_cut_between_append_and_answer(server, client, topic):
     def cut():
         if not is_cut.is_set():
             is_cut.set()
-            _cut_connections(server.port)
+            cut_connections(server.port)
 
     failpoints.arm("wal.after_sync", cut)
     acks = []
@@ -643,9 +648,8 @@ class Rights:
 
     def __init__(self, *words):
         self.words = set(words)
-        self.middleware = {}
 
-    def caller(self, context):
+    def caller(self):
         return self
 
     def allows(self, permission, *, topic):

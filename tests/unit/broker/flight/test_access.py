@@ -1,0 +1,332 @@
+"""Who calls Flight: the broker's guard in front of its service, asked by pyarrow's own client."""
+
+import contextlib
+import threading
+from datetime import timedelta
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import grpc
+import pyarrow as pa
+from pyarrow import flight
+
+from certificates import LOCAL_NAMES, Authority
+from ister.broker.flight.failures import explain
+from ister.broker.flight.service import SERVICE
+from ister.broker.flight.source import LogSource
+from ister.broker.flight_edge import FlightAccess
+from ister.broker.security import grpc_guard
+from ister.broker.security.grpc_guard import GrpcGuard
+from ister.broker.security.tls import ServerTls
+from ister.client.contract import Action, PutBatch, PutOpen, RangeTicket, decode_error
+from ister.clock import SystemClock
+from ister.config import ClientAuth, TlsConfig, load_config
+from ister.errors import PermissionDeniedError, UnauthenticatedError
+from ister.topic.log import Log
+from security_rig import GuardRig
+from servers.flight import FlightServer
+
+ORDERS = "/default/orders"
+SCHEMA = pa.schema([("payload", pa.binary())])
+SERVERS, CLIENTS = Authority("servers"), Authority("clients")
+
+
+class Seen(FlightAccess):
+    """Remembers who called; something happens when a call is looked at for the third time."""
+
+    def __init__(self, guard):
+        super().__init__(guard)
+        self.names = []
+        self.happens = None
+
+    def caller(self):
+        caller = super().caller()
+        self.names.append(caller.name)
+        check, looks = caller.check, []
+
+        def checked(*args, **more):
+            looks.append(args)
+            if len(looks) == 3 and self.happens is not None:
+                self.happens()
+            check(*args, **more)
+
+        caller.check = checked
+        return caller
+
+
+@contextlib.contextmanager
+def serving(rig, *, tls=None, is_guarded=True):
+    guard = GrpcGuard(rig.guard, texts={SERVICE: lambda error: explain(error)[1]})
+    storage = {"mode": "local_only", "wal": {"dir": str(rig.directory / "wal")}}
+    with Log(load_config({"storage": storage}, {})) as log:
+        log.topic(ORDERS, create=True)
+        access = Seen(rig.guard)
+        with FlightServer(
+            LogSource(log), access=access, tls=tls, interceptors=[guard] if is_guarded else []
+        ) as server:
+            server.access, server.log = access, log
+            yield server
+
+
+def client(server, **more):
+    scheme = "grpc+tls" if more else "grpc"
+    return flight.connect(f"{scheme}://localhost:{server.port}", **more)
+
+
+def options(headers):
+    return flight.FlightCallOptions(
+        headers=[(name.encode(), value.encode()) for name, value in headers.items()], timeout=30
+    )
+
+
+def ask(server, connection, headers=None):
+    """Who the server takes us for."""
+    list(connection.do_action(flight.Action(Action.TOPICS, b""), options(headers or {})))
+    return server.access.names[-1]
+
+
+@contextlib.contextmanager
+def refused(kind, flight_kind=flight.FlightError):
+    with pytest.raises(flight_kind) as caught:
+        yield
+    error = decode_error(str(caught.value))
+    assert isinstance(error, kind), caught.value
+
+
+@pytest.fixture(autouse=True)
+def quick_refusals(monkeypatch):
+    monkeypatch.setattr("ister.broker.security.guard.REFUSAL_SECONDS", 0.01)
+
+
+@pytest.fixture
+def rig(tmp_path):
+    with GuardRig(tmp_path) as rig:
+        yield rig
+
+
+@pytest.fixture
+def tls(tmp_path):
+    directory = tmp_path / "tls"
+    directory.mkdir()
+    cert_file, key_file = SERVERS.issue("broker", names=LOCAL_NAMES).write(directory, "broker")
+    return ServerTls(
+        TlsConfig(
+            cert_file=cert_file,
+            key_file=key_file,
+            ca_file=CLIENTS.write(directory),
+            client_auth=ClientAuth.REQUIRED,
+        ),
+        clock=SystemClock(),
+    )
+
+
+def test_credentials_are_needed(rig):
+    key = rig.api_key("loader")
+    with serving(rig) as server, client(server) as connection:
+        assert ask(server, connection, rig.bearer("alice")) == "user:alice"
+        assert ask(server, connection, {"x-api-key": key}) == "service:loader"
+        for headers in (
+            {},
+            {"authorization": "Bearer nonsense"},
+            {"authorization": f"Basic {key}"},
+            {"x-danube-internal-broker": "broker-1"},
+            {"x-api-key": "ist_wrong"},
+            {"authorization": "Bearer a.b.c"},
+        ):
+            with refused(UnauthenticatedError, flight.FlightUnauthenticatedError):
+                ask(server, connection, headers)
+        assert len(server.access.names) == 2
+    assert {line["outcome"] for line in rig.audited()} == {"unauthenticated"}
+
+
+def test_every_method_needs_credentials(rig):
+    """Goal: what is not supported says so, to those who may know."""
+    with serving(rig) as server, client(server) as connection:
+        descriptor = flight.FlightDescriptor.for_command(b"x")
+        calls = {
+            "GetFlightInfo": lambda headers: connection.get_flight_info(descriptor, headers),
+            "GetSchema": lambda headers: connection.get_schema(descriptor, headers),
+            "ListFlights": lambda headers: list(connection.list_flights(b"", headers)),
+            "DoExchange": lambda headers: connection.do_exchange(descriptor, headers)[1].read_all(),
+        }
+        for name, call in calls.items():
+            with refused(UnauthenticatedError, (flight.FlightUnauthenticatedError, OSError)):
+                call(options({}))
+            with pytest.raises(pa.ArrowNotImplementedError, match=f"{name} is not supported"):
+                call(options(rig.bearer("alice")))
+        with refused(UnauthenticatedError):
+            list(connection.list_actions(options({})))
+        assert len(list(connection.list_actions(options(rig.bearer("alice"))))) == len(Action)
+        with pytest.raises(flight.FlightUnauthenticatedError):
+            connection.authenticate_basic_token("alice", "secret")
+
+
+def test_expired_token_is_refused(rig):
+    headers = rig.bearer("alice", lifetime_seconds=5)
+    with serving(rig) as server, client(server) as connection:
+        assert ask(server, connection, headers)
+        rig.clock.advance(5)
+        with refused(UnauthenticatedError):
+            ask(server, connection, headers)
+
+
+def test_server_without_the_guard_knows_nobody(rig):
+    with (
+        serving(rig, is_guarded=False) as server,
+        client(server) as connection,
+        refused(UnauthenticatedError),
+    ):
+        ask(server, connection, rig.bearer("root"))
+
+
+def test_auth_off_needs_nothing(tmp_path):
+    with (
+        GuardRig(tmp_path, mode="none") as rig,
+        serving(rig) as server,
+        client(server) as connection,
+    ):
+        assert ask(server, connection) == ""
+
+
+def change(rig, how, binding):
+    """Ends the caller's welcome."""
+    if how == "token":
+        rig.clock.advance(100)
+    elif how == "right":
+        rig.revoke(binding)
+        rig.clock.advance(1)
+    elif how == "key":
+        rig.withdraw_keys()
+
+
+def caller_of(rig, how, role):
+    """The headers of somebody with a right, and that right."""
+    if how == "key":
+        binding = rig.allow("loader", role, topic=ORDERS, kind="service")
+        return {"x-api-key": rig.api_key("loader")}, binding
+    return rig.bearer("alice", lifetime_seconds=100), rig.allow("alice", role, topic=ORDERS)
+
+
+@pytest.mark.parametrize("how", ["nothing", "token", "right", "key"])
+def test_read_ends_when_its_caller_is_no_longer_welcome(rig, how):
+    headers, binding = caller_of(rig, how, "consumer")
+    with serving(rig) as server, client(server) as connection:
+        topic = server.log.topic(ORDERS)
+        for number in range(24):
+            topic.append(bytes([number]) * 1_000_000)
+        topic.flush()
+        ticket = RangeTicket(topic=ORDERS, start=0, end=24, columns=("payload",), incarnation="")
+        server.access.happens = lambda: change(rig, how, binding)
+        reader = connection.do_get(flight.Ticket(ticket.to_json()), options(headers))
+        if how == "nothing":
+            assert reader.read_all().num_rows == 24
+            return
+        with refused(PermissionDeniedError if how == "right" else UnauthenticatedError):
+            reader.read_all()
+
+
+@pytest.mark.parametrize("how", ["token", "right", "key"])
+def test_idle_publish_ends_when_its_caller_is_no_longer_welcome(rig, how):
+    headers, binding = caller_of(rig, how, "producer")
+    with serving(rig) as server, client(server) as connection:
+        opened = PutOpen(topic=ORDERS, producer=None).to_json()
+        writer, reader = connection.do_put(
+            flight.FlightDescriptor.for_command(opened), SCHEMA, options(headers)
+        )
+        batch = pa.record_batch([pa.array([b"x"], pa.binary())], schema=SCHEMA)
+        writer.write_with_metadata(batch, PutBatch(sequence=0).to_json())
+        assert reader.read() is not None
+        change(rig, how, binding)
+        told = []
+
+        def read():
+            with contextlib.suppress(pa.ArrowException, OSError):
+                while (answer := reader.read()) is not None:
+                    told.append(answer.to_pybytes().decode())
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        reading.join(20)
+        assert not reading.is_alive()
+        with refused(PermissionDeniedError if how == "right" else UnauthenticatedError):
+            writer.close()
+        assert server.log.topic(ORDERS).watermarks.next == 1
+
+
+def test_right_is_needed(rig):
+    rig.allow("alice", "producer", topic=ORDERS)
+    ticket = RangeTicket(topic=ORDERS, start=0, end=0, columns=None, incarnation="").to_json()
+    with (
+        serving(rig) as server,
+        client(server) as connection,
+        refused(PermissionDeniedError, flight.FlightUnauthorizedError),
+    ):
+        connection.do_get(flight.Ticket(ticket), options(rig.bearer("alice"))).read_all()
+    (line,) = rig.audited()
+    assert (line["action"], line["resource"]) == (f"{SERVICE}/DoGet", ORDERS)
+    assert line["peer"]
+
+
+def test_nothing_of_a_request_is_read_before_its_caller_is_known(rig, monkeypatch):
+    """Goal: a body of any size costs nothing. Method: the guard would wait for one that never ends.
+
+    The call sends no message at all, and is refused all the same.
+    """
+    read = []
+
+    async def read_one(context):
+        read.append(context)
+        return await context.read()
+
+    monkeypatch.setattr(grpc_guard, "_read_one", read_one)
+    with serving(rig) as server, grpc.insecure_channel(f"localhost:{server.port}") as channel:
+        call = channel.stream_stream(f"/{SERVICE}/DoAction")
+        silent = threading.Event()
+
+        def nothing():
+            silent.wait(20)
+            yield from ()
+
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(nothing(), timeout=20))
+        silent.set()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert read == []
+        answers = call(
+            iter([b"\n\x06topics"]), timeout=20, metadata=tuple(rig.bearer("alice").items())
+        )
+        assert len(list(answers)) == len(read) == 1
+
+
+# -- certificates -----------------------------------------------------------------------------
+
+
+def shown(issued):
+    return {
+        "tls_root_certs": SERVERS.certificate,
+        **({"cert_chain": issued.certificate, "private_key": issued.key} if issued else {}),
+    }
+
+
+def test_matrix_of_client_certificates(rig, tls):
+    day = timedelta(days=1)
+    clients = {
+        "good": CLIENTS.issue("loader"),
+        "none": None,
+        "other authority": Authority("clients").issue("loader"),
+        "expired": CLIENTS.issue("loader", start=-2 * day, end=-day),
+    }
+    with serving(rig, tls=tls) as server:
+        for name, issued in clients.items():
+            with client(server, **shown(issued)) as connection:
+                if name == "good":
+                    assert ask(server, connection, rig.bearer("alice")) == "user:alice"
+                    with refused(UnauthenticatedError):
+                        ask(server, connection)
+                else:
+                    with pytest.raises(flight.FlightUnavailableError):
+                        ask(server, connection, rig.bearer("alice"))
+        with client(server) as connection, pytest.raises(flight.FlightUnavailableError):
+            ask(server, connection, rig.bearer("alice"))

@@ -1,0 +1,105 @@
+"""Columns out of Flight's messages, whoever made them."""
+
+import random
+from contextlib import suppress
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+
+from ister.broker.flight.ipc import read_batch, read_schema
+from ister.client.flight_data import FlightData, encode_data
+from ister.errors import InvalidRequestError, MessageTooLargeError
+from ister.limits import MIB
+
+BATCH = pa.record_batch(
+    {
+        "payload": pa.array([b"a" * 100, b"", b"b" * 50_000], pa.binary()),
+        "routing_key": pa.array(["k", None, "l"], pa.string()),
+        "attributes": pa.array([[("a", "b")], [], None], pa.map_(pa.string(), pa.string())),
+    }
+)
+
+
+def message(batch, codec=None, metadata=b""):
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write(batch)
+    reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    reader.read_next_message()
+    return encode_data(reader.read_next_message().serialize(), metadata=metadata)
+
+
+@pytest.mark.parametrize("codec", [None, "lz4", "zstd"])
+def test_batch_comes_out_as_it_went_in(codec):
+    data = FlightData(message(BATCH, codec, metadata=b"about it"))
+    found = read_batch(data, BATCH.schema, bytes_max=MIB)
+    found.validate(full=True)
+    assert found.equals(BATCH)
+    assert bytes(data.metadata) == b"about it"
+
+
+def test_schema_comes_out_as_it_went_in():
+    data = FlightData(encode_data(BATCH.schema.serialize(), command=b"where to"))
+    assert read_schema(data) == BATCH.schema
+    assert data.command == b"where to"
+
+
+def test_columns_are_not_copied():
+    encoded = message(BATCH)
+    before = pa.total_allocated_bytes()
+    found = read_batch(FlightData(encoded), BATCH.schema, bytes_max=MIB)
+    assert pa.total_allocated_bytes() - before < 10_000
+    assert found.num_rows == 3
+
+
+def test_one_kind_of_message_is_not_taken_for_another():
+    schema = FlightData(encode_data(BATCH.schema.serialize()))
+    with pytest.raises(InvalidRequestError, match="a schema where a record batch belongs"):
+        read_batch(schema, BATCH.schema, bytes_max=MIB)
+    with pytest.raises(InvalidRequestError, match="a record batch where a schema belongs"):
+        read_schema(FlightData(message(BATCH)))
+    with pytest.raises(InvalidRequestError):
+        read_schema(FlightData(b""))
+
+
+def test_message_without_columns_has_none():
+    assert read_batch(FlightData(b""), BATCH.schema, bytes_max=MIB) is None
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_batch_that_would_be_too_large_is_not_inflated(codec):
+    large = pa.record_batch({"payload": pa.array([bytes(16 * MIB)] * 4, pa.binary())})
+    data = FlightData(message(large, codec))
+    assert len(data.body) < MIB
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(MessageTooLargeError):
+        read_batch(data, large.schema, bytes_max=32 * MIB)
+    assert pa.default_memory_pool().max_memory() == before
+    assert read_batch(data, large.schema, bytes_max=65 * MIB).equals(large)
+
+
+@pytest.mark.parametrize("what", ["schema", None, "lz4", "zstd"])
+def test_damaged_messages_are_refused_or_read(what):
+    """Goal: nothing but an error of ours. Method: bytes of header and body changed at random."""
+    is_schema, chance = what == "schema", random.Random(1)
+    encoded = encode_data(BATCH.schema.serialize()) if is_schema else message(BATCH, what)
+    for _ in range(3000):
+        damaged = bytearray(encoded)
+        for _ in range(chance.choice((1, 1, 3, 20))):
+            damaged[chance.randrange(min(len(damaged), 1200))] = chance.randrange(256)
+        if chance.random() < 0.2:
+            del damaged[chance.randrange(len(damaged)) :]
+        try:
+            data = FlightData(bytes(damaged))
+        except ValueError:
+            continue
+        for read in (
+            lambda data=data: read_batch(data, BATCH.schema, bytes_max=MIB),
+            lambda data=data: read_schema(data),
+        ):
+            with suppress(InvalidRequestError, MessageTooLargeError):
+                read()
