@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-__all__ = ["LOCAL_NAMES", "Authority", "Issued", "signing_keys"]
+__all__ = ["IDENTITIES", "LOCAL_NAMES", "Authority", "Issued", "signing_keys"]
 
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 """What a server of the tests is called."""
@@ -68,7 +68,7 @@ class Authority:
         self,
         name: str,
         *,
-        names: Sequence[str] = (),
+        names: Sequence[str | x509.GeneralName] = (),
         start: timedelta = timedelta(days=-1),
         end: timedelta = timedelta(days=7),
     ) -> Issued:
@@ -76,7 +76,7 @@ class Authority:
 
         Args:
             name: The common name.
-            names: Alternative names: addresses, URIs and host names.
+            names: Alternative names: addresses, URIs, emails and host names, or of any kind.
             start: When it begins, from now on.
             end: When it ends, from now on.
         """
@@ -127,10 +127,31 @@ def _builder(subject, issuer, public_key, start, end) -> x509.CertificateBuilder
     )
 
 
-def _alternative(name: str) -> x509.GeneralName:
+def _alternative(name: str | x509.GeneralName) -> x509.GeneralName:
+    if isinstance(name, x509.GeneralName):
+        return name
     if "://" in name:
         return x509.UniformResourceIdentifier(name)
+    if "@" in name:
+        return x509.RFC822Name(name)
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         return x509.DNSName(name)
+
+
+_OTHER = x509.OtherName(x509.ObjectIdentifier("1.3.6.1.4.1.311.20.2.3"), b"\x0c\x05admin")
+_DIRECTORY = x509.DirectoryName(_name("admin"))
+
+IDENTITIES = {
+    "common name": ((), "admin"),
+    "URI": (("spiffe://example/loader",), "spiffe://example/loader"),
+    "DNS": (("loader.example", "spiffe://example/loader"), "loader.example"),
+    "email": (("loader@example.org",), "loader@example.org"),
+    "other name": ((_OTHER,), None),
+    "directory name": ((_DIRECTORY,), None),
+    "address": (("10.0.0.1",), None),
+    "other name first": ((_OTHER, "loader.example"), "loader.example"),
+    "directory name first": ((_DIRECTORY, "10.0.0.1", "loader@example.org"), "loader@example.org"),
+}
+"""Alternative names of a certificate whose common name is `admin`, and whom it stands for."""

@@ -29,7 +29,7 @@ import pyarrow as pa
 from danube import DanubeClientBuilder, DispatchStrategy, SubType
 from pyarrow import flight
 
-from certificates import LOCAL_NAMES, Authority
+from certificates import IDENTITIES, LOCAL_NAMES, Authority
 from danube_rig import eventually, run
 from ister.broker import wire
 from ister.broker.producers import producer_id
@@ -1042,6 +1042,45 @@ def test_certificate_says_who_it_is_to_danubes_client(mutual, topic):
         assert await asyncio.to_thread(ask_flight) == (topic,)
         async with mutual.http(loader) as http, http.get("/metrics") as response:
             assert response.status == 403
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("case", IDENTITIES)
+def test_certificate_stands_for_the_same_name_on_every_port(mutual, case):
+    """Goal: no port takes a common name, or a kind of name, that another one does not take.
+
+    The audit log and the refusals name whom a port has taken the client for.
+    """
+    names, wanted = IDENTITIES[case]
+    client = CLIENTS.issue("admin", names=names)
+
+    async def ask_grpc():
+        async with mutual.channel(client) as channel:
+            listed = wire.stub(channel, "danube_admin.BrokerAdmin").ListBrokers
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await listed(danube_admin.Empty(), timeout=20)
+            return caught.value.details()
+
+    def ask_flight():
+        asked = WatermarksRequest(topics=("/default/nobodys",))
+        action = flight.Action(Action.WATERMARKS, asked.to_json())
+        with mutual.flight(client) as connection, pytest.raises(flight.FlightError) as caught:
+            list(connection.do_action(action, flight_options(())))
+        return decode_error(str(caught.value)).message
+
+    async def ask_http():
+        async with mutual.http(client) as http, http.get("/metrics") as response:
+            assert response.status in (401, 403)
+            return (await response.json())["error"]
+
+    async def scenario():
+        answers = [await ask_grpc(), await asyncio.to_thread(ask_flight), await ask_http()]
+        for answer in answers:
+            if wanted is None:
+                assert "names nobody" in answer
+            else:
+                assert answer.startswith(f"service:{wanted} has no permission"), answer
 
     run(scenario())
 

@@ -2,7 +2,8 @@
 
     authorization: Bearer <JWT>       signed with the one algorithm and key of the settings
     authorization: Bearer ist_…       an API key; also as x-api-key: ist_…
-    a client certificate              where broker.auth.mtls_principal is on and TLS checked it
+    a client certificate              where broker.auth.mtls_principal is on and TLS checked it;
+                                      its name is the one that `certificate_name` gives
 
 Credentials that are shown and wrong are an error, even if others would do: nothing is tried in
 turn. No other header means anything, `x-danube-internal-broker` among them.
@@ -15,13 +16,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import jwt
+from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
+from cryptography.x509.oid import NameOID
 
 from ister.broker.security.api_keys import API_KEY_PREFIX, ApiKeyFile
 from ister.broker.security.principal import (
@@ -35,7 +38,13 @@ from ister.clock import Clock
 from ister.config import AuthConfig, AuthMode, JwtConfig
 from ister.errors import ConfigError, InvalidRequestError, UnauthenticatedError
 
-__all__ = ["CREDENTIAL_HEADERS", "JWT_ALGORITHMS", "Authenticator", "collect_headers"]
+__all__ = [
+    "CREDENTIAL_HEADERS",
+    "JWT_ALGORITHMS",
+    "Authenticator",
+    "certificate_name",
+    "collect_headers",
+]
 
 _log = logging.getLogger("ister.broker.security.authentication")
 
@@ -44,6 +53,9 @@ CREDENTIAL_HEADERS: Final = ("authorization", "x-api-key")
 # HTTP servers take headers of about 8 KiB; on all ports the answer should be the same.
 _TOKEN_CHARACTERS_MAX: Final = 7168
 _CLAIMS: Final = ("exp", "iss", "aud", "sub")
+
+# Kinds of alternative names that can be the name of a client.
+_NAMES: Final = (x509.UniformResourceIdentifier, x509.DNSName, x509.RFC822Name)
 
 # The least length of a key is that of the digest.
 _SECRET_BYTES_MIN: Final = {"HS256": 32, "HS384": 48, "HS512": 64}
@@ -121,18 +133,17 @@ class Authenticator:
 
     @property
     def takes_certificates(self) -> bool:
-        """Whether the names of a client certificate are of interest."""
+        """Whether client certificates are of interest."""
         return self._is_on and self._takes_certificates
 
     def authenticate(
-        self, headers: Mapping[str, str], *, peer_names: Sequence[str] = ()
+        self, headers: Mapping[str, str], *, certificate: bytes | None = None
     ) -> Principal:
         """Who calls.
 
         Args:
             headers: By names in lower case; see `collect_headers`.
-            peer_names: What a client certificate that TLS has checked says: the alternative
-                names in their order, or else the common name. The first one counts.
+            certificate: The client certificate, which TLS has checked; PEM or DER.
 
         Raises:
             UnauthenticatedError: Credentials are missing, wrong or expired.
@@ -156,8 +167,8 @@ class Authenticator:
             if credential.startswith(API_KEY_PREFIX):
                 return self._from_key(credential)
             return self._from_token(credential)
-        if peer_names and self._takes_certificates:
-            return _from_certificate(peer_names)
+        if certificate is not None and self._takes_certificates:
+            return _from_certificate(certificate)
         raise UnauthenticatedError(
             "there are no credentials", hint="send the header 'authorization: Bearer <token>'"
         )
@@ -204,9 +215,47 @@ def _check_unused(config: AuthConfig) -> None:
             )
 
 
-def _from_certificate(names: Sequence[str]) -> Principal:
+def certificate_name(certificate: bytes) -> str:
+    """The name that a client certificate stands for, the same on every port.
+
+    It is the first alternative name that is a URI, a DNS name or an email address. The common name
+    counts only where there are no alternative names at all: an authority that writes some other
+    kind of name has not checked the common name for this use.
+
+    Args:
+        certificate: PEM or DER; whoever calls has checked that it is to be trusted.
+
+    Raises:
+        UnauthenticatedError: There is no such name, or several common names.
+    """
     try:
-        name = check_principal_name(names[0])
+        load = (
+            x509.load_pem_x509_certificate
+            if certificate.startswith(b"-----BEGIN")
+            else x509.load_der_x509_certificate
+        )
+        parsed = load(certificate)
+        try:
+            extension = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        except x509.ExtensionNotFound:
+            common = parsed.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+            names = [str(item.value) for item in common] if len(common) == 1 else []
+        else:
+            names = [str(item.value) for item in extension.value if isinstance(item, _NAMES)]
+    except (ValueError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        raise UnauthenticatedError("the client certificate cannot be read") from error
+    if not names:
+        raise UnauthenticatedError(
+            "the client certificate names nobody",
+            hint="it needs a URI, a DNS name or an email address as its alternative name, "
+            "or one common name and no alternative names",
+        )
+    return names[0]
+
+
+def _from_certificate(certificate: bytes) -> Principal:
+    try:
+        name = check_principal_name(certificate_name(certificate))
     except InvalidRequestError as error:
         raise UnauthenticatedError("the client certificate has no name that can be used") from error
     return Principal(name=name, kind=PrincipalKind.SERVICE, via="mtls")

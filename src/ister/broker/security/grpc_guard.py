@@ -32,8 +32,7 @@ _Grpc: TypeAlias = Any
 _STREAMS_PER_PRINCIPAL_MAX: Final = 1024
 # A client that reads nothing also reads no status.
 _ABORT_SECONDS: Final = 5.0
-_ALTERNATIVE_NAME: Final = "x509_subject_alternative_name"
-_COMMON_NAME: Final = "x509_common_name"
+_CERTIFICATE: Final = "x509_pem_cert"
 
 
 class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -109,10 +108,10 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except UnauthenticatedError as error:
             guard.note_refused_login(error, peer=peer, action=action)
             return await self._refuse(context, error, action, is_stream=is_stream)
-        names = _peer_names(context) if guard.takes_certificates else ()
+        certificate = _certificate(context) if guard.takes_certificates else None
         try:
             return guard.enter(
-                headers, peer_names=names, peer=peer, action=action, is_stream=is_stream
+                headers, certificate=certificate, peer=peer, action=action, is_stream=is_stream
             )
         except IsterError as error:
             return await self._refuse(context, error, action, is_stream=is_stream)
@@ -206,8 +205,7 @@ async def _read_one(context: _Grpc) -> _Grpc:
     return request
 
 
-def _peer_names(context: _Grpc) -> list[str]:
-    """The names in a client certificate that was checked: alternative ones, or the common one."""
-    found = context.auth_context() or {}
-    names = found.get(_ALTERNATIVE_NAME) or found.get(_COMMON_NAME) or ()
-    return [name.decode("utf-8", "replace") for name in names]
+def _certificate(context: _Grpc) -> bytes | None:
+    """The client certificate that the connection was opened with, in PEM."""
+    found = (context.auth_context() or {}).get(_CERTIFICATE)
+    return bytes(found[0]) if found else None

@@ -1,6 +1,6 @@
 """The one thing that services ask: who calls, and may they.
 
-    caller = guard.enter(headers, peer_names=…, peer=…, action=…)    a transport, once a call
+    caller = guard.enter(headers, certificate=…, peer=…, action=…)   a transport, once a call
     guard.check(principal, Permission.PRODUCE, topic=name)           a service, before it acts
 
 Owns: the way from credentials to a principal (remembered for a few seconds by their digest), the
@@ -22,7 +22,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -222,7 +222,7 @@ class Guard:
 
     @property
     def takes_certificates(self) -> bool:
-        """Whether transports have to say what a client certificate says."""
+        """Whether transports have to pass on client certificates."""
         return self._authenticator.takes_certificates
 
     # -- who --------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Guard:
         self,
         headers: Mapping[str, str],
         *,
-        peer_names: Sequence[str] = (),
+        certificate: bytes | None = None,
         peer: str = "",
         action: str = "",
         is_stream: bool = False,
@@ -240,7 +240,7 @@ class Guard:
 
         Args:
             headers: As `authentication.collect_headers` gives them.
-            peer_names: The names in a client certificate that TLS has checked.
+            certificate: The client certificate, which TLS has checked.
             peer: Where the call comes from.
             action: What is called.
             is_stream: Whether the call goes on, and `Caller.verify` is called while it does.
@@ -249,13 +249,15 @@ class Guard:
             UnauthenticatedError: Credentials are missing, wrong or expired.
         """
         try:
-            principal = self.principal_of(headers, peer_names)
+            principal = self.principal_of(headers, certificate)
         except UnauthenticatedError as error:
             self.note_refused_login(error, peer=peer, action=action)
             raise
         return Caller(self, principal, peer=peer, action=action, is_stream=is_stream)
 
-    def principal_of(self, headers: Mapping[str, str], peer_names: Sequence[str] = ()) -> Principal:
+    def principal_of(
+        self, headers: Mapping[str, str], certificate: bytes | None = None
+    ) -> Principal:
         """Who calls, by headers and client certificate.
 
         Good credentials are remembered for a few seconds, never beyond their end, and never
@@ -266,12 +268,12 @@ class Guard:
         """
         if not self.is_on:
             return ANONYMOUS
-        digest = _digest(headers, peer_names)
+        digest = _digest(headers, certificate)
         now = self.monotonic()
         found = self._remembered.get(digest)
         if found is not None and now < found[1] and self._authenticator.is_current(found[0]):
             return found[0]
-        principal = self._authenticator.authenticate(headers, peer_names=peer_names)
+        principal = self._authenticator.authenticate(headers, certificate=certificate)
         with self._lock:
             self._remembered[digest] = (principal, now + _REMEMBERED_SECONDS)
             self._remembered.move_to_end(digest)
@@ -476,8 +478,8 @@ def _resource(topic: TopicName | str | None, namespace: str | None) -> str:
     return "the cluster" if namespace is None else f"the namespace {namespace}"
 
 
-def _digest(headers: Mapping[str, str], peer_names: Sequence[str]) -> bytes:
+def _digest(headers: Mapping[str, str], certificate: bytes | None) -> bytes:
     credentials = [headers.get(name) for name in CREDENTIAL_HEADERS]
     # JSON keeps one text from being taken for two, and none from being taken for an empty one.
-    content = json.dumps([credentials, *peer_names])
-    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
+    content = json.dumps(credentials).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(content + (certificate or b"")).digest()

@@ -55,8 +55,8 @@ def http_guard(guard: Guard, *, open_paths: Collection[str] = OPEN_PATHS) -> Any
             except UnauthenticatedError as error:
                 guard.note_refused_login(error, peer=peer, action=action)
                 raise
-            names = _peer_names(request) if guard.takes_certificates else ()
-            caller = guard.enter(headers, peer_names=names, peer=peer, action=action)
+            certificate = _certificate(request) if guard.takes_certificates else None
+            caller = guard.enter(headers, certificate=certificate, peer=peer, action=action)
             with entered(caller):
                 return await handler(request)
         except UnauthenticatedError as error:
@@ -82,22 +82,8 @@ def _answer(
     return web.json_response(content, status=status, headers=headers)
 
 
-def _peer_names(request: web.Request) -> list[str]:
-    """The names in a client certificate that was checked: alternative ones, or the common one."""
+def _certificate(request: web.Request) -> bytes | None:
+    """The client certificate that the connection was opened with, in DER."""
     transport = request.transport
-    certificate = transport.get_extra_info("peercert") if transport is not None else None
-    if not certificate:
-        return []
-    alternative = [
-        str(value)
-        for kind, value in certificate.get("subjectAltName", ())
-        if kind in ("DNS", "URI", "email", "IP Address")
-    ]
-    if alternative:
-        return alternative
-    return [
-        str(value)
-        for part in certificate.get("subject", ())
-        for kind, value in part
-        if kind == "commonName"
-    ][:1]
+    connection = transport.get_extra_info("ssl_object") if transport is not None else None
+    return None if connection is None else connection.getpeercert(binary_form=True)

@@ -12,7 +12,7 @@ import grpc
 import pyarrow as pa
 from pyarrow import flight
 
-from certificates import LOCAL_NAMES, Authority
+from certificates import IDENTITIES, LOCAL_NAMES, Authority
 from ister.broker.flight.failures import explain
 from ister.broker.flight.service import SERVICE
 from ister.broker.flight.source import LogSource
@@ -330,3 +330,22 @@ def test_matrix_of_client_certificates(rig, tls):
                         ask(server, connection, rig.bearer("alice"))
         with client(server) as connection, pytest.raises(flight.FlightUnavailableError):
             ask(server, connection, rig.bearer("alice"))
+
+
+@pytest.mark.parametrize("case", IDENTITIES)
+def test_certificate_says_who_it_is(tmp_path, tls, case):
+    names, wanted = IDENTITIES[case]
+    issued = CLIENTS.issue("admin", names=names)
+    with (
+        GuardRig(tmp_path, mtls_principal=True) as rig,
+        serving(rig, tls=tls) as server,
+        client(server, **shown(issued)) as connection,
+    ):
+        if wanted is None:
+            with refused(UnauthenticatedError):
+                ask(server, connection)
+        else:
+            assert ask(server, connection) == f"service:{wanted}"
+        assert ask(server, connection, rig.bearer("alice")) == "user:alice"
+        with refused(UnauthenticatedError):
+            ask(server, connection, {"authorization": "Bearer nonsense"})

@@ -4,12 +4,17 @@ import base64
 import hashlib
 import hmac
 import json
+import ssl
 
 import jwt
 import pytest
 
-from certificates import signing_keys
-from ister.broker.security.authentication import Authenticator, collect_headers
+from certificates import IDENTITIES, Authority, signing_keys
+from ister.broker.security.authentication import (
+    Authenticator,
+    certificate_name,
+    collect_headers,
+)
 from ister.broker.security.minting import make_api_key, make_token
 from ister.clock import ManualClock
 from ister.config import AuthConfig, AuthMode, JwtConfig
@@ -347,25 +352,42 @@ def test_api_key_expires(tmp_path):
 
 def test_certificate_counts_only_where_it_is_asked_for(tmp_path):
     key, line = make_api_key("loader")
+    clients = Authority()
+    loader = clients.issue("other", names=("spiffe://example/loader",)).certificate
     off = with_keys(tmp_path, line)
     with pytest.raises(UnauthenticatedError):
-        off.authenticate({}, peer_names=["spiffe://example/loader"])
+        off.authenticate({}, certificate=loader)
     on = with_keys(tmp_path, line, mtls_principal=True)
-    principal = on.authenticate({}, peer_names=["spiffe://example/loader", "other"])
+    principal = on.authenticate({}, certificate=loader)
     assert (principal.name, principal.kind, principal.via) == (
         "spiffe://example/loader",
         "service",
         "mtls",
     )
-    assert on.authenticate({"x-api-key": key}, peer_names=["other"]).name == "loader"
-    for headers, names in (
-        ({"authorization": "Bearer ist_wrong"}, ["loader"]),
-        ({"x-api-key": ""}, ["loader"]),
-        ({}, ["a\nb"]),
-        ({}, []),
+    nobody = clients.issue("admin", names=("10.0.0.1",)).certificate
+    for certificate in (loader, nobody):
+        assert on.authenticate({"x-api-key": key}, certificate=certificate).name == "loader"
+    for headers, certificate in (
+        ({"authorization": "Bearer ist_wrong"}, loader),
+        ({"x-api-key": ""}, loader),
+        ({}, clients.issue("a\nb").certificate),
+        ({}, b"no certificate"),
+        ({}, None),
     ):
         with pytest.raises(UnauthenticatedError):
-            on.authenticate(headers, peer_names=names)
+            on.authenticate(headers, certificate=certificate)
+
+
+@pytest.mark.parametrize("case", IDENTITIES)
+def test_certificate_stands_for_its_first_usable_name(case):
+    names, wanted = IDENTITIES[case]
+    certificate = Authority().issue("admin", names=names).certificate
+    for content in (certificate, ssl.PEM_cert_to_DER_cert(certificate.decode())):
+        if wanted is None:
+            with pytest.raises(UnauthenticatedError, match="names nobody"):
+                certificate_name(content)
+        else:
+            assert certificate_name(content) == wanted
 
 
 def test_auth_off_is_anonymous():

@@ -8,7 +8,7 @@ from datetime import timedelta
 import grpc
 import pytest
 
-from certificates import LOCAL_NAMES, Authority
+from certificates import IDENTITIES, LOCAL_NAMES, Authority
 from ister.broker.rpc import status_of
 from ister.broker.security import grpc_guard
 from ister.broker.security import guard as guard_module
@@ -523,23 +523,20 @@ def test_matrix_of_client_certificates(rig, tls):
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("names", "principal"),
-    [
-        ((), "service:loader"),
-        (("spiffe://example/loader",), "service:spiffe://example/loader"),
-        (("loader.example", "spiffe://example/loader"), "service:loader.example"),
-    ],
-)
-def test_certificate_says_who_it_is(tmp_path, tls, names, principal):
+@pytest.mark.parametrize("case", IDENTITIES)
+def test_certificate_says_who_it_is(tmp_path, tls, case):
+    names, wanted = IDENTITIES[case]
     with GuardRig(tmp_path, mtls_principal=True) as rig:
 
         async def scenario():
             async with serving(rig.guard, tls=tls) as (_, address):
-                client = CLIENTS.issue("loader", names=names)
+                client = CLIENTS.issue("admin", names=names)
                 async with secure(address, client=client) as channel:
                     who = call(channel, "Who")
-                    assert await who(b"") == principal.encode()
+                    if wanted is None:
+                        assert await code_of(who(b"")) is Code.UNAUTHENTICATED
+                    else:
+                        assert await who(b"") == f"service:{wanted}".encode()
                     answer = await who(b"", metadata=metadata(rig.bearer("alice")))
                     assert answer == b"user:alice", "a token goes before a certificate"
                     bad = (("authorization", "Bearer nonsense"),)

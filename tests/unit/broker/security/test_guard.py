@@ -5,6 +5,7 @@ import tracemalloc
 
 import pytest
 
+from certificates import Authority
 from ister.broker.security import guard as guard_module
 from ister.broker.security.guard import Guard, current_caller, current_principal, entered
 from ister.broker.security.principal import ANONYMOUS
@@ -128,18 +129,19 @@ def test_no_token_is_kept(rig):
 
 
 def test_certificate_and_header_are_not_mixed_up(tmp_path):
+    loader, other = (Authority().issue(name).certificate for name in ("loader", "other"))
     with GuardRig(tmp_path, mtls_principal=True) as rig:
-        assert rig.guard.principal_of({}, ["loader"]).name == "loader"
-        assert rig.guard.principal_of({}, ["other"]).name == "other"
-        assert rig.guard.principal_of(rig.bearer("alice"), ["loader"]).name == "alice"
-        for headers, names in (
-            ({"authorization": ""}, ["loader"]),
-            ({"authorization": "loader"}, []),
-            ({"x-api-key": "loader"}, []),
-            ({}, []),
+        assert rig.guard.principal_of({}, loader).name == "loader"
+        assert rig.guard.principal_of({}, other).name == "other"
+        assert rig.guard.principal_of(rig.bearer("alice"), loader).name == "alice"
+        for headers, certificate in (
+            ({"authorization": ""}, loader),
+            ({"authorization": "loader"}, None),
+            ({"x-api-key": "loader"}, None),
+            ({}, None),
         ):
             with pytest.raises(UnauthenticatedError):
-                rig.guard.principal_of(headers, names)
+                rig.guard.principal_of(headers, certificate)
 
 
 # -- calls that go on -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from certificates import LOCAL_NAMES, Authority
+from certificates import IDENTITIES, LOCAL_NAMES, Authority
 from ister.broker.security.guard import current_principal
 from ister.broker.security.http_guard import http_guard
 from ister.broker.security.rights import Permission
@@ -169,13 +169,11 @@ def test_matrix_of_client_certificates(tmp_path):
         clock=SystemClock(),
     )
     clients = {
-        "common": (CLIENTS.issue("loader"), "service:loader"),
-        "uri": (
-            CLIENTS.issue("x", names=("spiffe://example/loader",)),
-            "service:spiffe://example/loader",
-        ),
         "none": (None, None),
         "other": (Authority("clients").issue("loader"), None),
+    } | {
+        case: (CLIENTS.issue("admin", names=names), f"service:{wanted}" if wanted else "")
+        for case, (names, wanted) in IDENTITIES.items()
     }
 
     async def scenario(rig):
@@ -187,6 +185,9 @@ def test_matrix_of_client_certificates(tmp_path):
                 if answer is None:
                     with pytest.raises((aiohttp.ClientError, OSError)):
                         await session.get("/ready", ssl=context)
+                elif not answer:
+                    async with session.get("/who", ssl=context) as response:
+                        assert response.status == 401, name
                 else:
                     async with session.get("/who", ssl=context) as response:
                         assert await response.text() == answer
