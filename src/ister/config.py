@@ -699,6 +699,24 @@ class BrokerLimitsConfig:
     max_connections: int = _setting(
         2048, low=1, says="Consumers with an open stream; more of them are refused."
     )
+    max_subscriptions_per_principal: int = _setting(
+        10_000,
+        low=1,
+        says="Subscriptions that one principal may have made, on the topics of this broker. "
+        "Callers that need not say who they are count as one principal.",
+    )
+    max_consumers_per_principal: int = _setting(
+        1024,
+        low=1,
+        says="Consumers of one principal with an open stream. Callers that need not say who they "
+        "are have `max_connections`.",
+    )
+    max_streams_per_principal: int = _setting(
+        1024,
+        low=1,
+        says="Streams of one principal by gRPC, those of its consumers included. Callers that need "
+        "not say who they are have `max_connections`.",
+    )
     max_requests_in_flight: int = _setting(
         1024,
         low=1,

@@ -143,6 +143,12 @@ _LOG: Final[tuple[Metric, ...]] = (
     ),
     Metric("broker.time_searches_total", "counter", "searches", "searches for a time begun"),
     Metric("broker.time_search_bytes_total", "counter", "bytes", "bytes read by these"),
+    Metric(
+        "broker.principal_limit_refusals_total",
+        "counter",
+        "calls",
+        "subscriptions, consumers and streams refused because their principal has too many",
+    ),
     Metric("broker.schema_misfits", "gauge", "messages", "messages that did not fit their schema"),
     Metric("subscription.nacks_total", "counter", "messages", "messages that consumers gave back"),
     Metric(

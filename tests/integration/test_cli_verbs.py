@@ -502,6 +502,8 @@ def test_every_change_names_its_broker(run, topic, broker, monkeypatch):
         ("consume", topic, "--subscription", "s", "--timeout", "0"),
         ("subscriptions", "seek", topic, "s", "--to", "earliest"),
         ("subscriptions", "policy", topic, "s", "--poison", "drop"),
+        ("subscriptions", "restrict", topic, "s", "--to", "service:billing"),
+        ("subscriptions", "restrict", topic, "s", "--lift"),
         ("subscriptions", "remove", topic, "s", "--yes"),
         ("topics", "delete", topic, "--yes"),
         ("namespaces", "create", space),

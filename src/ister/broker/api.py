@@ -178,7 +178,7 @@ class Api:
 
         async def answer(request: web.Request) -> web.Response:
             try:
-                self._check_host(request)
+                self.check_host(request)
                 if is_action:
                     _check_action(request)
                 content = await handler(request)
@@ -233,7 +233,14 @@ class Api:
         """Whether a request is for this machine by an address, or by a name of its own."""
         return _is_own_host(request.host, self._hosts)
 
-    def _check_host(self, request: web.Request) -> None:
+    def check_host(self, request: web.Request) -> None:
+        """Refuses a request by a name that is not this broker's, where nobody says who they are.
+
+        A page of somebody else's may have made its name point here (DNS rebinding).
+
+        Raises:
+            PermissionDeniedError: It is for another host.
+        """
         if self._is_open and not self.is_for_us(request):
             raise PermissionDeniedError(
                 "the request is for another host",
@@ -336,6 +343,7 @@ class Api:
         views = self.served.views
         topic = await views.topics.get(name)
         found = topic.reliable_subscription(subscription)
+        self._guard.check_subscription(current_principal(), found, topic=name)
         offset = await views.topics.searches.start_of(
             found.topic, start, is_gone=lambda: request.transport is None
         )

@@ -451,6 +451,15 @@ class Dispatch:
         self.delivery.set_window(window)
         self._pump()
 
+    @property
+    def principals(self) -> tuple[str, ...] | None:
+        """Those who may use it; None for all who may consume the topic."""
+        return self.stored.principals
+
+    async def set_principals(self, principals: tuple[str, ...] | None) -> None:
+        """Changes who may use it."""
+        await self._save_options(lambda stored: replace(stored, principals=principals))
+
     async def save_consumers(self, stored: StoredSubscription) -> None:
         """Remembers who the consumers are."""
         await self._save_options(lambda known: replace(known, consumers=stored.consumers))

@@ -81,6 +81,11 @@ class Fanout:
         return self.stored.name
 
     @property
+    def principals(self) -> tuple[str, ...] | None:
+        """Those who may use it; None for all who may consume the topic."""
+        return self.stored.principals
+
+    @property
     def kind(self) -> SubscriptionKind:
         """Who gets what."""
         return self.stored.kind

@@ -4,7 +4,8 @@
 - `/ready` is 200 once every topic is recovered, and 503 before that and while it ends, with why;
 - `/health` is the same with everything that was looked at, as JSON. It is open to everybody, so
   with auth on it names no topic, nor where it is asked for by a name that is not this broker's;
-- `/metrics` has all metrics in Prometheus' text form (`ister.broker.exposition`);
+- `/metrics` has all metrics in Prometheus' text form (`ister.broker.exposition`). With auth off, it
+  is refused to whoever asks for it by a name that is not this broker's, like `/api`;
 - `/api` is what the dashboard is made of (`ister.broker.api`), and `/` the dashboard itself.
 
 Those who ask are few and quick. So connections are few as well: the oldest goes when there are too
@@ -82,7 +83,9 @@ def make_application(
         report = health.report(names=is_asked_here and not guard.is_on)
         return web.json_response(report, status=200 if report["ready"] else 503)
 
-    async def show_metrics(_: web.Request) -> web.Response:
+    async def show_metrics(request: web.Request) -> web.Response:
+        if api is not None:
+            api.check_host(request)
         guard.check(current_principal(), Permission.LOOKUP)
         text = await figures.text()
         response = web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})

@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ister.broker.counters import CallCounters
+from ister.broker.shares import Shares
 from ister.errors import (
     CapacityError,
     FencedError,
@@ -107,16 +108,22 @@ class Gate:
 class Places:
     """How many consumers may have a stream at once, whichever service they came to."""
 
-    def __init__(self, count_max: int) -> None:
+    def __init__(self, count_max: int, shares: Shares | None = None) -> None:
         self.count = 0
         self._count_max = count_max
+        self._shares = shares
 
-    def check(self) -> None:
+    def check(self, principal: str = "") -> None:
         """Refuses one more than there may be.
 
+        Args:
+            principal: Whose consumer it is; "" if that is not known.
+
         Raises:
-            CapacityError: All places are taken.
+            CapacityError: All places are taken, or as many as the principal may have.
         """
+        if self._shares is not None:
+            self._shares.check(principal)
         if self.count >= self._count_max:
             raise CapacityError(
                 f"{self.count} consumers are connected",
@@ -124,17 +131,21 @@ class Places:
             )
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self, principal: str = "") -> Iterator[None]:
         """Takes a place, for the time of the block.
 
         Raises:
-            CapacityError: All places are taken.
+            As `check`.
         """
-        self.check()
+        self.check(principal)
         self.count += 1
+        if self._shares is not None:
+            self._shares.add(principal)
         try:
             yield
         finally:
+            if self._shares is not None:
+                self._shares.remove(principal)
             self.count -= 1
 
 

@@ -31,6 +31,7 @@ from ister.broker.policies import Policies, Rate
 from ister.broker.producer_names import ProducerNames
 from ister.broker.producers import Producers
 from ister.broker.records import BrokerRecords
+from ister.broker.shares import Shares
 from ister.broker.tasks import to_the_end
 from ister.broker.time_searches import TimeSearches
 from ister.clock import Clock
@@ -94,6 +95,7 @@ class Surroundings:
         consumers: Consumers,
         sequenced: SequencedTopics,
         searches: TimeSearches,
+        subscription_shares: Shares,
         producers: dict[int, str],
         message_size_max: int,
         clock: Clock,
@@ -112,6 +114,7 @@ class Surroundings:
         self.consumers = consumers
         self.sequenced = sequenced
         self.searches = searches
+        self.subscription_shares = subscription_shares
         self.producers = producers
         self.message_size_max = message_size_max
         self.clock = clock
@@ -360,8 +363,20 @@ class ServedTopic:
         consumer: str,
         filters: tuple[str, ...],
         start: Start = "latest",
+        *,
+        created_by: str = "",
+        check: Callable[[AnySubscription], None] = lambda found: None,
     ) -> Consumer:
         """Takes a consumer on; makes the subscription where there is none, cursor included.
+
+        Args:
+            name: The subscription's name.
+            kind: Its kind.
+            consumer: The consumer's name.
+            filters: Its key filters.
+            start: Where a new subscription begins.
+            created_by: The principal that a new subscription counts for; "" for none.
+            check: Called with a subscription that exists; raises if the caller may not use it.
 
         Raises:
             InvalidRequestError: A name or a filter is not one.
@@ -383,8 +398,12 @@ class ServedTopic:
             if found is None:
                 check_subscription_name(name)
                 self._check_subscription_count()
-                found = self._begin(await self._create(name, kind, start))
-            elif found.kind is not kind:
+                with self._around.subscription_shares.taken(created_by):
+                    found = self._begin(await self._create(name, kind, start, created_by))
+                check(found)
+            else:
+                check(found)
+            if found.kind is not kind:
                 raise ConflictError(
                     f"subscription {name!r} is {found.kind.value}, not {kind.value}",
                     topic=self.name,
@@ -416,7 +435,9 @@ class ServedTopic:
             self._reserved.pop(consumer.subscription, None)
         return self.subscription(consumer.subscription)
 
-    async def _create(self, name: str, kind: SubscriptionKind, start: Start) -> StoredSubscription:
+    async def _create(
+        self, name: str, kind: SubscriptionKind, start: Start, created_by: str
+    ) -> StoredSubscription:
         topic = self.topic
         cursor = 0
         if topic is not None:
@@ -429,6 +450,7 @@ class ServedTopic:
             cursor=cursor,
             incarnation=self.incarnation,
             owned=self.owned,
+            created_by=created_by,
         )
 
     def _begin(self, stored: StoredSubscription) -> AnySubscription:
@@ -460,6 +482,7 @@ class ServedTopic:
                 counters=SubscriptionCounters(self.counters),
             )
         self.subscriptions[stored.name] = subscription
+        around.subscription_shares.add(stored.created_by)
         around.consumers.load(self.parsed, stored)
         return subscription
 
@@ -536,6 +559,27 @@ class ServedTopic:
             )
             found.stored = changed
 
+    async def restrict(self, name: str, principals: tuple[str, ...] | None) -> AnySubscription:
+        """Changes who may use a subscription; None for all who may consume the topic.
+
+        Streams of others end within a second.
+
+        Raises:
+            NotFoundError: There is none of that name.
+            As `SubscriptionStore.save_options`.
+        """
+        async with self._subscribing:
+            found = self.subscription(name)
+            if isinstance(found, Dispatch):
+                await found.set_principals(principals)
+                return found
+            changed = replace(found.stored, principals=principals)
+            await asyncio.to_thread(
+                self._around.store.save_options, self.parsed, changed, owned=self.owned
+            )
+            found.stored = changed
+            return found
+
     async def unsubscribe(self, name: str) -> None:
         """Removes a subscription, its cursor included.
 
@@ -557,6 +601,7 @@ class ServedTopic:
                 )
             await asyncio.to_thread(self._around.store.delete, self.parsed, name, owned=self.owned)
             del self.subscriptions[name]
+            self._around.subscription_shares.remove(found.stored.created_by)
             self._reserved.pop(name, None)
             self._around.consumers.forget_subscription(self.name, name)
             await found.close(NotFoundError(f"subscription {name!r} is gone"), flush=False)
@@ -579,6 +624,8 @@ class ServedTopic:
         if not self.is_closed:
             self._around.closed_messages_in += self.counters.messages_in
             self._around.closed_bytes_in += self.counters.bytes_in
+            for one in self.subscriptions.values():
+                self._around.subscription_shares.remove(one.stored.created_by)
         self.is_closed = True
         await asyncio.gather(
             *(one.close(reason, flush=flush) for one in self.subscriptions.values())

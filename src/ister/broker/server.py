@@ -59,6 +59,7 @@ from ister.broker.services.operate import OperateService
 from ister.broker.services.producer import ProducerService
 from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
+from ister.broker.shares import Shares
 from ister.broker.topics import Topics
 from ister.broker.views import Views
 from ister.broker.wire import add_service
@@ -258,7 +259,13 @@ class Broker:
     def _make_grpc(self) -> grpc.aio.Server:
         limits, storage = self.config.broker.limits, self.config.storage
         calls_max = limits.max_requests_in_flight + limits.max_connections
-        guard = GrpcGuard(self.guard, texts={FLIGHT: lambda error: explain(error)[1]})
+        streams = Shares(
+            "streams",
+            limits.max_streams_per_principal,
+            self._log.metrics,
+            setting="broker.limits.max_streams_per_principal",
+        )
+        guard = GrpcGuard(self.guard, streams, texts={FLIGHT: lambda error: explain(error)[1]})
         return grpc.aio.server(
             # Nobody to be asked for: then every call is spared the question.
             interceptors=(guard,) if self.guard.is_needed else (),
@@ -346,7 +353,13 @@ class Broker:
     def _add_services(self, server: grpc.aio.Server) -> None:
         topics, guard = self.topics, self.guard
         limits, storage = self.config.broker.limits, self.config.storage
-        places = Places(limits.max_connections)
+        shares = Shares(
+            "consumers",
+            limits.max_consumers_per_principal,
+            self._log.metrics,
+            setting="broker.limits.max_consumers_per_principal",
+        )
+        places = Places(limits.max_connections, shares)
         sent_max = limits.max_grpc_message_bytes
         services: dict[str, Any] = {
             "danube.ProducerService": ProducerService(

@@ -29,6 +29,7 @@ from ister.broker.policies import Policies
 from ister.broker.records import BrokerRecords, ServedRecord
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.served import ServedTopic, Surroundings
+from ister.broker.shares import Shares
 from ister.broker.tasks import finish, to_the_end
 from ister.broker.time_searches import TimeSearches
 from ister.broker.topic_names import TopicNames
@@ -42,6 +43,7 @@ from ister.errors import (
     InvalidRequestError,
     IsterError,
     NotFoundError,
+    PermissionDeniedError,
     TopicNameError,
     UnavailableError,
 )
@@ -110,6 +112,13 @@ class Topics:
             consumers=self.consumers,
             sequenced=self.sequenced,
             searches=self.searches,
+            subscription_shares=Shares(
+                "subscriptions",
+                config.broker.limits.max_subscriptions_per_principal,
+                log.metrics,
+                setting="broker.limits.max_subscriptions_per_principal",
+                error=PermissionDeniedError,
+            ),
             producers=self.producers,
             message_size_max=config.storage.max_message_size,
             clock=clock,

@@ -729,6 +729,7 @@ def describe_subscription(
         "active": None,
         "max_unacked_messages": None,
         "failure_policy": None,
+        "principals": None if subscription.principals is None else [*subscription.principals],
     }
     if isinstance(subscription, Dispatch):
         stats = subscription.delivery.stats()

@@ -53,6 +53,7 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     _register_seek(kinds)
     _register_remove(kinds)
     _register_policy(kinds)
+    _register_restrict(kinds)
 
 
 def _register_list(kinds: Any) -> None:  # noqa: ANN401
@@ -150,6 +151,33 @@ def _register_policy(kinds: Any) -> None:  # noqa: ANN401
     )
 
 
+def _register_restrict(kinds: Any) -> None:  # noqa: ANN401
+    parser = add_command(
+        kinds,
+        "restrict",
+        help="say which principals may use a subscription",
+        description="Restricts a subscription to principals: others may not consume, acknowledge, "
+        "seek, change or remove it, whatever their rights on the topic are. Whoever manages the "
+        "namespace may, and changes the restriction. It replaces the one before. Streams of "
+        "others end within a second.",
+        examples=(
+            "ister subscriptions restrict /default/orders billing --to service:billing",
+            "ister subscriptions restrict /default/orders billing --lift",
+        ),
+    )
+    _add_arguments(parser, _run_restrict)
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument(
+        "--to",
+        metavar="PRINCIPAL",
+        action="append",
+        help="user:NAME or service:NAME; may be given several times",
+    )
+    who.add_argument(
+        "--lift", action="store_true", help="everybody who may consume the topic may use it again"
+    )
+
+
 def _add_arguments(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], int],
@@ -231,6 +259,7 @@ def _described(client: Client, topic: str, name: str) -> list[dict[str, Any]]:
                     "active": one.active,
                     "max_unacked_messages": one.max_unacked_messages,
                     "failure_policy": client.failure_policy(part, name).to_json(),
+                    "principals": None if one.principals is None else [*one.principals],
                 }
             )
     return found
@@ -304,11 +333,17 @@ def _run_describe(options: argparse.Namespace) -> int:
         "consumers": ", ".join(one["consumers"]) or "none",
         "active": one["active"],
         "unacked at most": one["max_unacked_messages"],
+        "access": _principals(one),
         "what holds it up": one["blocked_reason"] or "nothing",
         **{name.replace("_", " "): value for name, value in (one["failure_policy"] or {}).items()},
     }
     print_facts(facts, title=f"{one['name']} of {topic}")
     return 0
+
+
+def _principals(one: Mapping[str, Any]) -> str:
+    principals = one.get("principals")
+    return "not restricted" if principals is None else f"restricted to {', '.join(principals)}"
 
 
 def _together(topic: str, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -356,6 +391,17 @@ def _run_remove(options: argparse.Namespace) -> int:
             return 1
         client.unsubscribe(topic, name)
     print_change(options, f"{name} is removed from {topic}", {"topic": topic, "subscription": name})
+    return 0
+
+
+def _run_restrict(options: argparse.Namespace) -> int:
+    topic, name = str(options.topic), options.subscription
+    with connected(options) as client:
+        _one_of(client, topic, name)
+        client.restrict_subscription(topic, name, None if options.lift else options.to)
+        (found, *_) = _one_of(client, topic, name)
+    facts = {"topic": topic, "subscription": name, "principals": found["principals"]}
+    print_change(options, f"{name} of {topic} is {_principals(found)}", facts)
     return 0
 
 

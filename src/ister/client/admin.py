@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -51,6 +51,8 @@ class SubscriptionDescription:
     active: str | None
     """The consumer that gets the messages of an exclusive or failover subscription."""
     max_unacked_messages: int
+    principals: tuple[str, ...] | None = None
+    """Those who may use it; None for all who may consume the topic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,6 +441,32 @@ class AdminCalls:
             )
             await self._network.call(_TOPICS, "SetSubscriptionDispatchConfig", request, topic=name)
 
+    async def restrict_subscription(
+        self, topic: str, subscription: str, principals: Sequence[str] | None
+    ) -> None:
+        """Changes who may consume, acknowledge, seek, change and remove a subscription.
+
+        Whoever manages the topic's namespace may always. Streams of others end within a second.
+
+        Args:
+            topic: The topic, or a partitioned one.
+            subscription: Its name.
+            principals: `user:NAME` or `service:NAME`, a name alone is a user's; None lifts the
+                restriction: all who may consume the topic may use it.
+
+        Raises:
+            NotFoundError: There is no such topic or subscription.
+            IsterError: It is refused, or no broker has answered in time.
+        """
+        for name in await self._partitions(topic):
+            request = self._api.RestrictSubscriptionRequest(
+                topic=name,
+                subscription=subscription,
+                principals=principals or (),
+                unrestricted=principals is None,
+            )
+            await self._network.call(_ADMIN, "RestrictSubscription", request, topic=name)
+
     # -- namespaces -------------------------------------------------------------------------
 
     async def namespaces(self) -> list[str]:
@@ -590,4 +618,5 @@ def _subscription(found: Any) -> SubscriptionDescription:  # noqa: ANN401
         consumers=tuple(found.consumers),
         active=found.active or None,
         max_unacked_messages=found.max_unacked_messages,
+        principals=tuple(found.principals) if found.restricted else None,
     )

@@ -719,6 +719,12 @@ class Client:
         """As `AdminCalls.set_max_unacked_messages`."""
         self._run(self._admin.set_max_unacked_messages(topic, subscription, messages))
 
+    def restrict_subscription(
+        self, topic: str, subscription: str, principals: Sequence[str] | None
+    ) -> None:
+        """As `AdminCalls.restrict_subscription`."""
+        self._run(self._admin.restrict_subscription(topic, subscription, principals))
+
     def namespaces(self) -> list[str]:
         """As `AdminCalls.namespaces`."""
         return self._run(self._admin.namespaces())

@@ -5,7 +5,9 @@
 
     {"kind": "shared", "failure_policy": {…}, "max_unacked_messages": null, "created_ms": 0,
      "incarnation": "…", "consumers": {"<name>": {"id": 1, "filters": ["eu-*"], "seen_ms": 0}},
-     "receipt_key": "…"}
+     "receipt_key": "…", "created_by": "user:ada", "principals": ["service:billing"]}
+
+`created_by` is missing where it is not known, `principals` where everybody may use it.
 
 Owns: these two keys. Does not own: cursors without options, such as those of Spark's streams, which
 lie beside them: they are no subscriptions of a broker, and are left alone.
@@ -112,6 +114,10 @@ class StoredSubscription:
     created_ms: int = 0
     receipt_key: str = field(default="", repr=False)
     """Of `Receipts`; "" in what an earlier version has written."""
+    created_by: str = ""
+    """The principal that made it; "" if that is not known."""
+    principals: tuple[str, ...] | None = None
+    """Those who may use it; None for all who may consume the topic."""
 
 
 def check_subscription_name(name: str) -> str:
@@ -205,6 +211,7 @@ class SubscriptionStore:
         owned: OwnedTopic | None,
         policy: FailurePolicy | None = None,
         window: int | None = None,
+        created_by: str = "",
     ) -> StoredSubscription:
         """Makes a subscription with its cursor, or gives the one that there is.
 
@@ -230,6 +237,7 @@ class SubscriptionStore:
             incarnation=incarnation,
             created_ms=self._now_ms(),
             receipt_key=new_key(),
+            created_by=created_by,
         )
         for _ in range(_ATTEMPTS):
             options, progress = self._metadata.get(options_key), self._metadata.get(progress_key)
@@ -475,9 +483,20 @@ def _subscription(
             incarnation=fields["incarnation"],
             created_ms=int(fields.get("created_ms", 0)),
             receipt_key=str(fields.get("receipt_key", "")),
+            created_by=str(fields.get("created_by", "")),
+            principals=_principals(fields.get("principals")),
         )
     except _MISFITS as error:
         raise CorruptDataError(f"not a subscription: {error!r}", path=options.key) from error
+
+
+def _principals(stored: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - as it was stored
+    if stored is None:
+        return None
+    if not isinstance(stored, list) or not all(isinstance(one, str) for one in stored):
+        # Not to be taken for a subscription that everybody may use.
+        raise ValueError("principals are a list of texts")
+    return tuple(stored)
 
 
 def _load_options(found: KeyValue) -> dict[str, Any]:
@@ -497,7 +516,7 @@ def _load_options(found: KeyValue) -> dict[str, Any]:
 
 def _dump_options(stored: StoredSubscription, known: Mapping[str, Any]) -> bytes:
     """The JSON of a subscription's options; fields that this code does not know are kept."""
-    fields = {
+    fields: dict[str, Any] = {
         **known,
         "kind": str(stored.kind),
         "failure_policy": stored.policy.to_json(),
@@ -510,4 +529,9 @@ def _dump_options(stored: StoredSubscription, known: Mapping[str, Any]) -> bytes
         "incarnation": stored.incarnation,
         "receipt_key": stored.receipt_key,
     }
+    if stored.created_by:
+        fields["created_by"] = stored.created_by
+    fields.pop("principals", None)
+    if stored.principals is not None:
+        fields["principals"] = list(stored.principals)
     return json.dumps(fields, separators=(",", ":")).encode()

@@ -13,7 +13,6 @@ cancelled for that, so what it holds is let go of. Streams of one principal are 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -22,6 +21,8 @@ import grpc
 from ister.broker.rpc import status_of
 from ister.broker.security.authentication import collect_headers
 from ister.broker.security.guard import VERIFY_SECONDS, Caller, Guard, entered
+from ister.broker.security.principal import counted_as
+from ister.broker.shares import Shares
 from ister.errors import CapacityError, IsterError, UnauthenticatedError
 
 __all__ = ["GrpcGuard"]
@@ -29,7 +30,6 @@ __all__ = ["GrpcGuard"]
 # Requests, answers and contexts of gRPC, which has no types.
 _Grpc: TypeAlias = Any
 
-_STREAMS_PER_PRINCIPAL_MAX: Final = 1024
 # A client that reads nothing also reads no status.
 _ABORT_SECONDS: Final = 5.0
 _CERTIFICATE: Final = "x509_pem_cert"
@@ -40,21 +40,20 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         guard: Who decides.
-        streams_per_principal_max: More streams of one principal are refused.
+        streams: The streams of each principal; without, they are not counted.
         texts: What refusals of a service say, by its name; the error as text by default.
     """
 
     def __init__(
         self,
         guard: Guard,
+        streams: Shares | None = None,
         *,
-        streams_per_principal_max: int = _STREAMS_PER_PRINCIPAL_MAX,
         texts: Mapping[str, Callable[[IsterError], str]] | None = None,
     ) -> None:
         self._guard = guard
         self._texts = dict(texts or {})
-        self._streams_max = streams_per_principal_max
-        self._streams: Counter[str] = Counter()
+        self._streams = streams
         # By the names of methods that exist, so there are not many.
         self._guarded: dict[str, tuple[grpc.RpcMethodHandler, grpc.RpcMethodHandler]] = {}
 
@@ -131,11 +130,13 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self, inner: _Grpc, requests: _Grpc, context: _Grpc, action: str, takes_stream: bool
     ) -> None:
         caller = await self._enter(context, action, is_stream=True)
-        who = str(caller.principal)
-        if self._guard.is_on and self._streams[who] >= self._streams_max:
-            error = CapacityError(f"{who} has {self._streams_max} streams open already")
-            await self._refuse(context, error, action, is_stream=True)
-        self._streams[who] += 1
+        who, streams = counted_as(caller.principal), self._streams
+        if streams is not None:
+            try:
+                streams.check(who)
+            except CapacityError as error:
+                await self._refuse(context, error, action, is_stream=True)
+            streams.add(who)
         watch = _StreamWatch(caller)
         try:
             with entered(caller):
@@ -162,9 +163,8 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise asyncio.CancelledError from None
         finally:
             watch.stop()
-            self._streams[who] -= 1
-            if not self._streams[who]:
-                del self._streams[who]
+            if streams is not None:
+                streams.remove(who)
 
 
 class _StreamWatch:

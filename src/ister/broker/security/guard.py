@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from ister.broker.security.access import AccessControl
 from ister.broker.security.audit import AuditLog, Outcome
@@ -71,10 +71,33 @@ class _Check:
     namespace: str | None
 
 
+class Restricted(Protocol):
+    """A subscription that may be restricted to principals."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def principals(self) -> tuple[str, ...] | None:
+        """Those who may use it; None for all who may consume the topic."""
+        ...
+
+
 class Caller:
     """Who makes a call under way. Belongs to that call."""
 
-    __slots__ = ("_checked", "_guard", "_verified_at", "action", "is_stream", "peer", "principal")
+    __slots__ = (
+        "_checked",
+        "_guard",
+        "_used",
+        "_verified_at",
+        "action",
+        "is_stream",
+        "peer",
+        "principal",
+    )
 
     def __init__(
         self, guard: Guard, principal: Principal, *, peer: str, action: str, is_stream: bool
@@ -88,12 +111,17 @@ class Caller:
         """The name of the call."""
         self._guard = guard
         self._checked: dict[_Check, None] = {}
+        self._used: tuple[Restricted, str] | None = None
         self._verified_at = guard.monotonic()
 
     def remember(self, check: _Check) -> None:
         """Notes a right that has to go on being there."""
         if len(self._checked) < _CHECKS_PER_CALL_MAX:
             self._checked[check] = None
+
+    def remember_use(self, subscription: Restricted, topic: str) -> None:
+        """Notes a subscription that the caller has to go on being allowed to use."""
+        self._used = (subscription, topic)
 
     def verify(self, *, at_once: bool = False) -> None:
         """Judges anew what the call was allowed.
@@ -109,7 +137,7 @@ class Caller:
         now = self._guard.monotonic()
         if at_once or now - self._verified_at >= VERIFY_SECONDS:
             self._verified_at = now
-            self._guard.verify(self, self._checked)
+            self._guard.verify(self, self._checked, self._used)
 
     def __repr__(self) -> str:
         return f"Caller({self.principal}, {self.action})"
@@ -344,6 +372,49 @@ class Guard:
                 detail=detail,
             )
 
+    def check_subscription(
+        self, principal: Principal, subscription: Restricted, *, topic: str
+    ) -> None:
+        """Refuses those that a subscription is not restricted to.
+
+        Whoever manages the topic's namespace may use all of its subscriptions. Within a stream that
+        a transport guards, the right has to hold for as long as it goes on.
+
+        Raises:
+            PermissionDeniedError: It is restricted to others.
+            UnavailableError: It is not known at the moment whether they may.
+        """
+        if not self.is_on:
+            return
+        caller = _caller.get()
+        if not self._may_use(principal, subscription, topic):
+            resource = f"subscription {subscription.name} of {topic}"
+            with self._lock:
+                self.refused_calls += 1
+            self.audit.record(
+                Outcome.DENIED,
+                action="" if caller is None else caller.action,
+                principal=principal,
+                resource=resource,
+                peer="" if caller is None else caller.peer,
+                reason="it is restricted to others",
+            )
+            raise _restricted(principal, resource)
+        if caller is not None and caller.is_stream and caller.principal is principal:
+            caller.remember_use(subscription, topic)
+
+    def _may_use(self, principal: Principal, subscription: Restricted, topic: str) -> bool:
+        principals = subscription.principals
+        return (
+            principals is None
+            or str(principal) in principals
+            or self.access.allows(
+                principal,
+                Permission.MANAGE_NAMESPACE,
+                namespace=TopicName.parse(topic).namespace,
+            )
+        )
+
     async def check_stream(
         self,
         principal: Principal,
@@ -418,7 +489,9 @@ class Guard:
         """
         return [topic for topic in topics if self.allows(principal, Permission.LOOKUP, topic=topic)]
 
-    def verify(self, caller: Caller, checked: Iterable[_Check]) -> None:
+    def verify(
+        self, caller: Caller, checked: Iterable[_Check], used: tuple[Restricted, str] | None
+    ) -> None:
         """Judges a call that goes on; raises as `Caller.verify`."""
         if not self.is_on:
             return
@@ -433,6 +506,10 @@ class Guard:
             ):
                 self._note_ended(caller, f"the right to {check.permission} is gone")
                 raise _denied(principal, check.permission, _resource(check.topic, check.namespace))
+        if used is not None and not self._may_use(principal, *used):
+            resource = f"subscription {used[0].name} of {used[1]}"
+            self._note_ended(caller, f"{resource} is restricted to others")
+            raise _restricted(principal, resource)
 
     def _note_ended(self, caller: Caller, reason: str) -> None:
         self.audit.record(
@@ -469,6 +546,13 @@ def _denied(principal: Principal, permission: Permission, resource: str) -> Perm
     return PermissionDeniedError(
         f"{principal} has no permission {permission} on {resource[:300]}",
         hint="a binding has to give a role that has it",
+    )
+
+
+def _restricted(principal: Principal, resource: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"{principal} may not use {resource[:300]}",
+        hint="it is restricted: `ister subscriptions restrict` says who may",
     )
 
 

@@ -18,7 +18,9 @@ __all__ = [
     "Principal",
     "PrincipalKind",
     "check_principal_name",
+    "counted_as",
     "parse_principal_kind",
+    "spell_principal",
 ]
 
 PRINCIPAL_NAME_CHARACTERS_MAX: Final = 256
@@ -60,6 +62,23 @@ class Principal:
 
 
 ANONYMOUS: Final = Principal(name="anonymous", kind=PrincipalKind.ANONYMOUS)
+
+
+def counted_as(principal: Principal) -> str:
+    """Whose share of connections and the like a call counts for; "" for anonymous callers."""
+    return "" if principal.kind is PrincipalKind.ANONYMOUS else str(principal)
+
+
+def spell_principal(text: str) -> str:
+    """A principal as `str` of one gives it, from `ada`, `user:ada` or `service_account:shop`.
+
+    Raises:
+        InvalidRequestError: There is no such kind, or the name cannot be one.
+    """
+    kind, colon, name = text.partition(":")
+    if not colon:
+        kind, name = PrincipalKind.USER.value, text
+    return f"{parse_principal_kind(kind)}:{check_principal_name(name)}"
 
 
 def check_principal_name(name: object) -> str:

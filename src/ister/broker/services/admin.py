@@ -18,6 +18,7 @@ from ister.broker.rpc import Refused
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
+from ister.broker.served import AnySubscription
 from ister.broker.services.consumer import KINDS
 from ister.broker.tasks import to_the_end
 from ister.broker.topics import Topics
@@ -50,6 +51,21 @@ class _Service:
 
     def _check(self, permission: Permission, **on: str) -> None:
         self._guard.check(current_principal(), permission, **on)
+
+    async def _visible(self, namespace: str) -> list[str]:
+        """The topics of a namespace that the caller may see.
+
+        Raises:
+            NotFoundError: There is no such namespace, and the caller may know that.
+        """
+        caller = current_principal()
+        try:
+            names = await self._topics.topics_of(namespace)
+        except NotFoundError:
+            if self._guard.allows(caller, Permission.LOOKUP, namespace=namespace):
+                raise
+            return []  # as of one that exists
+        return self._guard.visible(caller, names)
 
 
 class BrokerAdminService(_Service):
@@ -154,9 +170,7 @@ class NamespaceAdminService(_Service):
 
     async def GetNamespaceTopics(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """The topics of a namespace that the caller may see."""
-        names = await self._topics.topics_of(request.name)
-        visible = self._guard.visible(current_principal(), names)
-        return danube_admin.TopicListResponse(topics=visible)
+        return danube_admin.TopicListResponse(topics=await self._visible(request.name))
 
     async def GetNamespacePolicies(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """The bounds of a namespace's topics."""
@@ -189,7 +203,7 @@ class TopicAdminService(_Service):
 
     async def ListNamespaceTopics(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """The topics of a namespace that the caller may see."""
-        return self._list(await self._topics.topics_of(request.name))
+        return self._list(await self._visible(request.name))
 
     async def ListBrokerTopics(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """The topics that this broker has open."""
@@ -291,6 +305,7 @@ class TopicAdminService(_Service):
         """Removes a subscription without consumers."""
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._topics.get(request.topic)
+        self._check_use(topic.subscription(request.subscription), topic.name)
         try:
             await topic.unsubscribe(request.subscription)
         except ConflictError as error:
@@ -301,6 +316,7 @@ class TopicAdminService(_Service):
         """Changes what happens to messages that fail; in force at once."""
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         subscription = await self._reliable(request)
+        self._check_use(subscription, request.topic)
         policy = _parse_policy(request.failure_policy)
         if policy.dead_letter_topic == request.topic:
             raise InvalidRequestError("a topic cannot be its own dead-letter topic")
@@ -335,6 +351,7 @@ class TopicAdminService(_Service):
         """Changes how many messages a consumer may have unacknowledged; in force at once."""
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         subscription = await self._reliable(request)
+        self._check_use(subscription, request.topic)
         window = request.dispatch_config.max_unacked_messages
         if not 1 <= window <= _WINDOW_MAX:
             raise InvalidRequestError(f"max_unacked_messages is from 1 to {_WINDOW_MAX}")
@@ -350,6 +367,9 @@ class TopicAdminService(_Service):
                 max_unacked_messages=subscription.window
             )
         )
+
+    def _check_use(self, subscription: AnySubscription, topic: str) -> None:
+        self._guard.check_subscription(current_principal(), subscription, topic=topic)
 
     async def _reliable(self, request: Any) -> Dispatch:  # noqa: ANN401
         topic = await self._topics.get(request.topic)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -18,6 +19,7 @@ from ister.broker.fanout import Fanout
 from ister.broker.outbox import Outbox
 from ister.broker.rpc import Places, Refused
 from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.principal import Principal, counted_as
 from ister.broker.security.rights import Permission
 from ister.broker.served import AnySubscription
 from ister.broker.topics import Topics
@@ -60,7 +62,8 @@ class ConsumerService:
 
     async def Subscribe(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
         """Takes a consumer on; the subscription is made where it is missing, the topic is not."""
-        self._guard.check(current_principal(), Permission.CONSUME, topic=request.topic_name)
+        caller = current_principal()
+        self._guard.check(caller, Permission.CONSUME, topic=request.topic_name)
         if not 0 <= request.subscription_type < len(KINDS):
             raise InvalidRequestError(f"there is no subscription type {request.subscription_type}")
         topic = await self._topics.get(request.topic_name)
@@ -70,6 +73,8 @@ class ConsumerService:
                 KINDS[request.subscription_type],
                 request.consumer_name,
                 tuple(request.key_filters),
+                created_by=str(caller),
+                check=partial(self._guard.check_subscription, caller, topic=topic.name),
             )
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
@@ -82,11 +87,14 @@ class ConsumerService:
     async def ReceiveMessages(self, request: Any, context: Any) -> AsyncIterator[bytes]:  # noqa: N802, ANN401
         """A consumer's messages, until the stream ends; a later stream of it takes over."""
         try:
-            consumer = self._known(request.consumer_id)
-            self._guard.check(current_principal(), Permission.CONSUME, topic=consumer.topic)
+            caller = current_principal()
+            consumer = self._known(request.consumer_id, caller)
+            self._guard.check(caller, Permission.CONSUME, topic=consumer.topic)
             topic = await self._topics.get(consumer.topic)
-            self._places.check()
-            stream = _stream(topic.arrive(consumer), consumer)
+            subscription = topic.arrive(consumer)
+            self._guard.check_subscription(caller, subscription, topic=consumer.topic)
+            self._places.check(counted_as(caller))
+            stream = _stream(subscription, consumer)
         except IsterError as error:
             # The client comes again at once, whatever it is told.
             await asyncio.sleep(_REFUSAL_SECONDS)
@@ -94,16 +102,24 @@ class ConsumerService:
                 raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
         try:
-            with self._places.taken():
+            with self._places.taken(counted_as(caller)):
                 async for data in stream:
                     yield data
         finally:
             await stream.aclose()
 
-    def _known(self, id: int) -> Consumer:
-        self._places.check()
+    def _known(self, id: int, caller: Principal) -> Consumer:
+        """Whose id it is; an id of a topic that the caller may not consume is as good as none.
+
+        Ids follow from names, so that an answer of another kind would tell that there are such.
+        """
+        self._places.check(counted_as(caller))
+        self._guard.check_anywhere(caller, Permission.CONSUME)
         consumer = self._topics.consumers.find(id)
-        if consumer is None:
+        may_know = consumer is not None and self._guard.allows(
+            caller, Permission.CONSUME, topic=consumer.topic
+        )
+        if consumer is None or not may_know:
             raise NotFoundError("there is no consumer of that id", hint="subscribe again")
         return consumer
 
@@ -133,9 +149,12 @@ class ConsumerService:
         if not request.HasField("msg_id"):
             raise InvalidRequestError("the request has no msg_id")
         name = request.msg_id.topic_name
-        self._guard.check(current_principal(), Permission.CONSUME, topic=name)
+        caller = current_principal()
+        self._guard.check(caller, Permission.CONSUME, topic=name)
         topic = self._topics.find_open(name) or await self._topics.get(name)
-        return topic.subscription(request.subscription_name)
+        found = topic.subscription(request.subscription_name)
+        self._guard.check_subscription(caller, found, topic=name)
+        return found
 
 
 def _stream(subscription: AnySubscription, consumer: Consumer) -> AsyncGenerator[bytes, None]:

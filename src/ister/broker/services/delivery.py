@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -17,6 +18,7 @@ from ister.broker.dispatch import Dispatch, Sent
 from ister.broker.outbox import Outbox
 from ister.broker.rpc import Places, Refused
 from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.principal import counted_as
 from ister.broker.security.rights import Permission
 from ister.broker.topics import Topics, start_at_time
 from ister.broker.wire import ister_api
@@ -53,7 +55,7 @@ class DeliveryService:
         context: Any,  # noqa: ANN401
     ) -> AsyncGenerator[Any, None]:
         """A consumer, from its first request to the end of the stream."""
-        with self._places.taken():
+        with self._places.taken(counted_as(current_principal())):
             try:
                 async with asyncio.timeout(_OPEN_SECONDS):
                     opening = await anext(requests, None)
@@ -112,7 +114,8 @@ class DeliveryService:
             await asyncio.gather(taking, return_exceptions=True)
 
     async def _open(self, request: Any) -> tuple[Dispatch, Consumer]:  # noqa: ANN401
-        await self._guard.check_stream(current_principal(), Permission.CONSUME, topic=request.topic)
+        caller = current_principal()
+        await self._guard.check_stream(caller, Permission.CONSUME, topic=request.topic)
         try:
             kind = SubscriptionKind(request.kind or SubscriptionKind.EXCLUSIVE)
         except ValueError as error:
@@ -132,6 +135,8 @@ class DeliveryService:
                 request.consumer,
                 tuple(request.key_filters),
                 _parse_start(request.start),
+                created_by=str(caller),
+                check=partial(self._guard.check_subscription, caller, topic=topic.name),
             )
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error

@@ -10,17 +10,19 @@ from ister import __version__
 from ister.broker.dispatch import Dispatch
 from ister.broker.policies import parse_overrides
 from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.principal import spell_principal
 from ister.broker.security.rights import Permission
 from ister.broker.served import AnySubscription, ServedTopic
 from ister.broker.topics import Topics, start_at_time
 from ister.broker.views import Views, list_topics
 from ister.broker.wire import ister_api
 from ister.errors import InvalidRequestError
-from ister.model import AckLevel, Codec, Start
+from ister.model import AckLevel, Codec, Start, TopicName
 
 __all__ = ["OperateService"]
 
 _PAGE_DEFAULT: Final = 100
+_PRINCIPALS_MAX: Final = 100
 # An answer has to fit into a message of gRPC.
 _PAGE_MAX: Final = 200
 
@@ -157,6 +159,7 @@ class OperateService:
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._topics.get(request.topic)
         subscription = topic.reliable_subscription(request.subscription)
+        self._guard.check_subscription(current_principal(), subscription, topic=topic.name)
         to = request.WhichOneof("to")
         start: Start
         if to == "offset":
@@ -171,6 +174,24 @@ class OperateService:
         await subscription.seek(offset)
         return describe(topic, subscription)
 
+    async def RestrictSubscription(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+        """Changes who may use a subscription. Whoever manages the topic alone may not."""
+        name = TopicName.parse(request.topic)
+        principals = None
+        if not request.unrestricted:
+            if len(request.principals) > _PRINCIPALS_MAX:
+                raise InvalidRequestError(f"at most {_PRINCIPALS_MAX} principals")
+            principals = tuple(sorted({spell_principal(one) for one in request.principals}))
+        self._guard.check(
+            current_principal(),
+            Permission.MANAGE_NAMESPACE,
+            namespace=name.namespace,
+            detail=f"subscription {request.subscription} of {name}: "
+            + ("unrestricted" if principals is None else ", ".join(principals) or "nobody"),
+        )
+        topic = await self._topics.get(request.topic)
+        return describe(topic, await topic.restrict(request.subscription, principals))
+
 
 def describe(topic: ServedTopic, subscription: AnySubscription) -> Any:  # noqa: ANN401
     """A subscription in the protocol's words."""
@@ -180,6 +201,8 @@ def describe(topic: ServedTopic, subscription: AnySubscription) -> Any:  # noqa:
         subscription=subscription.name,
         kind=subscription.kind.value,
         consumers=[names.get(one, str(one)) for one in subscription.attached],
+        restricted=subscription.principals is not None,
+        principals=subscription.principals or (),
     )
     if isinstance(subscription, Dispatch):
         stats = subscription.delivery.stats()

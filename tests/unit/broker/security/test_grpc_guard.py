@@ -16,9 +16,11 @@ from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import current_caller, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.security.tls import ServerTls
+from ister.broker.shares import Shares
 from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig
 from ister.errors import IsterError
+from ister.metrics import Metrics
 from security_rig import GuardRig
 
 ORDERS = "/default/orders"
@@ -388,7 +390,10 @@ def test_streams_of_one_principal_are_limited(rig):
 
     async def scenario():
         async with (
-            serving(rig.guard, streams_per_principal_max=3) as (_, address),
+            serving(rig.guard, streams=Shares("streams", 3, Metrics(), setting="limit")) as (
+                _,
+                address,
+            ),
             grpc.aio.insecure_channel(address) as channel,
         ):
             receive = call(channel, "Receive", "unary_stream")

@@ -1,0 +1,91 @@
+"""How many of something each principal has: subscriptions, consumers, streams.
+
+One principal must not take what all of them share. Callers that need not say who they are cannot be
+told apart: they are one principal here, or none where a bound of the broker holds for all.
+
+Owns: the counts of one kind of thing, and refusals beyond a bound. Does not own: who calls
+(`ister.broker.security`). Used on the broker's loop alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ister.errors import CapacityError, IsterError
+from ister.metrics import Metrics
+
+__all__ = ["Shares"]
+
+
+class Shares:
+    """The counts of one kind of thing, by principal."""
+
+    def __init__(
+        self,
+        what: str,
+        limit: int,
+        metrics: Metrics,
+        *,
+        setting: str,
+        error: type[IsterError] = CapacityError,
+    ) -> None:
+        """Counts from nothing.
+
+        Args:
+            what: What is counted, in the plural.
+            limit: How many a principal may have.
+            metrics: Where refusals are counted.
+            setting: The name of the limit in the config.
+            error: What a refusal raises.
+        """
+        self._what = what
+        self._limit = limit
+        self._metrics = metrics
+        self._setting = setting
+        self._error = error
+        self._counts: Counter[str] = Counter()
+
+    def of(self, principal: str) -> int:
+        """How many a principal has."""
+        return self._counts[principal]
+
+    def check(self, principal: str) -> None:
+        """Refuses a principal that has as many as it may have; "" is never refused.
+
+        Raises:
+            IsterError: It has; of the kind that was asked for.
+        """
+        if principal and self._counts[principal] >= self._limit:
+            self._metrics.count("broker.principal_limit_refusals_total")
+            raise self._error(
+                f"{principal} has {self._counts[principal]} {self._what}",
+                hint=f"{self._setting} is the limit",
+            )
+
+    def add(self, principal: str) -> None:
+        """Counts one more, whatever the limit is: it is there already."""
+        if principal:
+            self._counts[principal] += 1
+
+    def remove(self, principal: str) -> None:
+        """Counts one less."""
+        if principal:
+            self._counts[principal] -= 1
+            if not self._counts[principal]:
+                del self._counts[principal]
+
+    @contextmanager
+    def taken(self, principal: str) -> Iterator[None]:
+        """Counts one more for the time of the block.
+
+        Raises:
+            As `check`.
+        """
+        self.check(principal)
+        self.add(principal)
+        try:
+            yield
+        finally:
+            self.remove(principal)

@@ -1,0 +1,542 @@
+"""What callers may not learn, may not use, and may not have too much of."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from broker_rig import a_broker, a_record, eventually, run
+from ister.broker import wire
+from ister.broker.security.principal import PrincipalKind
+from ister.broker.security.rights import Binding, Permission, Role, Scope
+from ister.broker.shares import Shares
+from ister.broker.wire import danube, danube_admin, ister_api
+from ister.client import Client
+from ister.client.contract import RangeTicket
+from ister.client.flight import FlightClient
+from ister.errors import CapacityError, IsterError, PermissionDeniedError
+from ister.metrics import Metrics
+from security_rig import auth_settings, sign
+
+TOPIC = "/shop/orders"
+SERVICES = (
+    *("danube.ProducerService", "danube.ConsumerService", "danube.Discovery", "danube.HealthCheck"),
+    *("danube.StorageService", "danube_admin.TopicAdmin", "danube_admin.NamespaceAdmin"),
+    *("danube_admin.BrokerAdmin", "danube_schema.SchemaRegistry", "ister.Delivery", "ister.Admin"),
+)
+
+
+def metadata(name):
+    return [("authorization", f"Bearer {sign(name)}")]
+
+
+@asynccontextmanager
+async def guarded(tmp_path, limits=None, **rights):
+    """A broker with auth, a topic with a subscription, and callers with roles on it."""
+    settings = {"broker": {"auth": auth_settings(tmp_path), "limits": limits or {}}}
+    async with a_broker(tmp_path, settings) as (broker, services, listening):
+        if "shop" not in await broker.topics.namespaces():
+            await broker.topics.create_namespace("shop")
+        topic = await broker.topics.get_or_create(TOPIC, is_reliable=True)
+        if not topic.next_offset:
+            await topic.publish(a_record())
+        for name, roles in rights.items():
+            for role in roles.split():
+                scope = Scope.NAMESPACE if role == "admin" else Scope.TOPIC
+                binding = Binding(
+                    id=f"{name}-{role}",
+                    principal_kind=PrincipalKind.USER,
+                    principal_name=name,
+                    roles=(role,),
+                    scope=scope,
+                    resource="shop" if role == "admin" else TOPIC,
+                )
+                await asyncio.to_thread(broker.guard.access.create_binding, binding)
+        yield broker, services, listening
+
+
+async def outcome(call):
+    """The status and text that a call ends with; OK if it does not fail."""
+    try:
+        if hasattr(call, "read"):
+            await call.read()
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, error.details()
+    return "OK", ""
+
+
+# -- what they may not learn --------------------------------------------------------------------
+
+
+def filled(kind, method, names):
+    """A request of any kind that speaks of a topic, a namespace, a subscription, a consumer."""
+    request = kind()
+    for field in request.DESCRIPTOR.fields:
+        if field.is_repeated:
+            continue
+        if field.type == FieldDescriptor.TYPE_STRING:
+            value = ""
+            if "subscription" in field.name:
+                value = names["subscription"]
+            elif "namespace" in field.name or (field.name == "name" and "Namespace" in method):
+                value = names["namespace"]
+            elif "topic" in field.name or field.name in ("name", "base_name", "schema_subject"):
+                value = names["topic"]
+            elif "name" in field.name:
+                value = "somebody"
+            if value and "dead_letter" not in field.name:
+                setattr(request, field.name, value)
+        elif field.name == "msg_id":
+            request.msg_id.topic_name = names["topic"]
+        elif field.name == "open":
+            request.open.topic, request.open.subscription = names["topic"], names["subscription"]
+        elif field.name in ("consumer_id", "id") and field.type == FieldDescriptor.TYPE_UINT64:
+            setattr(request, field.name, names["consumer"])
+    return request
+
+
+def methods():
+    for service in SERVICES:
+        for method in wire._service(service).methods:
+            yield service, method
+
+
+async def asked(services, service, method, names, who):
+    call = getattr(wire.stub(services.channel, service), method.name)
+    request = filled(wire._class_of(method.input_type), f"{service}/{method.name}", names)
+    if method.client_streaming:
+        call = call(iter([request]), metadata=metadata(who), timeout=30)
+    else:
+        call = call(request, metadata=metadata(who), timeout=30)
+    try:
+        answer = await (call.read() if method.server_streaming else call)
+        text = str(answer)
+        status = "OK"
+    except grpc.aio.AioRpcError as error:
+        status, text = error.code().name, error.details()
+    for value in ("topic", "namespace", "subscription"):
+        text = text.replace(str(names[value]), value)
+    return status, text
+
+
+def test_grpc_answers_those_without_rights_alike_whether_something_exists(tmp_path):
+    """Goal: nobody learns which namespaces, topics, subscriptions and consumers there are."""
+
+    async def scenario():
+        async with guarded(tmp_path, ada="consumer") as (broker, services, _):
+            subscribed = await services.consumers.Subscribe(
+                danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription="billing"),
+                metadata=metadata("ada"),
+            )
+            other = await broker.topics.get_or_create("/default/open", is_reliable=True)
+            binding = Binding(
+                id="elsewhere",
+                principal_kind=PrincipalKind.USER,
+                principal_name="elsewhere",
+                roles=("consumer",),
+                scope=Scope.TOPIC,
+                resource=other.name,
+            )
+            await asyncio.to_thread(broker.guard.access.create_binding, binding)
+            there = {
+                "topic": TOPIC,
+                "namespace": "shop",
+                "subscription": "billing",
+                "consumer": subscribed.consumer_id,
+            }
+            missing = {
+                "topic": "/nowhere/nothing",
+                "namespace": "nowhere",
+                "subscription": "none-such",
+                "consumer": subscribed.consumer_id + 1,
+            }
+            for who in ("nobody", "elsewhere"):
+                for service, method in methods():
+                    answers = [
+                        await asked(services, service, method, names, who)
+                        for names in (there, missing)
+                    ]
+                    assert answers[0] == answers[1], (who, service, method.name)
+
+    run(scenario())
+
+
+def test_http_and_flight_answer_those_without_rights_alike(tmp_path):
+    async def scenario():
+        async with guarded(tmp_path) as (_broker, _services, listening):
+            headers = {"Authorization": f"Bearer {sign('nobody')}", "X-Ister-Action": "yes"}
+            base = f"http://127.0.0.1:{listening.http}"
+            async with aiohttp.ClientSession(base, headers=headers) as session:
+
+                async def answered(method, path, namespace, topic, **more):
+                    path = path.format(namespace=namespace, topic=topic)
+                    async with session.request(method, path, **more) as answer:
+                        text = await answer.text()
+                        return answer.status, text.replace(f"/{namespace}/{topic}", "name")
+
+                for method, path, more in (
+                    ("GET", "/api/topics?namespace={namespace}", {}),
+                    ("GET", "/api/topics/{namespace}/{topic}", {}),
+                    ("GET", "/api/topics/{namespace}/{topic}/messages", {}),
+                    ("POST", "/api/topics/{namespace}/{topic}/unload", {"json": {}}),
+                    (
+                        "POST",
+                        "/api/topics/{namespace}/{topic}/subscriptions/s/seek",
+                        {"json": {"to": "earliest"}},
+                    ),
+                ):
+                    one = await answered(method, path, "shop", "orders", **more)
+                    assert one == await answered(method, path, "nowhere", "nothing", **more), path
+
+            def by_flight():
+                with FlightClient(
+                    f"grpc://127.0.0.1:{listening.flight}", token=sign("nobody")
+                ) as client:
+                    for call in (
+                        lambda name: client.watermarks([name]),
+                        lambda name: client.find_time(name, 0, 0, 1),
+                        lambda name: list(
+                            client.read(RangeTicket(topic=name, start=0, end=1, incarnation=""))
+                        ),
+                    ):
+                        texts = []
+                        for name in (TOPIC, "/nowhere/nothing"):
+                            with pytest.raises(IsterError) as refused:
+                                call(name)
+                            text = str(refused.value).replace(name, "name")
+                            texts.append((type(refused.value), text))
+                        assert texts[0] == texts[1]
+                        assert texts[0][0] is PermissionDeniedError
+
+            await asyncio.to_thread(by_flight)
+
+    run(scenario())
+
+
+def test_whoever_may_know_of_a_namespace_is_told_that_there_is_none(tmp_path):
+    async def scenario():
+        async with guarded(tmp_path, ada="consumer") as (_broker, services, _):
+            listing = services.namespaces.GetNamespaceTopics
+            shop, nowhere = (
+                danube_admin.NamespaceRequest(name=name) for name in ("shop", "nowhere")
+            )
+            assert list((await listing(shop, metadata=metadata("ada"))).topics) == [TOPIC]
+            assert list((await listing(shop, metadata=metadata("root"))).topics) == [TOPIC]
+            assert (await outcome(listing(nowhere, metadata=metadata("root"))))[0] == "NOT_FOUND"
+            assert (await outcome(listing(nowhere, metadata=metadata("ada"))))[0] == "OK"
+
+    run(scenario())
+
+
+# -- what they may not use ----------------------------------------------------------------------
+
+
+RIGHTS = {"boss": "admin", "billing": "consumer", "spy": "consumer manager"}
+
+
+async def with_manager_role(broker):
+    role = Role(name="manager", permissions=frozenset({Permission.MANAGE_TOPIC}))
+    await asyncio.to_thread(broker.guard.access.create_role, role)
+
+
+def subscribing(services, who, name="billing"):
+    return services.consumers.Subscribe(
+        danube.ConsumerRequest(
+            topic_name=TOPIC, consumer_name=who, subscription=name, subscription_type=1
+        ),
+        metadata=metadata(who),
+    )
+
+
+def restricting(services, who, *principals, lift=False):
+    return services.admin.RestrictSubscription(
+        ister_api.RestrictSubscriptionRequest(
+            topic=TOPIC, subscription="billing", principals=principals, unrestricted=lift
+        ),
+        metadata=metadata(who),
+    )
+
+
+def uses(services, listening, who, consumer):
+    """Every way to use the subscription `billing`, by name."""
+    subscription = {"topic": TOPIC, "subscription": "billing"}
+    ack = danube.MsgID(topic_name=TOPIC, topic_offset=0)
+    who = metadata(who)
+    opened = ister_api.ConsumeRequest(
+        open=ister_api.OpenConsumer(kind="shared", consumer="mine", **subscription)
+    )
+    admin = danube_admin
+    return {
+        "subscribe": lambda: services.consumers.Subscribe(
+            danube.ConsumerRequest(
+                topic_name=TOPIC, consumer_name="x", subscription="billing", subscription_type=1
+            ),
+            metadata=who,
+        ),
+        "receive": lambda: services.consumers.ReceiveMessages(
+            danube.ReceiveRequest(consumer_id=consumer), metadata=who
+        ),
+        "ack": lambda: services.consumers.Ack(
+            danube.AckRequest(msg_id=ack, subscription_name="billing"), metadata=who
+        ),
+        "nack": lambda: services.consumers.Nack(
+            danube.NackRequest(msg_id=ack, subscription_name="billing"), metadata=who
+        ),
+        "consume": lambda: services.delivery.Consume(iter([opened]), metadata=who),
+        "seek": lambda: services.admin.Seek(
+            ister_api.SeekRequest(earliest=True, **subscription), metadata=who
+        ),
+        "policy": lambda: services.topics.SetSubscriptionFailurePolicy(
+            admin.SetSubscriptionFailurePolicyRequest(**subscription), metadata=who
+        ),
+        "window": lambda: services.topics.SetSubscriptionDispatchConfig(
+            admin.SetSubscriptionDispatchConfigRequest(**subscription), metadata=who
+        ),
+        "unsubscribe": lambda: services.topics.Unsubscribe(
+            admin.SubscriptionRequest(**subscription), metadata=who
+        ),
+    }
+
+
+@asynccontextmanager
+async def restricted(tmp_path):
+    async with guarded(tmp_path) as (broker, services, listening):
+        await with_manager_role(broker)
+    async with guarded(tmp_path, **RIGHTS) as (broker, services, listening):
+        consumer = (await subscribing(services, "billing")).consumer_id
+        await restricting(services, "boss", "user:billing")
+        yield broker, services, listening, consumer
+
+
+def test_a_restricted_subscription_is_used_by_its_principals_alone(tmp_path):
+    """Goal: whoever may consume and manage the topic may not touch the subscription."""
+
+    async def scenario():
+        async with restricted(tmp_path) as (broker, services, listening, consumer):
+            for name, use in uses(services, listening, "spy", consumer).items():
+                status, text = await outcome(use())
+                assert status == "PERMISSION_DENIED", (name, status, text)
+                assert "may not use subscription billing" in text, name
+            headers = {"Authorization": f"Bearer {sign('spy')}", "X-Ister-Action": "yes"}
+            base = f"http://127.0.0.1:{listening.http}"
+            async with aiohttp.ClientSession(base, headers=headers) as session:
+                path = "/api/topics/shop/orders/subscriptions/billing/seek"
+                async with session.post(path, json={"to": "earliest"}) as answer:
+                    assert answer.status == 403
+            assert "billing" in broker.topics.find_open(TOPIC).subscriptions
+            await broker.topics.find_open(TOPIC).publish(a_record())
+            mine = uses(services, listening, "billing", consumer)
+            for name in ("subscribe", "receive", "ack"):
+                call = mine[name]()
+                assert (await outcome(call))[0] != "PERMISSION_DENIED", name
+                if hasattr(call, "cancel"):
+                    call.cancel()
+            # Other subscriptions are everybody's, and a restriction is not the topic managers'.
+            assert (await outcome(subscribing(services, "spy", "other")))[0] == "OK"
+            assert (await outcome(restricting(services, "spy", lift=True)))[0] == (
+                "PERMISSION_DENIED"
+            )
+            wrong = await outcome(restricting(services, "boss", "robot:x"))
+            assert wrong[0] == "INVALID_ARGUMENT"
+            await restricting(services, "boss", lift=True)
+            assert (await outcome(subscribing(services, "spy")))[0] == "OK"
+
+    run(scenario())
+
+
+def test_a_restriction_outlasts_a_restart_and_can_be_seen(tmp_path):
+    async def scenario():
+        async with restricted(tmp_path):
+            pass
+        async with guarded(tmp_path) as (broker, services, listening):
+            found = broker.topics.find_open(TOPIC).subscriptions["billing"]
+            assert (found.principals, found.stored.created_by) == (
+                ("user:billing",),
+                "user:billing",
+            )
+            assert (await outcome(subscribing(services, "spy")))[0] == "PERMISSION_DENIED"
+
+            def described():
+                with Client(f"127.0.0.1:{listening.grpc}", token=sign("boss")) as client:
+                    shown = client.show_topic(TOPIC)["subscriptions"]
+                    client.restrict_subscription(TOPIC, "billing", ["service:shop", "ada"])
+                    return shown, client.describe_subscription(TOPIC, "billing")
+
+            shown, one = await asyncio.to_thread(described)
+            assert shown[0]["principals"] == ["user:billing"]
+            assert one.principals == ("service:shop", "user:ada")
+
+    run(scenario())
+
+
+def test_a_restriction_ends_the_streams_of_others(tmp_path):
+    async def scenario():
+        async with restricted(tmp_path) as (broker, services, _listening, consumer):
+            await broker.topics.find_open(TOPIC).publish(a_record())
+            stream = services.consumers.ReceiveMessages(
+                danube.ReceiveRequest(consumer_id=consumer), metadata=metadata("billing")
+            )
+            await stream.read()
+            await restricting(services, "boss", "user:else")
+            async with asyncio.timeout(30):
+                status, text = await outcome(stream)
+            assert (status, "may not use" in text) == ("PERMISSION_DENIED", True)
+
+    run(scenario())
+
+
+# -- what they may not have too much of ---------------------------------------------------------
+
+
+def test_shares_are_counted_by_principal():
+    metrics = Metrics()
+    shares = Shares("things", 2, metrics, setting="a.setting")
+    with shares.taken("a"), shares.taken("a"):
+        with pytest.raises(CapacityError, match="a has 2 things"):
+            shares.check("a")
+        shares.check("b")
+        shares.check("")
+    assert shares.of("a") == 0
+    shares.check("a")
+    assert metrics.snapshot()["broker.principal_limit_refusals_total"] == 1
+
+
+def test_a_principal_has_so_many_subscriptions(tmp_path):
+    limits = {"max_subscriptions_per_principal": 2}
+
+    async def scenario():
+        async with guarded(tmp_path, limits, ada="consumer", bob="consumer") as (_, services, _):
+            for name in ("one", "two"):
+                assert (await outcome(subscribing(services, "ada", name)))[0] == "OK"
+            status, text = await outcome(subscribing(services, "ada", "three"))
+            assert status == "PERMISSION_DENIED"
+            assert "broker.limits.max_subscriptions_per_principal" in text
+            # Those that exist, and those of others, are none of it.
+            assert (await outcome(subscribing(services, "ada", "two")))[0] == "OK"
+            assert (await outcome(subscribing(services, "bob", "three")))[0] == "OK"
+        # They count after a restart, and no longer once they are removed.
+        async with guarded(tmp_path, limits) as (_, services, _):
+            assert (await outcome(subscribing(services, "ada", "four")))[0] == "PERMISSION_DENIED"
+            await services.topics.Unsubscribe(
+                danube_admin.SubscriptionRequest(topic=TOPIC, subscription="one"),
+                metadata=metadata("root"),
+            )
+            assert (await outcome(subscribing(services, "ada", "four")))[0] == "OK"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("setting", ["max_consumers_per_principal", "max_streams_per_principal"])
+def test_a_principal_has_so_many_consumers_and_streams(tmp_path, setting):
+    async def scenario():
+        limits = {setting: 1}
+        async with guarded(tmp_path, limits, ada="consumer", bob="consumer") as (
+            broker,
+            services,
+            _,
+        ):
+
+            async def opened(who, name):
+                found = await subscribing(services, who, name)
+                await broker.topics.find_open(TOPIC).publish(a_record())
+                return services.consumers.ReceiveMessages(
+                    danube.ReceiveRequest(consumer_id=found.consumer_id), metadata=metadata(who)
+                )
+
+            first = await opened("ada", "one")
+            await first.read()
+            status, text = await outcome(await opened("ada", "two"))
+            assert (status, f"broker.limits.{setting}" in text) == ("RESOURCE_EXHAUSTED", True)
+            other = await opened("bob", "three")
+            await other.read()
+            first.cancel()
+            async with asyncio.timeout(30):
+                while (await outcome(await opened("ada", "two")))[0] != "OK":
+                    await asyncio.sleep(0.05)
+            other.cancel()
+
+    run(scenario())
+
+
+def test_anonymous_callers_are_one_principal_for_subscriptions_alone(tmp_path):
+    async def scenario():
+        limits = {
+            "max_subscriptions_per_principal": 2,
+            "max_consumers_per_principal": 1,
+            "max_streams_per_principal": 1,
+        }
+        async with a_broker(tmp_path, {"broker": {"limits": limits}}) as (broker, services, _):
+            await broker.topics.create_namespace("shop")
+            topic = await broker.topics.get_or_create(TOPIC, is_reliable=True)
+            await topic.publish(a_record())
+            streams = []
+            for name in ("one", "two"):
+                found = await services.consumers.Subscribe(
+                    danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription=name)
+                )
+                request = danube.ReceiveRequest(consumer_id=found.consumer_id)
+                streams.append(services.consumers.ReceiveMessages(request))
+            third = danube.ConsumerRequest(
+                topic_name=TOPIC, consumer_name="c", subscription="three"
+            )
+            status, _ = await outcome(services.consumers.Subscribe(third))
+            assert status == "PERMISSION_DENIED"
+            await eventually(
+                lambda: sum(len(one.attached) for one in topic.subscriptions.values()) == 2
+            )
+            for stream in streams:
+                stream.cancel()
+
+    run(scenario())
+
+
+def test_metrics_are_not_for_a_page_that_took_our_address(tmp_path):
+    """Goal: a name of somebody else's that points here (DNS rebinding) reads no metrics."""
+
+    async def scenario():
+        advertised = {"broker_url": "http://broker.example:6650"}
+        settings = {"broker": {"advertised": advertised}}
+        async with a_broker(tmp_path, settings) as (_broker, _services, listening):
+            base = f"http://127.0.0.1:{listening.http}"
+            async with aiohttp.ClientSession(base) as session:
+
+                async def status(host):
+                    async with session.get("/metrics", headers={"Host": host}) as answer:
+                        text = await answer.text()
+                        assert ("ister_" in text) == (answer.status == 200)
+                        return answer.status
+
+                for host in ("evil.example", "evil.example:9040", "localhost.evil.example"):
+                    assert await status(host) == 403, host
+                for host in ("localhost", "127.0.0.1:9040", "[::1]:9040", "broker.example:9040"):
+                    assert await status(host) == 200, host
+
+    run(scenario())
+
+
+def test_records_of_subscriptions_without_the_new_fields_are_read(tmp_path):
+    """Goal: what an earlier version has written is a subscription that everybody may use."""
+
+    async def scenario():
+        async with guarded(tmp_path, ada="consumer") as (broker, services, _):
+            await subscribing(services, "ada")
+            store = broker.topics.store
+            key = (
+                store._keys(broker.topics.find_open(TOPIC).parsed).subscriptions + "billing/options"
+            )
+            fields = json.loads(store._metadata.get(key).value)
+            assert fields.pop("created_by") == "user:ada"
+            assert "principals" not in fields
+            store._metadata.put(key, json.dumps(fields).encode())
+        async with guarded(tmp_path) as (broker, services, _):
+            found = broker.topics.find_open(TOPIC).subscriptions["billing"]
+            assert (found.principals, found.stored.created_by) == (None, "")
+            assert (await outcome(subscribing(services, "ada")))[0] == "OK"
+
+    run(scenario())
