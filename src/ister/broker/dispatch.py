@@ -1,17 +1,16 @@
 """A reliable subscription at work: the log is read, consumers get messages, the cursor is kept.
 
-    log ─ reader ─► Delivery (decides) ─ Send ─► outboxes ─► consumers' streams
+    log ─ Reading ─► Delivery (decides) ─ Send ─► outboxes ─► consumers' streams
                       ▲        │  ├ DeadLetter ─► another topic
      acks, nacks ─────┘        │  └ Drop
                                └─ cursor ─► metadata store, by time and by distance
 
-Owns: everything about one subscription that waits or does I/O. Does not own: decisions about
-delivery (`ister.subscription.delivery`), streams (`ister.broker.services`), consumers' ids.
+Owns: consumers, outcomes, settings and the cursor of one subscription. Does not own: decisions
+about delivery (`ister.subscription.delivery`), readers and bytes (`ister.broker.reading`),
+streams (`ister.broker.services`), consumers' ids.
 
 All of it runs on the broker's loop. Whatever happens ends in `_pump`, which carries out what the
-machine decides. Reading is a task that exists while a consumer is attached. What a machine has in
-mind is offsets: a message's bytes are held from reading to the first sending, within a bound, and
-are read again for every later one.
+machine decides. What the machine has in mind is offsets.
 
 What a crash leaves: the cursor as it was last written, with the offsets acknowledged beyond it and
 the failures counted so far. What was acknowledged since comes again.
@@ -31,9 +30,9 @@ from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.letters import is_worn, make_letter
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.broker.policies import Rate
+from ister.broker.reading import Reading
 from ister.broker.tasks import to_the_end
 from ister.errors import (
-    CapacityError,
     ClosedError,
     ConflictError,
     CorruptDataError,
@@ -41,10 +40,8 @@ from ister.errors import (
     InvalidRequestError,
     IsterError,
     MessageTooLargeError,
-    OffsetOutOfRangeError,
     UnavailableError,
 )
-from ister.limits import MIB
 from ister.metrics import Metrics
 from ister.model import StreamMessage, TopicName
 from ister.subscription.delivery import AckResult, DeadLetter, Delivery, Drop, Send
@@ -53,21 +50,14 @@ from ister.subscription.progress import ProgressPlan
 from ister.subscription.receipts import Receipts
 from ister.subscription.store import StoredSubscription, SubscriptionStore
 from ister.tier.ownership import OwnedTopic
-from ister.topic.aio import AsyncReader
 from ister.topic.message import Message
 from ister.topic.topic import Topic
 
-__all__ = ["Dispatch", "Sent", "key_of"]
+__all__ = ["Dispatch", "Sent"]
 
 _log = logging.getLogger("ister.broker.dispatch")
 
-_FETCH_MESSAGES: Final = 512
-_FETCH_BYTES: Final = 4 * MIB
-# Bytes of messages that were read and not sent yet, per subscription.
-_HELD_BYTES_MAX: Final = 16 * MIB
-_KEY_CHARACTERS_MAX: Final = 256
 _RETRY_SECONDS: Final = 1.0
-_DAMAGE_RETRY_SECONDS: Final = 5.0
 _DEAD_LETTER_RETRY_MS: Final = 2000
 
 Sent = tuple[int, int]
@@ -118,12 +108,16 @@ class Dispatch:
         )
         self.receipts = Receipts(stored.receipt_key)
         self._outboxes: dict[int, Outbox[Sent]] = {}
-        self._held: dict[int, Message] = {}
-        self._held_bytes = 0
-        self._is_full = False
-        self._wanted = asyncio.Event()
-        self._reading: asyncio.Task[None] | None = None
-        self._generation = 0
+        self.reading = Reading(
+            topic,
+            self.delivery,
+            name=stored.name,
+            rate=rate,
+            pump=self._pump,
+            on_passed_over=self._note_passed_over,
+            on_end=self.end_streams,
+            on_fenced=on_fenced,
+        )
         self._forgetting: dict[int, asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -131,7 +125,6 @@ class Dispatch:
         self._saving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushes: set[asyncio.Task[None]] = set()
-        self._retriever: AsyncReader | None = None
         self._is_closed = False
         # Counts as active at first: consumers of the previous broker process may reconnect.
         self._active_at = self._loop.time()
@@ -210,9 +203,7 @@ class Dispatch:
         outbox: Outbox[Sent] = Outbox(consumer)
         self._outboxes[consumer] = outbox
         self.delivery.set_room(consumer, outbox.room)
-        if self._reading is None or self._reading.done():
-            # The one before may have ended by an error while other consumers were here.
-            self._reading = self._loop.create_task(self._read())
+        self.reading.start()
         self._pump()
         return outbox
 
@@ -226,10 +217,8 @@ class Dispatch:
         outbox.end()
         self.delivery.detach(consumer, now=self._loop.time())
         self._forget_later(consumer)
-        if not self._outboxes and self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-            self._release_held()
+        if not self._outboxes:
+            self.reading.stop()
         self._pump()
 
     def _forget_later(self, consumer: int) -> None:
@@ -245,8 +234,7 @@ class Dispatch:
         if not self._is_closed and consumer not in self._outboxes:
             self.delivery.forget(consumer, now=self._loop.time())
             self._pump()
-            for offset in [one for one in self._held if not self.delivery.holds(one)]:
-                self._discard(offset)
+            self.reading.discard_done()
             self._pump()
 
     def written(self, outbox: Outbox[Sent], count: int) -> None:
@@ -261,17 +249,10 @@ class Dispatch:
         delivery, consumer = self.delivery, outbox.consumer
         if self._outboxes.get(consumer) is not outbox or not delivery.is_due(consumer, offset):
             return None
-        message = await self._message(offset)
+        message = await self.reading.message(offset)
         if message is None or self._outboxes.get(consumer) is not outbox:
             return None
         return message if delivery.begin_write(consumer, offset, now=self._loop.time()) else None
-
-    async def _message(self, offset: int) -> Message | None:
-        held = self._held.pop(offset, None)
-        if held is not None:
-            self._held_bytes -= held.size_bytes
-            return held
-        return await self._retrieve(offset)
 
     def readable(self, message: Message) -> StreamMessage | None:
         """The fields of a message that leaves; None if it has none, and then it counts as failed.
@@ -286,56 +267,6 @@ class Dispatch:
             return None
         self.counters.note_out(len(record.payload))
         return record
-
-    async def _retrieve(self, offset: int) -> Message | None:
-        """Reads one message again, for a redelivery."""
-        while True:
-            reader = self._retriever
-            try:
-                if reader is None:
-                    reader = self.topic.aio.reader(offset)
-                else:
-                    # Whoever comes meanwhile makes a reader of its own.
-                    self._retriever = None
-                    reader.core.seek(offset)
-                # This one or none: it must not wait for messages to come.
-                reader.core.limit(offset + 1)
-                found = await reader.next_batch(1)
-                if self._retriever is None and not self._is_closed:
-                    self._retriever = reader
-                else:
-                    reader.close()
-                is_it = bool(found) and found[0].offset == offset
-                if not is_it:
-                    # Damage that `cloud_reader.on_damage: skip` leaves out.
-                    self._give_up(offset)
-                return found[0] if is_it else None
-            except OffsetOutOfRangeError:
-                if reader is not None:
-                    reader.close()
-                self._give_up(offset)
-                return None
-            except (CorruptDataError, UnavailableError) as error:
-                if reader is not None:
-                    reader.close()
-                if isinstance(error, CorruptDataError):
-                    _log.error("a message cannot be read", extra={"error": str(error)})
-                await asyncio.sleep(_RETRY_SECONDS)
-            except BaseException:
-                # The stream has ended meanwhile.
-                if reader is not None:
-                    reader.close()
-                raise
-
-    def _give_up(self, offset: int) -> None:
-        """Nobody can deliver a message any more: it is done, whatever state it is in."""
-        _log.warning(
-            "a message that was to be sent again is no longer kept",
-            extra={"topic": self.topic.name, "offset": offset},
-        )
-        self.delivery.ack(offset, end=offset + 1, now=self._loop.time())
-        self._note_passed_over(1)
-        self._pump()
 
     def _note_passed_over(self, count: int) -> None:
         self.counters.passed_over += count
@@ -353,7 +284,7 @@ class Dispatch:
         self._check_open()
         if self.delivery.ack(offset, end=self.end, now=self._loop.time()) is AckResult.REFUSED:
             raise self.refuse(offset)
-        self._discard(offset)
+        self.reading.discard(offset)
         self._pump()
 
     def ack_by_id(self, offset: int, stamped: str) -> None:
@@ -398,7 +329,7 @@ class Dispatch:
             )
             if is_ours and delivery.ack(offset, end=end, now=now) is not AckResult.REFUSED:
                 taken.append(offset)
-                self._discard(offset)
+                self.reading.discard(offset)
             else:
                 self.refuse(offset)
         self._pump()
@@ -492,16 +423,11 @@ class Dispatch:
                 force=True,
             )
             now = self._loop.time()
-            self._generation += 1
-            self._release_held()
             self.delivery.seek(offset, now=now)
             for consumer, outbox in self._outboxes.items():
                 outbox.clear()
                 self.delivery.set_room(consumer, outbox.room)
-            if self._reading is not None:
-                # It may be waiting at the end of the topic for what is appended next.
-                self._reading.cancel()
-                self._reading = self._loop.create_task(self._read())
+            self.reading.restart()
             self._plan.written(offset, now, version=self.delivery.version)
         self._pump()
 
@@ -509,119 +435,6 @@ class Dispatch:
     def _owned(self) -> OwnedTopic | None:
         tier = self.topic.tier
         return tier.owned if tier is not None else None
-
-    # -- reading ----------------------------------------------------------------------------
-
-    async def _read(self) -> None:
-        """Reads what the machine wants, while there are consumers."""
-        reader: AsyncReader | None = None
-        try:
-            while True:
-                await self._wanted.wait()
-                delivery, generation = self.delivery, self._generation
-                start = delivery.next_offset
-                try:
-                    if reader is None:
-                        reader = self.topic.aio.reader(start)
-                    elif reader.core.next_offset != start:
-                        reader.core.seek(start)
-                    count = max(1, min(delivery.wanted(), self._fetch_max))
-                    damaged = reader.core.damage_left_out
-                    messages = await reader.next_batch(count, self._fetch_bytes)
-                    damaged = reader.core.damage_left_out - damaged
-                    if delay := self.rate.reserve(len(messages), self._loop.time()):
-                        await asyncio.sleep(delay)
-                except OffsetOutOfRangeError as error:
-                    self._pass_over(start, error)
-                    continue
-                except (CorruptDataError, UnavailableError, CapacityError) as error:
-                    # The message is not passed over: whoever repairs the topic gets it delivered.
-                    _log.error("a subscription cannot read on", extra={"error": str(error)})
-                    if reader is not None:
-                        reader.close()
-                        reader = None
-                    await asyncio.sleep(_DAMAGE_RETRY_SECONDS)
-                    continue
-                if generation == self._generation and messages:
-                    self._offer(messages, damaged)
-                    self._pump()
-        except ClosedError:
-            # The topic's writer has stopped, or it is being closed: consumers have to come again.
-            self.end_streams(UnavailableError("the topic was closed", topic=self.topic.name))
-        except FencedError:
-            self._on_fenced()
-        except Exception as error:  # noqa: BLE001 - the streams end; consumers reconnect
-            threads.record("ister-dispatch", error, topic=self.topic.name)
-            self.end_streams(UnavailableError("the subscription stopped", topic=self.topic.name))
-        finally:
-            if reader is not None:
-                reader.close()
-
-    @property
-    def _fetch_bytes(self) -> int:
-        """Bytes to read at once: what is held stays within its bound, but for one message."""
-        if self.kind is SubscriptionKind.KEY_SHARED:
-            return _FETCH_BYTES
-        return min(_FETCH_BYTES, max(1, _HELD_BYTES_MAX - self._held_bytes))
-
-    @property
-    def _fetch_max(self) -> int:
-        """Messages to read at once: with a rate, so few that each part of it is waited for."""
-        rate = self.rate.per_second
-        return min(_FETCH_MESSAGES, max(1, rate // 10)) if rate else _FETCH_MESSAGES
-
-    def _pass_over(self, start: int, error: OffsetOutOfRangeError) -> None:
-        """Goes on behind messages that retention has taken, and says so."""
-        resume = max(error.earliest, 0) if start < error.earliest else error.next
-        _log.error(
-            "messages are no longer kept that a subscription has not seen",
-            extra={
-                "topic": self.topic.name,
-                "subscription": self.name,
-                "start": start,
-                "end": resume,
-            },
-        )
-        self._note_passed_over(max(0, resume - start))
-        self._release_held()
-        self.delivery.seek(resume, now=self._loop.time())
-        self._pump()
-
-    def _offer(self, messages: Sequence[Message], damaged: int) -> None:
-        """Takes messages in; `damaged` ones are left out by `cloud_reader.on_damage: skip`."""
-        delivery = self.delivery
-        for number, message in enumerate(messages):
-            if message.offset != messages[0].offset + number:
-                # Messages may be left out in the middle, too.
-                self._offer(messages[:number], damaged)
-                self._offer(messages[number:], damaged)
-                return
-        if messages[0].offset > delivery.next_offset:
-            if damaged:
-                self._note_passed_over(messages[0].offset - delivery.next_offset)
-                _log.error(
-                    "damaged messages are left out",
-                    extra={"start": delivery.next_offset, "end": messages[0].offset},
-                )
-            # Else they were left out of their object on purpose: compaction keeps what counts.
-            delivery.pass_over(messages[0].offset)
-        is_keyed = self.kind is SubscriptionKind.KEY_SHARED
-        if is_keyed:
-            offered = [(message.offset, _key_of(message)) for message in messages]
-        else:
-            offered = [(message.offset, "") for message in messages]
-        delivery.offer(offered, now=self._loop.time())
-        for message in messages:
-            # Those acknowledged before, or for nobody, are not going to be sent. Where messages go
-            # out in order reading pauses in time; keys that wait are read again when it is time.
-            has_room = not is_keyed or self._held_bytes < _HELD_BYTES_MAX
-            if has_room and delivery.holds(message.offset):
-                self._held[message.offset] = message
-                self._held_bytes += message.size_bytes
-
-    def _release_held(self) -> None:
-        self._held.clear()
-        self._held_bytes = 0
 
     # -- the pump ---------------------------------------------------------------------------
 
@@ -649,26 +462,11 @@ class Dispatch:
                         extra={"topic": self.topic.name, "offset": instruction.offset},
                     )
                     self._note_dropped()
-                    self._discard(instruction.offset)
+                    self.reading.discard(instruction.offset)
                     delivery.resolve(instruction.offset, now=now)
-        if self._held_bytes >= _HELD_BYTES_MAX:
-            self._is_full = True
-        elif self._held_bytes < _HELD_BYTES_MAX // 2:
-            # Not before: it would read a few messages at a time.
-            self._is_full = False
-        if delivery.wanted() > 0 and (
-            not self._is_full or self.kind is SubscriptionKind.KEY_SHARED
-        ):
-            self._wanted.set()
-        else:
-            self._wanted.clear()
+        self.reading.note_changed()
         self._schedule(delivery.deadline())
         self._note_progress(now)
-
-    def _discard(self, offset: int) -> None:
-        held = self._held.pop(offset, None)
-        if held is not None:
-            self._held_bytes -= held.size_bytes
 
     def _schedule(self, deadline: float | None) -> None:
         timer = self._timer
@@ -696,7 +494,7 @@ class Dispatch:
     async def _dead_letter(self, instruction: DeadLetter, target: str) -> None:
         offset = instruction.offset
         try:
-            message = await self._message(offset)
+            message = await self.reading.message(offset)
             if message is not None and is_worn(message):
                 _log.error(
                     "a message is passed over: it has been through too many dead-letter topics",
@@ -821,32 +619,14 @@ class Dispatch:
         for timer in (self._timer, self._flush_timer, *self._forgetting.values()):
             if timer is not None:
                 timer.cancel()
-        working = [task for task in (self._reading, *self._tasks) if task is not None]
-        for task in working:
+        working = [*self._tasks, *self.reading.cancel()]
+        for task in self._tasks:
             task.cancel()
         # A cursor that is being written is waited for: its thread would go on, and come last.
         await asyncio.gather(*working, *self._flushes, return_exceptions=True)
-        if self._retriever is not None:
-            self._retriever.close()
+        self.reading.close()
         if flush and self.is_dirty:
             try:
                 await self.flush()
             except IsterError as error:
                 _log.warning("a cursor was not written at the end", extra={"error": str(error)})
-
-
-def _key_of(message: Message) -> str:
-    """What key-shared subscriptions go by."""
-    try:
-        record = message.record
-    except CorruptDataError:
-        return ""  # whoever gets it finds out
-    return key_of(record)
-
-
-def key_of(record: StreamMessage) -> str:
-    """The key that decides who gets a message: its beginning, if somebody made it long.
-
-    Filters look at every character of it, on the loop: 64 of them at a MiB took 18 seconds.
-    """
-    return (record.routing_key or record.producer_name)[:_KEY_CHARACTERS_MAX]

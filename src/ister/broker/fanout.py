@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ister.broker.counters import SubscriptionCounters, TopicCounters
-from ister.broker.dispatch import key_of
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
+from ister.broker.reading import key_of
 from ister.errors import ClosedError, ConflictError, IsterError
 from ister.limits import MIB
 from ister.metrics import Metrics

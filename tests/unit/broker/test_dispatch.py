@@ -14,6 +14,7 @@ import pytest
 from broker_rig import a_record, broker_tasks, broker_timers, eventually, run, take
 from ister import failpoints
 from ister.broker import dispatch as module
+from ister.broker import reading
 from ister.broker.dispatch import Dispatch
 from ister.broker.letters import HOPS_MAX
 from ister.broker.outbox import OUTBOX_MESSAGES
@@ -226,8 +227,8 @@ def test_messages_come_in_order_old_and_new(place):
             assert got == [(n, 1, b"%d" % n) for n in range(320)]
             assert dispatch.delivery.cursor == 320
             assert dispatch.lag == 0
-            assert dispatch._held == {}
-            assert dispatch._held_bytes == 0
+            assert dispatch.reading.held == {}
+            assert dispatch.reading.held_bytes == 0
 
     run(scenario())
 
@@ -266,7 +267,7 @@ def test_without_consumers_nothing_is_read_and_the_lag_grows():
         async with in_memory() as rig:
             dispatch = rig.open()
             rig.fill(10)
-            assert dispatch._reading is None
+            assert dispatch.reading.task is None
             assert dispatch.lag == 10
             assert rig.topic.readers == []
 
@@ -274,39 +275,42 @@ def test_without_consumers_nothing_is_read_and_the_lag_grows():
 
 
 def test_what_is_held_is_bounded_and_the_rest_is_read_again(monkeypatch):
-    monkeypatch.setattr(module, "_HELD_BYTES_MAX", 20_000)
+    monkeypatch.setattr(reading, "_HELD_BYTES_MAX", 20_000)
 
     async def scenario():
         async with on_disk() as rig:
             rig.fill(200, size=1000)
             dispatch = rig.open(window=1000)
             outbox = dispatch.attach(1, ())
-            await eventually(lambda: not dispatch._wanted.is_set())
-            assert 20_000 <= dispatch._held_bytes < 23_000
-            assert sum(m.size_bytes for m in dispatch._held.values()) == dispatch._held_bytes
+            await eventually(lambda: not dispatch.reading.wanted.is_set())
+            assert 20_000 <= dispatch.reading.held_bytes < 23_000
+            assert (
+                sum(m.size_bytes for m in dispatch.reading.held.values())
+                == dispatch.reading.held_bytes
+            )
             got = []
             while len(got) < 200:
                 got += await receive(dispatch, outbox, 10, ack=True)
-                assert dispatch._held_bytes < 23_000
+                assert dispatch.reading.held_bytes < 23_000
             assert got == [(n, 1, b"%d" % n) for n in range(200)]
-            assert dispatch._held_bytes == 0
+            assert dispatch.reading.held_bytes == 0
 
     run(scenario())
 
 
 def test_acks_of_what_was_not_sent_again_do_not_stop_reading(monkeypatch):
     """A client acknowledges what it got before the broker's restart, and reading goes on."""
-    monkeypatch.setattr(module, "_HELD_BYTES_MAX", 20_000)
+    monkeypatch.setattr(reading, "_HELD_BYTES_MAX", 20_000)
 
     async def scenario():
         async with on_disk() as rig:
             rig.fill(400, size=1000)
             dispatch = rig.open(window=1000)
             outbox = dispatch.attach(1, ())
-            await eventually(lambda: not dispatch._wanted.is_set())
+            await eventually(lambda: not dispatch.reading.wanted.is_set())
             for offset in range(350):
                 dispatch.ack(offset)
-            assert dispatch._held_bytes < 20_000
+            assert dispatch.reading.held_bytes < 20_000
             seen = set()
             while 399 not in seen:
                 for offset, _, _ in await receive(dispatch, outbox, 1, ack=True):
@@ -318,7 +322,7 @@ def test_acks_of_what_was_not_sent_again_do_not_stop_reading(monkeypatch):
 
 
 def test_keys_that_nobody_takes_do_not_use_up_the_held_bytes(monkeypatch):
-    monkeypatch.setattr(module, "_HELD_BYTES_MAX", 20_000)
+    monkeypatch.setattr(reading, "_HELD_BYTES_MAX", 20_000)
 
     async def scenario():
         async with in_memory() as rig:
@@ -328,7 +332,7 @@ def test_keys_that_nobody_takes_do_not_use_up_the_held_bytes(monkeypatch):
             outbox = dispatch.attach(1, ["mine"])
             assert await receive(dispatch, outbox, 1, ack=True) == [(100, 1, b"mine")]
             assert dispatch.delivery.cursor == 101
-            assert dispatch._held_bytes == 0
+            assert dispatch.reading.held_bytes == 0
 
     run(scenario())
 
@@ -340,7 +344,7 @@ def test_a_redelivery_reads_the_message_again():
             dispatch = rig.open()
             outbox = dispatch.attach(1, ())
             await receive(dispatch, outbox, 50)
-            assert dispatch._held == {}
+            assert dispatch.reading.held == {}
             for offset in (7, 3):
                 dispatch.nack(offset, delay_ms=None, reason="again")
             again = await receive(dispatch, outbox, 2, ack=True)
@@ -360,7 +364,9 @@ def test_many_redeliveries_at_once_each_get_their_message():
             dispatch = rig.open()
             outbox = dispatch.attach(1, ())
             await receive(dispatch, outbox, 40)
-            found = await asyncio.gather(*(dispatch._message(n) for n in reversed(range(40))))
+            found = await asyncio.gather(
+                *(dispatch.reading.message(n) for n in reversed(range(40)))
+            )
             assert [m.offset for m in found] == list(reversed(range(40)))
             assert len(rig.topic.readers) == 2, "readers were left open"
 
@@ -375,12 +381,12 @@ def test_a_redelivery_that_is_given_up_leaves_no_reader():
             outbox = dispatch.attach(1, ())
             await receive(dispatch, outbox, 40)
             for _ in range(20):
-                reading = asyncio.create_task(dispatch._message(5))
+                reading = asyncio.create_task(dispatch.reading.message(5))
                 await asyncio.sleep(0)
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
             await eventually(lambda: len(rig.topic.readers) <= 2)
-            assert (await dispatch._message(5)).payload.startswith(b"5")
+            assert (await dispatch.reading.message(5)).payload.startswith(b"5")
 
     run(scenario())
 
@@ -807,7 +813,7 @@ def test_messages_that_retention_took_unread_are_counted_and_the_rest_comes(capl
 
 def test_messages_that_retention_takes_under_a_consumer_are_passed_over(monkeypatch):
     """Some of them are in flight, some read ahead; what is held of them is let go of."""
-    monkeypatch.setattr(module, "_HELD_BYTES_MAX", 10_000)
+    monkeypatch.setattr(reading, "_HELD_BYTES_MAX", 10_000)
 
     async def scenario():
         async with in_a_bucket() as rig:
@@ -825,7 +831,11 @@ def test_messages_that_retention_takes_under_a_consumer_are_passed_over(monkeypa
                     assert attempt == 1
             assert seen >= set(range(90, 120))
             await eventually(lambda: dispatch.delivery.cursor == 120)
-            assert dispatch._held_bytes == sum(m.size_bytes for m in dispatch._held.values()) == 0
+            assert (
+                dispatch.reading.held_bytes
+                == sum(m.size_bytes for m in dispatch.reading.held.values())
+                == 0
+            )
 
     run(scenario())
 
@@ -842,7 +852,7 @@ def test_a_redelivery_that_retention_took_does_not_hold_up_the_subscription(capl
             dispatch.nack(0, delay_ms=None, reason=None)
             [(offset, attempt)] = [s for s in await take(outbox, 21) if s[1] == 2]
             assert (offset, attempt) == (0, 2)
-            assert await dispatch._message(0) is None
+            assert await dispatch.reading.message(0) is None
             assert dispatch.delivery.cursor == 100
             assert "no longer kept" in caplog.text
 
@@ -851,7 +861,7 @@ def test_a_redelivery_that_retention_took_does_not_hold_up_the_subscription(capl
 
 def test_a_damaged_message_is_not_passed_over(monkeypatch, caplog):
     """It comes once the file is repaired; until then the subscription says why it stands still."""
-    monkeypatch.setattr(module, "_DAMAGE_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(reading, "_DAMAGE_RETRY_SECONDS", 0.05)
 
     async def scenario():
         async with on_disk() as rig:
@@ -896,7 +906,7 @@ def test_a_body_that_is_no_message_counts_as_failed():
 
             assert dispatch.readable(Broken()) is None
             assert await take(outbox, 1) == [(0, 2)]
-            assert dispatch.readable(await dispatch._message(0)).payload == b"0"
+            assert dispatch.readable(await dispatch.reading.message(0)).payload == b"0"
 
     run(scenario())
 
@@ -1127,10 +1137,10 @@ def test_the_last_consumer_takes_the_reader_and_the_held_bytes_with_it():
             rig.fill(20, size=100)
             dispatch = rig.open(window=1000)
             outbox = dispatch.attach(1, ())
-            await eventually(lambda: dispatch._held_bytes > 0)
+            await eventually(lambda: dispatch.reading.held_bytes > 0)
             dispatch.detach(outbox)
             dispatch.detach(outbox)
-            assert dispatch._held_bytes == 0
+            assert dispatch.reading.held_bytes == 0
             await eventually(lambda: rig.topic.readers == [])
             again = dispatch.attach(1, ())
             assert offsets(await receive(dispatch, again, 20)) == list(range(20))
@@ -1157,7 +1167,7 @@ def test_a_hundred_attaches_leave_nothing_behind(kind):
                         else:
                             dispatch.nack(offset, delay_ms=None, reason=None)
                 else:
-                    reading = asyncio.create_task(dispatch._message(turn % 50))
+                    reading = asyncio.create_task(dispatch.reading.message(turn % 50))
                     await asyncio.sleep(0)
                     reading.cancel()
                     await asyncio.gather(reading, return_exceptions=True)
@@ -1166,7 +1176,7 @@ def test_a_hundred_attaches_leave_nothing_behind(kind):
             # The one for redeliveries may stay.
             await eventually(lambda: len(rig.topic.readers) <= 1)
             await eventually(lambda: broker_tasks() == [])
-            assert dispatch._held_bytes == 0
+            assert dispatch.reading.held_bytes == 0
             assert acked
             last = dispatch.attach(1000, ())
             got = []
@@ -1313,7 +1323,7 @@ def test_an_unforeseen_error_ends_the_streams_and_is_in_the_log(monkeypatch, cap
             def fail(messages, damaged):
                 raise RuntimeError("a bug")
 
-            monkeypatch.setattr(dispatch, "_offer", fail)
+            monkeypatch.setattr(dispatch.reading, "_offer", fail)
             outbox = dispatch.attach(1, ())
             with pytest.raises(UnavailableError, match="stopped"):
                 await asyncio.wait_for(outbox.take(), 20)

@@ -477,11 +477,11 @@ def test_nothing_is_held_where_nothing_is_owed(tmp_path):
             await eventually(lambda: subscription.attached == [one])
             for number in range(5):
                 await send(b"x" * 1000, key=f"us-{number}")
-            await eventually(lambda: subscription._held_bytes > 5000)
+            await eventually(lambda: subscription.reading.held_bytes > 5000)
             # Its consumer does not come back: they are passed over.
             await eventually(lambda: subscription.delivery.cursor == 5)
-            assert subscription._held_bytes == 0
-            assert subscription._held == {}
+            assert subscription.reading.held_bytes == 0
+            assert subscription.reading.held == {}
             stays.cancel()
 
     run(scenario())

@@ -421,7 +421,7 @@ def test_consumers_whose_clients_go_are_detached(tmp_path):
             for call in calls:
                 call.cancel()
             await eventually(lambda: not subscription.attached)
-            assert subscription._reading is None
+            assert subscription.reading.task is None
             subscription.delivery.validate_state()
             assert subscription.delivery.stats().in_flight == 0
 
