@@ -450,6 +450,7 @@ class Dispatch:
                     outbox = self._outboxes.get(instruction.consumer)
                     if outbox is not None:
                         outbox.push((instruction.offset, instruction.attempt))
+                        self.reading.expect(instruction.offset)
                         if instruction.attempt > 1:
                             self.counters.redeliveries += 1
                             self._metrics.count("subscription.redeliveries_total")

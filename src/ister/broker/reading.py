@@ -6,19 +6,28 @@
 Owns: the readers of one subscription, and the bytes that wait for their consumers. Does not own:
 which message goes to whom (`ister.subscription.delivery`), streams, the cursor.
 
-All of it runs on the broker's loop. Reading is a task that exists while a consumer is attached. A
-message's bytes are held from reading to the first sending, within a bound, and are read again for
-every later one. Nothing here survives a crash, and nothing has to.
+All of it runs on the broker's loop. Reading is a task that exists while a consumer is attached.
+
+Bytes are read once where memory allows it: a message is held from reading to sending, and for a
+redelivery as long as it is not acknowledged. Both have a bound; what does not fit, or has waited
+for long, is let go and read again. Then neighbours that are due are read together, and one that is
+alone is found by the sizes of those before it, so that no more is read than is sent. Reading goes
+no further ahead than as much as has been sent, so that what is let go unsent is the smaller part.
+
+Nothing here survives a crash, and nothing has to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from ister import threads
+from ister.broker.frame_sizes import FrameSizes
 from ister.broker.policies import Rate
 from ister.errors import (
     CapacityError,
@@ -29,7 +38,8 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnavailableError,
 )
-from ister.limits import MIB
+from ister.format.frame import FRAME_HEADER_SIZE
+from ister.limits import KIB, MIB
 from ister.model import StreamMessage
 from ister.subscription.delivery import Delivery
 from ister.subscription.policy import SubscriptionKind
@@ -45,6 +55,19 @@ _FETCH_MESSAGES: Final = 512
 _FETCH_BYTES: Final = 4 * MIB
 # Bytes of messages that were read and not sent yet, per subscription.
 _HELD_BYTES_MAX: Final = 16 * MIB
+# Bytes of messages that were sent and not acknowledged, per subscription.
+_KEPT_BYTES_MAX: Final = 4 * MIB
+# What a message takes besides its bytes.
+_MESSAGE_BYTES: Final = 512
+# What is read first, when nobody knows how much the consumers will take.
+_FIRST_BYTES: Final = 64 * KIB
+_AHEAD_BYTES_MIN: Final = 256 * KIB
+# Messages that are due are read together if the others between them take no more bytes than they
+# do; from objects also if these are few, because a request costs as much as many bytes.
+_AGAIN_BYTES: Final = 1 * MIB
+_GAP_BYTES: Final = 32 * KIB
+# What nobody has taken for so long is let go.
+_IDLE_SECONDS: Final = 10.0
 _KEY_CHARACTERS_MAX: Final = 256
 _RETRY_SECONDS: Final = 1.0
 _DAMAGE_RETRY_SECONDS: Final = 5.0
@@ -87,8 +110,21 @@ class Reading:
         self._loop = asyncio.get_running_loop()
         self._is_keyed = delivery.kind is SubscriptionKind.KEY_SHARED
         self.held: dict[int, Message] = {}
-        """Messages that were read and not sent yet, by offset."""
+        """Messages in memory that are to be sent, by offset."""
         self.held_bytes = 0
+        self.kept: OrderedDict[int, Message] = OrderedDict()
+        """Messages in memory that were sent and are not acknowledged, in the order of sending."""
+        self.kept_bytes = 0
+        self._unheld: dict[int, int] = {}
+        self._unheld_bytes = 0
+        self._due: list[int] = []
+        self._sizes = FrameSizes()
+        self._sent_bytes = 0
+        self._size_mean = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._is_idle = False
+        self._reader: AsyncReader | None = None
+        self._is_fetching = False
         self._is_full = False
         self.wanted = asyncio.Event()
         """Set while there is something to read for."""
@@ -96,6 +132,7 @@ class Reading:
         """Who reads; None while no consumer is attached."""
         self._generation = 0
         self._retriever: AsyncReader | None = None
+        self._retrieving = asyncio.Lock()
         self._is_closed = False
 
     # -- when -------------------------------------------------------------------------------
@@ -107,16 +144,16 @@ class Reading:
             self.task = self._loop.create_task(self._read())
 
     def stop(self) -> None:
-        """Reads no more; what is held is let go."""
+        """Reads no more. What is held stays for a while, for a consumer that comes again."""
         if self.task is not None:
             self.task.cancel()
             self.task = None
-            self._release()
+            self._watch_idle()
 
     def restart(self) -> None:
         """Goes on from where the machine is now, after a seek."""
         self._generation += 1
-        self._release()
+        self._forget()
         if self.task is not None:
             # It may be waiting at the end of the topic for what is appended next.
             self.task.cancel()
@@ -124,12 +161,15 @@ class Reading:
 
     def note_changed(self) -> None:
         """The machine, or what is held, has changed: reads if there is something to read for."""
-        if self.held_bytes >= _HELD_BYTES_MAX:
+        # What was let go counts: it is to be read again before anything new.
+        ahead = self.held_bytes + self._unheld_bytes
+        limit = min(_HELD_BYTES_MAX, max(_AHEAD_BYTES_MIN, self._sent_bytes))
+        if ahead >= limit:
             self._is_full = True
-        elif self.held_bytes < _HELD_BYTES_MAX // 2:
+        elif ahead < limit // 2:
             # Not before: it would read a few messages at a time.
             self._is_full = False
-        if self._delivery.wanted() > 0 and (not self._is_full or self._is_keyed):
+        if self._delivery.wanted() > 0 and (not self._is_full or self._delivery.is_hungry()):
             self.wanted.set()
         else:
             self.wanted.clear()
@@ -137,80 +177,213 @@ class Reading:
     def cancel(self) -> list[asyncio.Task[None]]:
         """Ends reading for good; the task that has to be waited for before `close`."""
         self._is_closed = True
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if self.task is None:
             return []
         self.task.cancel()
         return [self.task]
 
     def close(self) -> None:
-        """Lets go of the readers."""
+        """Lets go of the readers, and of everything that is held."""
+        self._forget()
+        self._close_reader()
+        self._close_retriever()
+
+    def _open_reader(self, start: int) -> AsyncReader:
+        reader = self._topic.aio.reader(start)
+        reader.core.span = self._sizes.span
+        return reader
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _close_retriever(self) -> None:
         if self._retriever is not None:
             self._retriever.close()
+            self._retriever = None
 
     # -- what is held -----------------------------------------------------------------------
 
+    def expect(self, offset: int) -> None:
+        """A message is to be sent: if it is not in memory, it is read together with others."""
+        if offset not in self.held and offset not in self.kept:
+            insort(self._due, offset)
+
     def discard(self, offset: int) -> None:
-        """A message is not going to be sent."""
-        held = self.held.pop(offset, None)
-        if held is not None:
-            self.held_bytes -= held.size_bytes
+        """A message is done, or not going to be sent."""
+        if (sent := self.kept.pop(offset, None)) is not None:
+            self.kept_bytes -= sent.size_bytes + _MESSAGE_BYTES
+        self._take(offset)
 
     def discard_done(self) -> None:
         """Lets go of what the machine has passed over."""
         for offset in [one for one in self.held if not self._delivery.holds(one)]:
             self.discard(offset)
+        for offset in [one for one in self._unheld if not self._delivery.holds(one)]:
+            self.discard(offset)
 
-    def _release(self) -> None:
+    def _take(self, offset: int) -> Message | None:
+        """Takes a message out of those that are to be sent, if it is there."""
+        held = self.held.pop(offset, None)
+        if held is not None:
+            self.held_bytes -= held.size_bytes + _MESSAGE_BYTES
+            return held
+        if self._unheld:
+            self._unheld_bytes -= self._unheld.pop(offset, 0)
+        due = self._due
+        if due and (at := bisect_left(due, offset)) < len(due) and due[at] == offset:
+            del due[at]
+        return None
+
+    def _hold(self, message: Message) -> None:
+        self.held[message.offset] = message
+        self.held_bytes += message.size_bytes + _MESSAGE_BYTES
+
+    def _keep(self, message: Message) -> None:
+        """Keeps a message that leaves for a redelivery; those that left before it go first."""
+        self._is_idle = False
+        self._sent_bytes += message.size_bytes
+        kept = self.kept
+        if message.offset not in kept and self._delivery.holds(message.offset):
+            kept[message.offset] = message
+            self.kept_bytes += message.size_bytes + _MESSAGE_BYTES
+            while self.kept_bytes > _KEPT_BYTES_MAX:
+                self.kept_bytes -= kept.popitem(last=False)[1].size_bytes + _MESSAGE_BYTES
+
+    def release(self) -> None:
+        """Lets go of the bytes: they are read again when it is their turn."""
+        for offset, message in self.held.items():
+            size = message.size_bytes + _MESSAGE_BYTES
+            self._unheld[offset] = size
+            self._unheld_bytes += size
+            if self._delivery.is_sent(offset):
+                insort(self._due, offset)
         self.held.clear()
         self.held_bytes = 0
+        self.kept.clear()
+        self.kept_bytes = 0
+        # What is read now has to be worth it anew.
+        self._sent_bytes = 0
+        if not self._is_fetching:
+            # It may have a chunk at hand.
+            self._close_reader()
+        self._close_retriever()
+
+    def _forget(self) -> None:
+        """The machine has forgotten everything."""
+        for container in (self.held, self.kept, self._unheld, self._due, self._sizes):
+            container.clear()
+        self.held_bytes = self.kept_bytes = self._unheld_bytes = self._sent_bytes = 0
+
+    def _watch_idle(self) -> None:
+        if self._idle_timer is None and not self._is_closed:
+            self._is_idle = True
+            self._idle_timer = self._loop.call_later(_IDLE_SECONDS, self._on_idle_timer)
+
+    def _on_idle_timer(self) -> None:
+        self._idle_timer = None
+        if self._is_idle:
+            # Nobody has taken anything since.
+            self.release()
+        if self.held or self.kept:
+            self._watch_idle()
 
     async def message(self, offset: int) -> Message | None:
         """A message that leaves now; None if nobody has it any more."""
-        held = self.held.pop(offset, None)
-        if held is not None:
-            self.held_bytes -= held.size_bytes
-            return held
-        return await self._retrieve(offset)
+        message = self._take(offset) or self.kept.get(offset) or await self._retrieve(offset)
+        if message is not None:
+            self._keep(message)
+        return message
 
     async def _retrieve(self, offset: int) -> Message | None:
-        """Reads one message again, for a redelivery."""
-        while True:
-            reader = self._retriever
-            try:
-                if reader is None:
-                    reader = self._topic.aio.reader(offset)
-                else:
-                    # Whoever comes meanwhile makes a reader of its own.
-                    self._retriever = None
-                    reader.core.seek(offset)
-                # This one or none: it must not wait for messages to come.
-                reader.core.limit(offset + 1)
-                found = await reader.next_batch(1)
-                if self._retriever is None and not self._is_closed:
-                    self._retriever = reader
-                else:
-                    reader.close()
-                is_it = bool(found) and found[0].offset == offset
-                if not is_it:
+        """Reads a message again, and its neighbours that are due, too."""
+        async with self._retrieving:
+            found = self._take(offset) or self.kept.get(offset)
+            if found is not None:
+                return found  # it came with the one before it
+            end = self._end_of_run(offset)
+            messages = await self._read_again(offset, end)
+            if not messages or messages[0].offset != offset:
+                if messages is not None:
                     # Damage that `cloud_reader.on_damage: skip` leaves out.
                     self._give_up(offset)
-                return found[0] if is_it else None
+                return None
+            for message in messages[1:]:
+                due = self._due
+                at = bisect_left(due, message.offset)
+                if at < len(due) and due[at] == message.offset:
+                    self._take(message.offset)
+                    self._hold(message)
+            return messages[0]
+
+    def _end_of_run(self, offset: int) -> int:
+        """The end of the range that is worth reading with a message, because others are due."""
+        due, sizes = self._due, self._sizes
+        is_in_object = offset < self._topic.wal.trimmed
+        end, size = offset + 1, sizes.of(offset)
+        useful = total = size
+        for at in range(bisect_right(due, offset), len(due)):
+            other = due[at]
+            if other < end:
+                continue
+            gap = sizes.span(end, other)
+            size = sizes.of(other)
+            if gap is None or not size or total + gap + size > _AGAIN_BYTES:
+                break
+            useful += size
+            is_small = is_in_object and gap <= _GAP_BYTES
+            if total + gap + size > 2 * useful and not is_small:
+                break
+            total += gap + size
+            end = other + 1
+        return end
+
+    async def _read_again(self, start: int, end: int) -> list[Message] | None:
+        """Messages that were read before; None if the first of them is no longer kept."""
+        while True:
+            reader, self._retriever = self._retriever, None
+            found: list[Message] = []
+            try:
+                if reader is None:
+                    reader = self._open_reader(start)
+                while (at := start + len(found)) < end:
+                    # These or none: it must not wait for messages to come.
+                    reader.core.seek(at)
+                    reader.core.limit(end)
+                    more = await reader.next_batch(end - at, _FETCH_BYTES)
+                    found += more
+                    if not more or found[-1].offset != start + len(found) - 1:
+                        break  # some are not there
             except OffsetOutOfRangeError:
                 if reader is not None:
                     reader.close()
-                self._give_up(offset)
+                if found:
+                    return found
+                self._give_up(start)
                 return None
             except (CorruptDataError, UnavailableError) as error:
                 if reader is not None:
                     reader.close()
+                if found:
+                    return found
                 if isinstance(error, CorruptDataError):
                     _log.error("a message cannot be read", extra={"error": str(error)})
+                end = start + 1
                 await asyncio.sleep(_RETRY_SECONDS)
             except BaseException:
                 # The stream has ended meanwhile.
                 if reader is not None:
                     reader.close()
                 raise
+            else:
+                if self._is_closed:
+                    reader.close()
+                else:
+                    self._retriever = reader
+                return found
 
     def _give_up(self, offset: int) -> None:
         """Nobody can deliver a message any more: it is done, whatever state it is in."""
@@ -226,20 +399,26 @@ class Reading:
 
     async def _read(self) -> None:
         """Reads what the machine wants, while there are consumers."""
-        reader: AsyncReader | None = None
         try:
             while True:
                 await self.wanted.wait()
                 delivery, generation = self._delivery, self._generation
                 start = delivery.next_offset
                 try:
-                    if reader is None:
-                        reader = self._topic.aio.reader(start)
-                    elif reader.core.next_offset != start:
-                        reader.core.seek(start)
-                    count = max(1, min(delivery.wanted(), self._fetch_max))
+                    if self._reader is None:
+                        self._reader = self._open_reader(start)
+                    elif self._reader.core.next_offset != start:
+                        self._reader.core.seek(start)
+                    reader = self._reader
+                    wanted = max(1, delivery.wanted())
                     damaged = reader.core.damage_left_out
-                    messages = await reader.next_batch(count, self._fetch_bytes)
+                    self._is_fetching = True
+                    try:
+                        messages = await reader.next_batch(
+                            min(wanted, self._fetch_max), self._fetch_bytes(wanted)
+                        )
+                    finally:
+                        self._is_fetching = False
                     damaged = reader.core.damage_left_out - damaged
                     if delay := self._rate.reserve(len(messages), self._loop.time()):
                         await asyncio.sleep(delay)
@@ -249,9 +428,7 @@ class Reading:
                 except (CorruptDataError, UnavailableError, CapacityError) as error:
                     # The message is not passed over: whoever repairs the topic gets it delivered.
                     _log.error("a subscription cannot read on", extra={"error": str(error)})
-                    if reader is not None:
-                        reader.close()
-                        reader = None
+                    self._close_reader()
                     await asyncio.sleep(_DAMAGE_RETRY_SECONDS)
                     continue
                 if generation == self._generation and messages:
@@ -259,22 +436,28 @@ class Reading:
                     self._pump()
         except ClosedError:
             # The topic's writer has stopped, or it is being closed: consumers have to come again.
+            self._close_reader()
             self._on_end(UnavailableError("the topic was closed", topic=self._topic.name))
         except FencedError:
+            self._close_reader()
             self._on_fenced()
         except Exception as error:  # noqa: BLE001 - the streams end; consumers reconnect
+            self._close_reader()
             threads.record("ister-dispatch", error, topic=self._topic.name)
             self._on_end(UnavailableError("the subscription stopped", topic=self._topic.name))
-        finally:
-            if reader is not None:
-                reader.close()
 
-    @property
-    def _fetch_bytes(self) -> int:
-        """Bytes to read at once: what is held stays within its bound, but for one message."""
-        if self._is_keyed:
-            return _FETCH_BYTES
-        return min(_FETCH_BYTES, max(1, _HELD_BYTES_MAX - self.held_bytes))
+    def _fetch_bytes(self, wanted: int) -> int:
+        """Bytes to read at once: no more than is wanted, and than has been sent so far.
+
+        What is held stays within its bound, but for one message.
+        """
+        size = min(
+            _FETCH_BYTES,
+            max(_FIRST_BYTES, self._sent_bytes),
+            max(_FIRST_BYTES, int(wanted * self._size_mean)),
+        )
+        ahead = self.held_bytes + self._unheld_bytes
+        return min(size, max(_FIRST_BYTES if self._is_keyed else 1, _HELD_BYTES_MAX - ahead))
 
     @property
     def _fetch_max(self) -> int:
@@ -295,7 +478,7 @@ class Reading:
             },
         )
         self._on_passed_over(max(0, resume - start))
-        self._release()
+        self._forget()
         self._delivery.seek(resume, now=self._loop.time())
         self._pump()
 
@@ -322,13 +505,22 @@ class Reading:
         else:
             offered = [(message.offset, "") for message in messages]
         delivery.offer(offered, now=self._loop.time())
+        sizes = [message.size_bytes for message in messages]
+        self._sizes.forget_below(delivery.cursor)
+        self._sizes.note(messages[0].offset, sizes)
+        self._size_mean = sum(sizes) / len(sizes) + FRAME_HEADER_SIZE
         for message in messages:
             # Those acknowledged before, or for nobody, are not going to be sent. Where messages go
             # out in order reading pauses in time; keys that wait are read again when it is time.
-            has_room = not self._is_keyed or self.held_bytes < _HELD_BYTES_MAX
-            if has_room and delivery.holds(message.offset):
-                self.held[message.offset] = message
-                self.held_bytes += message.size_bytes
+            if not delivery.holds(message.offset):
+                continue
+            if not self._is_keyed or self.held_bytes < _HELD_BYTES_MAX:
+                self._hold(message)
+            else:
+                size = message.size_bytes + _MESSAGE_BYTES
+                self._unheld[message.offset] = size
+                self._unheld_bytes += size
+        self._watch_idle()
 
 
 def _key_of(message: Message) -> str:

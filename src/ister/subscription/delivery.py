@@ -312,6 +312,12 @@ class Delivery:
             bound = max(4 * bound, KEYED_MESSAGES_MIN)
         return max(0, bound - len(self._entries))
 
+    def is_hungry(self) -> bool:
+        """Whether somebody could take messages, and all that were read are for others."""
+        return self._is_keyed and any(
+            consumer.room > 0 and not consumer.flight for consumer in self._attached.values()
+        )
+
     def offer(self, messages: Iterable[tuple[int, str]], *, now: float) -> None:
         """Takes in messages as they are in the log, from `next_offset` on, without a hole.
 
@@ -360,6 +366,11 @@ class Delivery:
             and entry.consumer is not None
             and entry.consumer.id == consumer
         )
+
+    def is_sent(self, offset: int) -> bool:
+        """Whether a message is to be sent to somebody, and has not left."""
+        entry = self._entries.get(offset)
+        return entry is not None and entry.state is State.SENT and not entry.is_written
 
     def begin_write(self, consumer: int, offset: int, *, now: float) -> bool:
         """A message leaves for its consumer: the time for its answer begins.

@@ -125,11 +125,25 @@ class HistoryReader:
         self._object = None
         self._next = -1
 
-    def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
+    def fetch(
+        self,
+        start: int,
+        end: int,
+        *,
+        bytes_max: int,
+        span: Callable[[int, int], int | None] | None = None,
+    ) -> FrameBatch:
         """Frames from `start` on, at least one, none at or after `end`, about `bytes_max` of them.
 
         The first frame may be a later one than `start`: where messages were left out of an object
         on purpose, and where damage is, with `skips_damage`.
+
+        Args:
+            start: The first offset.
+            end: The offset before which to end.
+            bytes_max: How many bytes to fetch at most, but for one frame.
+            span: How many bytes the frames of a range take; None if that is not known. Where it
+                is, no other frames are fetched.
 
         Raises:
             DataGapError: No object holds `start`.
@@ -140,9 +154,11 @@ class HistoryReader:
         """
         check(start < end, "a fetch asks for something")
         while True:
-            described = self._seek(start)
+            described = self._seek(start, span)
+            limit = min(end, described.end)
+            exact = span(start, limit) if span is not None and self._next == start else None
             try:
-                return self._fetch(described, start, min(end, described.end), bytes_max)
+                return self._fetch(described, start, limit, bytes_max, exact)
             except NotFoundError as error:
                 # Replaced or expired between looking and reading: look again, once per change.
                 self.close()
@@ -200,7 +216,9 @@ class HistoryReader:
 
     # -- where ------------------------------------------------------------------------------
 
-    def _seek(self, start: int) -> ObjectDescriptor:
+    def _seek(
+        self, start: int, span: Callable[[int, int], int | None] | None = None
+    ) -> ObjectDescriptor:
         """The descriptor of the object that holds `start`, with the position set for it."""
         described = self._object
         if described is None or not described.start <= start < described.end:
@@ -223,32 +241,45 @@ class HistoryReader:
         if self._next != start and described.format != FORMAT_PARQUET:
             self._drop_coming()
             self._next, self._position = described.position_before(start)
+            if span is not None and (before := span(self._next, start)):
+                # Counted, and not looked at: if another frame is there, the scan finds out.
+                self._next, self._position = start, self._position + before
         return described
 
     def _fetch(
-        self, described: ObjectDescriptor, start: int, end: int, bytes_max: int
+        self,
+        described: ObjectDescriptor,
+        start: int,
+        end: int,
+        bytes_max: int,
+        exact: int | None = None,
     ) -> FrameBatch:
         if described.format == FORMAT_PARQUET:
             return self._fetch_restored(described, start, end, bytes_max)
         size = min(self._settings.chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN))
+        if exact is not None:
+            size = min(size, exact)
         is_second_try = False
         while True:
-            chunk = self._read(described, size)
+            chunk, asked = self._read(described, size)
             scan = scan_frames(chunk, expected_offset=self._next, end_offset=end)
             if scan.starts:
                 batch = self._take(chunk, scan, start)
                 if batch is None:
                     continue  # only frames before `start` so far
-                if self._next < end:
+                if self._next < end and exact is None:
                     # Nobody wants what comes after `end` yet, or ever.
-                    self._read_ahead(described)
+                    self._read_ahead(described, size)
                 return batch
-            if isinstance(scan.stop, NeedMore) and scan.stop.size_bytes > len(chunk) == size:
+            if isinstance(scan.stop, NeedMore) and scan.stop.size_bytes > len(chunk) == asked:
                 # One frame larger than a chunk.
                 size = min(scan.stop.size_bytes, FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX)
                 continue
             self._drop_coming()
             self._whole = None
+            if exact is not None:
+                # Counted by sizes that are other frames'.
+                exact, size = None, min(self._settings.chunk_bytes, _CHUNK_BYTES_MIN)
             if not is_second_try:
                 is_second_try = True
                 if self._next != start or self._position:
@@ -395,23 +426,22 @@ class HistoryReader:
 
     # -- bytes ------------------------------------------------------------------------------
 
-    def _read(self, described: ObjectDescriptor, size: int) -> bytes:
-        """The next `size` bytes, from what was fetched ahead where that fits."""
+    def _read(self, described: ObjectDescriptor, size: int) -> tuple[bytes, int]:
+        """The next `size` bytes, or what was fetched ahead; and how many were asked for."""
         coming, self._coming = self._coming, None
         if coming is not None:
             position, coming_size, future = coming
-            if position == self._position and coming_size >= size:
+            if position == self._position:
                 try:
-                    return future.result()
+                    return future.result(), coming_size
                 except CancelledError:
                     pass  # the log is being closed: this reader ends when it has what it came for
             future.cancel()
-        return self._get(described, self._position, size)
+        return self._get(described, self._position, size), size
 
-    def _read_ahead(self, described: ObjectDescriptor) -> None:
+    def _read_ahead(self, described: ObjectDescriptor, size: int) -> None:
         if self._ahead is None or not self._settings.ranged:
             return
-        size = self._settings.chunk_bytes
         try:
             future = self._ahead.submit(self._get, described, self._position, size)
         except RuntimeError:

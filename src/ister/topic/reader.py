@@ -115,6 +115,11 @@ class Reader:
         self._cached_count = 0
         self._wait_count = 0
         self._damage_left_out = 0
+        self.span: Callable[[int, int], int | None] | None = None
+        """How many bytes the frames of a range take, as far as somebody knows; None if not.
+
+        With it a single frame is found without reading those before it.
+        """
         self.next_offset = start
         """The offset of the message that comes next."""
 
@@ -363,7 +368,9 @@ class Reader:
             OffsetOutOfRangeError: The topic has no such offset.
         """
         check_start(self._wal, self._earliest(), offset)
-        self._batch = None
+        batch = self._batch
+        if batch is not None and not batch.first_offset <= offset < batch.next_offset:
+            self._batch = None
         self.next_offset = offset
 
     def _from_batch(self, start: int, end: int, max_bytes: int) -> Sequence[Message]:
@@ -461,7 +468,7 @@ class Reader:
                     wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
                 )
             try:
-                batch = self._files.fetch(start, readable, bytes_max=max_bytes)
+                batch = self._files.fetch(start, readable, bytes_max=max_bytes, span=self.span)
             except OffsetOutOfRangeError:
                 # Trimmed between looking and reading; the bucket has it.
                 continue
@@ -498,7 +505,9 @@ class Reader:
         if self._files is not None:
             self._files.close()
         try:
-            return self._history.fetch(start, min(readable, tiered), bytes_max=max_bytes)
+            return self._history.fetch(
+                start, min(readable, tiered), bytes_max=max_bytes, span=self.span
+            )
         except (NotFoundError, DataGapError) as error:
             if start < self._earliest():
                 raise self._not_kept(start) from error

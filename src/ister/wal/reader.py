@@ -126,16 +126,32 @@ class WalReader:
             self._file.close()
             self._file = None
 
-    def fetch(self, start: int, end: int, *, bytes_max: int) -> FrameBatch:
+    def fetch(
+        self,
+        start: int,
+        end: int,
+        *,
+        bytes_max: int,
+        span: Callable[[int, int], int | None] | None = None,
+    ) -> FrameBatch:
         """Frames from `start` on, at least one, none at or after `end`, about `bytes_max` of them.
+
+        Args:
+            start: The first offset.
+            end: The offset before which to end.
+            bytes_max: How many bytes to read at most, but for one frame.
+            span: How many bytes the frames of a range take; None if that is not known. Where it
+                is, no other frames are read.
 
         Raises:
             OffsetOutOfRangeError: `start` has been trimmed.
             CorruptDataError: The frame is damaged or missing.
         """
         check(start < end, "a fetch asks for something")
-        file, limit = self._seek(start, end)
+        file, limit = self._seek(start, end, span)
         size = self._whole_frames(min(self._chunk_bytes, max(bytes_max, _CHUNK_BYTES_MIN)))
+        if span is not None and self._next == start and (exact := span(start, min(end, limit))):
+            size = min(size, exact)
         while True:
             started = self._clock.monotonic()
             chunk = file.read_at(self._position, size)
@@ -226,7 +242,9 @@ class WalReader:
 
     # -- where ------------------------------------------------------------------------------
 
-    def _seek(self, start: int, end: int) -> tuple[File, int]:
+    def _seek(
+        self, start: int, end: int, span: Callable[[int, int], int | None] | None = None
+    ) -> tuple[File, int]:
         """Opens the file that holds `start`, at the best position known for it.
 
         Returns:
@@ -241,7 +259,8 @@ class WalReader:
             elif not self._open(file):
                 continue  # trimmed between looking and opening: look again
             try:
-                self._place(file, start)
+                if span is None or not self._place_exactly(file, start, span):
+                    self._place(file, start)
             except NotFoundError:
                 if file in self._wal.files:
                     raise
@@ -277,9 +296,32 @@ class WalReader:
                 raise
             return False
         self._seq = file.seq
+        self._next = -1
         if file.seq != self._wal.files[-1].seq:
             self._metrics.count("wal_reader.rotated_files_accessed")
         return True
+
+    def _place_exactly(
+        self, file: WalFile, start: int, span: Callable[[int, int], int | None]
+    ) -> bool:
+        """Sets the position to `start` itself, by the sizes of the frames around; if it is there.
+
+        Counted from a frame whose position is known: the last one read, or one of the index.
+        """
+        entries = self._index(file).entries
+        at = bisect_right(entries, start, key=attrgetter("offset"))
+        known = [(entry.offset, entry.position) for entry in entries[max(0, at - 1) : at + 1]]
+        if self._next >= file.first_offset:
+            known.append((self._next, self._position))
+        for offset, position in known:
+            size = span(min(offset, start), max(offset, start))
+            if size is None:
+                continue
+            place = position + size if offset <= start else position - size
+            if place >= 0 and self._agrees(start, place):
+                self._position, self._next = place, start
+                return True
+        return False
 
     def _place(self, file: WalFile, start: int) -> None:
         """Sets the position to the last known frame at or before `start`."""

@@ -15,13 +15,13 @@ import grpc
 import pytest
 
 from broker_rig import Services, a_broker, a_record, eventually, run, some_topics
+from ister.broker import reading, wire
 from ister.broker import server as server_module
 from ister.broker import topics as topics_module
-from ister.broker import wire
 from ister.broker.producers import producer_id
 from ister.broker.wire import danube, danube_admin, ister_api
 from ister.errors import UnavailableError
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX, MIB
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
@@ -394,7 +394,10 @@ def test_what_was_never_written_to_a_stream_has_not_failed(tmp_path, streaming):
 
 
 @pytest.mark.parametrize("streaming", [danubes, isters])
-def test_after_a_seek_nothing_from_before_it_comes_first(tmp_path, streaming):
+def test_after_a_seek_nothing_from_before_it_comes_first(tmp_path, streaming, monkeypatch):
+    # Much is on its way at once.
+    monkeypatch.setattr(reading, "_AHEAD_BYTES_MIN", 16 * MIB)
+
     async def scenario():
         async with (
             a_broker(tmp_path, mode="memory") as (broker, services, listening),
@@ -587,7 +590,8 @@ def test_messages_that_compaction_took_are_no_loss(tmp_path, caplog):
     assert "damage" not in caplog.text
 
 
-def test_damage_of_a_message_that_comes_again_does_not_bring_another_one(tmp_path):
+def test_damage_of_a_message_that_comes_again_does_not_bring_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_KEPT_BYTES_MAX", 0)
     policy = FailurePolicy(max_redelivery_count=5, **AT_ONCE)
 
     async def scenario():

@@ -1,0 +1,83 @@
+"""How large the frames are that a subscription has read and may have to read again.
+
+Frames follow each other without anything in between, in local files and in objects alike. So with
+the sizes of those between it and an index entry a single frame is found, and read alone, in either
+tier: 4 bytes for each message from the cursor to where reading is.
+
+Owns: the sizes, in blocks of neighbours. Does not own: where a file begins; whoever uses a span
+checks that the frame there is the one it expects, because messages may have been left out.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+from ister.format.frame import FRAME_HEADER_SIZE
+
+__all__ = ["FrameSizes"]
+
+_BLOCK: Final = 4096
+# Kept below the cursor: an index entry lies up to 256 KiB before the frame that it leads to.
+_BLOCKS_BEHIND: Final = 2
+# 4 million messages, 16 MiB; beyond, the oldest are found by the index alone.
+_BLOCKS_MAX: Final = 1024
+
+
+class FrameSizes:
+    """The sizes of frames by offset; 0 where one is not known."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, array[int]] = {}
+
+    def __len__(self) -> int:
+        """How many sizes there is room for now."""
+        return _BLOCK * len(self._blocks)
+
+    def note(self, first: int, body_sizes: Sequence[int]) -> None:
+        """Remembers the sizes of messages that follow each other, by those of their bodies."""
+        sizes = array("I", [size + FRAME_HEADER_SIZE for size in body_sizes])
+        at = 0
+        while at < len(sizes):
+            number, place = divmod(first + at, _BLOCK)
+            block = self._blocks.get(number)
+            if block is None:
+                block = self._blocks[number] = array("I", bytes(4 * _BLOCK))
+                while len(self._blocks) > _BLOCKS_MAX:
+                    del self._blocks[min(self._blocks)]
+            part = sizes[at : at + _BLOCK - place]
+            block[place : place + len(part)] = part
+            at += len(part)
+
+    def of(self, offset: int) -> int:
+        """The size of one frame; 0 if it is not known."""
+        number, place = divmod(offset, _BLOCK)
+        block = self._blocks.get(number)
+        return 0 if block is None else block[place]
+
+    def span(self, start: int, end: int) -> int | None:
+        """The bytes of the frames from `start` up to `end`; None if one of them is not known."""
+        total = 0
+        while start < end:
+            number, place = divmod(start, _BLOCK)
+            block = self._blocks.get(number)
+            if block is None:
+                return None
+            part = block[place : place + end - start]
+            if not all(part):
+                return None
+            total += sum(part)
+            start += len(part)
+        return total
+
+    def forget_below(self, offset: int) -> None:
+        """Lets go of what lies well below an offset."""
+        lowest = offset // _BLOCK - _BLOCKS_BEHIND
+        if self._blocks and min(self._blocks) < lowest:
+            for number in [one for one in self._blocks if one < lowest]:
+                del self._blocks[number]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._blocks.clear()

@@ -1,0 +1,201 @@
+"""How much is read to deliver: each byte once, and for a redelivery what it takes.
+
+The log has files in memory and caches one message, so that everything that is not held is read from
+them. What counts are the log's own counters of bytes read, as `ister bench broker` uses them.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from broker_rig import eventually, run
+from dispatch_rig import QUICK, Consumers, counted_log
+from ister.broker import reading as module
+from ister.broker.frame_sizes import FrameSizes
+
+SIZE = 500
+ENCODED = SIZE + 100
+AMPLIFICATION = 2.0
+
+
+@pytest.mark.parametrize("kind", ["exclusive", "failover", "shared", "key_shared"])
+def test_a_backlog_is_read_once(kind, monkeypatch):
+    """Larger than what may be held, so that reading has to pause."""
+    monkeypatch.setattr(module, "_HELD_BYTES_MAX", 400_000)
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(1500, size=4000)
+            dispatch = place.open(kind, window=300)
+            consumers = Consumers(dispatch, [1] if kind in ("exclusive", "failover") else [1, 2, 3])
+            await consumers.take(lambda: dispatch.delivery.cursor == 1500)
+            assert place.bytes_read / consumers.bytes < AMPLIFICATION
+            assert len(consumers.received) == 1500
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("kept", [0, module._KEPT_BYTES_MAX])
+@pytest.mark.parametrize("kind", ["exclusive", "failover", "shared", "key_shared"])
+def test_what_is_sent_again_after_a_reconnect_is_read_together(kind, kept, monkeypatch):
+    monkeypatch.setattr(module, "_KEPT_BYTES_MAX", kept)
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(4000, size=SIZE, keys=1000)
+            dispatch = place.open(kind, window=1000)
+            total = 0
+            for turn in range(3):
+                consumers = Consumers(dispatch, [1])
+                await consumers.take(
+                    lambda c=consumers: len(c.received) == 1000, answer=lambda *_: None
+                )
+                assert sorted(consumers.offsets) == list(range(1000)), turn
+                total += consumers.bytes
+                consumers.leave()
+            assert place.bytes_read / total < AMPLIFICATION
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("step", [1, 10, 97])
+@pytest.mark.parametrize("kept", [0, module._KEPT_BYTES_MAX])
+def test_refused_messages_are_read_alone_or_together_and_nothing_else(step, kept, monkeypatch):
+    """Each message that is read again costs no more than itself and as much again."""
+    monkeypatch.setattr(module, "_KEPT_BYTES_MAX", kept)
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(3000, size=SIZE)
+            dispatch = place.open("shared", window=1000)
+            consumers = Consumers(dispatch, [1, 2])
+            await consumers.take(
+                lambda: dispatch.delivery.cursor == 3000,
+                answer=lambda offset, attempt: attempt > 1 or offset % step != 0,
+            )
+            again = [offset for _, offset, attempt in consumers.received if attempt == 2]
+            assert sorted(again) == list(range(0, 3000, step))
+            once = 3000 * ENCODED
+            assert place.bytes_read < once * 1.1 + AMPLIFICATION * len(again) * ENCODED + 300_000
+
+    run(scenario())
+
+
+def test_messages_that_time_out_are_read_once_more(monkeypatch):
+    monkeypatch.setattr(module, "_KEPT_BYTES_MAX", 0)
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(1000, size=SIZE)
+            dispatch = place.open("shared", window=1000, policy=replace(QUICK, ack_timeout_ms=50))
+            consumers = Consumers(dispatch, [1])
+            await consumers.take(
+                lambda: len({o for _, o, a in consumers.received if a > 1}) == 1000,
+                answer=lambda offset, attempt: True if attempt > 1 else None,
+            )
+            assert place.bytes_read / consumers.bytes < AMPLIFICATION
+
+    run(scenario())
+
+
+def test_a_consumer_that_takes_little_and_leaves_has_little_read_for_it():
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(8000, size=SIZE)
+            dispatch = place.open("exclusive", window=4000)
+            consumers = Consumers(dispatch, [1])
+            await eventually(lambda: not dispatch.reading.wanted.is_set())
+            assert place.bytes_read < 400_000
+            consumers.leave()
+
+    run(scenario())
+
+
+def test_a_message_in_an_object_is_fetched_alone():
+    """Of objects with an index every 256 KiB, only the frames that are due are fetched."""
+
+    async def scenario():
+        async with counted_log(is_tiered=True) as place:
+            place.fill_keys(3000, size=SIZE)
+            await place.to_bucket()
+            dispatch = place.open("shared", window=3000)
+            consumers = Consumers(dispatch, [1])
+            await consumers.take(lambda: len(consumers.received) == 3000, answer=lambda *_: None)
+            dispatch.reading.release()
+            before = place.topic._metrics.snapshot()
+            refused = set(range(5, 3000, 500))
+            for offset in refused:
+                dispatch.nack(offset, delay_ms=None, reason="again")
+            await consumers.take(lambda: len(consumers.received) == 3000 + len(refused))
+            after = place.topic._metrics.snapshot()
+            name = "cloud_reader.bytes_read_total"
+            assert after[name] - before[name] < AMPLIFICATION * len(refused) * ENCODED
+            name = "cloud_reader.range_requests_total"
+            assert after[name] - before[name] <= len(refused)
+            # Neighbours come with one request.
+            before = after
+            for offset in range(1010, 1110):
+                dispatch.nack(offset, delay_ms=None, reason="again")
+            await consumers.take(lambda: len(consumers.received) == 3100 + len(refused))
+            after = place.topic._metrics.snapshot()
+            assert after[name] - before[name] <= 3
+
+    run(scenario())
+
+
+def test_what_nobody_takes_is_let_go_and_comes_all_the_same(monkeypatch):
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.1)
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(500, size=SIZE)
+            dispatch = place.open("exclusive", window=200)
+            consumers = Consumers(dispatch, [1])
+            await eventually(lambda: dispatch.reading.held_bytes > 0)
+            await eventually(lambda: dispatch.reading.held_bytes == 0)
+            assert dispatch.delivery.stats().pending > 0
+            await consumers.take(lambda: dispatch.delivery.cursor == 500)
+            assert consumers.offsets == list(range(500))
+            assert place.bytes_read / consumers.bytes < AMPLIFICATION
+
+    run(scenario())
+
+
+def test_reading_again_survives_sizes_that_are_not_known():
+    """The sizes are a hint: without them, and with other ones, the same messages come."""
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(1000, size=SIZE)
+            dispatch = place.open("shared", window=1000)
+            consumers = Consumers(dispatch, [1])
+            await consumers.take(lambda: len(consumers.received) == 1000, answer=lambda *_: None)
+            for spoil in (
+                dispatch.reading._sizes.clear,
+                lambda: dispatch.reading._sizes.note(0, [77] * 1000),
+            ):
+                dispatch.reading.release()
+                spoil()
+                found = [await dispatch.reading.message(offset) for offset in (3, 700, 12, 701)]
+                assert [m.offset for m in found] == [3, 700, 12, 701]
+                assert found[1].payload.startswith(b"700")
+
+    run(scenario())
+
+
+def test_sizes_are_known_from_block_to_block_and_forgotten_below_the_cursor():
+    sizes = FrameSizes()
+    sizes.note(4000, range(100, 300))
+    assert sizes.of(4000) == 116
+    assert sizes.of(4199) == 315
+    assert sizes.of(4200) == sizes.of(3999) == 0
+    assert sizes.span(4090, 4100) == sum(16 + size for size in range(190, 200))
+    assert sizes.span(4190, 4201) is None
+    assert sizes.span(3999, 4001) is None
+    assert sizes.span(17, 17) == 0
+    for first in range(0, 100_000, 4096):
+        sizes.note(first, [10])
+    sizes.forget_below(90_000)
+    assert sizes.of(4000) == 0
+    assert sizes.of(20 * 4096) == 26
+    assert len(sizes) <= 6 * 4096
