@@ -17,6 +17,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from broker_rig import broker_tasks, broker_timers, eventually
+from ister.broker.budget import Budget
 from ister.broker.dispatch import Dispatch
 from ister.broker.policies import Rate
 from ister.clock import SystemClock
@@ -42,6 +43,7 @@ class Place:
         self.topic = topic
         self.store = SubscriptionStore(MemoryMetadata(), root_prefix="/danube", clock=SystemClock())
         self.metrics = Metrics()
+        self.budget = Budget(1 << 30)
         self._made = []
 
     def fill_keys(self, count, *, size, keys=50):
@@ -57,10 +59,10 @@ class Place:
 
         def is_trimmed():
             self.topic.upload()
-            self.site.clock.advance(1)
             self.topic.tier.trim()
             return self.topic.wal.trimmed > 0
 
+        self.site.clock.advance(1)
         await eventually(is_trimmed)
 
     def open(self, kind, *, window, policy=QUICK, name="s", **more):
@@ -79,6 +81,7 @@ class Place:
             self.topic,
             stored,
             store=self.store,
+            budget=self.budget,
             window=window,
             plan=ProgressPlan(3600.0, 10**9),
             rate=Rate(0),

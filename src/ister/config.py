@@ -786,6 +786,14 @@ class DispatchConfig:
     progress_min_offset_delta: int = _setting(
         1000, low=1, says="A cursor that moved so far is written at once."
     )
+    memory_budget_mb: int | None = _setting(
+        None,
+        low=16,
+        is_number=True,
+        says="What all subscriptions together may hold of messages on their way to consumers. "
+        "Beyond it, those whose consumers take nothing give back first, and read again later. null "
+        "is an eighth of the memory of the machine or of the control group, at least 64.",
+    )
 
 
 class ObjectFormat(StrEnum):

@@ -150,6 +150,19 @@ _LOG: Final[tuple[Metric, ...]] = (
         "subscriptions, consumers and streams refused because their principal has too many",
     ),
     Metric("broker.schema_misfits", "gauge", "messages", "messages that did not fit their schema"),
+    Metric("broker.delivery_bytes", "gauge", "bytes", "held now of messages on their way out"),
+    Metric(
+        "broker.delivery_budget_bytes",
+        "gauge",
+        "bytes",
+        "dispatch.memory_budget_mb, or its default",
+    ),
+    Metric(
+        "broker.delivery_releases",
+        "gauge",
+        "times",
+        "a subscription gave memory back because the budget was used up, so far",
+    ),
     Metric("subscription.nacks_total", "counter", "messages", "messages that consumers gave back"),
     Metric(
         "subscription.acks_refused_total",
@@ -245,6 +258,7 @@ _BROKER: Final[tuple[Metric, ...]] = (
         ("danube_subscription_pending_redelivery", "messages", "messages that wait to come again"),
         ("danube_subscription_terminal_blocked", "1", "1 while a failed message stops it"),
         ("ister_subscription_in_flight_messages", "messages", "sent and not acknowledged"),
+        ("ister_subscription_held_bytes", "bytes", "in memory, to be sent or sent again"),
     ),
     # Calls, rights, schemas.
     *_of_broker(

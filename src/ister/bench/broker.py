@@ -6,6 +6,7 @@
     bulk          by Arrow Flight; see `broker_flight`
     idle          memory and processor time with many topics and consumers and nothing to do
     abuse         memory while calls are refused that would inflate; see `broker_abuse`
+    reads         bytes read for each byte delivered, and what is held; see `broker_reads`
 
 Owns: the measurements. Broker, empty server and this client are three processes, on as many cores
 as there are.
@@ -25,6 +26,7 @@ from typing import Any, Final
 import grpc
 
 from ister.bench import broker_abuse, broker_flight
+from ister.bench import broker_flight, broker_reads
 from ister.bench.broker_servers import bare_server, broker
 from ister.bench.measurement import MESSAGE_BYTES, Run, median, payloads, quantile, stopwatch
 from ister.broker.wire import ister_api, stub
@@ -68,6 +70,7 @@ def run(run: Run) -> None:
         asyncio.run(_measure_idle(run, served["grpc"], served["pid"]))
     with broker(run.path("abuse")) as served:
         broker_abuse.measure(run, served, served["pid"])
+    broker_reads.measure(run)
 
 
 def _need_client() -> None:

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, Final
 
 from ister import failpoints, threads
+from ister.broker.budget import Budget
 from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.letters import is_worn, make_letter
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
@@ -74,6 +75,7 @@ class Dispatch:
         stored: StoredSubscription,
         *,
         store: SubscriptionStore,
+        budget: Budget,
         window: int,
         plan: ProgressPlan,
         rate: Rate,
@@ -112,6 +114,7 @@ class Dispatch:
             topic,
             self.delivery,
             name=stored.name,
+            budget=budget,
             rate=rate,
             pump=self._pump,
             on_passed_over=self._note_passed_over,
@@ -210,6 +213,7 @@ class Dispatch:
     def detach(self, outbox: Outbox[Sent]) -> None:
         """Ends delivery to a consumer; what it has not acknowledged goes to others, or waits."""
         consumer = outbox.consumer
+        self.reading.note_written(outbox)
         if self._outboxes.get(consumer) is not outbox:
             return  # another stream of the same consumer has taken over
         del self._outboxes[consumer]
@@ -240,6 +244,7 @@ class Dispatch:
     def written(self, outbox: Outbox[Sent], count: int) -> None:
         """Notes that a stream has written so many messages, so there is room for more."""
         outbox.written(count)
+        self.reading.note_written(outbox)
         if self._outboxes.get(outbox.consumer) is outbox:
             self.delivery.set_room(outbox.consumer, outbox.room)
             self._pump()
@@ -252,7 +257,10 @@ class Dispatch:
         message = await self.reading.message(offset)
         if message is None or self._outboxes.get(consumer) is not outbox:
             return None
-        return message if delivery.begin_write(consumer, offset, now=self._loop.time()) else None
+        if not delivery.begin_write(consumer, offset, now=self._loop.time()):
+            return None
+        self.reading.note_leaving(outbox, message)
+        return message
 
     def readable(self, message: Message) -> StreamMessage | None:
         """The fields of a message that leaves; None if it has none, and then it counts as failed.

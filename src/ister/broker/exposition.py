@@ -277,6 +277,8 @@ class Exposition:
                     stats.blocked is not None
                 )
                 gauges["ister_subscription_in_flight_messages", labels] = stats.in_flight
+                held = one.reading.held_bytes + one.reading.kept_bytes
+                gauges["ister_subscription_held_bytes", labels] = held
                 is_well = is_well and stats.blocked is None
                 weight += one.lag
         histograms: dict[_Key, Histogram] = {}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from ister.broker.budget import Budget
 from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.broker.reading import key_of
@@ -33,24 +34,42 @@ _WAITING_BYTES_MAX: Final = 8 * MIB
 class _Pushed(Outbox[StreamMessage]):
     """Messages wait here themselves, not as offsets, so their bytes are bounded as well."""
 
-    def __init__(self, consumer: int) -> None:
+    def __init__(self, consumer: int, budget: Budget, on_dropped: Callable[[int], None]) -> None:
         super().__init__(consumer)
         self._sizes: deque[int] = deque()
         self._bytes = 0
+        self._share = budget.share(self._shed)
+        self._on_dropped = on_dropped
 
     @property
     def room(self) -> int:
-        return super().room if self._bytes < _WAITING_BYTES_MAX else 0
+        # One message always has a place.
+        bytes_max = min(_WAITING_BYTES_MAX, self._share.allowance)
+        return super().room if self._bytes < max(1, bytes_max) else 0
 
     def push(self, item: StreamMessage) -> None:
         size = _size_of(item)
         self._sizes.append(size)
         self._bytes += size
         super().push(item)
+        self._share.set(self._bytes)
 
     def written(self, count: int) -> None:
         super().written(count)
         self._bytes -= sum(self._sizes.popleft() for _ in range(count))
+        self._share.set(self._bytes)
+
+    def end(self, reason: IsterError | None = None, *, after_seconds: float = 0.0) -> None:
+        super().end(reason, after_seconds=after_seconds)
+        self._share.close()
+
+    def _shed(self) -> None:
+        """Drops what the stream has not taken yet."""
+        dropped = len(self._items)
+        self._items.clear()
+        self._bytes -= sum(self._sizes.pop() for _ in range(dropped))
+        self._share.set(self._bytes)
+        self._on_dropped(dropped)
 
 
 class Fanout:
@@ -61,12 +80,14 @@ class Fanout:
         topic: str,
         stored: StoredSubscription,
         *,
+        budget: Budget,
         metrics: Metrics,
         counters: SubscriptionCounters | None = None,
     ) -> None:
         self.topic_name = topic
         self.counters = counters or SubscriptionCounters(TopicCounters())
         self.stored = stored
+        self._budget = budget
         self._metrics = metrics
         self._outboxes: dict[int, Outbox[StreamMessage]] = {}
         self._filters: dict[int, KeyFilter] = {}
@@ -136,7 +157,7 @@ class Fanout:
         return self._add(consumer, filters)
 
     def _add(self, consumer: int, filters: Sequence[str]) -> Outbox[StreamMessage]:
-        outbox = _Pushed(consumer)
+        outbox = _Pushed(consumer, self._budget, self._note_dropped)
         self._filters[consumer] = KeyFilter(filters)
         self._outboxes[consumer] = outbox
         self._ring.add(consumer)
@@ -157,8 +178,11 @@ class Fanout:
         if outbox is not None:
             outbox.push(message)
         elif self._outboxes:
-            self.counters.dropped += 1
-            self._metrics.count("subscription.non_reliable_dropped_total")
+            self._note_dropped(1)
+
+    def _note_dropped(self, count: int) -> None:
+        self.counters.dropped += count
+        self._metrics.count("subscription.non_reliable_dropped_total", count)
 
     def _choose(self, message: StreamMessage) -> Outbox[StreamMessage] | None:
         outboxes = self._outboxes

@@ -38,6 +38,8 @@ class Outbox(Generic[Item]):
         self._end: IsterError | None = None
         self._pause = 0.0
         self.is_ended = False
+        self.leaving_bytes = 0
+        """What the stream is writing; kept by whoever counts it."""
 
     @property
     def room(self) -> int:

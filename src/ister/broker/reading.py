@@ -24,10 +24,12 @@ import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from ister import threads
+from ister.broker.budget import Budget
 from ister.broker.frame_sizes import FrameSizes
+from ister.broker.outbox import Outbox
 from ister.broker.policies import Rate
 from ister.errors import (
     CapacityError,
@@ -80,6 +82,7 @@ class Reading:
         topic: What is read.
         delivery: The machine that messages are offered to.
         name: The subscription's, for the log.
+        budget: What all subscriptions may hold.
         rate: How many messages may be read a second.
         pump: Carries out what the machine decides; called after it has changed.
         on_passed_over: Told how many messages were passed over, because they are not there.
@@ -93,6 +96,7 @@ class Reading:
         delivery: Delivery,
         *,
         name: str,
+        budget: Budget,
         rate: Rate,
         pump: Callable[[], None],
         on_passed_over: Callable[[int], None],
@@ -108,6 +112,8 @@ class Reading:
         self._on_end = on_end
         self._on_fenced = on_fenced
         self._loop = asyncio.get_running_loop()
+        self._share = budget.share(self.release)
+        self._leaving_bytes = 0
         self._is_keyed = delivery.kind is SubscriptionKind.KEY_SHARED
         self.held: dict[int, Message] = {}
         """Messages in memory that are to be sent, by offset."""
@@ -122,7 +128,6 @@ class Reading:
         self._sent_bytes = 0
         self._size_mean = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._is_idle = False
         self._reader: AsyncReader | None = None
         self._is_fetching = False
         self._is_full = False
@@ -163,7 +168,7 @@ class Reading:
         """The machine, or what is held, has changed: reads if there is something to read for."""
         # What was let go counts: it is to be read again before anything new.
         ahead = self.held_bytes + self._unheld_bytes
-        limit = min(_HELD_BYTES_MAX, max(_AHEAD_BYTES_MIN, self._sent_bytes))
+        limit = min(self._held_max, max(_AHEAD_BYTES_MIN, self._sent_bytes))
         if ahead >= limit:
             self._is_full = True
         elif ahead < limit // 2:
@@ -189,6 +194,7 @@ class Reading:
         self._forget()
         self._close_reader()
         self._close_retriever()
+        self._share.close()
 
     def _open_reader(self, start: int) -> AsyncReader:
         reader = self._topic.aio.reader(start)
@@ -217,6 +223,7 @@ class Reading:
         if (sent := self.kept.pop(offset, None)) is not None:
             self.kept_bytes -= sent.size_bytes + _MESSAGE_BYTES
         self._take(offset)
+        self._count()
 
     def discard_done(self) -> None:
         """Lets go of what the machine has passed over."""
@@ -241,17 +248,44 @@ class Reading:
     def _hold(self, message: Message) -> None:
         self.held[message.offset] = message
         self.held_bytes += message.size_bytes + _MESSAGE_BYTES
+        self._count()
+
+    def _count(self) -> None:
+        self._share.set(self.held_bytes + self.kept_bytes + self._leaving_bytes)
+
+    @property
+    def _held_max(self) -> int:
+        return min(_HELD_BYTES_MAX, self._share.allowance)
+
+    @property
+    def batch_bytes(self) -> int:
+        """How much should be handed to a stream at once."""
+        return max(_FIRST_BYTES, self._share.allowance // 4)
+
+    def note_leaving(self, outbox: Outbox[Any], message: Message) -> None:
+        """A message is being written: by us as a request, and by gRPC as bytes."""
+        outbox.leaving_bytes += 2 * message.size_bytes
+        self._leaving_bytes += 2 * message.size_bytes
+        self._count()
+
+    def note_written(self, outbox: Outbox[Any]) -> None:
+        """What a stream was writing has left."""
+        self._leaving_bytes -= outbox.leaving_bytes
+        outbox.leaving_bytes = 0
+        self._count()
 
     def _keep(self, message: Message) -> None:
         """Keeps a message that leaves for a redelivery; those that left before it go first."""
-        self._is_idle = False
+        self._share.is_idle = False
         self._sent_bytes += message.size_bytes
         kept = self.kept
         if message.offset not in kept and self._delivery.holds(message.offset):
             kept[message.offset] = message
             self.kept_bytes += message.size_bytes + _MESSAGE_BYTES
-            while self.kept_bytes > _KEPT_BYTES_MAX:
+            kept_max = min(_KEPT_BYTES_MAX, self._share.allowance // 4)
+            while self.kept_bytes > kept_max:
                 self.kept_bytes -= kept.popitem(last=False)[1].size_bytes + _MESSAGE_BYTES
+        self._count()
 
     def release(self) -> None:
         """Lets go of the bytes: they are read again when it is their turn."""
@@ -265,6 +299,7 @@ class Reading:
         self.held_bytes = 0
         self.kept.clear()
         self.kept_bytes = 0
+        self._count()
         # What is read now has to be worth it anew.
         self._sent_bytes = 0
         if not self._is_fetching:
@@ -277,15 +312,16 @@ class Reading:
         for container in (self.held, self.kept, self._unheld, self._due, self._sizes):
             container.clear()
         self.held_bytes = self.kept_bytes = self._unheld_bytes = self._sent_bytes = 0
+        self._count()
 
     def _watch_idle(self) -> None:
         if self._idle_timer is None and not self._is_closed:
-            self._is_idle = True
+            self._share.is_idle = True
             self._idle_timer = self._loop.call_later(_IDLE_SECONDS, self._on_idle_timer)
 
     def _on_idle_timer(self) -> None:
         self._idle_timer = None
-        if self._is_idle:
+        if self._share.is_idle:
             # Nobody has taken anything since.
             self.release()
         if self.held or self.kept:
@@ -457,7 +493,7 @@ class Reading:
             max(_FIRST_BYTES, int(wanted * self._size_mean)),
         )
         ahead = self.held_bytes + self._unheld_bytes
-        return min(size, max(_FIRST_BYTES if self._is_keyed else 1, _HELD_BYTES_MAX - ahead))
+        return min(size, max(_FIRST_BYTES if self._is_keyed else 1, self._held_max - ahead))
 
     @property
     def _fetch_max(self) -> int:
@@ -514,7 +550,7 @@ class Reading:
             # out in order reading pauses in time; keys that wait are read again when it is time.
             if not delivery.holds(message.offset):
                 continue
-            if not self._is_keyed or self.held_bytes < _HELD_BYTES_MAX:
+            if not self._is_keyed or self.held_bytes < self._held_max:
                 self._hold(message)
             else:
                 size = message.size_bytes + _MESSAGE_BYTES

@@ -23,6 +23,7 @@ from typing import Final, TypeAlias
 
 from ister import failpoints
 from ister.broker.admission import Admission, lot_of_message
+from ister.broker.budget import Budget
 from ister.broker.consumers import Consumer, Consumers, consumer_id
 from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.dispatch import Dispatch, PublishDeadLetter
@@ -89,6 +90,7 @@ class Surroundings:
         self,
         *,
         store: SubscriptionStore,
+        budget: Budget,
         dispatch: DispatchConfig,
         grace_seconds: float,
         retention_grace_seconds: float,
@@ -108,6 +110,7 @@ class Surroundings:
         self.store = store
         self.admission = admission
         self.records = records
+        self.budget = budget
         self.dispatch = dispatch
         self.grace_seconds = grace_seconds
         self.retention_grace_seconds = retention_grace_seconds
@@ -460,6 +463,7 @@ class ServedTopic:
             subscription = Fanout(
                 self.name,
                 stored,
+                budget=around.budget,
                 metrics=around.metrics,
                 counters=SubscriptionCounters(self.counters),
             )
@@ -469,6 +473,7 @@ class ServedTopic:
                 self.topic,
                 stored,
                 store=around.store,
+                budget=around.budget,
                 window=dispatch.max_unacked_messages,
                 plan=ProgressPlan(
                     flush_interval_seconds=dispatch.progress_flush_interval_seconds,

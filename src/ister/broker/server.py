@@ -468,6 +468,10 @@ class Broker:
         schemas = self.schemas
         metrics.register_gauge("broker.schema_misfits", lambda: sum(schemas.misfits().values()))
         metrics.register_gauge("broker.topics", lambda: len(topics.served))
+        budget = topics.budget
+        metrics.register_gauge("broker.delivery_bytes", lambda: budget.used)
+        metrics.register_gauge("broker.delivery_budget_bytes", lambda: budget.bytes_max)
+        metrics.register_gauge("broker.delivery_releases", lambda: budget.released)
         metrics.register_gauge(
             "broker.consumers",
             lambda: sum(

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 from ister import threads
 from ister.broker.admission import Admission
+from ister.broker.budget import Budget
 from ister.broker.cluster import Address, Cluster
 from ister.broker.consumers import Consumers
 from ister.broker.policies import Policies
@@ -47,6 +48,7 @@ from ister.errors import (
     TopicNameError,
     UnavailableError,
 )
+from ister.limits import MIB
 from ister.metadata.base import MetadataStore
 from ister.model import AckLevel, Codec, StreamMessage, TopicName, TopicState
 from ister.partitions import parse_partition, partition_name
@@ -104,8 +106,11 @@ class Topics:
         self.store = SubscriptionStore(metadata, root_prefix=root, clock=clock)
         self.records = BrokerRecords(metadata, root_prefix=root)
         self.searches = TimeSearches(log.metrics)
+        budget_mb = config.dispatch.memory_budget_mb
+        self.budget = Budget(None if budget_mb is None else budget_mb * MIB)
         self._around = Surroundings(
             store=self.store,
+            budget=self.budget,
             dispatch=config.dispatch,
             grace_seconds=config.broker.consumer_grace_seconds,
             retention_grace_seconds=config.storage.wal.retention.active_subscription_grace_seconds,

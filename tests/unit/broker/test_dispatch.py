@@ -15,6 +15,7 @@ from broker_rig import a_record, broker_tasks, broker_timers, eventually, run, t
 from ister import failpoints
 from ister.broker import dispatch as module
 from ister.broker import reading as bytes_side
+from ister.broker.budget import Budget
 from ister.broker.dispatch import Dispatch
 from ister.broker.letters import HOPS_MAX
 from ister.broker.outbox import OUTBOX_MESSAGES
@@ -121,6 +122,7 @@ class Rig:
             self.topic,
             found,
             store=self.store,
+            budget=Budget(1 << 30),
             window=window,
             plan=ProgressPlan(interval, delta),
             rate=Rate(rate),

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from broker_rig import a_record, broker_timers, eventually, run, take
+from ister.broker.budget import Budget
 from ister.broker.fanout import Fanout
 from ister.broker.outbox import OUTBOX_MESSAGES
 from ister.errors import ClosedError, ConflictError, UnavailableError
@@ -13,9 +14,10 @@ from ister.subscription.policy import SubscriptionKind
 from ister.subscription.store import StoredSubscription
 
 
-def make(kind, metrics=None):
+def make(kind, metrics=None, budget=None):
     stored = StoredSubscription(name="s", kind=SubscriptionKind(kind), cursor=0, incarnation="")
-    return Fanout("/default/t", stored, metrics=metrics or Metrics())
+    budget = budget or Budget(1 << 30)
+    return Fanout("/default/t", stored, budget=budget, metrics=metrics or Metrics())
 
 
 def publish(fanout, *payloads, **fields):
@@ -260,5 +262,30 @@ def test_streams_are_ended_in_order():
         fanout.end_streams(None)
         assert await first.take() == []
         assert await second.take() == []
+
+    run(scenario())
+
+
+def test_consumers_that_take_nothing_share_the_budget():
+    """Each may have one message, and all together no more than there is."""
+
+    async def scenario():
+        metrics, budget = Metrics(), Budget(1_000_000)
+        fanouts = [make("exclusive", metrics, budget) for _ in range(50)]
+        outboxes = [fanout.attach(1, ()) for fanout in fanouts]
+        for _ in range(100):
+            for fanout in fanouts:
+                publish(fanout, b"x" * 10_000)
+        assert budget.used <= 1_000_000 + 10_000
+        assert dropped(metrics) > 4000
+        publish(fanouts[7], b"last")
+        one = make("exclusive", metrics, budget)
+        late = one.attach(1, ())
+        publish(one, b"y" * 10_000)
+        assert await payloads(late, 1) == [b"y" * 10_000]
+        for fanout, outbox in zip(fanouts, outboxes, strict=True):
+            fanout.detach(outbox)
+        one.detach(late)
+        assert budget.used == 0
 
     run(scenario())

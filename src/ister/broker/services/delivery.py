@@ -244,7 +244,7 @@ async def _batches(
         token = subscription.receipts.token(outbox.consumer, offset)
         batch.append(_delivered(offset, record, attempt, token))
         size += message.size_bytes
-        if size >= _BATCH_BYTES:
+        if size >= min(_BATCH_BYTES, subscription.reading.batch_bytes):
             yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
             batch, size = [], 0
     if batch:
