@@ -46,24 +46,21 @@ class Place:
         self.budget = Budget(1 << 30)
         self._made = []
 
+    def fill_bucket(self, count, *, size):
+        """Appends messages of which only a few stay in local files."""
+        for _ in range(10):
+            self.fill_keys(count // 10, size=size)
+            self.topic.upload()
+        self.site.clock.advance(1)
+        self.topic.tier.trim()
+        assert self.topic.wal.trimmed >= count * 8 // 10
+
     def fill_keys(self, count, *, size, keys=50):
         """Appends messages of so many keys in turn."""
         for number in range(count):
             payload = (b"%d" % number).ljust(size, b".")
             self.topic.append(payload, routing_key=f"k{number % keys}")
         self.topic.flush()
-
-    async def to_bucket(self):
-        """Uploads everything, and has the local files go."""
-        self.topic.rotate()
-
-        def is_trimmed():
-            self.topic.upload()
-            self.topic.tier.trim()
-            return self.topic.wal.trimmed > 0
-
-        self.site.clock.advance(1)
-        await eventually(is_trimmed)
 
     def open(self, kind, *, window, policy=QUICK, name="s", **more):
         """A subscription from the beginning on."""
@@ -122,7 +119,7 @@ async def counted_log(*, is_tiered=False):
             log = site.open(
                 storage={"uploader": {"engine": "none"}},
                 retention={"time_minutes": 0},
-                rotate_max_bytes=1 << 18,
+                rotate_max_bytes=4096,
                 cache_capacity=1,
             )
             place = Place(log.topic(NAME, create=True))

@@ -25,8 +25,7 @@ from typing import Any, Final
 
 import grpc
 
-from ister.bench import broker_abuse, broker_flight
-from ister.bench import broker_flight, broker_reads
+from ister.bench import broker_abuse, broker_flight, broker_reads
 from ister.bench.broker_servers import bare_server, broker
 from ister.bench.measurement import MESSAGE_BYTES, Run, median, payloads, quantile, stopwatch
 from ister.broker.wire import ister_api, stub

@@ -40,6 +40,8 @@ class Outbox(Generic[Item]):
         self.is_ended = False
         self.leaving_bytes = 0
         """What the stream is writing; kept by whoever counts it."""
+        self.written_bytes = 0
+        """What it has written so far, likewise."""
 
     @property
     def room(self) -> int:

@@ -257,10 +257,12 @@ class Reading:
     def _held_max(self) -> int:
         return min(_HELD_BYTES_MAX, self._share.allowance)
 
-    @property
-    def batch_bytes(self) -> int:
-        """How much should be handed to a stream at once."""
-        return max(_FIRST_BYTES, self._share.allowance // 4)
+    def batch_bytes(self, outbox: Outbox[Any]) -> int:
+        """How much to hand to a stream at once: as much as it has written, and not too much.
+
+        A consumer that takes nothing has little in its stream, which nobody can take back.
+        """
+        return max(_FIRST_BYTES, min(outbox.written_bytes, self._share.allowance // 4))
 
     def note_leaving(self, outbox: Outbox[Any], message: Message) -> None:
         """A message is being written: by us as a request, and by gRPC as bytes."""
@@ -271,6 +273,7 @@ class Reading:
     def note_written(self, outbox: Outbox[Any]) -> None:
         """What a stream was writing has left."""
         self._leaving_bytes -= outbox.leaving_bytes
+        outbox.written_bytes += outbox.leaving_bytes // 2
         outbox.leaving_bytes = 0
         self._count()
 
@@ -326,6 +329,8 @@ class Reading:
             self.release()
         if self.held or self.kept:
             self._watch_idle()
+        # Somebody may have been stuck for so long that others are to go on.
+        self._pump()
 
     async def message(self, offset: int) -> Message | None:
         """A message that leaves now; None if nobody has it any more."""
@@ -552,10 +557,6 @@ class Reading:
                 continue
             if not self._is_keyed or self.held_bytes < self._held_max:
                 self._hold(message)
-            else:
-                size = message.size_bytes + _MESSAGE_BYTES
-                self._unheld[message.offset] = size
-                self._unheld_bytes += size
         self._watch_idle()
 
 

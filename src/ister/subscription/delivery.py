@@ -26,13 +26,16 @@ Rules:
 
 Bounds: `wanted` asks for no more than `window` messages for each consumer that gets messages, and
 as many again to be read ahead; with key_shared four times that, and at least
-`KEYED_MESSAGES_MIN`, because messages wait there behind others of their key. What is kept for
-consumers that are away, or behind blocked keys, counts: when the bound is reached, the other keys
-wait too. Acknowledgements of messages that were not sent yet make at most `RANGES_MAX` ranges.
+`KEYED_MESSAGES_MIN`, because messages wait there behind others of their key. If these are all for
+consumers that are slow or away, or behind blocked keys, and another consumer has nothing to do, it
+asks for more all the same, up to `KEYED_MESSAGES_MAX` and `KEYS_MAX`: what waits is a few bytes for
+each message, and some hundred for each key. Beyond, the other keys wait too. Acknowledgements of
+messages that were not read yet make at most `RANGES_MAX` ranges.
 
 Invariants, checked by `validate_state`: every offset from the floor up to `next_offset` is
-acknowledged or held in exactly one state; what is in flight is in the window of one attached
-consumer and has a timeout; what waits has a timer; see also `queues` and `floor`.
+acknowledged or held in exactly one state, or with key_shared waits in the lane of its key; what is
+in flight is in the window of one attached consumer and has a timeout; what waits has a timer; see
+also `queues` and `floor`.
 
 What a crash leaves: what `saved` gave to the store. What was acknowledged since is sent again;
 attempts made since do not count.
@@ -57,13 +60,15 @@ from ister.errors import (
     InvariantError,
     check,
 )
-from ister.subscription.floor import AckFloor
+from ister.subscription.floor import RANGES_MAX, AckFloor
 from ister.subscription.keys import KeyFilter
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.subscription.queues import Consumer, Entry, Lanes, Line, Send, State
 
 __all__ = [
+    "KEYED_MESSAGES_MAX",
     "KEYED_MESSAGES_MIN",
+    "KEYS_MAX",
     "REASON_CHARACTERS_MAX",
     "AckResult",
     "DeadLetter",
@@ -79,6 +84,15 @@ _log = logging.getLogger("ister.subscription.delivery")
 KEYED_MESSAGES_MIN: Final = 1024
 """What key_shared reads ahead at least, however small the window: one stuck key is not to stop all
 others."""
+
+KEYED_MESSAGES_MAX: Final = 4_000_000
+"""What key_shared reads ahead at most, because a consumer is slow or away and others are not."""
+
+KEYS_MAX: Final = 200_000
+"""Keys of such messages: each costs some hundred bytes."""
+
+_KEYED_STEP: Final = 512
+_STUCK_SECONDS: Final = 10.0
 
 REASON_CHARACTERS_MAX: Final = 256
 """Of why a message failed; the rest is cut off."""
@@ -206,11 +220,19 @@ class Delivery:
         self._traces = 0
         self._is_keyed = self.kind is SubscriptionKind.KEY_SHARED
         self._has_one = self.kind in (SubscriptionKind.EXCLUSIVE, SubscriptionKind.FAILOVER)
-        self._queue: Line | Lanes = (
-            Lanes(self._entries, judge=self._judge, pass_over=self._finish)
+        self._lanes = (
+            Lanes(
+                self._entries,
+                judge=self._judge,
+                pass_over=self._pass_over_keyed,
+                is_acked=self._is_acked,
+                make=self._make_keyed,
+            )
             if self._is_keyed
-            else Line(self._entries, judge=self._judge, is_shared=not self._has_one)
+            else None
         )
+        self._line = Line(self._entries, judge=self._judge, is_shared=not self._has_one)
+        self._queue: Line | Lanes = self._lanes or self._line
 
     # -- consumers --------------------------------------------------------------------------
 
@@ -308,14 +330,26 @@ class Delivery:
             return 0
         shares = 1 if self._has_one else len(self._attached)
         bound = self._window * (shares + 1)
-        if self._is_keyed:
-            bound = max(4 * bound, KEYED_MESSAGES_MIN)
-        return max(0, bound - len(self._entries))
+        lanes = self._lanes
+        if lanes is None:
+            return max(0, bound - len(self._entries))
+        waiting = lanes.waiting + len(self._entries)
+        if waiting < (bound := max(4 * bound, KEYED_MESSAGES_MIN)):
+            return bound - waiting
+        is_too_much = waiting >= KEYED_MESSAGES_MAX or lanes.key_count >= KEYS_MAX
+        return 0 if is_too_much or not self.is_hungry() else _KEYED_STEP
 
     def is_hungry(self) -> bool:
-        """Whether somebody could take messages, and all that were read are for others."""
-        return self._is_keyed and any(
-            consumer.room > 0 and not consumer.flight for consumer in self._attached.values()
+        """Whether a consumer has nothing to do, and all that were read are not for it to take now.
+
+        What it has not answered for long is stuck, and it can deal with other keys.
+        """
+        return self._lanes is not None and any(
+            consumer.room > 0
+            and not consumer.ready
+            and len(consumer.flight) < self._window
+            and consumer.newest_sent_at + _STUCK_SECONDS <= self._now
+            for consumer in self._attached.values()
         )
 
     def offer(self, messages: Iterable[tuple[int, str]], *, now: float) -> None:
@@ -331,7 +365,7 @@ class Delivery:
         """
         self._note_time(now)
         expected = self.next_offset
-        floor, entries, add = self._floor, self._entries, self._queue.add
+        floor, entries, lanes, line = self._floor, self._entries, self._lanes, self._line
         first_acked = floor.first_acked(expected)
         # Before this offset and above the floor nothing is acknowledged, which is the usual case.
         clear_end = float("inf") if first_acked is None else first_acked
@@ -344,12 +378,15 @@ class Delivery:
                 expected += 1
                 if (offset >= clear_end or offset < floor.floor) and floor.is_acked(offset):
                     continue
+                if lanes is not None:
+                    if not lanes.add(offset, key):
+                        self._pass_over_keyed(offset, offset + 1)
+                    continue
                 entry = Entry(offset, key)
                 entries[offset] = entry
                 if self._remembered:
                     self._recall(entry)
-                if not add(entry):
-                    self._finish(entry)
+                line.add(entry)
         finally:
             self.next_offset = expected
 
@@ -397,7 +434,31 @@ class Delivery:
 
     def holds(self, offset: int) -> bool:
         """Whether a message that was offered is still to be acknowledged."""
-        return offset in self._entries
+        if offset in self._entries:
+            return True
+        return self._is_keyed and offset < self.next_offset and not self._floor.is_acked(offset)
+
+    def _is_acked(self, offset: int) -> bool:
+        return self._floor.is_acked(offset)
+
+    def _make_keyed(self, offset: int, key: str) -> Entry:
+        """A message of a lane is about to be sent for the first time."""
+        entry = self._entries[offset] = Entry(offset, key)
+        if self._remembered:
+            self._recall(entry)
+        return entry
+
+    def _pass_over_keyed(self, start: int, end: int) -> None:
+        """Nobody takes some messages that follow each other: they are done."""
+        entry = self._entries.get(start)
+        if entry is not None:
+            self._finish(entry)
+            return
+        self._floor.ack_range(start, end)
+        self.version += 1
+        if self._remembered:
+            for offset in range(start, end):
+                self._remembered.pop(offset, None)
 
     def _recall(self, entry: Entry) -> None:
         """Gives a message back how often it failed before the restart."""
@@ -427,12 +488,14 @@ class Delivery:
         if offset < self._floor.floor:
             return AckResult.LATE
         try:
-            # Sent before a restart, by another process.
-            is_new = self._floor.ack(offset)
+            # Sent before a restart, by another process. What is held here has bounds of its own.
+            is_new = self._floor.ack(offset, None if self.holds(offset) else RANGES_MAX)
         except CapacityError:
             return AckResult.REFUSED
         if not is_new:
             return AckResult.LATE
+        if offset < self.next_offset:
+            self._traces += 1  # in its lane
         self._remembered.pop(offset, None)
         self.version += 1
         return AckResult.ACCEPTED
@@ -500,8 +563,8 @@ class Delivery:
             self._traces += 1
             if state is State.BLOCKED:
                 self._unblock(offset)
-        if self._is_keyed:
-            self._queue.leave(entry)
+        if self._lanes is not None:
+            self._lanes.leave(entry)
 
     def _fail(self, entry: Entry, reason: str | None, requested_ms: int | None) -> None:
         """A message that was in flight has failed."""
@@ -640,11 +703,15 @@ class Delivery:
             outbox, self._outbox = self._outbox, []
             instructions += [made for made in map(self._hand_out, outbox) if made is not None]
         instructions += sends
-        if self._traces > len(self._entries) + _TRACES_MIN:
+        if self._traces > len(self._entries) + _TRACES_MIN + self._waiting - self._traces:
             self._sweep()
         elif len(self._sent) > _SENT_FACTOR * len(self._entries) + _TRACES_MIN:
             self._sweep_sent()
         return instructions
+
+    @property
+    def _waiting(self) -> int:
+        return 0 if self._lanes is None else self._lanes.waiting
 
     def _hand_out(self, entry: Entry) -> Instruction | None:
         if entry.state is not State.HANDED:
@@ -691,8 +758,7 @@ class Delivery:
             room -= len(json.dumps(reason))
             failed.append([offset, count, reason if room >= 0 else None])
         made = self._floor.to_json()
-        ends = [self.cursor, *(end for _, end in made["acked"][-1:])]
-        ends += [offset + 1 for offset, _, _ in failed[-1:]]
+        ends = [made["end"], *(offset + 1 for offset, _, _ in failed[-1:])]
         return {**made, "failed": failed, "end": max(ends)}
 
     def _restore(self, saved: Mapping[str, Any], cursor: int, end: int | None) -> None:
@@ -802,6 +868,8 @@ class Delivery:
                 waiting += 1
             elif state is handed or state is postponed:
                 unresolved += 1
+        if self._lanes is not None:
+            pending += self._lanes.waiting
         return DeliveryStats(
             cursor=self.cursor,
             next_offset=self.next_offset,
@@ -835,6 +903,9 @@ class Delivery:
     def _validate_messages(self) -> None:
         floor = self._floor
         held = len(self._entries)
+        waiting = set() if self._lanes is None else set(self._lanes.offsets())
+        check(not waiting & self._entries.keys(), "sent, and waiting to be sent for the first time")
+        held += len(waiting)
         if self.next_offset > floor.floor:
             owed = self.next_offset - floor.floor - floor.count_below(self.next_offset)
             check(owed == held, f"{owed} messages are owed, and {held} are held")
@@ -852,7 +923,7 @@ class Delivery:
         check(self._failed <= self._entries.keys(), "failures of messages that are not held")
         for offset in self._remembered:
             check(
-                offset >= self.next_offset and not floor.is_acked(offset),
+                (offset >= self.next_offset or offset in waiting) and not floor.is_acked(offset),
                 f"the failures of {offset} are kept apart",
             )
         limit = self._policy.max_redelivery_count

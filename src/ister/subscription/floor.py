@@ -4,8 +4,9 @@ Invariants: the ranges are half open, sorted, apart from each other, and the fir
 floor. So the floor is the first offset that is not acknowledged, and only moves forward.
 
 A consumer that acknowledges every second offset makes a range with each: `ack` refuses to make
-more than it is allowed to. What is written to the store is cut off at `SAVED_RANGES_MAX`; what is
-left out is delivered again after a restart.
+more than it is allowed to. What is written to the store is cut off: `SAVED_RANGES_MAX` ranges by
+their offsets, and `SAVED_MORE_MAX` after them by their distances, which are short. What is left
+out is delivered again after a restart.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import Any, Final, Self
 
 from ister.errors import CapacityError, CorruptDataError, InvariantError, check
 
-__all__ = ["RANGES_MAX", "SAVED_RANGES_MAX", "AckFloor"]
+__all__ = ["RANGES_MAX", "SAVED_MORE_MAX", "SAVED_RANGES_MAX", "AckFloor"]
 
 RANGES_MAX: Final = 10_000
 """Ranges above the floor that acknowledgements of messages nobody waits for may make."""
 
 SAVED_RANGES_MAX: Final = 4_096
 """Ranges in a stored cursor: some 100 KiB."""
+
+SAVED_MORE_MAX: Final = 32_768
+"""Ranges after those: about as much again where messages of few consumers alternate."""
 
 
 class AckFloor:
@@ -136,9 +140,28 @@ class AckFloor:
             self._ends[-1] = end
 
     def to_json(self, ranges_max: int = SAVED_RANGES_MAX) -> dict[str, Any]:
-        """As it is stored: the floor, and the lowest ranges, half open."""
-        ranges = zip(self._starts[:ranges_max], self._ends[:ranges_max], strict=True)
-        return {"floor": self.floor, "acked": [[start, end] for start, end in ranges]}
+        """As it is stored: the floor, and the lowest ranges, half open.
+
+        `end` is where the last of them ends. `more` are ranges after `acked`, each by the distance
+        from the end of the one before and its length.
+        """
+        starts, ends = self._starts, self._ends
+        ranges = zip(starts[:ranges_max], ends[:ranges_max], strict=True)
+        made: dict[str, Any] = {
+            "floor": self.floor,
+            "acked": [[start, end] for start, end in ranges],
+        }
+        last = ranges_max + SAVED_MORE_MAX
+        if len(starts) > ranges_max:
+            more: list[int] = []
+            before = ends[ranges_max - 1] if ranges_max else self.floor
+            rest = zip(starts[ranges_max:last], ends[ranges_max:last], strict=True)
+            for start, end in rest:
+                more += (start - before, end - start)
+                before = end
+            made["more"] = more
+        made["end"] = ends[min(len(ends), last) - 1] if ends else self.floor
+        return made
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], *, floor: int | None = None) -> Self:
@@ -155,6 +178,11 @@ class AckFloor:
         try:
             stored = int(fields["floor"])
             ranges = [(int(start), int(end)) for start, end in fields["acked"]]
+            at = ranges[-1][1] if ranges else stored
+            more = [int(number) for number in fields.get("more", ())]
+            for gap, length in zip(more[::2], more[1::2], strict=True):
+                ranges.append((at + gap, at + gap + length))
+                at += gap + length
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptDataError(f"not acknowledged ranges: {error!r}") from error
         made = cls(stored if floor is None else floor)

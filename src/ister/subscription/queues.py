@@ -9,15 +9,16 @@ Invariants:
   passed over when met and are removed by `sweep`;
 - messages leave a line for the first time in the order of offsets: those that are sent again are
   lower than all new ones;
-- in a lane only the first message can be anything but QUEUED: the next one of a key has to wait
-  until the one before it is done;
+- of a lane only the first message has been sent: the next one of a key waits, as an offset, until
+  the one before it is done;
 - a consumer that can take a message, and could get one, is in the rotation.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
@@ -29,6 +30,9 @@ __all__ = ["Consumer", "Entry", "Lanes", "Line", "Send", "State"]
 
 _ROUTES_MAX: Final = 65_536
 """Routes of keys that are remembered, so that a key is hashed once and not for each message."""
+
+# Numbers at the beginning of a lane's runs that are used up, before they are removed.
+_RUNS_USED_UP: Final = 256
 
 
 class State(Enum):
@@ -103,6 +107,12 @@ class Consumer:
         self.ready: list[tuple[int, str]] = []
         """A heap of the lanes whose first message is for it, by offset."""
 
+    @property
+    def newest_sent_at(self) -> float:
+        """When the newest of what it has was sent; long ago if it has nothing."""
+        newest = next(reversed(self.flight.values()), None)
+        return float("-inf") if newest is None else newest.sent_at
+
     def can_take(self, window: int) -> bool:
         """Whether it may be sent another message now."""
         return self.room > 0 and len(self.flight) < window
@@ -132,17 +142,13 @@ class Line:
         self.block_at: int | None = None
         """Messages after this offset that were never sent stay where they are."""
 
-    def add(self, entry: Entry) -> bool:
-        """Takes in a message that was just read; True, for it is wanted."""
+    def add(self, entry: Entry) -> None:
+        """Takes in a message that was just read."""
         self._fresh.append(entry)
-        return True
 
     def put_back(self, entry: Entry) -> None:
         """Takes in a message that is to be sent again."""
         heappush(self._again, entry.offset)
-
-    def leave(self, entry: Entry) -> None:
-        """A message is done."""
 
     def attach(self, consumer: Consumer) -> None:
         """A consumer gets messages from now on."""
@@ -275,20 +281,82 @@ class _Route(Enum):
     """No known consumer takes the key: its messages are passed over."""
 
 
+class _Lane:
+    """The messages of one key: the one that has been sent, if any, and those that never were.
+
+    These are offsets, in runs: a consumer may be away for a million messages.
+    """
+
+    __slots__ = ("at", "head", "runs")
+
+    def __init__(self) -> None:
+        self.head: Entry | None = None
+        """Sent, or to be sent again; the others wait for it."""
+        self.runs: array[int] = array("Q")
+        """Start and end of each run of neighbours that were never sent, ascending."""
+        self.at = 0
+        """Where the first run is; those before it have been used up."""
+
+    def append(self, offset: int) -> None:
+        runs = self.runs
+        if self.at < len(runs) and runs[-1] == offset:
+            runs[-1] = offset + 1
+        else:
+            runs.extend((offset, offset + 1))
+
+    def pop(self) -> None:
+        """Takes the first offset away."""
+        runs, at = self.runs, self.at
+        runs[at] += 1
+        if runs[at] == runs[at + 1]:
+            self.at = at = at + 2
+            if at >= _RUNS_USED_UP and 2 * at >= len(runs):
+                del runs[:at]
+                self.at = 0
+
+    @property
+    def first(self) -> int | None:
+        """The first offset that was never sent."""
+        return self.runs[self.at] if self.at < len(self.runs) else None
+
+    def waiting(self) -> Iterator[tuple[int, int]]:
+        """The runs that were never sent."""
+        return zip(self.runs[self.at :: 2], self.runs[self.at + 1 :: 2], strict=True)
+
+
 class Lanes:
-    """A lane for each key; the first message of each goes where the ring says."""
+    """A lane for each key; the first message of each goes where the ring says.
+
+    Only messages that have been sent are entries. The others of a lane are offsets, and become
+    entries when it is their turn: what waits for a consumer costs little, however much it is.
+    """
 
     def __init__(
         self,
         entries: Mapping[int, Entry],
         *,
         judge: Callable[[Entry], None],
-        pass_over: Callable[[Entry], None],
+        pass_over: Callable[[int, int], None],
+        is_acked: Callable[[int], bool],
+        make: Callable[[int, str], Entry],
     ) -> None:
+        """Lanes without messages.
+
+        Args:
+            entries: All that have been sent and are not done.
+            judge: What to do with one that has failed too often.
+            pass_over: Counts a range of messages as done, for nobody takes them.
+            is_acked: Whether a message is done.
+            make: Makes a message an entry, because it is about to be sent.
+        """
         self._entries = entries
         self._judge = judge
         self._pass_over = pass_over
-        self._lanes: dict[str, deque[Entry]] = {}
+        self._is_acked = is_acked
+        self._make = make
+        self._lanes: dict[str, _Lane] = {}
+        self.waiting = 0
+        """Messages that were never sent, with those that were acknowledged meanwhile."""
         self._ring = HashRing()
         self._attached: dict[int, Consumer] = {}
         self._known: Mapping[int, Consumer] = {}
@@ -299,33 +367,45 @@ class Lanes:
         self.block_at: int | None = None
         """The first of the messages that hold up their lanes. Nothing here depends on it."""
 
-    def add(self, entry: Entry) -> bool:
+    @property
+    def key_count(self) -> int:
+        """How many keys have messages here."""
+        return len(self._lanes)
+
+    def add(self, offset: int, key: str) -> bool:
         """Takes in a message that was just read; False, and it is not, if nobody takes its key."""
-        lane = self._lanes.get(entry.key)
-        if lane is not None:
-            lane.append(entry)
-            return True
-        if self._route(entry.key) is _Route.UNWANTED:
-            return False
-        self._lanes[entry.key] = deque((entry,))
-        self._list(entry)
+        lane = self._lanes.get(key)
+        if lane is None:
+            if self._route(key) is _Route.UNWANTED:
+                return False
+            lane = self._lanes[key] = _Lane()
+            lane.append(offset)
+            self._list(key, lane)
+        else:
+            lane.append(offset)
+        self.waiting += 1
         return True
 
     def put_back(self, entry: Entry) -> None:
         """Takes in a message that is to be sent again; it is the first of its lane."""
-        self._list(entry)
+        self._list(entry.key, self._lanes[entry.key])
 
     def leave(self, entry: Entry) -> None:
-        """A message is done; if it was the first of its lane, the next one comes up."""
+        """A message is done: the next one of its lane comes up."""
         lane = self._lanes.get(entry.key)
-        if lane is None or lane[0] is not entry:
-            return
-        while lane and lane[0].state is State.DONE:
-            lane.popleft()
-        if lane:
-            self._list(lane[0])
-        else:
-            del self._lanes[entry.key]
+        if lane is not None and lane.head is entry:
+            lane.head = None
+            if self._skip_acked(lane) is None:
+                del self._lanes[entry.key]
+            else:
+                self._list(entry.key, lane)
+
+    def _skip_acked(self, lane: _Lane) -> int | None:
+        """The first message of a lane that was never sent and has to be; None without one."""
+        while (offset := lane.first) is not None and self._is_acked(offset):
+            lane.pop()
+            self.waiting -= 1
+        return offset
 
     def attach(self, consumer: Consumer) -> None:
         """A consumer gets messages from now on."""
@@ -366,18 +446,15 @@ class Lanes:
         if self._is_stale:
             self._list_all()
         while self._unwanted:
-            for entry in list(self._lanes.get(self._unwanted.pop(), ())):
-                if entry.state is _QUEUED:
-                    self._pass_over(entry)
+            self._drop_lane(self._unwanted.pop())
         rotation = self._rotation
         while rotation:
             consumer = rotation.popleft()
             consumer.is_in_rotation = False
             while consumer.ready and consumer.can_take(window):
-                first = self._first(heappop(consumer.ready))
-                if first is None:
+                entry = self._first(heappop(consumer.ready))
+                if entry is None:
                     continue
-                entry = first
                 if entry.failures > failures_max:
                     self._judge(entry)
                     continue
@@ -391,9 +468,24 @@ class Lanes:
                 sent.append(entry)
         return sends, sent
 
+    def _drop_lane(self, key: str) -> None:
+        """Passes over all messages of a key that nobody takes, if none of them is under way."""
+        lane = self._lanes.get(key)
+        if lane is None or (lane.head is not None and lane.head.state is not _QUEUED):
+            return
+        for start, end in lane.waiting():
+            self.waiting -= end - start
+            self._pass_over(start, end)
+        lane.runs, lane.at = array("Q"), 0
+        if lane.head is None:
+            del self._lanes[key]
+        else:
+            self._pass_over(lane.head.offset, lane.head.offset + 1)
+
     def reset(self) -> None:
         """Forgets every message."""
         self._lanes.clear()
+        self.waiting = 0
         self._unwanted.clear()
         self.block_at = None
         for consumer in self._attached.values():
@@ -401,8 +493,15 @@ class Lanes:
 
     def sweep(self) -> None:
         """Removes the traces of messages that are done."""
-        for key, lane in self._lanes.items():
-            self._lanes[key] = deque(entry for entry in lane if entry.state is not State.DONE)
+        self.waiting = 0
+        for lane in self._lanes.values():
+            left = [(start, end) for start, end in lane.waiting()]
+            lane.runs, lane.at = array("Q"), 0
+            for start, end in left:
+                for offset in range(start, end):
+                    if not self._is_acked(offset):
+                        lane.append(offset)
+                        self.waiting += 1
         self._is_stale = True
 
     def _route(self, key: str) -> Consumer | _Route:
@@ -426,15 +525,18 @@ class Lanes:
         # Not at once: of 200 consumers that come together each would do it.
         self._is_stale = True
 
-    def _list(self, entry: Entry) -> None:
+    def _list(self, key: str, lane: _Lane) -> None:
         """Offers the first message of a lane to the one it is for."""
-        if self._is_stale or entry.state is not _QUEUED:
+        if self._is_stale:
             return
-        route = self._route(entry.key)
+        offset = lane.first if lane.head is None else lane.head.offset
+        if offset is None or (lane.head is not None and lane.head.state is not _QUEUED):
+            return
+        route = self._route(key)
         if route is _Route.UNWANTED:
-            self._unwanted.append(entry.key)
+            self._unwanted.append(key)
         elif isinstance(route, Consumer):
-            heappush(route.ready, (entry.offset, entry.key))
+            heappush(route.ready, (offset, key))
             self.note_free(route)
 
     def _list_all(self) -> None:
@@ -442,16 +544,37 @@ class Lanes:
         self._unwanted.clear()
         for consumer in self._attached.values():
             consumer.ready.clear()
-        for lane in self._lanes.values():
-            self._list(lane[0])
+        for key, lane in list(self._lanes.items()):
+            if lane.head is None and self._skip_acked(lane) is None:
+                del self._lanes[key]
+            else:
+                self._list(key, lane)
 
     def _first(self, listed: tuple[int, str]) -> Entry | None:
         """The message that was listed, if it still is the first of its lane and waits."""
-        offset, key = listed
+        listed_at, key = listed
         lane = self._lanes.get(key)
-        if lane is None or lane[0].offset != offset or lane[0].state is not _QUEUED:
+        if lane is None:
             return None
-        return lane[0]
+        if lane.head is not None:
+            head = lane.head
+            return head if head.offset == listed_at and head.state is _QUEUED else None
+        offset = self._skip_acked(lane)
+        if offset is None:
+            del self._lanes[key]
+            return None
+        if offset < listed_at:
+            return None  # another listing is for it
+        lane.pop()
+        self.waiting -= 1
+        lane.head = self._make(offset, key)
+        return lane.head
+
+    def offsets(self) -> Iterator[int]:
+        """All messages that were never sent and are not done; looks at each."""
+        for lane in self._lanes.values():
+            for start, end in lane.waiting():
+                yield from (at for at in range(start, end) if not self._is_acked(at))
 
     def validate(self, attached: Mapping[int, Consumer], window: int) -> None:
         """Checks the invariants.
@@ -461,35 +584,40 @@ class Lanes:
         """
         check(self._attached == attached, "the ring has other consumers")
         check(len(self._ring) == len(attached), "the ring has other members")
-        in_lanes: list[int] = []
+        heads: list[int] = []
+        count = 0
         for key, lane in self._lanes.items():
-            check(bool(lane) and lane[0].state is not State.DONE, f"lane {key!r} has no first")
-            alive = [entry for entry in lane if entry.state is not State.DONE]
-            offsets = [entry.offset for entry in alive]
-            check(offsets == sorted(set(offsets)), f"lane {key!r} is out of order")
-            check(all(entry.key == key for entry in alive), f"lane {key!r} has another key")
-            check(
-                all(entry.state is _QUEUED for entry in alive[1:]),
-                f"lane {key!r} has a second message under way: {alive}",
-            )
-            in_lanes += offsets
-        check(sorted(in_lanes) == sorted(self._entries), "a message is not in its lane once")
+            runs = [bound for run in lane.waiting() for bound in run]
+            check(runs == sorted(set(runs)), f"lane {key!r} is out of order")
+            count += sum(end - start for start, end in lane.waiting())
+            if lane.head is not None:
+                check(lane.head.key == key, f"lane {key!r} has another key")
+                check(not runs or lane.head.offset < runs[0], f"lane {key!r} is out of order")
+                heads.append(lane.head.offset)
+        check(count == self.waiting, f"{count} messages wait, and {self.waiting} are counted")
+        check(sorted(heads) == sorted(self._entries), "a message is not in its lane once")
         _check_rotation(self._rotation)
         if not self._is_stale:
             self._validate_lists(attached, window)
 
     def _validate_lists(self, attached: Mapping[int, Consumer], window: int) -> None:
         for key, lane in self._lanes.items():
-            if lane[0].state is not _QUEUED:
+            if lane.head is not None and lane.head.state is not _QUEUED:
                 continue
-            item = (lane[0].offset, key)
-            lists = [consumer.id for consumer in attached.values() if item in consumer.ready]
+            offset = lane.head.offset if lane.head is not None else self._skip_acked(lane)
+            if offset is None:
+                continue
+            lists = [
+                consumer.id
+                for consumer in attached.values()
+                if any(one_key == key and at <= offset for at, one_key in consumer.ready)
+            ]
             route = self._route(key)
             wanted = [route.id] if isinstance(route, Consumer) else []
-            check(lists == wanted, f"{item} is offered to {lists} and belongs to {wanted}")
+            check(lists == wanted, f"{offset} is offered to {lists} and belongs to {wanted}")
             check(
                 route is not _Route.UNWANTED or key in self._unwanted,
-                f"{item} is for nobody and is kept",
+                f"{offset} is for nobody and is kept",
             )
         for consumer in attached.values():
             check(

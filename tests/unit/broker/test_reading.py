@@ -112,33 +112,30 @@ def test_a_consumer_that_takes_little_and_leaves_has_little_read_for_it():
 
 
 def test_a_message_in_an_object_is_fetched_alone():
-    """Of objects with an index every 256 KiB, only the frames that are due are fetched."""
+    """Of an object only the frames that are due are fetched, neighbours with one request."""
 
     async def scenario():
         async with counted_log(is_tiered=True) as place:
-            place.fill_keys(3000, size=SIZE)
-            await place.to_bucket()
-            dispatch = place.open("shared", window=3000)
+            count = 3000
+            place.fill_bucket(count, size=SIZE)
+            dispatch = place.open("shared", window=2 * count)
             consumers = Consumers(dispatch, [1])
-            await consumers.take(lambda: len(consumers.received) == 3000, answer=lambda *_: None)
+            await consumers.take(lambda: len(consumers.received) == count, answer=lambda *_: None)
             dispatch.reading.release()
-            before = place.topic._metrics.snapshot()
-            refused = set(range(5, 3000, 500))
+            size, requests = "cloud_reader.bytes_read_total", "cloud_reader.range_requests_total"
+            before = place.count(size), place.count(requests)
+            refused = range(5, 2300, 500)
             for offset in refused:
                 dispatch.nack(offset, delay_ms=None, reason="again")
-            await consumers.take(lambda: len(consumers.received) == 3000 + len(refused))
-            after = place.topic._metrics.snapshot()
-            name = "cloud_reader.bytes_read_total"
-            assert after[name] - before[name] < AMPLIFICATION * len(refused) * ENCODED
-            name = "cloud_reader.range_requests_total"
-            assert after[name] - before[name] <= len(refused)
+            await consumers.take(lambda: len(consumers.received) == count + len(refused))
+            assert place.count(size) - before[0] < AMPLIFICATION * len(refused) * ENCODED
+            assert place.count(requests) - before[1] <= len(refused)
             # Neighbours come with one request.
-            before = after
+            before = place.count(requests)
             for offset in range(1010, 1110):
                 dispatch.nack(offset, delay_ms=None, reason="again")
-            await consumers.take(lambda: len(consumers.received) == 3100 + len(refused))
-            after = place.topic._metrics.snapshot()
-            assert after[name] - before[name] <= 3
+            await consumers.take(lambda: len(consumers.received) == count + len(refused) + 100)
+            assert place.count(requests) - before <= 3
 
     run(scenario())
 
@@ -199,3 +196,31 @@ def test_sizes_are_known_from_block_to_block_and_forgotten_below_the_cursor():
     assert sizes.of(4000) == 0
     assert sizes.of(20 * 4096) == 26
     assert len(sizes) <= 6 * 4096
+
+
+@pytest.mark.parametrize("how", ["does not read", "has left with its filter"])
+def test_a_consumer_of_keys_that_stands_still_stops_nobody_else(how):
+    """Ten times the usual bound goes past it; its own messages come in order when it comes back."""
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(12_000, size=100, keys=40)
+            dispatch = place.open("key_shared", window=10)
+            slow = Consumers(dispatch, [1], filters=["k?"])
+            fast = Consumers(dispatch, [2, 3], filters=["k1?", "k2?", "k3?"])
+            if how == "has left with its filter":
+                slow.leave()
+            others = {offset for offset in range(12_000) if offset % 40 >= 10}
+            await fast.take(lambda: others <= set(fast.offsets))
+            assert dispatch.delivery.cursor == 0
+            assert len(fast.received) == len(others)
+            assert dispatch.reading.held_bytes <= module._HELD_BYTES_MAX
+            if how == "has left with its filter":
+                slow = Consumers(dispatch, [1], filters=["k?"])
+            await slow.take(lambda: dispatch.delivery.cursor == 12_000)
+            for key in range(10):
+                own = [offset for offset in slow.offsets if offset % 40 == key]
+                assert own == list(range(key, 12_000, 40))
+            assert place.bytes_read / (slow.bytes + fast.bytes) < AMPLIFICATION
+
+    run(scenario())

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from ister.errors import CapacityError, CorruptDataError, InvariantError
-from ister.subscription.floor import SAVED_RANGES_MAX, AckFloor
+from ister.subscription.floor import SAVED_MORE_MAX, SAVED_RANGES_MAX, AckFloor
 
 
 def a_floor(start, *offsets):
@@ -56,17 +56,26 @@ def test_ranges_are_bounded_and_nothing_is_lost_by_that():
 
 
 def test_stored_form_is_bounded_and_keeps_the_lowest():
-    floor = a_floor(0, *range(1, 2 * SAVED_RANGES_MAX + 21, 2))
+    kept = SAVED_RANGES_MAX + SAVED_MORE_MAX
+    floor = AckFloor(0)
+    for offset in range(1, 2 * kept + 21, 2):
+        floor.ack(offset, None)
     stored = json.loads(json.dumps(floor.to_json()))
     assert len(stored["acked"]) == SAVED_RANGES_MAX
+    assert len(json.dumps(stored)) < 300_000
     twin = AckFloor.from_json(stored)
-    assert twin.is_acked(1)
-    assert not twin.is_acked(2 * SAVED_RANGES_MAX + 1)
+    twin.validate()
+    assert all(twin.is_acked(offset) for offset in range(1, 2 * kept, 2))
+    assert not twin.is_acked(2 * kept + 1)
+    assert stored["end"] == twin.end == 2 * kept
+    # Of a version that does not know of the rest.
+    del stored["more"]
+    assert AckFloor.from_json(stored).end == 2 * SAVED_RANGES_MAX
 
 
 def test_stored_form_comes_back():
     floor = a_floor(3, 5, 6, 9)
-    assert floor.to_json() == {"floor": 3, "acked": [[5, 7], [9, 10]]}
+    assert floor.to_json() == {"floor": 3, "acked": [[5, 7], [9, 10]], "end": 10}
     assert AckFloor.from_json(floor.to_json()).to_json() == floor.to_json()
 
 

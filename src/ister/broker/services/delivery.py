@@ -244,9 +244,12 @@ async def _batches(
         token = subscription.receipts.token(outbox.consumer, offset)
         batch.append(_delivered(offset, record, attempt, token))
         size += message.size_bytes
-        if size >= min(_BATCH_BYTES, subscription.reading.batch_bytes):
-            yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
+        if size >= min(_BATCH_BYTES, subscription.reading.batch_bytes(outbox)):
+            deliveries = ister_api.Deliveries(messages=batch)
+            # It has copies, and the stream may wait here for long.
             batch, size = [], 0
+            yield ister_api.ConsumeResponse(deliveries=deliveries)
+            subscription.reading.note_written(outbox)
     if batch:
         yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
 
