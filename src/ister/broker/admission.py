@@ -117,7 +117,7 @@ class Admission:
         Raises:
             As `check`, and CapacityError if too many wait.
         """
-        if self._is_quick(topic, lot, principal):
+        if self.is_quick(topic, lot.producer, principal):
             self.check(topic, lot, principal)
         else:
             await asyncio.to_thread(self.check, topic, lot, principal)
@@ -132,11 +132,11 @@ class Admission:
         if not topic.names.is_settled(name, principal):
             await asyncio.to_thread(topic.names.claim, name, principal)
 
-    def _is_quick(self, topic: ServedTopic, lot: Lot, principal: str | None) -> bool:
+    def is_quick(self, topic: ServedTopic, producer: str | None, principal: str | None) -> bool:
         """Whether `check` needs no thread: it asks no store, and reads no schema."""
         if principal is None:
             return True
-        is_settled = lot.producer is None or topic.names.is_settled(lot.producer, principal)
+        is_settled = producer is None or topic.names.is_settled(producer, principal)
         return is_settled and not self.has_schema(topic)
 
     # -- in any thread ----------------------------------------------------------------------

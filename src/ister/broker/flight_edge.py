@@ -108,6 +108,17 @@ class BrokerSource:
             raise UnavailableError("the topic is opened again", topic=name)
         return served
 
+    def admits_at_once(
+        self, topic: SequencedTopic, *, producer: str | None, principal: str
+    ) -> bool:
+        """Whether a topic has no rate, and rows are checked without a store or a schema."""
+        served = self._topics.find_open(topic.topic.name)
+        return (
+            served is not None
+            and not served.publish_rate.per_second
+            and self._topics.admission.is_quick(served, producer, principal)
+        )
+
     def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
         """Counts rows that were appended."""
         served = self._topics.find_open(topic.topic.name)

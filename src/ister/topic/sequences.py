@@ -38,7 +38,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ister.errors import ConflictError, InvalidRequestError
+from ister.errors import CapacityError, ConflictError, InvalidRequestError
 from ister.model import AckLevel, StreamMessage, TopicState
 from ister.topic.topic import Topic
 
@@ -400,18 +400,42 @@ class SequencedTopic:
             As `Topic.append_arrow` and `prepare`, and then nothing was accepted.
         """
         check_producer(producer, epoch)
-        rows = batch.num_rows
         with self._lock:
-            known, start, end = self._judge(producer, epoch, sequence, rows)
-            if known == rows:
-                return Appended(start, end, known)
-            named = _with_producer(batch.slice(known) if known else batch, producer)
-            offsets = self.topic.append_arrow(
-                named,
-                producer_id=sequenced_producer_id(producer, epoch),
-                first_request_id=sequence + known,
-            )
-            self._table().note(producer, epoch, sequence + known, offsets.start, len(offsets))
+            verdict = self._judge(producer, epoch, sequence, batch.num_rows)
+            return self._append_rows(batch, verdict, producer, epoch, sequence)
+
+    def try_append_arrow(
+        self, batch: pa.RecordBatch, *, producer: str, epoch: int = 0, sequence: int
+    ) -> Appended | None:
+        """Like `append_arrow`, on an event loop: None where that would wait, or read the log."""
+        check_producer(producer, epoch)
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._sequences is None or not self.topic.has_room(batch):
+                return None
+            self._check_epoch(producer, epoch)
+            verdict = self._sequences.judge(producer, epoch, sequence, batch.num_rows)
+            return self._append_rows(batch, verdict, producer, epoch, sequence)
+        except (_TooOldError, CapacityError):
+            return None  # `append_arrow` waits, looks further back, or says what is wrong
+        finally:
+            self._lock.release()
+
+    def _append_rows(
+        self, batch: pa.RecordBatch, verdict: Verdict, producer: str, epoch: int, sequence: int
+    ) -> Appended:
+        """Appends those rows that the verdict does not know; the lock is held."""
+        known, start, end = verdict
+        if known == batch.num_rows:
+            return Appended(start, end, known)
+        named = _with_producer(batch.slice(known) if known else batch, producer)
+        offsets = self.topic.append_arrow(
+            named,
+            producer_id=sequenced_producer_id(producer, epoch),
+            first_request_id=sequence + known,
+        )
+        self._table().note(producer, epoch, sequence + known, offsets.start, len(offsets))
         return Appended(start if known else offsets.start, offsets.stop, known)
 
     def _judge(self, producer: str, epoch: int, sequence: int, count: int) -> Verdict:

@@ -368,7 +368,7 @@ class Topic:
                 f"rows are a pyarrow.RecordBatch, not {type(batch).__name__}",
                 hint="for batch in table.to_batches(): topic.append_arrow(batch)",
             )
-        size = batch.nbytes + batch.num_rows * self._envelope_bytes
+        size = self._size_of_rows(batch)
 
         def put(first: int) -> int:
             encoded = columnar.encode_frames(
@@ -388,6 +388,14 @@ class Topic:
             return sum(frames.count for frames in encoded)
 
         return self._accept(size, put)
+
+    def has_room(self, batch: pa.RecordBatch) -> bool:
+        """Whether `append_arrow` would not wait for room in the buffer now."""
+        return self._buffer.has_room(self._size_of_rows(batch))
+
+    def _size_of_rows(self, batch: pa.RecordBatch) -> int:
+        size: int = batch.nbytes + batch.num_rows * self._envelope_bytes
+        return size
 
     def append_record(self, message: StreamMessage) -> int:
         """Accepts a whole record, as one that came over a wire; its offset is stamped into it.

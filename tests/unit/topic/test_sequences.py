@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_message
-from ister.errors import ConflictError, InvalidRequestError, MessageTooLargeError
+from ister.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidRequestError,
+    MessageTooLargeError,
+)
 from ister.model import MessageId, StreamMessage
 from ister.topic import sequences as module
 from ister.topic.batches import _identity_of
@@ -270,6 +275,31 @@ def test_record_is_appended_once(machine):
         msg_id=MessageId(producer_id=sequenced_producer_id("p", 0), topic_offset=0),
     )
     assert (second.request_id, second.msg_id.topic_offset) == (8, 1)
+
+
+def test_append_that_must_not_wait_appends_the_same_or_nothing(machine, monkeypatch):
+    plain = machine.topic()
+    topic = SequencedTopic(plain)
+    send = {"producer": "p", "epoch": 2, "sequence": 0}
+    assert topic.try_append_arrow(numbered(0, 3), **send) is None, "the log is not read yet"
+    topic.prepare()
+    with topic._lock:
+        assert topic.try_append_arrow(numbered(0, 3), **send) is None, "somebody else appends"
+    plain.wal.hold("lag", lambda: CapacityError("too much"), waits=False)
+    assert topic.try_append_arrow(numbered(0, 3), **send) is None, "nothing is taken now"
+    plain.wal.unhold("lag")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(plain), "has_room", lambda *_: False)
+        assert topic.try_append_arrow(numbered(0, 3), **send) is None, "the buffer is full"
+    assert stored(plain) == []
+    assert topic.try_append_arrow(numbered(0, 3), **send) == Appended(0, 3, 0)
+    assert topic.try_append_arrow(numbered(0, 5), **send) == Appended(0, 5, 3)
+    assert topic.try_append_arrow(numbered(0, 5), **send) == Appended(0, 5, 5)
+    with pytest.raises(ConflictError):
+        topic.try_append_arrow(numbered(9, 1), producer="p", epoch=2, sequence=9)
+    with pytest.raises(InvalidRequestError):
+        topic.try_append_arrow(numbered(5, 1), producer="p", epoch=EPOCH_MAX, sequence=5)
+    assert stored(plain) == [b"%d" % number for number in range(5)]
 
 
 def test_batch_is_appended_once_and_carries_who_sent_it(machine):

@@ -1,7 +1,7 @@
 """One stream of rows into a topic: appended as they come, answered when they are safe.
 
-    a thread      read ─► check ─► append ─► pending
-    ack thread                               pending ─► wait for the level ─► answer
+    take_all   read ─► check ─► append ─► pending        small batches on the loop, large ones in
+    answers                               pending ─► wait for the level ─► answer       a thread
 
 Owns: the checks of what comes from the network, the order of answers, the bound on what is not
 answered yet. Does not own: what becomes of a batch that comes twice (`ister.topic.sequences`).
@@ -10,38 +10,36 @@ Batches are answered in their order. The first that is refused ends the stream: 
 is answered, then the error is, and nothing that came after it is appended. A client that does not
 take its answers is not read from any more.
 
+Small batches stay on the loop: to hand one to a thread and back costs more than to append it, and
+hundreds of them a second would have the threads wait for the interpreter lock.
+
 A connection that ends, at whatever moment, leaves batches in the topic that were not answered. The
 client sends them again, and they are known.
 """
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
-from ister import threads
 from ister.broker.flight.failures import as_ister_error
 from ister.broker.flight.source import FlightLimits
 from ister.client.contract import PutAck, PutBatch, PutOpen, encode_error
-from ister.errors import (
-    InvalidRequestError,
-    IsterError,
-    MessageTooLargeError,
-    UnavailableError,
-    WaitTimeoutError,
-)
+from ister.errors import InvalidRequestError, IsterError, MessageTooLargeError
 from ister.format.columnar import COLUMNS
+from ister.limits import KIB
 from ister.topic.sequences import Appended, SequencedTopic, check_producer
 from ister.tracing import span
 
 __all__ = ["Publishing", "check_schema"]
 
-# How often an idle stream, or one that waits for a disk, looks whether its client is still there.
+# How often a stream looks whether its client may still publish.
 _LOOK_SECONDS: Final = 1.0
+_SMALL_BYTES: Final = 32 * KIB
 
 
 def check_schema(schema: pa.Schema) -> None:
@@ -72,39 +70,6 @@ def _refuse_dictionaries(name: str, kind: pa.DataType) -> None:
         _refuse_dictionaries(name, kind.field(number).type)
 
 
-class Rows(Protocol):
-    """Where batches come from."""
-
-    def read(self) -> tuple[pa.RecordBatch | None, bytes] | None:
-        """The next batch, if there is one, and what came with it; None at the end. Blocks.
-
-        Raises:
-            InvalidRequestError: What came is no batch.
-        """
-        ...
-
-    def end(self) -> None:
-        """Has whoever waits for the next batch find the end. Thread-safe."""
-        ...
-
-
-class Answers(Protocol):
-    """Where answers go to."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the client is gone."""
-        ...
-
-    def write(self, message: bytes) -> None:
-        """Sends an answer; waits for room.
-
-        Raises:
-            OSError: The client is gone.
-        """
-        ...
-
-
 class _Pending(NamedTuple):
     sequence: int
     appended: Appended
@@ -112,18 +77,19 @@ class _Pending(NamedTuple):
 
 
 class Publishing:
-    """See the module header. Made for one call."""
+    """See the module header. Made for one call; belongs to its loop."""
 
     def __init__(
         self,
         topic: SequencedTopic,
         opened: PutOpen,
-        rows: Rows,
-        answers: Answers,
         *,
+        read: Callable[[bytes], tuple[pa.RecordBatch | None, bytes]],
+        run: Callable[..., Awaitable[Any]],
         limits: FlightLimits,
         batch_bytes_max: int,
         admit: Callable[[SequencedTopic, pa.RecordBatch], None],
+        admits_at_once: Callable[[SequencedTopic], bool],
         still_allowed: Callable[[], None],
         note: Callable[[SequencedTopic, pa.RecordBatch], None] = lambda _topic, _batch: None,
     ) -> None:
@@ -132,11 +98,12 @@ class Publishing:
         Args:
             topic: Where the rows go.
             opened: What the client has said at the beginning.
-            rows: The batches; read by one thread.
-            answers: Takes the answers; used by one thread.
+            read: Makes a batch, and what came with it, of a message; any thread may call it.
+            run: Calls a function in a thread.
             limits: Bounds.
             batch_bytes_max: The most bytes of one batch.
             admit: Called with each batch before it is appended.
+            admits_at_once: Whether the loop may call `admit`.
             still_allowed: Raises when the client's rights have ended.
             note: Called with rows that were appended, and had not been before.
 
@@ -147,66 +114,98 @@ class Publishing:
             check_producer(opened.producer, opened.epoch)
         self._topic = topic
         self._opened = opened
-        self._rows = rows
-        self._answers = answers
+        self._read = read
+        self._run = run
         self._limits = limits
         self._batch_bytes_max = batch_bytes_max
         self._admit = admit
+        self._admits_at_once = admits_at_once
         self._still_allowed = still_allowed
         self._note = note
-        self._changed = threading.Condition()
         self._pending: deque[_Pending] = deque()
         self._unacked_bytes = 0
+        self._arrived = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._is_ended = False
         self._failure: IsterError | None = None
 
-    def run(self) -> None:
-        """Takes everything that comes.
+    def stop(self, failure: IsterError) -> None:
+        """Ends the stream: what is appended is answered, then the client is told why."""
+        if self._failure is None:
+            self._failure = failure
+        self._arrived.set()
+        self._has_room.set()
 
-        Raises:
-            IsterError: Why the stream has ended before its end. The client was told.
-        """
-        acks = threads.start("ister-flight-acks", self._answer_all)
+    # -- rows come in -----------------------------------------------------------------------
+
+    async def take_all(self, requests: AsyncIterator[bytes]) -> None:
+        """Takes everything that comes, until the stream ends or is stopped."""
+        ahead: asyncio.Future[bytes | None] | None = None
+        watching = asyncio.create_task(self._watch())
         try:
-            self._take_all()
+            while self._failure is None:
+                message = await (anext(requests, None) if ahead is None else ahead)
+                ahead = None
+                if message is None or self._failure is not None:
+                    break
+                self._still_allowed()
+                if len(message) <= _SMALL_BYTES and self._admits_at_once(self._topic):
+                    item = await self._take_here(message)
+                else:
+                    # The next one comes over the network meanwhile.
+                    ahead = asyncio.ensure_future(anext(requests, None))
+                    item = await self._run(self._take, message)
+                del message
+                self._pending.append(item)
+                self._unacked_bytes += item.size_bytes
+                self._arrived.set()
+                await self._wait_for_room()
         except Exception as error:  # noqa: BLE001 - sent to the client
             # Without its traceback: that would keep the batch.
             self.stop(as_ister_error(error).with_traceback(None))
         finally:
-            with self._changed:
-                self._is_ended = True
-                self._changed.notify_all()
-            acks.join()
-        if self._failure is not None:
-            raise self._failure
+            watching.cancel()
+            if ahead is not None:
+                ahead.cancel()
+            self._is_ended = True
+            self._arrived.set()
 
-    def stop(self, failure: IsterError) -> None:
-        """Ends the stream: what is appended is answered, then the client is told why."""
-        with self._changed:
-            if self._failure is None:
-                self._failure = failure
-            self._changed.notify_all()
-        self._rows.end()
+    async def _watch(self) -> None:
+        """Ends a stream whose client may not publish any more, also while it says nothing."""
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                self._still_allowed()
+        except Exception as error:  # noqa: BLE001 - sent to the client
+            self.stop(as_ister_error(error).with_traceback(None))
 
-    # -- rows come in -----------------------------------------------------------------------
+    async def _wait_for_room(self) -> None:
+        while self._failure is None and self._unacked_bytes >= self._limits.unacked_bytes_max:
+            self._has_room.clear()
+            await self._has_room.wait()
 
-    def _take_all(self) -> None:
-        while (item := self._rows.read()) is not None:
-            with self._changed:
-                if self._failure is not None:
-                    return
-            self._still_allowed()
-            self._take(*item)
-            del item  # whoever is slow to answer does not keep the batch
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._failure is not None
-                        or self._unacked_bytes < self._limits.unacked_bytes_max
-                    )
+    def _take(self, message: bytes) -> _Pending:
+        """Checks and appends a batch, however long that takes. In any thread."""
+        batch, sequence, size = self._open(message)
+        return self._noted(batch, sequence, size, self._append(batch, sequence))
+
+    async def _take_here(self, message: bytes) -> _Pending:
+        """Like `_take`, on the loop; a thread helps where it would have to wait."""
+        batch, sequence, size = self._open(message)
+        opened = self._opened
+        appended = None
+        if opened.producer is not None:
+            with span("append batch", topic=self._topic.topic.name, rows=batch.num_rows):
+                appended = self._topic.try_append_arrow(
+                    batch, producer=opened.producer, epoch=opened.epoch, sequence=sequence
                 )
+        if appended is None:
+            appended = await self._run(self._append, batch, sequence)
+        return self._noted(batch, sequence, size, appended)
 
-    def _take(self, batch: pa.RecordBatch | None, metadata: bytes) -> None:
+    def _open(self, message: bytes) -> tuple[pa.RecordBatch, int, int]:
+        """The rows of a message, checked and admitted; their sequence and their size."""
+        batch, metadata = self._read(message)
         if batch is None or not metadata:
             raise InvalidRequestError(
                 "rows without their sequence, or the other way round",
@@ -215,14 +214,14 @@ class Publishing:
         sequence = PutBatch.from_json(metadata).sequence
         size = self._check(batch)
         self._admit(self._topic, batch)
-        with span("append batch", topic=self._topic.topic.name, rows=batch.num_rows):
-            appended = self._append(batch, sequence)
+        return batch, sequence, size
+
+    def _noted(
+        self, batch: pa.RecordBatch, sequence: int, size: int, appended: Appended
+    ) -> _Pending:
         if appended.known < batch.num_rows:
-            self._note(self._topic, batch.slice(appended.known))
-        with self._changed:
-            self._pending.append(_Pending(sequence, appended, size))
-            self._unacked_bytes += size
-            self._changed.notify_all()
+            self._note(self._topic, batch.slice(appended.known) if appended.known else batch)
+        return _Pending(sequence, appended, size)
 
     def _check(self, batch: pa.RecordBatch) -> int:
         """Refuses rows that are none, before anything else looks at them; returns their size."""
@@ -245,58 +244,37 @@ class Publishing:
 
     def _append(self, batch: pa.RecordBatch, sequence: int) -> Appended:
         opened = self._opened
-        if opened.producer is None:
-            offsets = self._topic.topic.append_arrow(batch)
-            return Appended(offsets.start, offsets.stop, 0)
-        return self._topic.append_arrow(
-            batch, producer=opened.producer, epoch=opened.epoch, sequence=sequence
-        )
+        with span("append batch", topic=self._topic.topic.name, rows=batch.num_rows):
+            if opened.producer is None:
+                offsets = self._topic.topic.append_arrow(batch)
+                return Appended(offsets.start, offsets.stop, 0)
+            return self._topic.append_arrow(
+                batch, producer=opened.producer, epoch=opened.epoch, sequence=sequence
+            )
 
     # -- answers go out ---------------------------------------------------------------------
 
-    def _answer_all(self) -> None:
+    async def answers(self) -> AsyncIterator[bytes]:
+        """The answers, as batches become safe; the last one is the error, if there is one.
+
+        Raises:
+            IsterError: Why the stream has ended before its end. The client was told.
+        """
+        pending = self._pending
         try:
-            while (item := self._next()) is not None:
-                self._wait_for(item.appended.end - 1)
-                self._answer(item)
-            with self._changed:
-                failure = self._failure
+            while pending or not (self._is_ended or self._failure is not None):
+                if not pending:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                    continue
+                start, end, known = pending[0].appended
+                await self._topic.topic.aio.wait(end - 1)
+                ack = PutAck(sequence=pending[0].sequence, start=start, end=end, known=known)
+                yield ack.to_json()
+                self._unacked_bytes -= pending.popleft().size_bytes
+                self._has_room.set()
         except Exception as error:  # noqa: BLE001 - the client is told
-            failure = as_ister_error(error)
-            self.stop(failure)
-        if failure is not None:
-            self._write(encode_error(failure).encode())
-
-    def _next(self) -> _Pending | None:
-        """The batch to answer next; None at the end, which may be an error's."""
-        with self._changed:
-            while not self._pending:
-                if self._is_ended or self._failure is not None:
-                    return None
-                if not self._changed.wait(_LOOK_SECONDS):
-                    self._still_allowed()
-            return self._pending[0]
-
-    def _wait_for(self, offset: int) -> None:
-        while True:
-            try:
-                self._topic.topic.wait(offset, timeout=_LOOK_SECONDS)
-            except WaitTimeoutError:
-                if self._answers.is_closed:
-                    raise UnavailableError("the client is gone") from None
-            else:
-                return
-
-    def _answer(self, item: _Pending) -> None:
-        start, end, known = item.appended
-        self._write(PutAck(sequence=item.sequence, start=start, end=end, known=known).to_json())
-        with self._changed:
-            self._pending.popleft()
-            self._unacked_bytes -= item.size_bytes
-            self._changed.notify_all()
-
-    def _write(self, message: bytes) -> None:
-        try:
-            self._answers.write(message)
-        except OSError as error:
-            self.stop(UnavailableError(f"the client is gone: {error}"))
+            self.stop(as_ister_error(error))
+        if self._failure is not None:
+            yield encode_error(self._failure).encode()
+            raise self._failure

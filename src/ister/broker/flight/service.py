@@ -7,8 +7,8 @@ given a while, then they are cancelled. Does not own: the server and its limits
 (`ister.broker.server`), topics (`source`), what is done with them (`reads`, `publish`).
 
 Columns are read, checked and made in threads of this service, one at most for each call; the loop
-passes their bytes on. A read takes a thread only while its next batch is being made, so a client
-that takes its time holds none.
+passes their bytes on, and appends small batches itself. A read takes a thread only while its next
+batch is being made, so a client that takes its time holds none.
 
 A caller's rights are checked before a topic is looked for, so that the answer does not tell
 whether it exists, and again while a stream runs.
@@ -17,12 +17,11 @@ whether it exists, and again while a stream runs.
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -76,7 +75,8 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB, MIB
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
+from ister.topic.sequences import SequencedTopic
 
 __all__ = ["PUBLISH", "READ", "SERVICE", "FlightService", "message_bytes_max"]
 
@@ -88,10 +88,6 @@ PUBLISH: Final = "publish"
 _GRACE_SECONDS: Final = 5.0
 # Beside those of streams.
 _ACTION_THREADS: Final = 64
-# Batches that wait for the thread of their stream: the loop is often late, the thread need not be.
-_AHEAD_BYTES: Final = 4 * MIB
-# Answers to a publisher that wait for gRPC.
-_ANSWERS_MAX: Final = 16
 # What a batch has around its columns.
 _HEADER_BYTES: Final = 256 * KIB
 
@@ -355,41 +351,40 @@ class FlightService:
             schema = read_schema(data)
             check_schema(schema)
             release = self._streams.take(caller.name)
-            loop = asyncio.get_running_loop()
-            rows = _Rows(loop, schema, bytes_max=self._batch_bytes_max)
-            answers = _Answers(loop)
-            work = self._threads.submit(self._put, caller, opened, rows, answers)
-            work.add_done_callback(lambda _: release())
-            work.add_done_callback(lambda _: answers.end())
-            filling = loop.create_task(rows.fill(requests))
             try:
-                while (answer := await answers.take()) is not None:
-                    yield answer
-                await asyncio.wrap_future(work)
+                topic = await self._run(self._open_to_publish, opened)
+                who: dict[str, Any] = {"producer": opened.producer, "principal": caller.name}
+                publishing = Publishing(
+                    topic,
+                    opened,
+                    read=partial(_read_rows, schema=schema, bytes_max=self._batch_bytes_max),
+                    run=self._run,
+                    limits=self._limits,
+                    batch_bytes_max=self._batch_bytes_max,
+                    admit=partial(self._source.admit, **who),
+                    admits_at_once=partial(self._source.admits_at_once, **who),
+                    note=self._source.note,
+                    still_allowed=partial(caller.check, Permission.PRODUCE, topic=opened.topic),
+                )
+                with self._listed(publishing), self._source.publishing(topic):
+                    taking = asyncio.create_task(publishing.take_all(requests))
+                    try:
+                        async for answer in publishing.answers():
+                            yield encode_fields((1, answer))
+                    finally:
+                        taking.cancel()
+                        await asyncio.gather(taking, return_exceptions=True)
             finally:
-                filling.cancel()
-                rows.end()
-                answers.close()
+                release()
 
     @property
     def _batch_bytes_max(self) -> int:
         return _batch_bytes_max(self._limits, self._source.config.storage.max_message_size)
 
-    def _put(self, caller: Caller, opened: PutOpen, rows: _Rows, answers: _Answers) -> None:
+    def _open_to_publish(self, opened: PutOpen) -> SequencedTopic:
         topic = self._source.open(opened.topic, create=opened.create, ack=opened.ack)
-        publishing = Publishing(
-            topic,
-            opened,
-            rows,
-            answers,
-            limits=self._limits,
-            batch_bytes_max=self._batch_bytes_max,
-            admit=partial(self._source.admit, producer=opened.producer, principal=caller.name),
-            note=self._source.note,
-            still_allowed=partial(caller.check, Permission.PRODUCE, topic=opened.topic),
-        )
-        with self._listed(publishing), self._source.publishing(topic):
-            publishing.run()
+        topic.prepare()
+        return topic
 
     @contextmanager
     def _listed(self, publishing: Publishing) -> Iterator[None]:
@@ -403,105 +398,6 @@ class FlightService:
         finally:
             with self._lock:
                 self._publishing.discard(publishing)
-
-
-class _Rows:
-    """A client's batches on their way from the loop to a thread, some of them ahead of it."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, schema: pa.Schema, *, bytes_max: int
-    ) -> None:
-        self._loop = loop
-        self._schema = schema
-        self._bytes_max = bytes_max
-        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._waiting_bytes = 0
-        self._is_full = False
-        self._room = asyncio.Event()
-
-    async def fill(self, requests: AsyncIterator[bytes]) -> None:
-        """Has the thread find everything that comes."""
-        try:
-            async for data in requests:
-                with self._lock:
-                    self._waiting_bytes += len(data)
-                    is_full = self._is_full = self._waiting_bytes >= _AHEAD_BYTES
-                self._waiting.put(data)
-                del data
-                if is_full:
-                    await self._room.wait()
-                    self._room.clear()
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        """Has the thread find the end of the stream, if nothing else comes."""
-        self._waiting.put(None)
-
-    def read(self) -> tuple[pa.RecordBatch | None, bytes] | None:
-        """The next batch and what came with it; None at the end. Blocks.
-
-        Raises:
-            InvalidRequestError: What came is no batch.
-            MessageTooLargeError: It is too large.
-        """
-        item = self._waiting.get()
-        if item is None:
-            return None
-        with self._lock:
-            self._waiting_bytes -= len(item)
-            # Not with every batch: to wake the loop is what costs the most.
-            has_room = self._is_full and self._waiting_bytes <= _AHEAD_BYTES // 2
-            self._is_full = self._is_full and not has_room
-        if has_room:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._room.set)
-        data = _data(item)
-        batch = read_batch(data, self._schema, bytes_max=self._bytes_max)
-        return batch, bytes(data.metadata)
-
-
-class _Answers:
-    """Answers on their way from a thread to the loop; only some wait for a slow client."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.is_closed = False
-        """Whether the call is over: nobody takes answers any more."""
-        self._loop = loop
-        self._room = threading.Semaphore(_ANSWERS_MAX)
-        self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-    def write(self, message: bytes) -> None:
-        """Sends an answer; waits for room.
-
-        Raises:
-            OSError: The call is over.
-        """
-        self._room.acquire()
-        if self.is_closed:
-            self._room.release()
-            raise ConnectionResetError("the call is over")
-        self._put(encode_fields((1, message)))
-
-    def end(self) -> None:
-        """Has the loop find the end of the answers."""
-        self._put(None)
-
-    def _put(self, item: bytes | None) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._waiting.put_nowait, item)
-
-    async def take(self) -> bytes | None:
-        """The next answer; None at the end."""
-        item = await self._waiting.get()
-        self._room.release()
-        return item
-
-    def close(self) -> None:
-        """Nobody takes answers any more."""
-        self.is_closed = True
-        self._room.release()
 
 
 class _Streams:
@@ -569,6 +465,14 @@ def _fields(request: bytes) -> dict[int, memoryview]:
         return decode_fields(request)
     except ValueError as error:
         raise InvalidRequestError(f"the request is not a message of this call: {error}") from error
+
+
+def _read_rows(
+    message: bytes, *, schema: pa.Schema, bytes_max: int
+) -> tuple[pa.RecordBatch | None, bytes]:
+    """The batch of a message, if it has one, and what came with it."""
+    data = _data(message)
+    return read_batch(data, schema, bytes_max=bytes_max), bytes(data.metadata)
 
 
 def _data(message: bytes) -> FlightData:

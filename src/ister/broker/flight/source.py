@@ -39,7 +39,7 @@ class FlightLimits:
     """What one service takes on."""
 
     streams_max: int = 256
-    """Reads and publishes under way in all; each publish has two threads."""
+    """Reads and publishes under way in all; a publish of large batches has a thread."""
     streams_per_caller_max: int = 64
     """Of one caller, where callers say who they are."""
     batch_rows_max: int = 65_536
@@ -111,6 +111,12 @@ class TopicSource(Protocol):
         """
         ...
 
+    def admits_at_once(
+        self, topic: SequencedTopic, *, producer: str | None, principal: str
+    ) -> bool:
+        """Whether `admit` does not wait, nor take long, so that the loop may call it."""
+        ...
+
     def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
         """Called when rows were appended that had not been before."""
         ...
@@ -162,6 +168,11 @@ class LogSource:
         self, topic: SequencedTopic, batch: pa.RecordBatch, *, producer: str | None, principal: str
     ) -> None:
         """Everything is let in."""
+
+    def admits_at_once(
+        self, topic: SequencedTopic, *, producer: str | None, principal: str
+    ) -> bool:
+        return True
 
     def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:
         """Nobody counts them."""

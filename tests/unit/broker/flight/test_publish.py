@@ -33,6 +33,7 @@ from ister.errors import (
 from ister.limits import MIB
 from ister.model import AckLevel
 from ister.topic.log import Log
+from ister.topic.topic import Topic
 from servers.flight import (
     PUBLISH,
     FlightProcess,
@@ -115,6 +116,42 @@ def test_rows_become_messages_and_each_batch_is_answered(client, topic, server):
     assert numbers_in(topic) == list(range(100))
     assert {message.producer_name for message in topic.read()} == {"p"}
     assert server.calls == {PUBLISH: 1}
+
+
+def test_small_batches_take_no_thread(client, topic, monkeypatch):
+    """Goal: hundreds of small batches a second do not have threads fight for the interpreter."""
+    threads = []
+    append = Topic.append_arrow
+
+    def watched(self, batch, **more):
+        threads.append(threading.current_thread().name)
+        return append(self, batch, **more)
+
+    monkeypatch.setattr(Topic, "append_arrow", watched)
+    acks, error = publish(client, [range(start, start + 3) for start in range(0, 60, 3)])
+    assert error is None
+    assert len(acks) == 20
+    assert not [name for name in threads if name.startswith("ister-flight")], "not on the loop"
+    with client.publish(TOPIC, SCHEMA, producer="p", first_sequence=60) as publisher:
+        publisher.write(rows(60, 1000, size=100))
+    assert threads[-1].startswith("ister-flight"), "much work is not the loop's"
+
+
+def test_small_batch_for_a_topic_that_is_held_waits_and_the_others_go_on(client, log, topic):
+    """Goal: the loop waits for nothing. Method: a topic that takes nothing, and one that does."""
+    log.topic("/default/other", create=True)
+    topic.wal.hold("lag", lambda: CapacityError("too much"), waits=True)
+    held = threading.Thread(target=publish, args=(client, [range(3)]))
+    held.start()
+    try:
+        for number in range(20):
+            with client.publish("/default/other", SCHEMA, producer=f"q{number}") as publisher:
+                publisher.write(rows(0, 3))
+        assert topic.watermarks.next == 0
+    finally:
+        topic.wal.unhold("lag")
+        held.join(SECONDS)
+    assert numbers_in(topic) == [0, 1, 2]
 
 
 def test_answered_rows_are_synced(client, topic):
