@@ -23,6 +23,10 @@ class _Person:
     filters: tuple[str, ...] = ()
     is_attached: bool = False
     room: int = 0
+    reports: bool = False
+    is_stalled: bool = False
+    heard_at: float = 0.0
+    unseen: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -62,7 +66,7 @@ class Rig:
         # postponed.
         self.status: dict[int, str] = {}
         self.holder: dict[int, int] = {}
-        self.sent_at: dict[int, float] = {}
+        self.seen_at: dict[int, float] = {}
         self.due: dict[int, float] = {}
         self.was_sent: set[int] = set()
         self.last_fresh = -1
@@ -93,7 +97,10 @@ class Rig:
         return sum(holder == consumer for holder in self.holder.values())
 
     def can_take(self, consumer: int) -> bool:
-        return self.people[consumer].room > 0 and self.charged(consumer) < self.window
+        person = self.people[consumer]
+        return person.room > 0 and self.charged(consumer) < (
+            1 if person.is_stalled else self.window
+        )
 
     def takes(self, consumer: int, key: str) -> bool:
         filters = self.people[consumer].filters
@@ -119,14 +126,14 @@ class Rig:
     def publish(self, *keys: str) -> None:
         self.log += keys
 
-    def attach(self, consumer: int, *filters: str) -> bool:
+    def attach(self, consumer: int, *filters: str, reports: bool = False) -> bool:
         if self.kind is SubscriptionKind.EXCLUSIVE and set(self.order) - {consumer}:
             with pytest.raises(ConflictError):
                 self.delivery.attach(consumer, filters=filters, now=self.now)
             return False
-        self.delivery.attach(consumer, filters=filters, now=self.now)
+        self.delivery.attach(consumer, filters=filters, reports=reports, now=self.now)
         self._take_back(consumer)
-        self.people[consumer] = _Person(filters=filters, is_attached=True)
+        self.people[consumer] = _Person(filters=filters, is_attached=True, reports=reports)
         if consumer not in self.order:
             self.order.append(consumer)
         return True
@@ -144,14 +151,21 @@ class Rig:
         self._take_back(consumer)
         if consumer in self.order:
             self.order.remove(consumer)
-            self.people[consumer].is_attached = False
-            self.people[consumer].room = 0
+            person = self.people[consumer]
+            person.is_attached = person.is_stalled = False
+            person.room = 0
 
     def _take_back(self, consumer: int) -> None:
         for offset in [o for o, holder in self.holder.items() if holder == consumer]:
             del self.holder[offset]
             if self.status[offset] == "sent":
-                self.status[offset] = "queued"
+                self._requeue(offset)
+        if consumer in self.people:
+            self.people[consumer].unseen.clear()
+
+    def _requeue(self, offset: int) -> None:
+        self.status[offset] = "queued"
+        self.seen_at.pop(offset, None)
 
     def set_room(self, consumer: int, messages: int) -> None:
         self.delivery.set_room(consumer, messages)
@@ -177,8 +191,47 @@ class Rig:
         self.offered_end = start + count
         return count
 
-    def ack(self, offset: int) -> AckResult:
-        result = self.delivery.ack(offset, end=len(self.log), now=self.now)
+    def _hear(self, consumer: int) -> None:
+        person = self.people.get(consumer)
+        if person is not None and person.is_attached:
+            person.heard_at, person.is_stalled = self.now, False
+
+    def _see(self, offset: int) -> None:
+        """Who has a message has what it was sent before, too."""
+        person = self.people[self.holder[offset]]
+        if offset in person.unseen:
+            end = person.unseen.index(offset) + 1
+            for one in person.unseen[:end]:
+                self.seen_at[one] = self.now
+            del person.unseen[:end]
+
+    def received(self, consumer: int, offset: int) -> None:
+        self.delivery.received(consumer, offset, now=self.now)
+        self._hear(consumer)
+        if self.status.get(offset) == "sent" and self.holder[offset] == consumer:
+            self._see(offset)
+
+    def _answer(self, offset: int, consumer: int | None) -> None:
+        holder = self.holder[offset] if self.status.get(offset) == "sent" else None
+        if holder is not None and consumer in (None, holder):
+            self._hear(holder)
+            self._see(offset)
+        elif consumer is not None:
+            self._hear(consumer)
+
+    def _lose(self, offset: int) -> None:
+        """A message is no longer out; the next one of its consumer may become the oldest."""
+        self.seen_at.pop(offset, None)
+        person = self.people.get(self.holder.get(offset, -1))
+        if person is not None and offset in person.unseen:
+            if person.unseen[0] == offset:
+                person.heard_at = self.now
+            person.unseen.remove(offset)
+
+    def ack(self, offset: int, consumer: int | None = None) -> AckResult:
+        result = self.delivery.ack(offset, end=len(self.log), now=self.now, consumer=consumer)
+        if offset < len(self.log):
+            self._answer(offset, consumer)
         if offset >= len(self.log):
             assert result is AckResult.REFUSED
         elif offset in self.complete:
@@ -188,10 +241,14 @@ class Rig:
             self._complete(offset)
         return result
 
-    def nack(self, offset: int, delay_ms: int | None = None) -> None:
-        counted = self.delivery.nack(offset, delay_ms=delay_ms, reason="no", now=self.now)
-        assert counted == (self.status.get(offset) == "sent")
+    def nack(self, offset: int, delay_ms: int | None = None, consumer: int | None = None) -> None:
+        counted = self.delivery.nack(
+            offset, consumer=consumer, delay_ms=delay_ms, reason="no", now=self.now
+        )
+        is_out = self.status.get(offset) == "sent"
+        assert counted == (is_out and consumer in (None, self.holder[offset]))
         if counted:
+            self._answer(offset, consumer)
             self._fail(offset, delay_ms)
 
     def resolve(self, offset: int) -> None:
@@ -209,15 +266,31 @@ class Rig:
         self.now += seconds
         self.delivery.tick(self.now)
         timeout = self.policy.ack_timeout_ms / 1000
-        for offset in self.in_flight():
-            if self.sent_at[offset] + timeout <= self.now:
-                self._fail(offset, None)
+        for offset in [o for o, seen_at in self.seen_at.items() if seen_at + timeout <= self.now]:
+            self._fail(offset, None)
+        for _, consumer in sorted((self.people[c].heard_at, c) for c in self.order):
+            person = self.people[consumer]
+            if person.unseen and person.heard_at + timeout <= self.now:
+                self._end_silence(consumer, person)
         for offset, due in list(self.due.items()):
             if due <= self.now:
                 self._end_pause(offset)
         deadline = self.delivery.deadline()
-        times = [self.sent_at[o] + timeout for o in self.in_flight()] + list(self.due.values())
+        times = [seen_at + timeout for seen_at in self.seen_at.values()] + list(self.due.values())
+        times += [person.heard_at + timeout for person in self.people.values() if person.unseen]
         assert deadline == (min(times) if times else None)
+
+    def _end_silence(self, consumer: int, person: _Person) -> None:
+        person.heard_at = self.now
+        if not person.reports:
+            self._fail(person.unseen.pop(0), None)
+        others = [self.people[one] for one in self.order if one != consumer]
+        if self.kind is SubscriptionKind.SHARED and not all(one.is_stalled for one in others):
+            person.is_stalled = True
+            for offset in person.unseen:
+                del self.holder[offset]
+                self._requeue(offset)
+            person.unseen.clear()
 
     def _end_pause(self, offset: int) -> None:
         del self.due[offset]
@@ -247,8 +320,10 @@ class Rig:
         self._forget_messages()
 
     def _forget_messages(self) -> None:
-        for container in (self.status, self.holder, self.sent_at, self.due, self.was_sent):
+        for container in (self.status, self.holder, self.seen_at, self.due, self.was_sent):
             container.clear()
+        for person in self.people.values():
+            person.unseen.clear()
         self.last_fresh = -1
 
     def flush(self) -> None:
@@ -264,7 +339,8 @@ class Rig:
         self._begin(cursor, json.loads(text))
         self.order.clear()
         for consumer, person in self.people.items():
-            person.is_attached, person.room = False, 0
+            person.is_attached, person.room, person.is_stalled = False, 0, False
+            person.unseen.clear()
             self.delivery.remember(consumer, filters=person.filters)
         assert self.delivery.cursor == self.lowest_owed()
 
@@ -313,11 +389,13 @@ class Rig:
     def _complete(self, offset: int) -> None:
         self.complete.add(offset)
         self.failures.pop(offset, None)
+        self._lose(offset)
         for container in (self.status, self.holder, self.due):
             container.pop(offset, None)
 
     def _fail(self, offset: int, requested: int | None) -> None:
         self.failures[offset] = self.failures.get(offset, 0) + 1
+        self._lose(offset)
         if self.is_exhausted(offset):
             del self.holder[offset]
             self.status[offset] = "judged"
@@ -364,9 +442,12 @@ class Rig:
             assert consumer == self.order[0] == self.delivery.active
         self.status[offset] = "sent"
         self.holder[offset] = consumer
-        self.sent_at[offset] = self.now
         self.was_sent.add(offset)
-        self.people[consumer].room -= 1
+        person = self.people[consumer]
+        person.room -= 1
+        if not person.unseen:
+            person.heard_at = self.now
+        person.unseen.append(offset)
 
     def _check_handed(self, instruction: DeadLetter | Drop) -> None:
         wanted = DeadLetter if self.policy.poison is PoisonPolicy.DEAD_LETTER else Drop

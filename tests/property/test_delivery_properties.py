@@ -63,9 +63,9 @@ class DeliveryMachine(RuleBasedStateMachine):
     def publish(self, keys):
         self.rig.publish(*keys)
 
-    @rule(consumer=CONSUMERS, filters=FILTERS, room=st.integers(0, 6))
-    def attach(self, consumer, filters, room):
-        if self.rig.attach(consumer, *filters):
+    @rule(consumer=CONSUMERS, filters=FILTERS, room=st.integers(0, 6), reports=st.booleans())
+    def attach(self, consumer, filters, room, reports):
+        if self.rig.attach(consumer, *filters, reports=reports):
             self.rig.set_room(consumer, room)
 
     @rule(consumer=CONSUMERS)
@@ -96,18 +96,28 @@ class DeliveryMachine(RuleBasedStateMachine):
     def ack(self, data):
         self.rig.ack(data.draw(st.sampled_from(self.rig.in_flight()), "in flight"))
 
-    @rule(offset=st.integers(0, 30))
-    def ack_anything(self, offset):
-        self.rig.ack(offset)
+    @rule(offset=st.integers(0, 30), consumer=st.none() | CONSUMERS)
+    def ack_anything(self, offset, consumer):
+        self.rig.ack(offset, consumer)
+
+    @rule(offset=st.integers(0, 30), consumer=CONSUMERS)
+    def receive_anything(self, offset, consumer):
+        self.rig.received(consumer, offset)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.rig.in_flight())
+    def receive(self, data):
+        offset = data.draw(st.sampled_from(self.rig.in_flight()), "in flight")
+        self.rig.received(self.rig.holder[offset], offset)
 
     @rule(data=st.data(), delay=st.sampled_from((None, 0, 700, 10**9)))
     @precondition(lambda self: self.rig.in_flight())
     def nack(self, data, delay):
         self.rig.nack(data.draw(st.sampled_from(self.rig.in_flight()), "in flight"), delay)
 
-    @rule(offset=st.integers(0, 30))
-    def nack_anything(self, offset):
-        self.rig.nack(offset)
+    @rule(offset=st.integers(0, 30), consumer=st.none() | CONSUMERS)
+    def nack_anything(self, offset, consumer):
+        self.rig.nack(offset, consumer=consumer)
 
     @rule(seconds=SPANS)
     def pass_time(self, seconds):

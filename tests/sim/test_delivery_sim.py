@@ -70,7 +70,9 @@ class World:
     def answer(self) -> None:
         flight = self.rig.in_flight()
         for offset in self.random.sample(flight, min(len(flight), self.random.randint(1, 5))):
-            if self.random.random() < self.errors:
+            if self.random.random() < 0.3:
+                self.rig.received(self.rig.holder[offset], offset)
+            elif self.random.random() < self.errors:
                 self.rig.nack(offset, self.random.choice((None, 0, 500, 10**6)))
             else:
                 self.rig.ack(offset)
@@ -80,7 +82,8 @@ class World:
 
     def come(self) -> None:
         consumer = self.random.choice(self.consumers)
-        if self.rig.attach(consumer, *self.random.choice(FILTERS)):
+        reports = self.random.random() < 0.5
+        if self.rig.attach(consumer, *self.random.choice(FILTERS), reports=reports):
             self.rig.set_room(consumer, self.random.choice((0, 1, 8)))
 
     def go(self) -> None:

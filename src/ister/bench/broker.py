@@ -4,6 +4,7 @@
     consuming     a backlog, without acknowledgements and with one for each message
     latency       from a send to the consumer, at a steady rate
     bulk          by Arrow Flight; see `broker_flight`
+    slow          consumers that take their time; see `broker_slow`
     idle          memory and processor time with many topics and consumers and nothing to do
     abuse         memory while calls are refused that would inflate; see `broker_abuse`
     reads         bytes read for each byte delivered, and what is held; see `broker_reads`
@@ -27,6 +28,7 @@ import grpc
 
 from ister.bench import broker_abuse, broker_flight, broker_reads
 from ister.bench.broker_servers import bare_server, broker
+from ister.bench.broker_slow import measure as measure_slow
 from ister.bench.measurement import MESSAGE_BYTES, Run, median, payloads, quantile, stopwatch
 from ister.broker.wire import ister_api, stub
 from ister.errors import UnavailableError
@@ -65,6 +67,8 @@ def run(run: Run) -> None:
     # Others: what was delivered above and never acknowledged would be delivered again meanwhile.
     with broker(run.path("latency")) as served, bare_server(0) as bare:
         asyncio.run(_measure_latency(run, served["grpc"], bare["grpc"]))
+    with broker(run.path("slow")) as served:
+        asyncio.run(measure_slow(run, served["grpc"], _client, _consumer))
     with broker(run.path("idle")) as served:
         asyncio.run(_measure_idle(run, served["grpc"], served["pid"]))
     with broker(run.path("abuse")) as served:

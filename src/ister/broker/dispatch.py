@@ -183,8 +183,15 @@ class Dispatch:
             self.delivery.remember(consumer, filters=tuple(filters))
             self._forget_later(consumer)
 
-    def attach(self, consumer: int, filters: Sequence[str]) -> Outbox[Sent]:
+    def attach(
+        self, consumer: int, filters: Sequence[str], *, reports: bool = False
+    ) -> Outbox[Sent]:
         """Begins to deliver to a consumer; a stream that it had before ends.
+
+        Args:
+            consumer: Its id.
+            filters: Which keys it takes.
+            reports: Whether it says what its program has received; see `received`.
 
         Raises:
             ConflictError: The subscription is exclusive, and somebody else has it.
@@ -202,7 +209,7 @@ class Dispatch:
         before = self._outboxes.pop(consumer, None)
         if before is not None:
             before.end(after_seconds=TAKEN_OVER_SECONDS)
-        self.delivery.attach(consumer, filters=tuple(filters), now=now)
+        self.delivery.attach(consumer, filters=tuple(filters), reports=reports, now=now)
         outbox: Outbox[Sent] = Outbox(consumer)
         self._outboxes[consumer] = outbox
         self.delivery.set_room(consumer, outbox.room)
@@ -282,15 +289,26 @@ class Dispatch:
 
     # -- outcomes ---------------------------------------------------------------------------
 
-    def ack(self, offset: int) -> None:
+    def received(self, consumer: int, offset: int) -> None:
+        """Notes that a consumer's program has received a message, and those sent before it."""
+        if not self._is_closed:
+            self.delivery.received(consumer, offset, now=self._loop.time())
+            self._pump()
+
+    def ack(self, offset: int, consumer: int | None = None) -> None:
         """Takes an acknowledgement: in any order, twice, late. Trusts the caller; see `receipts`.
+
+        Args:
+            offset: Which message.
+            consumer: Who says so; None for whoever has it.
 
         Raises:
             InvalidRequestError: There is no such message.
             UnavailableError: The cursor was written for the last time.
         """
         self._check_open()
-        if self.delivery.ack(offset, end=self.end, now=self._loop.time()) is AckResult.REFUSED:
+        result = self.delivery.ack(offset, end=self.end, now=self._loop.time(), consumer=consumer)
+        if result is AckResult.REFUSED:
             raise self.refuse(offset)
         self.reading.discard(offset)
         self._pump()
@@ -303,9 +321,10 @@ class Dispatch:
             UnavailableError: The cursor was written for the last time.
         """
         self._check_open()
-        if self.receipts.find_consumer(stamped, offset) is None:
+        consumer = self.receipts.find_consumer(stamped, offset)
+        if consumer is None:
             raise self.refuse(offset)
-        self.ack(offset)
+        self.ack(offset, consumer)
 
     def ack_many(self, offsets: Sequence[int], tokens: Sequence[int], consumer: int) -> list[int]:
         """Takes the acknowledgements of a consumer; returns those that count, or did before.
@@ -335,7 +354,11 @@ class Dispatch:
                 if tokens
                 else delivery.is_with(consumer, offset)
             )
-            if is_ours and delivery.ack(offset, end=end, now=now) is not AckResult.REFUSED:
+            if (
+                is_ours
+                and delivery.ack(offset, end=end, now=now, consumer=consumer)
+                is not AckResult.REFUSED
+            ):
                 taken.append(offset)
                 self.reading.discard(offset)
             else:

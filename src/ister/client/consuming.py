@@ -269,7 +269,7 @@ class ConsumerCore:
             message = inbox.popleft()
             intake = message.intake
             if intake.take(message):
-                if intake.has_room_again():
+                if intake.needs_loop():
                     self._post(intake.wake)
                 return message
         if self._is_closed:

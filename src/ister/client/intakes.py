@@ -3,6 +3,7 @@
     broker ─ deliveries ─► the consumer's inbox ─► the program
        ▲                                              │
        └──── acks, together; confirmed ◄──────────────┘
+             what was received, now and then
 
 Owns: the stream of one topic, what the program holds, what it has acknowledged and the broker has
 not confirmed. Does not own: the inbox, which all topics of a consumer share (`consuming`).
@@ -18,6 +19,9 @@ A stream that fails is followed by another, to whichever broker has the topic th
 So one consumer sees a message twice only if it failed, or if a broker was killed before it wrote
 down an acknowledgement that it had confirmed; others may see one that this one had when its stream
 broke.
+
+The broker is told which message the program has received last, if it holds one for a while: the ack
+timeout of what waits in the inbox has not begun.
 
 A consumer that does not take its messages stops the reading from the network once some bytes are
 in the inbox, and the broker holds back what is not acknowledged.
@@ -52,6 +56,8 @@ _LINGER_SECONDS: Final = 0.02
 _ACKS_MAX: Final = 1000
 _OPEN_SECONDS: Final = 15.0
 _VERDICT_SECONDS: Final = 2.0
+# How often the broker is told what the program has received. Most is acknowledged by then.
+_REPORT_SECONDS: Final = 0.25
 # What the program holds comes again within so long after a stream was opened.
 _RESUME_SECONDS: Final = 30.0
 _HELD_MAX: Final = 1 << 17
@@ -98,9 +104,10 @@ class Intake:
         """Which stream it is; what came by another one before is not handed out any more."""
         self.held: dict[int, int] = {}
         """Offsets that the program has and has not acknowledged, and which attempt they were;
-        under the lock, as the next four."""
+        under the lock, as the next five."""
         self.waiting_bytes = 0
         """Bytes in the inbox."""
+        self._received: int | None = None
         self._acks: list[tuple[int, int]] = []
         self._nacks: deque[Any] = deque()
         self._unconfirmed: dict[int, int] = {}
@@ -117,6 +124,7 @@ class Intake:
         self._is_stalled = False
         self.is_asleep = False
         """Whether `wake` has to be called for an acknowledgement to go; under the lock."""
+        self._is_reporting = False
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_ending = False
         self.flushes = 0
@@ -129,6 +137,7 @@ class Intake:
         if message.life != self.life:
             return False
         self.waiting_bytes -= len(message.payload)
+        self._received = message.offset
         held = self.held
         held[message.offset] = message.attempt
         if len(held) > _HELD_MAX:
@@ -136,12 +145,14 @@ class Intake:
             del held[next(iter(held))]
         return True
 
-    def has_room_again(self) -> bool:
-        """Whether the loop has to be woken to read on."""
+    def needs_loop(self) -> bool:
+        """Whether the loop has to be woken: to read on, or to report what was received."""
+        is_needed = not self._is_reporting
+        self._is_reporting = True
         if self._is_stalled and self.waiting_bytes <= self._options.buffer_bytes // 2:
             self._is_stalled = False
-            return True
-        return False
+            is_needed = True
+        return is_needed
 
     def ack(self, message: ReceivedMessage) -> bool:
         """Acknowledges a message; True if the loop has to be woken."""
@@ -217,6 +228,8 @@ class Intake:
             self.waiting_bytes = 0
             self._resumed = dict(self.held)
             self._is_stalled = False
+            self._received = None
+            self._is_reporting = False
             self._nacks.clear()
             # Said again by the next stream, before anything else; the messages may still come.
             self._acks = [*sorted(self._unconfirmed.items()), *self._acks]
@@ -258,6 +271,7 @@ class Intake:
                 kind=options.kind,
                 key_filters=options.key_filters,
                 start=options.start,
+                reports_received=True,
             )
         )
         try:
@@ -296,9 +310,11 @@ class Intake:
         loop = asyncio.get_running_loop()
         api = self._network.wire.ister_api
         said_at = 0.0
+        report_at: float | None = None
         while True:
             with self._lock:
                 self._to_send.clear()
+                report_at, received = self._next_report(report_at, loop.time())
                 acks = self._acks
                 # Acknowledgements that come alone go at once, many go together.
                 left = said_at + _LINGER_SECONDS - loop.time() if self._unconfirmed else 0.0
@@ -317,17 +333,35 @@ class Intake:
                 await self._answered(call.write(request), route)
             for nack in nacks:
                 await self._answered(call.write(api.ConsumeRequest(nack=nack)), route)
-            if is_due or nacks:
+            if received is not None:
+                await self._answered(call.write(api.ConsumeRequest(received=received)), route)
+            if is_due or nacks or received is not None:
                 continue
             if self._is_ending and self.is_settled:
                 break
-            timer = loop.call_later(left, self._to_send.set) if acks and left > 0 else None
+            times = [loop.time() + left] if acks and left > 0 else []
+            times += [report_at] if report_at is not None else []
+            timer = loop.call_at(min(times), self._to_send.set) if times else None
             try:
                 await self._to_send.wait()
             finally:
                 if timer is not None:
                     timer.cancel()
         await self._answered(call.done_writing(), route)
+
+    def _next_report(self, report_at: float | None, now: float) -> tuple[float | None, int | None]:
+        """When to tell what the program has received, and what to tell now; under the lock."""
+        if self._received is None:
+            self._is_reporting = False
+            return None, None
+        if report_at is None:
+            self._is_reporting = True
+            return now + _REPORT_SECONDS, None
+        if now < report_at:
+            return report_at, None
+        received, self._received, self._is_reporting = self._received, None, False
+        # What is acknowledged by now need not be told.
+        return None, received if received in self.held else None
 
     async def _read_all(self, call: Any, route: Route) -> None:  # noqa: ANN401
         api = self._network.wire.ister_api
@@ -367,7 +401,13 @@ class Intake:
             if resumed and asyncio.get_running_loop().time() > self._resumed_until:
                 resumed.clear()
             if resumed:
-                fresh = [one for one in fresh if one.attempt > resumed.pop(one.offset, 0)]
+                arrived = fresh
+                fresh = [one for one in arrived if one.attempt > resumed.pop(one.offset, 0)]
+                known = [one.offset for one in arrived if one.offset in self.held]
+                if known:
+                    # The program has had it since the stream before.
+                    self._received = known[-1]
+                    self._to_send.set()
             self.waiting_bytes += sum(len(one.payload) for one in fresh)
         self._inbox.deliver(fresh)
 

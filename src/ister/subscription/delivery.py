@@ -18,6 +18,14 @@ Rules:
 - a consumer that leaves is no failure: what it had is sent again at once, in the order of offsets,
   before anything new;
 - attempt `n` of a message is its first after `n - 1` failures;
+- the time for an answer begins when the consumer's program can have the message, not when it
+  left: clients read ahead. A client that reports says up to which message its program has
+  received. One that does not has received what it was sent before a message that it answers, and
+  the oldest one that it has not answered;
+- a consumer that says nothing for the ack timeout, and has messages that its program has not
+  received, is silent. Without reports its oldest message has failed. With kind shared, if another
+  consumer is not stalled, this one is: what it has left goes to others, which is no failure, and it
+  gets one message at a time until it answers;
 - a subscription is blocked by a message that failed too often under the policy `block`: nothing
   that was never sent before is sent then. What was sent already may still be acknowledged, and
   comes again if it has to. With key_shared only that key stops;
@@ -34,8 +42,8 @@ messages that were not read yet make at most `RANGES_MAX` ranges.
 
 Invariants, checked by `validate_state`: every offset from the floor up to `next_offset` is
 acknowledged or held in exactly one state, or with key_shared waits in the lane of its key; what is
-in flight is in the window of one attached consumer and has a timeout; what waits has a timer; see
-also `queues` and `floor`.
+in flight is in the window of one attached consumer, and has a timeout or is unseen there, whose
+silence is watched; what waits has a timer; see also `queues` and `floor`.
 
 What a crash leaves: what `saved` gave to the store. What was acknowledged since is sent again;
 attempts made since do not count.
@@ -49,7 +57,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ister.errors import (
@@ -215,6 +223,8 @@ class Delivery:
         self._failed: set[int] = set()
         self._blocked: set[int] = set()
         self._sent: deque[tuple[float, Entry]] = deque()
+        self._silences: list[tuple[float, int]] = []
+        self._numbers = 0
         self._timers: list[tuple[float, int]] = []
         self._outbox: list[Entry] = []
         self._traces = 0
@@ -266,10 +276,18 @@ class Delivery:
             known.filter = key_filter
         self._queue.note_known(self._known)
 
-    def attach(self, consumer: int, *, filters: Sequence[str] = (), now: float) -> None:
+    def attach(
+        self, consumer: int, *, filters: Sequence[str] = (), reports: bool = False, now: float
+    ) -> None:
         """A consumer has a stream. It gets nothing until `set_room`.
 
         One that is attached gets what it has in flight again, and keeps its place.
+
+        Args:
+            consumer: Its id.
+            filters: Which keys it takes; all without any.
+            reports: Whether it says what its program has received; see `received`.
+            now: Seconds.
 
         Raises:
             ConflictError: The subscription is exclusive, and another one has it.
@@ -284,6 +302,7 @@ class Delivery:
         self.remember(consumer, filters=filters)
         known = self._known[consumer]
         self._take_back(known)
+        known.reports = reports
         known.room = 0
         if not known.is_attached:
             known.is_attached = True
@@ -304,8 +323,12 @@ class Delivery:
     def forget(self, consumer: int, *, now: float) -> None:
         """A consumer does not come back: keys that only it took are passed over from now on."""
         self.detach(consumer, now=now)
-        if self._known.pop(consumer, None) is not None:
+        known = self._known.pop(consumer, None)
+        if known is not None:
             self._queue.note_known(self._known)
+            if known.is_watched:
+                self._silences = [one for one in self._silences if one[1] != consumer]
+                heapify(self._silences)
 
     def set_room(self, consumer: int, messages: int) -> None:
         """How many more messages a consumer's outbound queue takes now; 0 stops it."""
@@ -317,6 +340,8 @@ class Delivery:
     def _take_back(self, consumer: Consumer) -> None:
         """Everything leaves a consumer's window: what is in flight is to be sent again."""
         flight, consumer.flight = consumer.flight, {}
+        consumer.unseen.clear()
+        consumer.is_stalled = False
         for entry in flight.values():
             entry.consumer = None
             if entry.state is State.SENT:
@@ -410,7 +435,7 @@ class Delivery:
         return entry is not None and entry.state is State.SENT and not entry.is_written
 
     def begin_write(self, consumer: int, offset: int, *, now: float) -> bool:
-        """A message leaves for its consumer: the time for its answer begins.
+        """A message leaves for its consumer.
 
         Returns:
             False if it must not leave: it was acknowledged, taken back, or has left already.
@@ -418,11 +443,47 @@ class Delivery:
         if not self.is_due(consumer, offset):
             return False
         self._note_time(now)
-        entry = self._entries[offset]
-        entry.is_written = True
-        entry.sent_at = self._now
-        self._sent.append((self._now, entry))
+        self._write(self._entries[offset])
         return True
+
+    def _write(self, entry: Entry) -> None:
+        self._numbers += 1
+        entry.is_written = True
+        entry.number = self._numbers
+        consumer = entry.consumer
+        assert consumer is not None  # noqa: S101 - for mypy
+        if not _trim(consumer.unseen):
+            consumer.heard_at = self._now
+        consumer.unseen.append((entry.number, entry))
+        if not consumer.is_watched:
+            consumer.is_watched = True
+            heappush(self._silences, (consumer.heard_at, consumer.id))
+
+    def received(self, consumer: int, offset: int, *, now: float) -> None:
+        """A consumer's program has received a message, and all that had left for it before."""
+        self._note_time(now)
+        known = self._attached.get(consumer)
+        if known is not None:
+            self._hear(known)
+            if self.is_with(consumer, offset):
+                self._note_seen(known, self._entries[offset])
+
+    def _hear(self, consumer: Consumer) -> None:
+        """A consumer has said something."""
+        consumer.heard_at = self._now
+        if consumer.is_stalled:
+            consumer.is_stalled = False
+            self._queue.note_free(consumer)
+
+    def _note_seen(self, consumer: Consumer, last: Entry, but: Entry | None = None) -> None:
+        """A program has a message, and what left before it: the time for answers begins."""
+        unseen, now = consumer.unseen, self._now
+        while unseen and unseen[0][0] <= last.number:
+            number, entry = unseen.popleft()
+            if entry is not but and entry.number == number and entry.state is _SENT:
+                entry.is_seen = True
+                entry.sent_at = now
+                self._sent.append((now, entry))
 
     def pass_over(self, end: int) -> None:
         """Goes on at `end` with reading: what lies before it is not there, and counts as done."""
@@ -469,19 +530,21 @@ class Delivery:
 
     # -- outcomes ---------------------------------------------------------------------------
 
-    def ack(self, offset: int, *, end: int, now: float) -> AckResult:
+    def ack(self, offset: int, *, end: int, now: float, consumer: int | None = None) -> AckResult:
         """A message has been dealt with, whoever had it and whenever that was.
 
         Args:
             offset: Which one.
             end: The log's visible end: what lies beyond it nobody can have seen.
             now: Seconds.
+            consumer: Who says so; None for whoever has it.
         """
         if now > self._now:  # noqa: PLR1730 - a third of the time
             self._now = now
         if offset >= end:
             return AckResult.REFUSED
         entry = self._entries.get(offset)
+        self._note_answer(entry, consumer)
         if entry is not None:
             self._finish(entry)
             return AckResult.ACCEPTED
@@ -527,6 +590,7 @@ class Delivery:
             return False
         if consumer is not None and not self.is_with(consumer, offset):
             return False
+        self._note_answer(entry, consumer)
         self._fail(entry, reason, delay_ms)
         return True
 
@@ -545,6 +609,16 @@ class Delivery:
             entry.state = State.POSTPONED
             self._set_timer(entry, delay_ms)
 
+    def _note_answer(self, entry: Entry | None, consumer: int | None) -> None:
+        """A consumer has answered: it has seen what left for it before that message."""
+        holder = entry.consumer if entry is not None and entry.state is _SENT else None
+        if holder is not None and consumer in (None, holder.id):
+            self._hear(holder)
+            if entry is not None and entry.is_written:
+                self._note_seen(holder, entry, but=entry)
+        elif consumer is not None and consumer in self._attached:
+            self._hear(self._attached[consumer])  # of a message that it has no longer
+
     def _finish(self, entry: Entry) -> None:
         """A message is acknowledged, resolved or passed over."""
         offset, state, consumer = entry.offset, entry.state, entry.consumer
@@ -559,6 +633,10 @@ class Delivery:
             entry.consumer = None
             del consumer.flight[offset]
             self._queue.note_free(consumer)
+            if consumer.unseen and consumer.unseen[0][1] is entry:
+                # Somebody else has acknowledged it; the next one becomes the oldest.
+                consumer.unseen.popleft()
+                consumer.heard_at = self._now
         if state is not _SENT:
             self._traces += 1
             if state is State.BLOCKED:
@@ -624,13 +702,14 @@ class Delivery:
         timeout = self._policy.ack_timeout_ms / 1000
         while (oldest := self._oldest_sent()) is not None and oldest + timeout <= now:
             entry = self._sent.popleft()[1]
-            if self._waits_for_writes and not entry.is_written:
-                # Nobody has seen it yet.
+            if entry.is_seen:
+                self._time_out(entry)
+            else:
+                # It did not even leave.
                 self._release(entry)
                 self._enqueue(entry)
-            else:
-                self.timeouts += 1
-                self._fail(entry, f"no answer in {self._policy.ack_timeout_ms} ms", None)
+        while (silence := self._first_silence()) is not None and silence[0] + timeout <= now:
+            self._end_silence(self._attached[silence[1]])
         while (due := self._next_timer()) is not None and due <= now:
             entry = self._entries[heappop(self._timers)[1]]
             if entry.state is State.WAITING:
@@ -639,23 +718,63 @@ class Delivery:
             else:
                 self._judge(entry)
 
+    def _time_out(self, entry: Entry) -> None:
+        self.timeouts += 1
+        self._fail(entry, f"no answer in {self._policy.ack_timeout_ms} ms", None)
+
+    def _end_silence(self, consumer: Consumer) -> None:
+        """A consumer has said nothing for too long, and has messages unseen."""
+        consumer.heard_at = self._now  # the next one becomes the oldest
+        if not consumer.reports:
+            self._time_out(consumer.unseen.popleft()[1])
+        if self.kind is SubscriptionKind.SHARED and any(
+            other is not consumer and not other.is_stalled for other in self._attached.values()
+        ):
+            consumer.is_stalled = True
+            unseen = [entry for number, entry in consumer.unseen if _is_unseen(number, entry)]
+            consumer.unseen.clear()
+            for entry in unseen:
+                self._release(entry)
+                self._enqueue(entry)
+
+    def _first_silence(self) -> tuple[float, int] | None:
+        """The consumer that has messages unseen and has said nothing for the longest; since when.
+
+        Its first message unseen is one that counts.
+        """
+        silences = self._silences
+        while silences:
+            since, name = silences[0]
+            consumer = self._known[name]
+            if not _trim(consumer.unseen):
+                heappop(silences)
+                consumer.is_watched = False
+            elif consumer.heard_at > since:
+                heapreplace(silences, (consumer.heard_at, name))
+            else:
+                return silences[0]
+        return None
+
     def deadline(self) -> float | None:
         """When `tick` has something to do; None if nothing is coming."""
-        oldest, due = self._oldest_sent(), self._next_timer()
-        if oldest is None:
-            return due
-        timeout = oldest + self._policy.ack_timeout_ms / 1000
-        return timeout if due is None else min(timeout, due)
+        oldest, silence, due = self._oldest_sent(), self._first_silence(), self._next_timer()
+        timeout = self._policy.ack_timeout_ms / 1000
+        times = [] if due is None else [due]
+        if oldest is not None:
+            times.append(oldest + timeout)
+        if silence is not None:
+            times.append(silence[0] + timeout)
+        return min(times, default=None)
 
     def _note_time(self, now: float) -> None:
         self._now = max(self._now, now)
 
     def _oldest_sent(self) -> float | None:
-        """When the oldest message in flight was sent."""
+        """Since when the one waits that has waited longest: to leave, or for an answer."""
         sent = self._sent
         while sent:
             sent_at, entry = sent[0]
-            if entry.state is State.SENT and entry.sent_at == sent_at:
+            if _is_timed(sent_at, entry):
                 return sent_at
             sent.popleft()
         return None
@@ -697,7 +816,11 @@ class Delivery:
             failures_max=self._policy.max_redelivery_count,
             now=self._now,
         )
-        self._sent.extend([(self._now, entry) for entry in sent])
+        if self._waits_for_writes:
+            self._sent.extend([(self._now, entry) for entry in sent])
+        else:
+            for entry in sent:
+                self._write(entry)
         instructions: list[Instruction] = []
         if self._outbox:
             outbox, self._outbox = self._outbox, []
@@ -729,9 +852,7 @@ class Delivery:
 
     def _sweep_sent(self) -> None:
         self._sent = deque(
-            (sent_at, entry)
-            for sent_at, entry in self._sent
-            if entry.state is State.SENT and entry.sent_at == sent_at
+            (sent_at, entry) for sent_at, entry in self._sent if _is_timed(sent_at, entry)
         )
 
     # -- progress ---------------------------------------------------------------------------
@@ -805,6 +926,7 @@ class Delivery:
         self.version += 1
         for consumer in self._attached.values():
             consumer.flight.clear()
+            consumer.unseen.clear()
             self._queue.note_free(consumer)
 
     # -- settings ---------------------------------------------------------------------------
@@ -957,11 +1079,39 @@ class Delivery:
         times = [sent_at for sent_at, _ in self._sent]
         check(times == sorted(times), "timeouts are out of order")
         timers = {(offset, due) for due, offset in self._timers}
+        unseen: set[tuple[int, int]] = set()
+        watched = [name for _, name in self._silences]
+        check(len(watched) == len(set(watched)), f"watched twice: {watched}")
+        for name, consumer in self._known.items():
+            numbers = [number for number, _ in consumer.unseen]
+            check(numbers == sorted(set(numbers)), f"unseen out of order at {name}")
+            check(not numbers or consumer.is_watched, f"{name} may be silent for ever")
+            check(consumer.is_watched == (name in watched), f"{name} is half watched")
+            unseen.update((entry.offset, number) for number, entry in consumer.unseen)
         for offset, entry in self._entries.items():
-            if entry.state is State.SENT:
+            if entry.state is State.SENT and entry.is_written and not entry.is_seen:
+                check((offset, entry.number) in unseen, f"{entry} is neither seen nor unseen")
+            elif entry.state is State.SENT:
                 check((offset, entry.sent_at) in timeouts, f"{entry} never times out")
             elif entry.state in (State.WAITING, State.POSTPONED):
                 check((offset, entry.due) in timers, f"{entry} waits for ever")
+
+
+def _is_timed(sent_at: float, entry: Entry) -> bool:
+    """Whether a message still waits since then: to leave or, once it is seen, for an answer."""
+    return entry.state is _SENT and entry.sent_at == sent_at and entry.is_written == entry.is_seen
+
+
+def _is_unseen(number: int, entry: Entry) -> bool:
+    """Whether a message that has left under a number is still out, and perhaps not seen."""
+    return entry.number == number and entry.state is _SENT and not entry.is_seen
+
+
+def _trim(unseen: deque[tuple[int, Entry]]) -> bool:
+    """Removes messages that are no longer out from the front; whether one is left."""
+    while unseen and not _is_unseen(*unseen[0]):
+        unseen.popleft()
+    return bool(unseen)
 
 
 def _check_window(window: int) -> None:

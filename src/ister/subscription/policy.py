@@ -1,7 +1,7 @@
 """What kinds of subscriptions there are, and what becomes of messages that fail.
 
-Values only. A message has failed when its consumer said so (nack) or said nothing in time (ack
-timeout); a consumer that goes away is no failure of the message.
+Values only. A message has failed when its consumer said so (nack) or has had it for too long without
+an answer (ack timeout); a consumer that goes away is no failure of the message.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class FailurePolicy:
     max_redelivery_count: int = 5
     """A message is poison once it has failed more often than this: 5 means 6 attempts."""
     ack_timeout_ms: int = 30_000
+    """From when the consumer's program can have a message to its answer; see `delivery`."""
     base_redelivery_delay_ms: int = 1_000
     max_redelivery_delay_ms: int = 60_000
     backoff: Backoff = Backoff.EXPONENTIAL

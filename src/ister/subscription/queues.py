@@ -65,8 +65,10 @@ class Entry:
         "consumer",
         "due",
         "failures",
+        "is_seen",
         "is_written",
         "key",
+        "number",
         "offset",
         "reason",
         "sent_at",
@@ -82,8 +84,13 @@ class Entry:
         self.failures = 0
         self.reason: str | None = None
         self.sent_at = 0.0
+        """Since when it waits to leave for its consumer or, once seen, for an answer."""
         self.is_written = False
         """Whether it has left for its consumer, and not only been handed to its stream."""
+        self.number = 0
+        """Which of all messages that have left it is; later ones have higher numbers."""
+        self.is_seen = False
+        """Whether the consumer's program has it, as far as is known."""
         self.due = 0.0
 
     def __repr__(self) -> str:
@@ -93,7 +100,20 @@ class Entry:
 class Consumer:
     """A consumer as the subscription knows it."""
 
-    __slots__ = ("filter", "flight", "id", "is_attached", "is_in_rotation", "ready", "room")
+    __slots__ = (
+        "filter",
+        "flight",
+        "heard_at",
+        "id",
+        "is_attached",
+        "is_in_rotation",
+        "is_stalled",
+        "is_watched",
+        "ready",
+        "reports",
+        "room",
+        "unseen",
+    )
 
     def __init__(self, id: int, filter: KeyFilter) -> None:
         self.id = id
@@ -103,6 +123,16 @@ class Consumer:
         """How many more messages its outbound queue takes."""
         self.flight: dict[int, Entry] = {}
         """What counts against its window: in flight to it, or failed there and waiting."""
+        self.reports = False
+        """Whether it says which messages its program has received."""
+        self.unseen: deque[tuple[int, Entry]] = deque()
+        """What has left for it and its program may not have yet, each with its number."""
+        self.heard_at = 0.0
+        """When it last answered, or the oldest of `unseen` became that."""
+        self.is_watched = False
+        """Whether its silence is going to be noticed."""
+        self.is_stalled = False
+        """It said nothing for too long, others have got its messages, and it has not answered."""
         self.is_in_rotation = False
         self.ready: list[tuple[int, str]] = []
         """A heap of the lanes whose first message is for it, by offset."""
@@ -114,8 +144,8 @@ class Consumer:
         return float("-inf") if newest is None else newest.sent_at
 
     def can_take(self, window: int) -> bool:
-        """Whether it may be sent another message now."""
-        return self.room > 0 and len(self.flight) < window
+        """Whether it may be sent another message now; one that is stalled gets one at a time."""
+        return self.room > 0 and len(self.flight) < (1 if self.is_stalled else window)
 
 
 class Send(NamedTuple):
@@ -195,7 +225,7 @@ class Line:
                 entry.state = _SENT
                 entry.consumer = consumer
                 entry.sent_at = now
-                entry.is_written = False
+                entry.is_written = entry.is_seen = False
                 flight[offset] = entry
                 consumer.room -= 1
                 room -= 1
@@ -461,7 +491,7 @@ class Lanes:
                 entry.state = _SENT
                 entry.consumer = consumer
                 entry.sent_at = now
-                entry.is_written = False
+                entry.is_written = entry.is_seen = False
                 consumer.flight[entry.offset] = entry
                 consumer.room -= 1
                 sends.append(Send(consumer.id, entry.offset, entry.failures + 1))

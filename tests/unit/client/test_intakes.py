@@ -31,7 +31,9 @@ class Stream:
         self._network = network
         self.answers = asyncio.Queue()
         self.acks = []
+        self.tokens = []
         self.nacks = []
+        self.received = []
         self.opening = None
         self.confirms = True
         self.is_ended = asyncio.Event()
@@ -52,8 +54,11 @@ class Stream:
             self.answers.put_nowait(ister_api.ConsumeResponse(opened=opened))
         elif step == "acks":
             self.acks.append(list(request.acks.offsets))
+            self.tokens.append(list(request.acks.tokens))
             if self.confirms:
                 self.answers.put_nowait(ister_api.ConsumeResponse(acked=request.acks))
+        elif step == "received":
+            self.received.append(request.received)
         else:
             self.nacks.append(request.nack)
 
@@ -73,7 +78,9 @@ class Stream:
 
     def deliver(self, *offsets, attempt=1, size=10):
         messages = [
-            ister_api.Delivered(offset=offset, payload=b"x" * size, attempt=attempt)
+            ister_api.Delivered(
+                offset=offset, payload=b"x" * size, attempt=attempt, token=1000 + offset
+            )
             for offset in offsets
         ]
         self.answers.put_nowait(
@@ -162,6 +169,11 @@ async def receive(core):
 
 async def take(core, count):
     return [await receive(core) for _ in range(count)]
+
+
+async def eventually(is_so):
+    while not is_so():
+        await asyncio.sleep(0.005)
 
 
 async def nothing_comes(core):
@@ -285,6 +297,60 @@ def test_a_nack_is_said_once_and_not_if_the_message_comes_again_anyway():
 
 
 @pytest.mark.usefixtures("quick")
+def test_receipts_go_back_with_acknowledgements_by_the_next_stream_too(quick):
+    async def scenario(core, network, first):
+        first.confirms = False
+        first.deliver(0, 1)
+        for message in await take(core, 2):
+            core.ack(message)
+        await eventually(lambda: first.acked == [0, 1])
+        first.fail()
+        second = await network.streams.get()
+        await core.flush(20)
+        assert second.acks == [[0, 1]]
+        assert second.tokens == [[1000, 1001]]
+
+    run(scenario)
+
+
+def test_acknowledgements_that_are_refused_are_settled(caplog):
+    async def scenario(core, network, stream):
+        stream.confirms = False
+        stream.deliver(0)
+        [message] = await take(core, 1)
+        core.ack(message)
+        await eventually(lambda: stream.acked == [0])
+        refused = ister_api.Acks(offsets=[0])
+        stream.answers.put_nowait(ister_api.ConsumeResponse(refused=refused))
+        await core.flush(20)
+        assert "refuses acknowledgements" in caplog.text
+
+    run(scenario)
+
+
+def test_the_broker_is_told_what_the_program_holds_and_not_what_it_has_acknowledged(quick):
+    async def scenario(core, network, stream):
+        assert stream.opening.reports_received
+        stream.deliver(*range(20))
+        for message in await take(core, 3):
+            core.ack(message)
+        await core.flush(20)
+        held = await take(core, 4)
+        await eventually(lambda: stream.received == [6])
+        core.ack(held[0])
+        [message] = await take(core, 1)
+        await eventually(lambda: stream.received == [6, 7])
+        # What comes again by another stream was received by the one before.
+        stream.fail()
+        second = await network.streams.get()
+        second.deliver(*range(4, 20))
+        await eventually(lambda: second.received == [7])
+        assert [message.offset for message in await take(core, 1)] == [8]
+        core.ack(message)
+
+    run(scenario)
+
+
 def test_another_topic_of_the_same_name_begins_anew():
     async def scenario(core, network, stream):
         stream.confirms = False

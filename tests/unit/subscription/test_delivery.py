@@ -41,8 +41,8 @@ class Subscription:
         for consumer in consumers:
             self.attach(consumer)
 
-    def attach(self, consumer, *filters, room=1000):
-        self.machine.attach(consumer, filters=filters, now=self.now)
+    def attach(self, consumer, *filters, room=1000, reports=False):
+        self.machine.attach(consumer, filters=filters, reports=reports, now=self.now)
         self.machine.set_room(consumer, room)
 
     def detach(self, consumer):
@@ -81,8 +81,14 @@ class Subscription:
         self.machine.validate_state()
         return results[0] if len(results) == 1 else results
 
-    def nack(self, offset, delay_ms=None, reason=None):
-        return self.machine.nack(offset, delay_ms=delay_ms, reason=reason, now=self.now)
+    def nack(self, offset, delay_ms=None, reason=None, consumer=None):
+        return self.machine.nack(
+            offset, consumer=consumer, delay_ms=delay_ms, reason=reason, now=self.now
+        )
+
+    def received(self, consumer, offset):
+        self.machine.received(consumer, offset, now=self.now)
+        self.machine.validate_state()
 
     def wait(self, seconds):
         self.now += seconds
@@ -551,6 +557,144 @@ def test_long_reason_is_cut():
     subscription.take()
     subscription.nack(0, reason="r" * 100_000)
     assert len(subscription.take()[0].reason) == REASON_CHARACTERS_MAX
+
+
+# -- slow consumers ------------------------------------------------------------------------------
+
+REPORTING = pytest.mark.parametrize("reports", [False, True], ids=["silent", "reporting"])
+
+
+@ALL_KINDS
+@REPORTING
+@pytest.mark.parametrize("seconds", [0.15, 0.2, 1.0, 29.0])
+def test_a_program_that_takes_one_message_after_the_other_is_given_time(kind, reports, seconds):
+    """Goal: by default, whatever a client reads ahead, each message is handled once."""
+    subscription = Subscription(kind, window=1000)
+    subscription.attach(1, reports=reports)
+    subscription.offer(*[f"key {n}" for n in range(1000)])
+    read_ahead = subscription.offsets()
+    assert len(read_ahead) == 1000
+    for number, offset in enumerate(read_ahead):
+        if reports:
+            subscription.machine.received(1, offset, now=subscription.now)
+        subscription.wait(seconds)
+        assert subscription.machine.timeouts == 0, f"after {number} messages"
+        assert subscription.machine.ack(offset, end=END, now=subscription.now) is AckResult.ACCEPTED
+        assert subscription.machine.take(subscription.now) == []
+    assert subscription.cursor == 1000
+
+
+@ALL_KINDS
+@REPORTING
+def test_a_message_that_is_left_out_fails_though_others_are_acknowledged(kind, reports):
+    subscription = Subscription(kind, window=10, ack_timeout_ms=5000)
+    subscription.attach(1, reports=reports)
+    subscription.offer(*"abcdef")
+    assert subscription.offsets() == list(range(6))
+    subscription.wait(4.0)
+    subscription.ack(2)  # so the program has 0 and 1
+    for offset in (3, 4, 5):
+        subscription.wait(1.6)
+        subscription.ack(offset)
+        assert subscription.machine.timeouts == 0
+    subscription.wait(0.3)
+    assert subscription.machine.timeouts == 2
+    assert subscription.stats.waiting_retry == 2
+    subscription.wait(1.0)
+    assert subscription.take() == [Send(1, 0, 2), Send(1, 1, 2)]
+
+
+@pytest.mark.parametrize("kind", [EXCLUSIVE, FAILOVER, KEY_SHARED])
+def test_of_a_silent_consumer_the_oldest_message_fails_and_then_the_next(kind):
+    subscription = Subscription(kind, 1, ack_timeout_ms=5000, base_redelivery_delay_ms=60_000)
+    subscription.offer(*"abc")
+    subscription.take()
+    for count in (1, 2, 3):
+        subscription.wait(4.9)
+        assert subscription.machine.timeouts == count - 1
+        subscription.wait(0.1)
+        assert subscription.machine.timeouts == count
+    assert subscription.stats.waiting_retry == 3
+
+
+@pytest.mark.parametrize("kind", [EXCLUSIVE, FAILOVER, KEY_SHARED])
+def test_what_a_program_has_not_received_does_not_fail(kind):
+    subscription = Subscription(kind, ack_timeout_ms=5000, base_redelivery_delay_ms=60_000)
+    subscription.attach(1, reports=True)
+    subscription.offer(*"abc")
+    subscription.take()
+    for _ in range(10):
+        subscription.wait(5.0)
+    assert subscription.machine.timeouts == 0
+    subscription.received(1, 1)  # and so 0
+    subscription.wait(4.9)
+    assert subscription.machine.timeouts == 0
+    subscription.wait(0.1)
+    assert subscription.machine.timeouts == 2
+    assert subscription.stats.in_flight == 1
+
+
+@REPORTING
+def test_what_a_silent_consumer_has_goes_to_others_and_has_not_failed(reports):
+    subscription = Subscription(SHARED, window=6, ack_timeout_ms=5000, base_redelivery_delay_ms=0)
+    subscription.attach(1, reports=reports)
+    subscription.offer(6)
+    assert subscription.sent() == [(1, offset) for offset in range(6)]
+    subscription.received(1, 0)
+    subscription.attach(2)
+    subscription.wait(4.9)
+    assert subscription.sent() == []
+    subscription.wait(0.1)
+    sent = subscription.take()
+    # Of those that it had not received one has failed, if nobody knows whether it had.
+    attempts = [2, 1 if reports else 2, 1, 1, 1, 1]
+    assert sorted(sent, key=lambda send: send.offset) == [
+        Send(send.consumer, offset, attempts[offset])
+        for offset, send in enumerate(sorted(sent, key=lambda send: send.offset))
+    ]
+    # It gets one at a time, until it says something.
+    assert [send.consumer for send in sent].count(1) == 1
+    subscription.ack(*[send.offset for send in sent if send.consumer == 2])
+    subscription.offer(20)
+    assert {consumer for consumer, _ in subscription.sent()} == {2}
+    [probe] = [send.offset for send in sent if send.consumer == 1]
+    subscription.ack(probe)
+    assert len([consumer for consumer, _ in subscription.sent() if consumer == 1]) == 6
+
+
+def test_a_silent_consumer_keeps_its_messages_while_nobody_else_can_have_them():
+    subscription = Subscription(SHARED, 1, 2, window=2, ack_timeout_ms=5000)
+    subscription.offer(4)
+    assert len(subscription.sent()) == 4
+    subscription.wait(5.0)
+    # One of the two hands over what it has; the other has nobody to hand it to.
+    subscription.take()
+    assert subscription.machine.timeouts == 2
+    stats = subscription.stats
+    assert (stats.waiting_retry, stats.in_flight, stats.pending) == (2, 1, 1)
+
+
+def test_an_answer_to_what_a_consumer_had_before_is_a_sign_of_life():
+    subscription = Subscription(EXCLUSIVE, 1, ack_timeout_ms=5000, base_redelivery_delay_ms=60_000)
+    subscription.offer(3)
+    subscription.take()
+    subscription.wait(5.0)
+    assert subscription.machine.timeouts == 1
+    subscription.wait(4.0)
+    assert subscription.machine.ack(0, end=END, now=subscription.now, consumer=1)
+    subscription.wait(4.9)
+    assert subscription.machine.timeouts == 1
+    subscription.wait(0.1)
+    assert subscription.machine.timeouts == 2
+
+
+@ALL_KINDS
+def test_nacks_of_others_count_for_nothing(kind):
+    subscription = Subscription(kind, 1)
+    subscription.offer("a")
+    assert subscription.sent() == [(1, 0)]
+    assert not subscription.nack(0, consumer=2)
+    assert subscription.nack(0, consumer=1)
 
 
 # -- consumers ----------------------------------------------------------------------------------
@@ -1130,7 +1274,17 @@ def _steal(machine):
     machine._attached[1].flight.clear()
 
 
+def _forget_unseen(machine):
+    machine._known[1].unseen.clear()
+
+
+def _forget_silence(machine):
+    machine._silences.clear()
+
+
 def _forget_timeout(machine):
+    machine.received(1, 1, now=0.0)
+    machine.validate_state()
     machine._sent.clear()
 
 
@@ -1154,6 +1308,8 @@ def _lose_record(machine):
         _acknowledge,
         _unplug,
         _steal,
+        _forget_unseen,
+        _forget_silence,
         _forget_timeout,
         _forget_queue,
         _forget_block,

@@ -79,7 +79,9 @@ class DeliveryService:
     ) -> AsyncGenerator[Any, None]:
         subscription, consumer = await self._open(opening)
         try:
-            outbox = subscription.attach(consumer.id, consumer.filters)
+            outbox = subscription.attach(
+                consumer.id, consumer.filters, reports=opening.reports_received
+            )
         except ConflictError as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         answers = _Confirmations(on_change=outbox.wake)
@@ -221,6 +223,8 @@ async def _take_acks(
                     delay_ms=nack.delay_ms if nack.HasField("delay_ms") else None,
                     reason=nack.reason if nack.HasField("reason") else None,
                 )
+            elif step == "received":
+                subscription.received(outbox.consumer, request.received)
             else:
                 raise InvalidRequestError(  # noqa: TRY301 - told by the stream
                     "a stream is opened once; then come acknowledgements"

@@ -1,0 +1,99 @@
+"""Programs that need longer for what their client reads ahead than the ack timeout.
+
+The timeout is shorter than the default, and so is what a program needs for one message; the ratio
+is what counts. A pause of the machine may not be longer than the timeout.
+"""
+
+import asyncio
+from itertools import count
+
+import pytest
+
+pytest.importorskip("danube")
+
+from danube_rig import EXCLUSIVE, SHARED, connect, run
+from ister.client import AsyncClient
+from servers.broker import BrokerProcess
+
+TIMEOUT_MS = 4000
+MESSAGES = 120
+SECONDS = 0.08
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    with BrokerProcess(tmp_path_factory.mktemp("broker")) as process:
+        yield process
+
+
+@pytest.fixture
+def topic():
+    return f"/default/slow-{next(_numbers)}"
+
+
+async def handle(receive, ack):
+    """The payloads that a program handles, one after the other, until it has all of them."""
+    handled = []
+    while len(set(handled)) < MESSAGES:
+        message = await asyncio.wait_for(receive(), 30)
+        handled.append(message.payload)
+        await asyncio.sleep(SECONDS)
+        await ack(message)
+    return handled
+
+
+@pytest.mark.parametrize("kind", [EXCLUSIVE, SHARED], ids=["exclusive", "shared"])
+def test_a_slow_program_handles_each_message_once(broker, topic, kind):
+    """Goal: nothing that waits in a client counts as unanswered, so nothing comes twice."""
+
+    async def scenario():
+        async with (
+            connect(broker) as session,
+            AsyncClient(broker.address) as client,
+        ):
+            await session.create_topic(topic)
+            danubes = await session.consumer(topic, kind=kind)
+            name = "exclusive" if kind is EXCLUSIVE else "shared"
+            async with client.consumer(topic, subscription="own", kind=name) as consumer:
+                for subscription in ("sub", "own"):
+                    await session.set_failure_policy(
+                        topic, subscription=subscription, ack_timeout_ms=TIMEOUT_MS
+                    )
+                await session.send(topic, [f"{number}" for number in range(MESSAGES)])
+
+                async def ack(message):
+                    consumer.ack(message)
+
+                handled = await asyncio.gather(
+                    handle(consumer.receive, ack), handle(danubes.queue.get, danubes.ack)
+                )
+            expected = [b"%d" % number for number in range(MESSAGES)]
+            assert handled == [expected, expected]
+            for subscription in ("sub", "own"):
+                await session.wait_for_cursor(topic, MESSAGES, subscription)
+
+    run(scenario())
+
+
+def test_what_a_program_does_not_take_goes_to_others(broker, topic):
+    """A consumer that reads ahead and then does nothing keeps nobody from its messages."""
+
+    async def scenario():
+        async with connect(broker) as session, AsyncClient(broker.address) as client:
+            await session.create_topic(topic)
+            async with client.consumer(topic, subscription="s", kind="shared") as stuck:
+                await session.send(topic, [f"{number}" for number in range(20)])
+                first = await stuck.receive(20)
+                await session.set_failure_policy(topic, subscription="s", ack_timeout_ms=1500)
+                async with client.consumer(topic, subscription="s", kind="shared") as other:
+                    found = set()
+                    while len(found) < 20:
+                        message = await other.receive(20)
+                        # Of all but the one that the program took nobody says that they failed.
+                        assert message.attempt == 1 or message.payload == first.payload
+                        found.add(message.payload)
+                        other.ack(message)
+                    await session.wait_for_cursor(topic, 20, "s")
+
+    run(scenario())
