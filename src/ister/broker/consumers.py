@@ -8,10 +8,12 @@ whose it is.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
 
 from ister.model import TopicName
+from ister.partitions import parse_partition
 from ister.subscription.store import StoredSubscription
 
 __all__ = ["Consumer", "Consumers", "consumer_id"]
@@ -40,6 +42,9 @@ class Consumers:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Consumer] = {}
+        # Of consumers of partitions: the program that they are of, and when that has answered.
+        self._programs: dict[int, tuple[str, str, str]] = {}
+        self._heard: dict[tuple[str, str, str], float] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -51,10 +56,30 @@ class Consumers:
     def add(self, consumer: Consumer) -> None:
         """Takes note of an id."""
         self._by_id[consumer.id] = consumer
+        partition = parse_partition(consumer.topic)
+        if partition is not None:
+            self._programs[consumer.id] = (partition[0], consumer.subscription, consumer.name)
 
     def forget(self, id: int) -> None:
         """Forgets an id."""
         self._by_id.pop(id, None)
+        program = self._programs.pop(id, None)
+        if program is not None:
+            self._heard.pop(program, None)
+
+    def hear(self, id: int) -> None:
+        """Notes that a consumer has answered."""
+        program = self._programs.get(id)
+        if program is not None:
+            self._heard[program] = asyncio.get_running_loop().time()
+
+    def heard_at(self, id: int) -> float:
+        """When the program of a consumer has last answered at any partition of its topic.
+
+        Danube's clients put the messages of all partitions into one queue.
+        """
+        program = self._programs.get(id)
+        return float("-inf") if program is None else self._heard.get(program, float("-inf"))
 
     def load(self, topic: TopicName, stored: StoredSubscription) -> None:
         """Takes note of the ids that are written down with a subscription."""
@@ -63,8 +88,6 @@ class Consumers:
 
     def forget_subscription(self, topic: str, subscription: str | None = None) -> None:
         """Forgets the consumers of a subscription, or of all of a topic's."""
-        self._by_id = {
-            number: one
-            for number, one in self._by_id.items()
-            if one.topic != topic or subscription not in (None, one.subscription)
-        }
+        for number, one in list(self._by_id.items()):
+            if one.topic == topic and subscription in (None, one.subscription):
+                self.forget(number)

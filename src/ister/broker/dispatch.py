@@ -184,7 +184,12 @@ class Dispatch:
             self._forget_later(consumer)
 
     def attach(
-        self, consumer: int, filters: Sequence[str], *, reports: bool = False
+        self,
+        consumer: int,
+        filters: Sequence[str],
+        *,
+        reports: bool = False,
+        elsewhere: Callable[[], float] | None = None,
     ) -> Outbox[Sent]:
         """Begins to deliver to a consumer; a stream that it had before ends.
 
@@ -192,6 +197,7 @@ class Dispatch:
             consumer: Its id.
             filters: Which keys it takes.
             reports: Whether it says what its program has received; see `received`.
+            elsewhere: As of `Delivery.attach`.
 
         Raises:
             ConflictError: The subscription is exclusive, and somebody else has it.
@@ -209,7 +215,9 @@ class Dispatch:
         before = self._outboxes.pop(consumer, None)
         if before is not None:
             before.end(after_seconds=TAKEN_OVER_SECONDS)
-        self.delivery.attach(consumer, filters=tuple(filters), reports=reports, now=now)
+        self.delivery.attach(
+            consumer, filters=tuple(filters), reports=reports, elsewhere=elsewhere, now=now
+        )
         outbox: Outbox[Sent] = Outbox(consumer)
         self._outboxes[consumer] = outbox
         self.delivery.set_room(consumer, outbox.room)
@@ -313,8 +321,11 @@ class Dispatch:
         self.reading.discard(offset)
         self._pump()
 
-    def ack_by_id(self, offset: int, stamped: str) -> None:
+    def ack_by_id(self, offset: int, stamped: str) -> int:
         """Takes an acknowledgement by the id of a message: its offset, and its stamped address.
+
+        Returns:
+            The consumer that the message was delivered to.
 
         Raises:
             InvalidRequestError: The subscription has delivered no such message.
@@ -325,6 +336,7 @@ class Dispatch:
         if consumer is None:
             raise self.refuse(offset)
         self.ack(offset, consumer)
+        return consumer
 
     def ack_many(self, offsets: Sequence[int], tokens: Sequence[int], consumer: int) -> list[int]:
         """Takes the acknowledgements of a consumer; returns those that count, or did before.

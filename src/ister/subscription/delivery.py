@@ -25,7 +25,8 @@ Rules:
 - a consumer that says nothing for the ack timeout, and has messages that its program has not
   received, is silent. Without reports its oldest message has failed. With kind shared, if another
   consumer is not stalled, this one is: what it has left goes to others, which is no failure, and it
-  gets one message at a time until it answers;
+  gets one message at a time until it answers. One whose program answers elsewhere meanwhile, as
+  with partitions, is not silent, for `EXCUSES_MAX` ack timeouts;
 - a subscription is blocked by a message that failed too often under the policy `block`: nothing
   that was never sent before is sent then. What was sent already may still be acknowledged, and
   comes again if it has to. With key_shared only that key stops;
@@ -54,7 +55,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heapify, heappop, heappush, heapreplace
@@ -74,6 +75,7 @@ from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionK
 from ister.subscription.queues import Consumer, Entry, Lanes, Line, Send, State
 
 __all__ = [
+    "EXCUSES_MAX",
     "KEYED_MESSAGES_MAX",
     "KEYED_MESSAGES_MIN",
     "KEYS_MAX",
@@ -101,6 +103,9 @@ KEYS_MAX: Final = 200_000
 
 _KEYED_STEP: Final = 512
 _STUCK_SECONDS: Final = 10.0
+
+EXCUSES_MAX: Final = 10
+"""How often a consumer is not silent because its program answers elsewhere."""
 
 REASON_CHARACTERS_MAX: Final = 256
 """Of why a message failed; the rest is cut off."""
@@ -277,7 +282,13 @@ class Delivery:
         self._queue.note_known(self._known)
 
     def attach(
-        self, consumer: int, *, filters: Sequence[str] = (), reports: bool = False, now: float
+        self,
+        consumer: int,
+        *,
+        filters: Sequence[str] = (),
+        reports: bool = False,
+        elsewhere: Callable[[], float] | None = None,
+        now: float,
     ) -> None:
         """A consumer has a stream. It gets nothing until `set_room`.
 
@@ -287,6 +298,8 @@ class Delivery:
             consumer: Its id.
             filters: Which keys it takes; all without any.
             reports: Whether it says what its program has received; see `received`.
+            elsewhere: Says when its program last answered at another subscription, whose messages
+                it takes in turn with these.
             now: Seconds.
 
         Raises:
@@ -303,6 +316,7 @@ class Delivery:
         known = self._known[consumer]
         self._take_back(known)
         known.reports = reports
+        known.elsewhere = elsewhere
         known.room = 0
         if not known.is_attached:
             known.is_attached = True
@@ -341,6 +355,7 @@ class Delivery:
         """Everything leaves a consumer's window: what is in flight is to be sent again."""
         flight, consumer.flight = consumer.flight, {}
         consumer.unseen.clear()
+        consumer.excuses = 0
         consumer.is_stalled = False
         for entry in flight.values():
             entry.consumer = None
@@ -471,6 +486,7 @@ class Delivery:
     def _hear(self, consumer: Consumer) -> None:
         """A consumer has said something."""
         consumer.heard_at = self._now
+        consumer.excuses = 0
         if consumer.is_stalled:
             consumer.is_stalled = False
             self._queue.note_free(consumer)
@@ -724,6 +740,13 @@ class Delivery:
 
     def _end_silence(self, consumer: Consumer) -> None:
         """A consumer has said nothing for too long, and has messages unseen."""
+        if consumer.elsewhere is not None and consumer.excuses < EXCUSES_MAX:
+            heard_at = consumer.elsewhere()
+            if heard_at > consumer.heard_at:
+                # Its program is busy with other messages.
+                consumer.heard_at = min(heard_at, self._now)
+                consumer.excuses += 1
+                return
         consumer.heard_at = self._now  # the next one becomes the oldest
         if not consumer.reports:
             self._time_out(consumer.unseen.popleft()[1])

@@ -1,7 +1,7 @@
 """What kinds of subscriptions there are, and what becomes of messages that fail.
 
-Values only. A message has failed when its consumer said so (nack) or has had it for too long without
-an answer (ack timeout); a consumer that goes away is no failure of the message.
+Values only. A message has failed when its consumer said so (nack) or has had it for too long and
+has not answered (ack timeout); a consumer that goes away is no failure of the message.
 """
 
 from __future__ import annotations

@@ -101,6 +101,8 @@ class Consumer:
     """A consumer as the subscription knows it."""
 
     __slots__ = (
+        "elsewhere",
+        "excuses",
         "filter",
         "flight",
         "heard_at",
@@ -129,6 +131,10 @@ class Consumer:
         """What has left for it and its program may not have yet, each with its number."""
         self.heard_at = 0.0
         """When it last answered, or the oldest of `unseen` became that."""
+        self.elsewhere: Callable[[], float] | None = None
+        """When its program was last heard of at another subscription that it reads, if it does."""
+        self.excuses = 0
+        """How often its silence was excused by that, since it answered."""
         self.is_watched = False
         """Whether its silence is going to be noticed."""
         self.is_stalled = False

@@ -1,5 +1,7 @@
 """Consumers' ids: the same again after a restart, never another one's."""
 
+import asyncio
+
 from ister.broker.consumers import Consumer, Consumers, consumer_id
 from ister.model import TopicName
 from ister.subscription.policy import SubscriptionKind
@@ -57,3 +59,22 @@ def test_forgetting_takes_one_subscription_or_all_of_a_topic():
     whole = filled()
     whole.forget_subscription("/default/t")
     assert [whole.find(n) is not None for n in (1, 2, 3)] == [False, False, True]
+
+
+def test_the_consumers_of_partitions_are_one_program():
+    async def scenario():
+        consumers = Consumers()
+        for number, topic in enumerate(("/default/t-part-0", "/default/t-part-1", "/default/t")):
+            consumers.add(Consumer(number, topic, "s", "c"))
+        consumers.add(Consumer(7, "/default/t-part-0", "s", "other"))
+        consumers.add(Consumer(8, "/default/t-part-0", "another", "c"))
+        consumers.hear(2)
+        assert {consumers.heard_at(one) for one in (0, 1, 2, 7, 8, 99)} == {float("-inf")}
+        consumers.hear(0)
+        assert consumers.heard_at(1) == consumers.heard_at(0) > float("-inf")
+        assert {consumers.heard_at(one) for one in (2, 7, 8, 99)} == {float("-inf")}
+        consumers.forget_subscription("/default/t-part-0")
+        assert consumers.heard_at(1) == float("-inf")
+        assert consumers._programs.keys() == {1}
+
+    asyncio.run(scenario())

@@ -7,6 +7,7 @@ import pytest
 from ister.errors import ConflictError, InvalidRequestError, InvariantError
 from ister.subscription import delivery as delivery_module
 from ister.subscription.delivery import (
+    EXCUSES_MAX,
     KEYED_MESSAGES_MIN,
     REASON_CHARACTERS_MAX,
     AckResult,
@@ -686,6 +687,23 @@ def test_an_answer_to_what_a_consumer_had_before_is_a_sign_of_life():
     assert subscription.machine.timeouts == 1
     subscription.wait(0.1)
     assert subscription.machine.timeouts == 2
+
+
+@ALL_KINDS
+def test_a_program_that_answers_elsewhere_is_not_silent_for_some_time(kind):
+    """Partitions: their messages are taken in turn."""
+    subscription = Subscription(kind, ack_timeout_ms=5000)
+    subscription.machine.attach(1, elsewhere=lambda: subscription.now - 1.0, now=0.0)
+    subscription.machine.set_room(1, 10)
+    subscription.offer("a")
+    subscription.take()
+    # It answers elsewhere, up to a second before each look: four more seconds.
+    for _ in range(EXCUSES_MAX):
+        subscription.wait(5.0)
+    subscription.machine.validate_state()
+    assert subscription.machine.timeouts == 0
+    subscription.wait(5.0)
+    assert subscription.machine.timeouts == 1
 
 
 @ALL_KINDS

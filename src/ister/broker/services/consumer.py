@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import grpc
 
-from ister.broker.consumers import Consumer
+from ister.broker.consumers import Consumer, Consumers
 from ister.broker.dispatch import Dispatch, Sent
 from ister.broker.fanout import Fanout
 from ister.broker.outbox import Outbox
@@ -94,7 +94,7 @@ class ConsumerService:
             subscription = topic.arrive(consumer)
             self._guard.check_subscription(caller, subscription, topic=consumer.topic)
             self._places.check(counted_as(caller))
-            stream = _stream(subscription, consumer)
+            stream = _stream(subscription, consumer, self._topics.consumers)
         except IsterError as error:
             # The client comes again at once, whatever it is told.
             await asyncio.sleep(_REFUSAL_SECONDS)
@@ -127,7 +127,9 @@ class ConsumerService:
         """Takes an acknowledgement; one that comes late or twice is fine."""
         subscription = await self._addressed(request)
         if isinstance(subscription, Dispatch):
-            subscription.ack_by_id(request.msg_id.topic_offset, request.msg_id.broker_addr)
+            known = request.msg_id
+            acked = subscription.ack_by_id(known.topic_offset, known.broker_addr)
+            self._topics.consumers.hear(acked)
         return danube.AckResponse(request_id=request.request_id)
 
     async def Nack(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
@@ -137,6 +139,7 @@ class ConsumerService:
             offset = request.msg_id.topic_offset
             consumer = subscription.receipts.find_consumer(request.msg_id.broker_addr, offset)
             if consumer is not None:
+                self._topics.consumers.hear(consumer)
                 subscription.nack(
                     offset,
                     consumer=consumer,
@@ -157,7 +160,9 @@ class ConsumerService:
         return found
 
 
-def _stream(subscription: AnySubscription, consumer: Consumer) -> AsyncGenerator[bytes, None]:
+def _stream(
+    subscription: AnySubscription, consumer: Consumer, consumers: Consumers
+) -> AsyncGenerator[bytes, None]:
     """Attaches a consumer; its messages as they are written, in Danube's form.
 
     Raises:
@@ -165,7 +170,10 @@ def _stream(subscription: AnySubscription, consumer: Consumer) -> AsyncGenerator
         ClosedError: The topic is about to be closed.
     """
     if isinstance(subscription, Dispatch):
-        sent = _reliable(subscription, subscription.attach(consumer.id, consumer.filters))
+        outbox = subscription.attach(
+            consumer.id, consumer.filters, elsewhere=partial(consumers.heard_at, consumer.id)
+        )
+        sent = _reliable(subscription, outbox)
         return _encoded(sent, consumer, subscription.receipts)
     sent = _pushed(subscription, subscription.attach(consumer.id, consumer.filters))
     return _encoded(sent, consumer, None)
