@@ -68,10 +68,32 @@ def test_a_slow_program_handles_each_message_once(broker, topic, kind):
                 handled = await asyncio.gather(
                     handle(consumer.receive, ack), handle(danubes.queue.get, danubes.ack)
                 )
-            expected = [b"%d" % number for number in range(MESSAGES)]
-            assert handled == [expected, expected]
-            for subscription in ("sub", "own"):
-                await session.wait_for_cursor(topic, MESSAGES, subscription)
+                expected = [b"%d" % number for number in range(MESSAGES)]
+                assert handled == [expected, expected]
+                # What had been sent again would come before it.
+                await session.send(topic, ["end"], name="last")
+                assert (await consumer.receive(20)).payload == b"end"
+                assert (await asyncio.wait_for(danubes.queue.get(), 20)).payload == b"end"
+
+    run(scenario())
+
+
+def test_a_slow_program_handles_each_message_of_all_partitions_once(broker, topic):
+    """Danube's client has one queue for all partitions, and it is filled with one of them first."""
+
+    async def scenario():
+        async with connect(broker) as session:
+            producer = await session.producer(topic, partitions=3)
+            for number in range(MESSAGES):
+                await producer.send(b"%d" % number)
+            inbox = await session.consumer(topic)
+            for partition in inbox.ids:
+                await session.set_failure_policy(partition, ack_timeout_ms=TIMEOUT_MS // 3)
+                await session.seek(partition, earliest=True)
+            handled = await handle(inbox.queue.get, inbox.ack)
+            assert sorted(handled, key=int) == [b"%d" % number for number in range(MESSAGES)]
+            for partition in inbox.ids:
+                await session.wait_for_cursor(partition, MESSAGES // 3)
 
     run(scenario())
 
