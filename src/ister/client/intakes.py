@@ -16,9 +16,9 @@ A stream that fails is followed by another, to whichever broker has the topic th
   second time: the program acknowledges the one it has. Unless what it holds comes as another
   attempt, as after a nack or an ack timeout.
 
-So one consumer sees a message twice only if it failed, or if a broker was killed before it wrote
-down an acknowledgement that it had confirmed; others may see one that this one had when its stream
-broke.
+So one consumer sees a message twice only if it failed, if the program took and acknowledged nothing
+for the ack timeout, or if a broker was killed before it wrote down an acknowledgement that it had
+confirmed; others may see one that this one had when its stream broke.
 
 The broker is told which message the program has received last, if it holds one for a while: the ack
 timeout of what waits in the inbox has not begun.
