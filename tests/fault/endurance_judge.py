@@ -115,8 +115,10 @@ class _Subscription:
     seeks: list[tuple[int, int]] = field(default_factory=list)
     """When it began and where to, of those that were confirmed."""
     disturbed: list[int] = field(default_factory=list)
-    latest: dict[int, int] = field(default_factory=dict)
-    """When each offset was received last."""
+    latest: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """When each offset was received last, and by which consumer."""
+    left: dict[str, int] = field(default_factory=dict)
+    """When consumers had left; those that were killed never say so."""
 
     def __str__(self) -> str:
         return f"{self.topic} {self.name} ({self.kind})"
@@ -197,7 +199,9 @@ class Judge:
     def _join(self, at: int, topic: str, name: str, _consumer: str) -> None:
         self._subscriptions[topic, name].disturbed.append(at)
 
-    _leave = _join
+    def _leave(self, at: int, topic: str, name: str, consumer: str) -> None:
+        self._join(at, topic, name, consumer)
+        self._subscriptions[topic, name].left[consumer] = at
 
     def _got(
         self,
@@ -213,7 +217,7 @@ class Judge:
         self._place(topic, offset, message_id, key)
         subscription.got.append((at, consumer, offset, key))
         subscription.ids.add(message_id)
-        subscription.latest[offset] = max(at, subscription.latest.get(offset, 0))
+        subscription.latest[offset] = max((at, consumer), subscription.latest.get(offset, (0, "")))
 
     def _place(self, topic: str, offset: int, message_id: str, key: str) -> None:
         found = self._topics[topic]
@@ -285,11 +289,16 @@ class Judge:
         ]
 
     def _not_again(self, one: _Subscription) -> list[str]:
-        """What a seek should have brought again: acknowledged for good when it was made."""
+        """What a seek should have brought again: acknowledged for good when it was made.
+
+        A consumer repeats acknowledgements that a kill has cut off until it has left, and the
+        broker may get them after the seek.
+        """
         found = []
         for began, target in one.seeks:
             for offset, acks in one.acks.items():
-                if offset < target or one.latest.get(offset, 0) > began:
+                at, consumer = one.latest[offset]
+                if offset < target or at > began or one.left.get(consumer, began) >= began:
                     continue
                 if max(acks) < began - SETTLED_NS:
                     found.append(f"{one} never got {offset} again after a seek to {target}")
