@@ -61,6 +61,7 @@ _HELD_BYTES_MAX: Final = 16 * MIB
 _KEPT_BYTES_MAX: Final = 4 * MIB
 # What a message takes besides its bytes.
 _MESSAGE_BYTES: Final = 512
+_LEAVING_COPIES: Final = 4
 # What is read first, when nobody knows how much the consumers will take.
 _FIRST_BYTES: Final = 64 * KIB
 _AHEAD_BYTES_MIN: Final = 256 * KIB
@@ -251,11 +252,12 @@ class Reading:
         self._count()
 
     def _count(self) -> None:
-        self._share.set(self.held_bytes + self.kept_bytes + self._leaving_bytes)
+        # A message has its bytes, and so has the chunk that it came with.
+        self._share.set(2 * (self.held_bytes + self.kept_bytes) + self._leaving_bytes)
 
     @property
     def _held_max(self) -> int:
-        return min(_HELD_BYTES_MAX, self._share.allowance)
+        return min(_HELD_BYTES_MAX, self._share.allowance // 2)
 
     def batch_bytes(self, outbox: Outbox[Any]) -> int:
         """How much to hand to a stream at once: as much as it has written, and not too much.
@@ -265,15 +267,15 @@ class Reading:
         return max(_FIRST_BYTES, min(outbox.written_bytes, self._share.allowance // 4))
 
     def note_leaving(self, outbox: Outbox[Any], message: Message) -> None:
-        """A message is being written: by us as a request, and by gRPC as bytes."""
-        outbox.leaving_bytes += 2 * message.size_bytes
-        self._leaving_bytes += 2 * message.size_bytes
+        """A message is being written: it is copied into a response, and that into bytes, twice."""
+        outbox.leaving_bytes += _LEAVING_COPIES * message.size_bytes
+        self._leaving_bytes += _LEAVING_COPIES * message.size_bytes
         self._count()
 
     def note_written(self, outbox: Outbox[Any]) -> None:
         """What a stream was writing has left."""
         self._leaving_bytes -= outbox.leaving_bytes
-        outbox.written_bytes += outbox.leaving_bytes // 2
+        outbox.written_bytes += outbox.leaving_bytes // _LEAVING_COPIES
         outbox.leaving_bytes = 0
         self._count()
 
@@ -285,7 +287,7 @@ class Reading:
         if message.offset not in kept and self._delivery.holds(message.offset):
             kept[message.offset] = message
             self.kept_bytes += message.size_bytes + _MESSAGE_BYTES
-            kept_max = min(_KEPT_BYTES_MAX, self._share.allowance // 4)
+            kept_max = min(_KEPT_BYTES_MAX, self._share.allowance // 8)
             while self.kept_bytes > kept_max:
                 self.kept_bytes -= kept.popitem(last=False)[1].size_bytes + _MESSAGE_BYTES
         self._count()
