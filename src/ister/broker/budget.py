@@ -49,6 +49,7 @@ class Budget:
         self.released = 0
         """How often somebody was asked to give back, so far."""
         self._holders = 0
+        self._shed_above = bytes_max
         self._shares: set[Share] = set()
         self._is_shedding = False
 
@@ -66,11 +67,13 @@ class Budget:
         return made
 
     def note(self, share: Share, used: int) -> None:
-        """A share has another size."""
+        """Records the new size of a share; beyond the budget, has others give back."""
         self.used += used - share.used
         self._holders += (used > 0) - (share.used > 0)
         share.used = used
-        if self.used > self.bytes_max and not self._is_shedding:
+        if self.used <= self.bytes_max:
+            self._shed_above = self.bytes_max
+        elif self.used > self._shed_above and not self._is_shedding:
             self._shed()
 
     def leave(self, share: Share) -> None:
@@ -82,28 +85,31 @@ class Budget:
         self._is_shedding = True
         try:
             enough = self.bytes_max - self.bytes_max // 4
-            # Once for each time that a quarter has filled up.
             for share in sorted(
-                self._shares, key=lambda one: (one.is_idle, one.used), reverse=True
+                self._shares, key=lambda one: (one.is_idle, one.releasable), reverse=True
             ):
                 if self.used <= enough:
                     break
-                if share.used:
+                if share.releasable > 0:
                     self.released += 1
                     share.shed()
         finally:
             self._is_shedding = False
+        # What is left cannot be given back. Asking again for every message would only cost time.
+        self._shed_above = max(self.bytes_max, self.used + self.bytes_max // 8)
 
 
 class Share:
     """What one subscription, or one consumer of a non-reliable one, holds."""
 
-    __slots__ = ("_budget", "_is_closed", "is_idle", "shed", "used")
+    __slots__ = ("_budget", "_is_closed", "fixed", "is_idle", "shed", "used")
 
     def __init__(self, budget: Budget, shed: Callable[[], None]) -> None:
         self._budget = budget
         self.shed = shed
         self.used = 0
+        self.fixed = 0
+        """How much of it cannot be given back."""
         self._is_closed = False
         self.is_idle = False
         """Whether nobody has taken anything from it for a while."""
@@ -113,8 +119,14 @@ class Share:
         """How much it should have at most, now."""
         return self._budget.allowance
 
-    def set(self, used: int) -> None:
-        """It has so many bytes now."""
+    @property
+    def releasable(self) -> int:
+        """How much `shed` gives back."""
+        return self.used - self.fixed
+
+    def set(self, used: int, *, fixed: int = 0) -> None:
+        """It has so many bytes now, of which `fixed` cannot be given back."""
+        self.fixed = fixed
         if used != self.used and not self._is_closed:
             self._budget.note(self, used)
 

@@ -253,18 +253,19 @@ class Reading:
 
     def _count(self) -> None:
         # A message has its bytes, and so has the chunk that it came with.
-        self._share.set(2 * (self.held_bytes + self.kept_bytes) + self._leaving_bytes)
+        leaving = self._leaving_bytes
+        self._share.set(2 * (self.held_bytes + self.kept_bytes) + leaving, fixed=leaving)
 
     @property
     def _held_max(self) -> int:
         return min(_HELD_BYTES_MAX, self._share.allowance // 2)
 
     def batch_bytes(self, outbox: Outbox[Any]) -> int:
-        """How much to hand to a stream at once: as much as it has written, and not too much.
+        """How much to hand to a stream at once: a part of what it has written, and not too much.
 
         A consumer that takes nothing has little in its stream, which nobody can take back.
         """
-        return max(_FIRST_BYTES, min(outbox.written_bytes, self._share.allowance // 4))
+        return max(_FIRST_BYTES, min(outbox.written_bytes // 4, self._share.allowance // 16))
 
     def note_leaving(self, outbox: Outbox[Any], message: Message) -> None:
         """A message is being written: it is copied into a response, and that into bytes, twice."""

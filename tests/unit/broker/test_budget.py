@@ -67,6 +67,21 @@ def test_what_cannot_be_given_back_goes_over_and_ends():
     assert all(holder.share.used >= 80 for holder in stuck)
 
 
+def test_nobody_is_asked_again_and_again_for_what_cannot_be_given_back():
+    budget = Budget(1000)
+    stuck = [Holder(budget, stuck=90) for _ in range(20)]
+    for holder in stuck:
+        holder.share.set(90, fixed=90)
+    assert budget.used == 1800
+    taker = Holder(budget)
+    for number in range(1000):
+        taker.share.set(10 + number % 2)
+    assert taker.shed_count == 0
+    assert all(holder.shed_count == 0 for holder in stuck)
+    taker.share.set(300)
+    assert taker.shed_count == 1
+
+
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
