@@ -48,7 +48,7 @@ bench: $(STAMP) ## every benchmark, each beside its limit, as JSON lines
 soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and threads stay flat
 	$(BIN)/python -m tests.soak --seconds 600
 
-endurance: $(STAMP) ## ten minutes of a broker killed every 8 s, under both clients: nothing lost, nothing out of order
+endurance: $(STAMP) ## ten minutes with both clients and a broker that is killed every 8 s: nothing lost, all in order
 	$(BIN)/python -m tests.endurance --seconds 600
 
 fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
