@@ -152,7 +152,7 @@ class Reading:
     def stop(self) -> None:
         """Reads no more. What is held stays for a while, for a consumer that comes again."""
         if self.task is not None:
-            self.task.cancel()
+            self._cancel(self.task)
             self.task = None
             self._watch_idle()
 
@@ -162,8 +162,15 @@ class Reading:
         self._forget()
         if self.task is not None:
             # It may be waiting at the end of the topic for what is appended next.
-            self.task.cancel()
+            self._cancel(self.task)
             self.task = self._loop.create_task(self._read())
+
+    def _cancel(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        if self._is_fetching:
+            # The thread reads on, and its messages would come with the reader's next call,
+            # wherever that is to begin.
+            self._close_reader()
 
     def note_changed(self) -> None:
         """The machine, or what is held, has changed: reads if there is something to read for."""

@@ -6,6 +6,7 @@ from. What the machine decides has tests of its own; here it is asked for its st
 
 import asyncio
 import logging
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -38,6 +39,7 @@ from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, Subs
 from ister.subscription.progress import ProgressPlan
 from ister.subscription.store import SubscriptionStore
 from ister.topic.log import Log
+from ister.topic.reader import Reader
 from rig import Machine
 from tier_rig import Site
 
@@ -485,6 +487,45 @@ def test_acks_that_come_during_a_seek_do_not_undo_it():
             await eventually(lambda: rig.kept == 50)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves and comes again"])
+def test_seek_during_a_read_begins_at_its_offset(monkeypatch, leaves):
+    """Goal: what a read finds that began before a seek is not taken for what lies behind it.
+
+    Method: the read is held in its thread until the seek is done. Its messages begin later, so that
+    those between look like ones that compaction has left out.
+    """
+    started, go_on = threading.Event(), threading.Event()
+    poll = Reader.poll
+
+    def held(self, *arguments):
+        found = poll(self, *arguments)
+        if not started.is_set():
+            started.set()
+            go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(Reader, "poll", held)
+
+    async def scenario():
+        async with on_disk() as rig:
+            rig.fill(60)
+            dispatch = rig.open(cursor=40)
+            outbox = dispatch.attach(1, ())
+            assert await asyncio.to_thread(started.wait, 20)
+            if leaves:
+                dispatch.detach(outbox)
+            await dispatch.seek(5)
+            go_on.set()
+            if leaves:
+                outbox = dispatch.attach(1, ())
+            assert offsets(await receive(dispatch, outbox, 55, ack=True)) == list(range(5, 60))
+
+    try:
+        run(scenario())
+    finally:
+        go_on.set()
 
 
 def test_seeks_at_any_moment_lose_nothing_behind_them():
