@@ -178,10 +178,10 @@ class Admission:
             topic: Where to.
             count: How many messages.
             now: The clock of the broker's loop.
-            pause: Waits so many seconds; True if the broker ends meanwhile.
+            pause: Waits so many seconds; True if nobody waits any more.
 
         Raises:
-            UnavailableError: The broker ends.
+            UnavailableError: The broker ends, or the caller has left.
         """
         rate = topic.publish_rate
         while rate.per_second and count > 0:
@@ -189,7 +189,10 @@ class Admission:
             part = min(count, max(1, rate.per_second // 10))
             delay = rate.reserve(part, now())
             if delay and pause(delay):
-                raise UnavailableError("the broker is ending", topic=topic.name)
+                rate.refund(part)
+                raise UnavailableError(
+                    "the broker is ending, or the caller has left", topic=topic.name
+                )
             count -= part
 
     def has_schema(self, topic: ServedTopic) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ister.broker.admission import StagedGate, lot_of_rows
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["BrokerSource", "FlightAccess", "FlightCaller"]
 
 _OPEN_SECONDS: Final = 60.0
+# How often a thread that waits looks whether its caller has left.
+_LOOK_SECONDS: Final = 0.1
 
 Answer = TypeVar("Answer")
 
@@ -79,7 +82,13 @@ class BrokerSource:
         """The names of all topics that have a log."""
         return self._topics.log.topics()
 
-    def append_staged(self, name: str, staged: StagedBatch, principal: str) -> AppendedBatch:
+    def append_staged(
+        self,
+        name: str,
+        staged: StagedBatch,
+        principal: str,
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> AppendedBatch:
         """As `Log.append_staged`, for rows that the topic admits."""
         self.open(name)
         gate = StagedGate(
@@ -87,12 +96,18 @@ class BrokerSource:
             topic=self._served(name),
             principal=principal,
             now=self._loop.time,
-            pause=self._ending.wait,
+            pause=partial(self._pause, is_gone),
         )
         return self._topics.log.append_staged(name, staged, gate)
 
     def admit(
-        self, topic: SequencedTopic, batch: pa.RecordBatch, *, producer: str | None, principal: str
+        self,
+        topic: SequencedTopic,
+        batch: pa.RecordBatch,
+        *,
+        producer: str | None,
+        principal: str,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         """Has rows wait for the topic's rate, and refuses those that it does not admit."""
         served = self._served(topic.topic.name)
@@ -100,7 +115,16 @@ class BrokerSource:
             raise UnavailableError("the topic is opened again", topic=served.name)
         admission = self._topics.admission
         admission.check(served, lot_of_rows(batch, producer), principal)
-        admission.wait(served, batch.num_rows, now=self._loop.time, pause=self._ending.wait)
+        pause = partial(self._pause, is_gone)
+        admission.wait(served, batch.num_rows, now=self._loop.time, pause=pause)
+
+    def _pause(self, is_gone: Callable[[], bool], seconds: float) -> bool:
+        """Waits so long; True as soon as the broker ends, or the caller has left."""
+        end = self._loop.time() + seconds
+        while (left := end - self._loop.time()) > 0:
+            if self._ending.wait(min(left, _LOOK_SECONDS)) or is_gone():
+                return True
+        return False
 
     def _served(self, name: str) -> ServedTopic:
         served = self._topics.find_open(name)

@@ -44,7 +44,7 @@ from ister.errors import (
     UnsupportedVersionError,
 )
 from ister.format.manifest import StagedFile
-from ister.limits import MIB
+from ister.limits import KIB, MIB
 from ister.model import AckLevel, Codec, TopicName
 from ister.tier.names import staging_prefix
 
@@ -85,8 +85,13 @@ FRAMES_COLUMN: Final = "frames"
 
 _VERSION: Final = 1
 _NUMBER_MAX: Final = (1 << 63) - 1
-# The list of a batch's files is the only long message.
-_MESSAGE_BYTES_MAX: Final = 64 * MIB
+# Reading JSON holds the interpreter lock, and messages come from anybody: so most are short, and
+# those with lists of files or topics have a bound that takes some tenths of a second. Lists and
+# objects cost the most.
+_SHORT_BYTES_MAX: Final = 256 * KIB
+_LONG_BYTES_MAX: Final = 8 * MIB
+_ANSWER_BYTES_MAX: Final = 64 * MIB
+_OBJECTS_MAX: Final = 200_000
 # gRPC carries the text of an error in headers, more than once, and a peer may refuse headers of
 # more than 8 KiB in all.
 _ERROR_BYTES_MAX: Final = 2000
@@ -177,7 +182,8 @@ class WatermarksRequest:
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         """Reads the message; raises as `RangeTicket.from_json`."""
-        return cls(topics=_Message.parse(data, "request").texts("topics"))
+        message = _Message.parse(data, "request", bytes_max=_LONG_BYTES_MAX)
+        return cls(topics=message.texts("topics"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +244,8 @@ class TopicNames:
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         """Reads the message; raises as `RangeTicket.from_json`."""
-        return cls(topics=_Message.parse(data, "list of topics").texts("topics"))
+        message = _Message.parse(data, "list of topics", bytes_max=_ANSWER_BYTES_MAX)
+        return cls(topics=message.texts("topics"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,7 +347,7 @@ class AppendStaged:
         """Reads the message; raises as `RangeTicket.from_json`."""
         from ister.topic.batches import StagedBatch  # noqa: PLC0415 - needs pyarrow, an extra
 
-        message = _Message.parse(data, "request")
+        message = _Message.parse(data, "request", bytes_max=_LONG_BYTES_MAX)
         return cls(
             topic=message.text("topic"),
             staged=StagedBatch(
@@ -486,7 +493,7 @@ class UploadPlanned:
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         """Reads the message; raises as `RangeTicket.from_json`."""
-        message = _Message.parse(data, "plan")
+        message = _Message.parse(data, "plan", bytes_max=_ANSWER_BYTES_MAX)
         return cls(
             start=message.number("start"),
             synced=message.number("synced"),
@@ -628,9 +635,13 @@ class _Message:
         self._content = content
 
     @classmethod
-    def parse(cls, data: bytes, what: str) -> _Message:
-        if len(data) > _MESSAGE_BYTES_MAX:
-            raise InvalidRequestError(f"a {what} of {len(data)} bytes")
+    def parse(cls, data: bytes, what: str, *, bytes_max: int = _SHORT_BYTES_MAX) -> _Message:
+        if len(data) > bytes_max:
+            raise InvalidRequestError(
+                f"a {what} of {len(data)} bytes", hint=f"at most {bytes_max} bytes"
+            )
+        if data.count(b"[") + data.count(b"{") > _OBJECTS_MAX:
+            raise InvalidRequestError(f"a {what} of more than {_OBJECTS_MAX} lists and objects")
         try:
             content = json.loads(data)
         except (ValueError, RecursionError) as error:

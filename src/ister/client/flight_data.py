@@ -23,6 +23,9 @@ _DESCRIPTOR, _HEADER, _METADATA, _BODY = 1, 2, 3, 1000
 _COMMAND: Final = 2
 _COMMAND_TYPE: Final = b"\x08\x02"  # FlightDescriptor.type = CMD
 _VARINT, _EIGHT_BYTES, _LENGTH_DELIMITED, _FOUR_BYTES = 0, 1, 2, 5
+# Far more than a message has, with those of later versions: millions of empty ones would be looked
+# at one by one.
+_FIELDS_MAX: Final = 1_000
 
 
 def _varint(number: int) -> bytes:
@@ -47,12 +50,15 @@ def decode_fields(data: bytes | memoryview) -> dict[int, memoryview]:
     """The fields of bytes in a message; the last one of each number, as protobuf has it.
 
     Raises:
-        ValueError: It is no message.
+        ValueError: It is no message, or one of too many fields.
     """
     view = memoryview(data)
     found: dict[int, memoryview] = {}
-    position, end = 0, len(view)
+    position, end, count = 0, len(view), 0
     while position < end:
+        count += 1
+        if count > _FIELDS_MAX:
+            raise ValueError(f"more than {_FIELDS_MAX} fields")
         tag, position = _read_varint(view, position)
         kind = tag & 7
         if kind == _VARINT:

@@ -12,7 +12,12 @@ from broker_rig import run, some_topics
 from builders import a_message
 from ister.broker.admission import Admission, lot_of_message, lot_of_rows
 from ister.broker.flight_edge import BrokerSource
-from ister.errors import InvalidRequestError, MessageTooLargeError, PermissionDeniedError
+from ister.errors import (
+    InvalidRequestError,
+    MessageTooLargeError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from ister.format.manifest import StagedFile
 from ister.format.staging import STAGED_SCHEMA, encode_block
 from ister.tier.names import staging_prefix
@@ -49,7 +54,7 @@ class Door:
                 a_message(payload=text, producer_name=producer), principal=principal
             )
 
-    async def rows(self, *texts, principal="", producer="p"):
+    async def rows(self, *texts, principal="", producer="p", **more):
         batch = pa.record_batch({"payload": pa.array(texts, pa.binary())})
         await asyncio.to_thread(
             self._source.admit,
@@ -57,6 +62,7 @@ class Door:
             batch,
             producer=producer,
             principal=principal,
+            **more,
         )
         self.topic.topic.append_arrow(batch)
 
@@ -70,7 +76,7 @@ class Door:
         )
         self.topic.topic.append_arrow(batch)
 
-    async def staged(self, *texts, principal="", producer="p"):
+    async def staged(self, *texts, principal="", producer="p", **more):
         """Rows in two files, as Spark's sink stages them."""
         objects = self.topics.log.tiers.objects
         files = []
@@ -86,7 +92,7 @@ class Door:
             files.append(StagedFile(key=key, rows=len(part), size_bytes=len(data)))
         staged = StagedBatch(writer="query", batch=self._batch, files=tuple(files))
         self._batch += 1
-        await asyncio.to_thread(self._source.append_staged, NAME, staged, principal)
+        await asyncio.to_thread(self._source.append_staged, NAME, staged, principal, **more)
 
     def texts(self):
         self.topic.topic.flush()
@@ -156,6 +162,21 @@ def test_messages_wait_for_the_rate_whichever_way_they_come(tmp_path, way):
         assert len(door.texts()) == 60
 
     at_the_door(tmp_path, scenario, max_publish_rate=100)
+
+
+@pytest.mark.parametrize("way", ["rows", "staged"])
+def test_nobody_waits_for_the_rate_whose_caller_has_left(tmp_path, way):
+    """Goal: rows for hours, and a caller that leaves: the thread is free, and so is the rate."""
+
+    async def scenario(door):
+        await door.rows(*[b"x"] * 10)
+        with pytest.raises(UnavailableError, match="left"):
+            async with asyncio.timeout(60):
+                await getattr(door, way)(*[b"x"] * 50_000, is_gone=lambda: True)
+        async with asyncio.timeout(60):
+            await door.send(b"y")
+
+    at_the_door(tmp_path, scenario, max_publish_rate=10)
 
 
 @pytest.mark.parametrize("way", ["send", "rows"])

@@ -382,6 +382,24 @@ def test_something_else_is_an_invalid_request(name, data):
         decode(data)
 
 
+@pytest.mark.parametrize(
+    "read", [parse_ticket, PutOpen.from_json, PutBatch.from_json, FindTime.from_json]
+)
+def test_short_message_that_is_long_is_refused_unread(read):
+    data = b'{"version":1,"more":"' + b"x" * 256 * 1024 + b'"}'
+    with pytest.raises(InvalidRequestError, match="bytes"):
+        read(data)
+
+
+@pytest.mark.parametrize("read", [AppendStaged.from_json, WatermarksRequest.from_json])
+def test_long_message_has_its_bounds_too(read):
+    """Reading one holds the interpreter lock, whoever has sent it."""
+    with pytest.raises(InvalidRequestError, match="bytes"):
+        read(b'{"version":1,"more":"' + b"x" * (8 << 20) + b'"}')
+    with pytest.raises(InvalidRequestError, match="lists and objects"):
+        read(b'{"version":1,"more":[' + b"[]," * 200_000 + b"[]]}")
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_newer_version_is_told_from_damage(name):
     decode, data = DECODERS[name]

@@ -12,7 +12,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ister.client.flight_data import encode_data
+from ister.client.flight_data import decode_fields, encode_data
 from ister.client.putting import decode_result
 from ister.errors import CorruptDataError
 
@@ -76,3 +76,10 @@ def test_an_answer_comes_out_of_its_frame(metadata):
 def test_whatever_arrives_is_an_answer_or_an_error(data):
     with suppress(CorruptDataError):
         assert isinstance(decode_result(data), bytes)
+
+
+def test_a_message_of_countless_fields_is_refused_at_once():
+    """Each is read by the interpreter: 30 MiB of them would stop a broker for half a minute."""
+    assert decode_fields(b"\x08\x01" * 1000) == {}
+    with pytest.raises(ValueError, match="fields"):
+        decode_fields(b"\x08\x01" * 1001)

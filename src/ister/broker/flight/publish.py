@@ -40,6 +40,14 @@ __all__ = ["Publishing", "check_schema"]
 # How often a stream looks whether its client may still publish.
 _LOOK_SECONDS: Final = 1.0
 _SMALL_BYTES: Final = 32 * KIB
+_REFERENCES: Final = (
+    pa.types.is_dictionary,
+    pa.types.is_run_end_encoded,
+    pa.types.is_binary_view,
+    pa.types.is_string_view,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
 
 
 def check_schema(schema: pa.Schema) -> None:
@@ -57,17 +65,22 @@ def check_schema(schema: pa.Schema) -> None:
     if "payload" not in names:
         raise InvalidRequestError("there is no column 'payload'")
     for field in schema:
-        _refuse_dictionaries(field.name, field.type)
+        _refuse_references(field.name, field.type)
 
 
-def _refuse_dictionaries(name: str, kind: pa.DataType) -> None:
-    """They come as messages of their own, and grow without an end that could be seen here."""
-    if pa.types.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+def _refuse_references(name: str, kind: pa.DataType) -> None:
+    """Refuses types whose values are not what the buffers hold, one after the other.
+
+    Dictionaries come as messages of their own, and grow without an end that could be seen here. The
+    rows of a view, and those of a run, may all be the same bytes: a megabyte is sent, and terabytes
+    are to be appended.
+    """
+    if isinstance(kind, pa.BaseExtensionType) or any(is_one(kind) for is_one in _REFERENCES):
         raise InvalidRequestError(
             f"column {name!r} is of the type {kind}", hint="send the values themselves"
         )
     for number in range(kind.num_fields):
-        _refuse_dictionaries(name, kind.field(number).type)
+        _refuse_references(name, kind.field(number).type)
 
 
 class _Pending(NamedTuple):
@@ -88,7 +101,7 @@ class Publishing:
         run: Callable[..., Awaitable[Any]],
         limits: FlightLimits,
         batch_bytes_max: int,
-        admit: Callable[[SequencedTopic, pa.RecordBatch], None],
+        admit: Callable[..., None],
         admits_at_once: Callable[[SequencedTopic], bool],
         still_allowed: Callable[[], None],
         note: Callable[[SequencedTopic, pa.RecordBatch], None] = lambda _topic, _batch: None,
@@ -102,7 +115,7 @@ class Publishing:
             run: Calls a function in a thread.
             limits: Bounds.
             batch_bytes_max: The most bytes of one batch.
-            admit: Called with each batch before it is appended.
+            admit: Called with the topic, each batch before it is appended, and `is_gone`.
             admits_at_once: Whether the loop may call `admit`.
             still_allowed: Raises when the client's rights have ended.
             note: Called with rows that were appended, and had not been before.
@@ -213,7 +226,7 @@ class Publishing:
             )
         sequence = PutBatch.from_json(metadata).sequence
         size = self._check(batch)
-        self._admit(self._topic, batch)
+        self._admit(self._topic, batch, is_gone=lambda: self._is_ended)
         return batch, sequence, size
 
     def _noted(

@@ -92,6 +92,7 @@ _ACTION_THREADS: Final = 64
 _HEADER_BYTES: Final = 256 * KIB
 
 _Answer = TypeVar("_Answer")
+_IsGone = Callable[[], bool]
 
 
 def message_bytes_max(limits: FlightLimits, message_size_max: int) -> int:
@@ -134,9 +135,10 @@ class FlightService:
         self._publishing: set[Publishing] = set()
         self._lock = threading.Lock()
         self._is_ending = False
-        self._actions: dict[str, Callable[[Caller, bytes], list[bytes]]] = {
+        self._actions: dict[str, Callable[[Caller, bytes, _IsGone], list[bytes]]] = {
             Action.WATERMARKS: self._watermarks,
             Action.TOPICS: self._topics,
+            Action.FIND_TIME: self._find_time,
             Action.APPEND_STAGED: self._append_staged,
             Action.PLAN_UPLOAD: self._plan_upload,
             Action.STORAGE: self._storage,
@@ -263,17 +265,13 @@ class FlightService:
         name = bytes(fields.get(1, b"")).decode("utf-8", "replace")
         with self._counted(name) as caller:
             left = threading.Event()
-            answer = (
-                partial(self._find_time, is_gone=left.is_set)
-                if name == Action.FIND_TIME
-                else self._actions.get(name)
-            )
+            answer = self._actions.get(name)
             if answer is None:
                 raise InvalidRequestError(
                     f"there is no action {name!r}", hint=f"one of: {', '.join(Action)}"
                 )
             try:
-                answers = await self._run(answer, caller, bytes(fields.get(2, b"")))
+                answers = await self._run(answer, caller, bytes(fields.get(2, b"")), left.is_set)
             finally:
                 left.set()
             for item in answers:
@@ -284,7 +282,7 @@ class FlightService:
         for action in Action:
             yield encode_fields((1, action.encode()), (2, action.name.encode()))
 
-    def _watermarks(self, caller: Caller, body: bytes) -> list[bytes]:
+    def _watermarks(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
         request = WatermarksRequest.from_json(body)
         if len(request.topics) > self._limits.topics_max:
             raise InvalidRequestError(
@@ -295,14 +293,12 @@ class FlightService:
             caller.check(Permission.LOOKUP, topic=name)
         return [status_of(self._source.open(name).topic).to_json() for name in request.topics]
 
-    def _topics(self, caller: Caller, body: bytes) -> list[bytes]:
+    def _topics(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
         names = self._source.names()
         seen = tuple(name for name in names if caller.allows(Permission.LOOKUP, topic=name))
         return [TopicNames(topics=seen).to_json()]
 
-    def _find_time(
-        self, caller: Caller, body: bytes, *, is_gone: Callable[[], bool]
-    ) -> list[bytes]:
+    def _find_time(self, caller: Caller, body: bytes, is_gone: _IsGone) -> list[bytes]:
         asked = FindTime.from_json(body)
         caller.check(Permission.CONSUME, topic=asked.topic)
         topic = self._source.open(asked.topic).topic
@@ -316,14 +312,14 @@ class FlightService:
         )
         return [FoundTime(offset=found).to_json()]
 
-    def _plan_upload(self, caller: Caller, body: bytes) -> list[bytes]:
+    def _plan_upload(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
         asked = PlanUpload.from_json(body)
         caller.check(Permission.CONSUME, topic=asked.topic)
         topic = self._source.open(asked.topic).topic
         check_incarnation(topic, asked.incarnation)
         return [plan_upload(topic, asked).to_json()]
 
-    def _storage(self, caller: Caller, body: bytes) -> list[bytes]:
+    def _storage(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
         # Whoever may see a topic may know where its data is; others need the right to all of them.
         if not any(caller.allows(Permission.LOOKUP, topic=name) for name in self._source.names()):
             caller.check(Permission.LOOKUP)
@@ -331,11 +327,12 @@ class FlightService:
 
     # -- publishes --------------------------------------------------------------------------
 
-    def _append_staged(self, caller: Caller, body: bytes) -> list[bytes]:
+    def _append_staged(self, caller: Caller, body: bytes, is_gone: _IsGone) -> list[bytes]:
         asked = AppendStaged.from_json(body)
         caller.check(Permission.PRODUCE, topic=asked.topic)
         self._source.open(asked.topic, create=asked.create, ack=asked.ack, codec=asked.codec)
-        return [encode_appended(self._source.append_staged(asked.topic, asked.staged, caller.name))]
+        appended = self._source.append_staged(asked.topic, asked.staged, caller.name, is_gone)
+        return [encode_appended(appended)]
 
     async def do_put(
         self,
@@ -346,6 +343,10 @@ class FlightService:
         with self._counted(PUBLISH) as caller:
             first = await anext(requests, None)
             data = _data(first if first is not None else b"")
+            if len(data.header) > _HEADER_BYTES:
+                raise InvalidRequestError(
+                    f"a schema of {len(data.header)} bytes", hint=f"at most {_HEADER_BYTES}"
+                )
             opened = PutOpen.from_json(data.command or b"")
             caller.check(Permission.PRODUCE, topic=opened.topic)
             schema = read_schema(data)

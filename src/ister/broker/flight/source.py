@@ -6,6 +6,7 @@ Does not own: what a broker makes of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -89,12 +90,20 @@ class TopicSource(Protocol):
         """The names of all topics."""
         ...
 
-    def append_staged(self, name: str, staged: StagedBatch, principal: str) -> AppendedBatch:
+    def append_staged(
+        self, name: str, staged: StagedBatch, principal: str, is_gone: Callable[[], bool]
+    ) -> AppendedBatch:
         """As `Log.append_staged`, for a caller; it may wait and refuse as `admit`."""
         ...
 
     def admit(
-        self, topic: SequencedTopic, batch: pa.RecordBatch, *, producer: str | None, principal: str
+        self,
+        topic: SequencedTopic,
+        batch: pa.RecordBatch,
+        *,
+        producer: str | None,
+        principal: str,
+        is_gone: Callable[[], bool],
     ) -> None:
         """Called before the rows of a client are appended; they are valid Arrow.
 
@@ -105,6 +114,7 @@ class TopicSource(Protocol):
             batch: The rows.
             producer: The producer's name; None if it does not number its rows.
             principal: The caller's name; "" for anybody.
+            is_gone: Whether the caller has left: then nothing waits any more.
 
         Raises:
             IsterError: They are refused.
@@ -161,11 +171,19 @@ class LogSource:
     def names(self) -> list[str]:
         return self._log.topics()
 
-    def append_staged(self, name: str, staged: StagedBatch, principal: str) -> AppendedBatch:
+    def append_staged(
+        self, name: str, staged: StagedBatch, principal: str, is_gone: Callable[[], bool]
+    ) -> AppendedBatch:
         return self._log.append_staged(name, staged)
 
     def admit(
-        self, topic: SequencedTopic, batch: pa.RecordBatch, *, producer: str | None, principal: str
+        self,
+        topic: SequencedTopic,
+        batch: pa.RecordBatch,
+        *,
+        producer: str | None,
+        principal: str,
+        is_gone: Callable[[], bool],
     ) -> None:
         """Everything is let in."""
 

@@ -1,6 +1,7 @@
 """Bulk publishing by Flight: rows in, answers out, whatever comes from the network."""
 
 import random
+import struct
 import threading
 from contextlib import contextmanager
 
@@ -363,6 +364,10 @@ _ENTRY = pa.struct([pa.field("key", pa.string(), nullable=False), ("value", pa.s
         {"routing_key": ["a"]},
         {"payload": pa.array([b"a"]).dictionary_encode()},
         {"payload": [b"a"], "producer_name": pa.array(["a"]).dictionary_encode()},
+        {"payload": pa.array([b"a"], pa.binary_view())},
+        {"payload": pa.array(["a"], pa.string_view())},
+        {"payload": [b"a"], "routing_key": pa.array(["a"], pa.string_view())},
+        {"payload": pa.RunEndEncodedArray.from_arrays([1], [b"a"])},
         {"payload": [[[[b"a"]]]]},
         {"payload": [1]},
         {"payload": pa.array([None], pa.binary())},
@@ -376,6 +381,26 @@ def test_columns_that_are_none_of_a_messages_are_refused(server, topic, columns)
     _, error = raw_put(server, [batch], schema=batch.schema)
     assert type(error) is InvalidRequestError
     assert topic.watermarks.next == 0
+
+
+def test_rows_that_share_their_bytes_are_not_multiplied(server, topic):
+    """A view tells where a payload is, so that all of them may be the same megabyte."""
+    count, size = 100, MIB
+    view = struct.pack("<i4sii", size, b"xxxx", 0, 0)
+    buffers = [None, pa.py_buffer(view * count), pa.py_buffer(b"x" * size)]
+    batch = pa.record_batch({"payload": pa.Array.from_buffers(pa.binary_view(), count, buffers)})
+    _, error = raw_put(server, [batch], schema=batch.schema)
+    assert type(error) is InvalidRequestError
+    assert topic.watermarks.next == 0
+
+
+def test_schema_and_command_are_short(server, topic):
+    wide = SCHEMA.with_metadata({"x": "y" * MIB})
+    _, error = raw_put(server, [], schema=wide)
+    assert type(error) is InvalidRequestError
+    command = PutOpen(topic=TOPIC, producer="p" * MIB).to_json()
+    _, error = raw_put(server, [], command=command)
+    assert type(error) is InvalidRequestError
 
 
 def test_columns_twice_and_too_many_are_refused():
