@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Protocol
 
 from aiohttp import web
@@ -35,6 +37,7 @@ __all__ = ["Connections", "Figures", "Health", "make_application"]
 CONNECTIONS_MAX: Final = 256
 CONNECTION_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 5.0
+_HANDSHAKE_SECONDS: Final = 10.0
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -132,6 +135,8 @@ class Connections:
         self._count_max = count_max
         self._seconds = seconds
         self._since: dict[Any, float] = {}
+        # Connections in their TLS handshake, the oldest first: aiohttp does not know them yet.
+        self._handshakes: dict[asyncio.Transport, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
         self._listening: asyncio.Server | None = None
 
@@ -142,18 +147,55 @@ class Connections:
             OSError: The port is taken.
         """
         loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(self._accept, host, port, ssl=context)
+        accept = (
+            self._accept if context is None else lambda: _Handshake(partial(self._greet, context))
+        )
+        self._listening = await loop.create_server(accept, host, port)
         self._looking = loop.create_task(self._look())
         found: int = self._listening.sockets[0].getsockname()[1]
         return found
 
-    def _accept(self) -> Any:  # noqa: ANN401 - a protocol of aiohttp's
+    def _make_room(self) -> None:
+        """Ends the oldest connections, so that there may be one more."""
         connections = self._server.connections
-        for oldest in connections[: max(0, len(connections) - self._count_max + 1)]:
+        excess = len(connections) + len(self._handshakes) - self._count_max + 1
+        # Those that have not even said who they are go first.
+        unknown = list(self._handshakes)[: max(0, excess)]
+        for transport in unknown:
+            del self._handshakes[transport]
+            transport.abort()
+        for oldest in connections[: max(0, excess - len(unknown))]:
             oldest.force_close()
+
+    def _accept(self) -> Any:  # noqa: ANN401 - a protocol of aiohttp's
+        self._make_room()
         accepted = self._server()
         self._since[accepted] = asyncio.get_running_loop().time()
         return accepted
+
+    def _greet(self, context: ssl.SSLContext, transport: asyncio.Transport) -> None:
+        self._make_room()
+        shaking = asyncio.get_running_loop().create_task(self._shake_hands(transport, context))
+        self._handshakes[transport] = shaking
+
+    async def _shake_hands(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+        accepted = self._server()
+        loop = asyncio.get_running_loop()
+        try:
+            # Whatever it fails by, the connection is closed then.
+            with suppress(OSError, TimeoutError):
+                encrypted = await loop.start_tls(
+                    transport,
+                    accepted,
+                    context,
+                    server_side=True,
+                    ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+                )
+                if encrypted is not None and not transport.is_closing():
+                    self._since[accepted] = loop.time()
+                    accepted.connection_made(encrypted)
+        finally:
+            self._handshakes.pop(transport, None)
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -170,7 +212,21 @@ class Connections:
         """Accepts nobody any more; those connected are the runner's."""
         if self._listening is not None:
             self._listening.close()
+        for transport in list(self._handshakes):
+            transport.abort()
         if self._looking is not None:
             self._looking.cancel()
             with suppress(asyncio.CancelledError):
                 await self._looking
+
+
+class _Handshake(asyncio.Protocol):
+    """A connection before TLS; says that it is there, and reads nothing."""
+
+    def __init__(self, greet: Callable[[asyncio.Transport], None]) -> None:
+        self._greet = greet
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - for mypy: it is TCP
+        transport.pause_reading()
+        self._greet(transport)

@@ -265,7 +265,18 @@ class Broker:
             self._log.metrics,
             setting="broker.limits.max_streams_per_principal",
         )
-        guard = GrpcGuard(self.guard, streams, texts={FLIGHT: lambda error: explain(error)[1]})
+        arriving = Shares(
+            "calls without their request",
+            limits.max_requests_in_flight,
+            self._log.metrics,
+            setting="broker.limits.max_requests_in_flight",
+        )
+        guard = GrpcGuard(
+            self.guard,
+            streams,
+            arriving=arriving,
+            texts={FLIGHT: lambda error: explain(error)[1]},
+        )
         return grpc.aio.server(
             # Nobody to be asked for: then every call is spared the question.
             interceptors=(guard,) if self.guard.is_needed else (),

@@ -1,13 +1,21 @@
 """The HTTP port, with a made-up broker behind it."""
 
+import asyncio
+import contextlib
+import ssl
+
+import aiohttp
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from broker_rig import run
-from ister.broker.http import make_application
+from certificates import LOCAL_NAMES, Authority
+from ister.broker.http import Connections, make_application
 from ister.broker.security.guard import Guard
+from ister.broker.security.tls import ServerTls
 from ister.clock import SystemClock
-from ister.config import load_config
+from ister.config import TlsConfig, load_config
 from ister.metadata.memory import MemoryMetadata
 from security_rig import GuardRig
 
@@ -79,3 +87,40 @@ def test_metrics_need_the_right_to_look_once_there_are_rights(tmp_path):
         application = make_application(Health(), Figures(), rig.guard)
         told = run(asked(application, "/health"))[1]
         assert told == '{"ready": true, "names": false}'
+
+
+def test_connections_in_their_handshake_are_counted(tmp_path):
+    """Goal: many that begin TLS and go no further; they are ended, and others get in."""
+    authority = Authority("servers")
+    cert_file, key_file = authority.issue("broker", names=LOCAL_NAMES).write(tmp_path, "broker")
+    tls = ServerTls(TlsConfig(cert_file=cert_file, key_file=key_file), clock=SystemClock())
+
+    async def scenario():
+        runner = web.AppRunner(make_application(Health(), Figures(), open_guard()))
+        await runner.setup()
+        connections = Connections(runner, count_max=3)
+        port = await connections.listen("127.0.0.1", 0, tls.http_context())
+        halves = []
+        try:
+            for _ in range(8):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"\x16\x03\x01")
+                halves.append((reader, writer))
+            async with asyncio.timeout(5):  # less than a handshake may take
+                for reader, _ in halves[:5]:
+                    with contextlib.suppress(ConnectionError):
+                        assert await reader.read() == b""
+            context = ssl.create_default_context(cadata=authority.certificate.decode())
+            async with (
+                aiohttp.ClientSession(f"https://localhost:{port}") as session,
+                session.get("/ready", ssl=context) as response,
+            ):
+                assert response.status == 200
+            assert not halves[-1][0].at_eof()
+        finally:
+            for _, writer in halves:
+                writer.close()
+            await connections.close()
+            await runner.cleanup()
+
+    run(scenario())

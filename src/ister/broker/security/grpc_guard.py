@@ -7,7 +7,8 @@ is read here.
 
 A call that answers with a stream is judged again about once a second, and ended with
 UNAUTHENTICATED or PERMISSION_DENIED as soon as it would no longer be let in. The handler is
-cancelled for that, so what it holds is let go of. Streams of one principal are limited in number.
+cancelled for that, so what it holds is let go of. Streams of one principal are limited in number,
+and so are its calls whose request has not arrived: they could stay for ever, and keep others out.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     Args:
         guard: Who decides.
         streams: The streams of each principal; without, they are not counted.
+        arriving: Its other calls whose request has not arrived, likewise.
         texts: What refusals of a service say, by its name; the error as text by default.
     """
 
@@ -49,11 +51,13 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         guard: Guard,
         streams: Shares | None = None,
         *,
+        arriving: Shares | None = None,
         texts: Mapping[str, Callable[[IsterError], str]] | None = None,
     ) -> None:
         self._guard = guard
         self._texts = dict(texts or {})
         self._streams = streams
+        self._arriving = arriving
         # By the names of methods that exist, so there are not many.
         self._guarded: dict[str, tuple[grpc.RpcMethodHandler, grpc.RpcMethodHandler]] = {}
 
@@ -87,7 +91,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
             async def answer(requests: _Grpc, context: _Grpc) -> _Grpc:
                 caller = await self._enter(context, action, is_stream=False)
-                request = requests if takes_stream else await _read_one(context)
+                request = requests if takes_stream else await self._read(context, caller, action)
                 with entered(caller):
                     return await inner(request, context)
 
@@ -114,6 +118,21 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             )
         except IsterError as error:
             return await self._refuse(context, error, action, is_stream=is_stream)
+
+    async def _read(self, context: _Grpc, caller: Caller, action: str) -> _Grpc:
+        """The request of a call that has one and no stream."""
+        who, arriving = counted_as(caller.principal), self._arriving
+        if arriving is None:
+            return await _read_one(context)
+        try:
+            arriving.check(who)
+        except CapacityError as error:
+            await self._refuse(context, error, action, is_stream=False)
+        arriving.add(who)
+        try:
+            return await _read_one(context)
+        finally:
+            arriving.remove(who)
 
     async def _refuse(
         self, context: _Grpc, error: IsterError, action: str, *, is_stream: bool

@@ -417,6 +417,38 @@ def test_streams_of_one_principal_are_limited(rig):
     run(scenario)
 
 
+def test_calls_whose_request_does_not_arrive_are_limited(rig):
+    """They could stay for ever, until gRPC takes nobody's calls any more."""
+
+    async def scenario():
+        arriving = Shares("calls", 3, Metrics(), setting="limit")
+        async with (
+            serving(rig.guard, arriving=arriving) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+
+            def who(name):
+                return call(channel, "Who")(b"", metadata=metadata(rig.bearer(name)))
+
+            alice = metadata(rig.bearer("alice"))
+            kept = [call(channel, "Who", "stream_unary")(metadata=alice) for _ in range(4)]
+            while not any(one.done() for one in kept):
+                await asyncio.sleep(0.01)
+            (refused,) = [one for one in kept if one.done()]
+            assert await code_of(refused) is Code.RESOURCE_EXHAUSTED
+            waiting = [one for one in kept if one is not refused]
+            assert await code_of(who("alice")) is Code.RESOURCE_EXHAUSTED
+            assert await code_of(who("bob")) is Code.OK
+            waiting.pop().cancel()
+            async with asyncio.timeout(20):
+                while await code_of(who("alice")) is not Code.OK:
+                    await asyncio.sleep(0.01)
+            for one in waiting:
+                one.cancel()
+
+    run(scenario)
+
+
 def test_refused_streams_cannot_spin(rig, monkeypatch):
     """The client of Danube opens a refused stream again at once: so the refusal takes a while."""
     monkeypatch.setattr(guard_module, "REFUSAL_SECONDS", 0.25)
