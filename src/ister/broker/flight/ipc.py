@@ -9,8 +9,12 @@ Arrow believes that and allocates it, so it is added up here first: a batch that
 is refused while it is still small. For that a few fields of its header are read, which is a
 flatbuffer:
 
-    Message      1 kind of header (3: RecordBatch)   2 the header
+    Message      0 version (4: V5)   1 kind of header (3: RecordBatch)   2 the header
+                 4 metadata
     RecordBatch  2 buffers: (offset, length) in the body, 8 bytes each   3 compression, if any
+
+Before V5, compression may also be said in the message's metadata, and Arrow still reads that. Such
+batches are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ __all__ = ["read_batch", "read_schema"]
 _CONTINUES: Final = 0xFFFFFFFF
 _PREFIX: Final = struct.Struct("<II")
 _ALIGNED: Final = 8
-_KIND, _HEADER, _BUFFERS, _COMPRESSION = 1, 2, 2, 3
+_VERSION, _KIND, _HEADER, _METADATA = 0, 1, 2, 4
+_BUFFERS, _COMPRESSION = 2, 3
+_V5: Final = 4
 _RECORD_BATCH: Final = 3
 _I64: Final = struct.Struct("<q")
 # What Arrow and this module raise about bytes that are no message.
@@ -110,6 +116,8 @@ def _inflated_bytes(header: memoryview, body: memoryview) -> int:
     message = _Table(header, _unsigned(header, 0))
     if message.byte(_KIND) != _RECORD_BATCH:
         return 0
+    if message.byte(_VERSION) != _V5 and message.place(_METADATA) is not None:
+        raise ValueError("a batch with metadata, older than Arrow 1.0")
     batch = message.table(_HEADER)
     if batch is None or batch.place(_COMPRESSION) is None:
         return 0
