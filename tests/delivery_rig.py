@@ -229,7 +229,13 @@ class Rig:
             person.unseen.remove(offset)
 
     def ack(self, offset: int, consumer: int | None = None) -> AckResult:
-        result = self.delivery.ack(offset, end=len(self.log), now=self.now, consumer=consumer)
+        result = self.delivery.ack(
+            offset,
+            end=len(self.log),
+            now=self.now,
+            consumer=consumer,
+            attempt=self.failures.get(offset, 0) + 1,
+        )
         if offset < len(self.log):
             self._answer(offset, consumer)
         if offset >= len(self.log):
@@ -243,7 +249,12 @@ class Rig:
 
     def nack(self, offset: int, delay_ms: int | None = None, consumer: int | None = None) -> None:
         counted = self.delivery.nack(
-            offset, consumer=consumer, delay_ms=delay_ms, reason="no", now=self.now
+            offset,
+            consumer=consumer,
+            attempt=self.failures.get(offset, 0) + 1,
+            delay_ms=delay_ms,
+            reason="no",
+            now=self.now,
         )
         is_out = self.status.get(offset) == "sent"
         assert counted == (is_out and consumer in (None, self.holder[offset]))

@@ -177,7 +177,7 @@ class Consumers:
                     self.bytes += message.size_bytes
                     said = answer(offset, attempt)
                     if said:
-                        self.dispatch.ack(offset)
+                        self.dispatch.ack(offset, attempt=attempt)
                     elif said is not None:
                         self.dispatch.nack(offset, delay_ms=None, reason="again")
             finally:

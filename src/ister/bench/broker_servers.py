@@ -82,6 +82,7 @@ class _Bare:
                     producer_name="bench",
                 ),
                 offset,
+                1,
                 Consumer(1, _TOPIC_PREPARED, "bench", "bench"),
                 None,
             )

@@ -303,19 +303,22 @@ class Dispatch:
             self.delivery.received(consumer, offset, now=self._loop.time())
             self._pump()
 
-    def ack(self, offset: int, consumer: int | None = None) -> None:
+    def ack(self, offset: int, consumer: int | None = None, *, attempt: int | None = None) -> None:
         """Takes an acknowledgement: in any order, twice, late. Trusts the caller; see `receipts`.
 
         Args:
             offset: Which message.
             consumer: Who says so; None for whoever has it.
+            attempt: Which attempt it answers; None if that is not known.
 
         Raises:
             InvalidRequestError: There is no such message.
             UnavailableError: The cursor was written for the last time.
         """
         self._check_open()
-        result = self.delivery.ack(offset, end=self.end, now=self._loop.time(), consumer=consumer)
+        result = self.delivery.ack(
+            offset, end=self.end, now=self._loop.time(), consumer=consumer, attempt=attempt
+        )
         if result is AckResult.REFUSED:
             raise self.refuse(offset)
         self.reading.discard(offset)
@@ -332,10 +335,11 @@ class Dispatch:
             UnavailableError: The cursor was written for the last time.
         """
         self._check_open()
-        consumer = self.receipts.find_consumer(stamped, offset)
-        if consumer is None:
+        found = self.receipts.find_delivery(stamped, offset)
+        if found is None:
             raise self.refuse(offset)
-        self.ack(offset, consumer)
+        consumer, attempt = found
+        self.ack(offset, consumer, attempt=attempt)
         return consumer
 
     def ack_many(self, offsets: Sequence[int], tokens: Sequence[int], consumer: int) -> list[int]:
@@ -353,22 +357,19 @@ class Dispatch:
         self._check_open()
         if tokens and len(tokens) != len(offsets):
             raise InvalidRequestError(f"{len(offsets)} acknowledgements, {len(tokens)} receipts")
-        now, end, delivery, token_of = (
+        now, end, delivery, find_attempt = (
             self._loop.time(),
             self.end,
             self.delivery,
-            self.receipts.token,
+            self.receipts.find_attempt,
         )
         taken = []
         for number, offset in enumerate(offsets):
-            is_ours = (
-                token_of(consumer, offset) == tokens[number]
-                if tokens
-                else delivery.is_with(consumer, offset)
-            )
+            attempt = find_attempt(tokens[number], consumer, offset) if tokens else None
+            is_ours = attempt is not None if tokens else delivery.is_with(consumer, offset)
             if (
                 is_ours
-                and delivery.ack(offset, end=end, now=now, consumer=consumer)
+                and delivery.ack(offset, end=end, now=now, consumer=consumer, attempt=attempt)
                 is not AckResult.REFUSED
             ):
                 taken.append(offset)
@@ -390,12 +391,23 @@ class Dispatch:
         )
 
     def nack(
-        self, offset: int, *, delay_ms: int | None, reason: str | None, consumer: int | None = None
+        self,
+        offset: int,
+        *,
+        delay_ms: int | None,
+        reason: str | None,
+        consumer: int | None = None,
+        attempt: int | None = None,
     ) -> None:
         """Has a message come again later; if a consumer is given, only one that it has."""
         self._check_open()
         if self.delivery.nack(
-            offset, consumer=consumer, delay_ms=delay_ms, reason=reason, now=self._loop.time()
+            offset,
+            consumer=consumer,
+            attempt=attempt,
+            delay_ms=delay_ms,
+            reason=reason,
+            now=self._loop.time(),
         ):
             self.counters.nacks += 1
             self._metrics.count("subscription.nacks_total")

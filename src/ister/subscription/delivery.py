@@ -21,7 +21,8 @@ Rules:
 - the time for an answer begins when the consumer's program can have the message, not when it
   left: clients read ahead. A client that reports says up to which message its program has
   received. One that does not has received what it was sent before a message that it answers, and
-  the oldest one that it has not answered;
+  the oldest one that it has not answered. A late answer to an earlier attempt says nothing about
+  what was sent since;
 - a consumer that says nothing for the ack timeout, and has messages that its program has not
   received, is silent. Without reports its oldest message has failed. With kind shared, if another
   consumer is not stalled, this one is: what it has left goes to others, which is no failure, and it
@@ -73,6 +74,7 @@ from ister.subscription.floor import RANGES_MAX, AckFloor
 from ister.subscription.keys import KeyFilter
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
 from ister.subscription.queues import Consumer, Entry, Lanes, Line, Send, State
+from ister.subscription.receipts import ATTEMPT_MAX
 
 __all__ = [
     "EXCUSES_MAX",
@@ -382,15 +384,22 @@ class Delivery:
     def is_hungry(self) -> bool:
         """Whether a consumer has nothing to do, and all that were read are not for it to take now.
 
-        What it has not answered for long is stuck, and it can deal with other keys.
+        With key_shared, what it has not answered for long is stuck, and it can deal with others.
         """
-        return self._lanes is not None and any(
-            consumer.room > 0
-            and not consumer.ready
-            and len(consumer.flight) < self._window
-            and consumer.newest_sent_at + _STUCK_SECONDS <= self._now
+        if self._has_one or self._line.has_messages:
+            return False
+        return any(
+            consumer.can_take(self._window) and not consumer.ready and self._has_taken_all(consumer)
             for consumer in self._attached.values()
         )
+
+    def _has_taken_all(self, consumer: Consumer) -> bool:
+        newest = next(reversed(consumer.flight.values()), None)
+        if newest is None:
+            return True
+        if not self._is_keyed:
+            return newest.is_written
+        return newest.sent_at + _STUCK_SECONDS <= self._now
 
     def offer(self, messages: Iterable[tuple[int, str]], *, now: float) -> None:
         """Takes in messages as they are in the log, from `next_offset` on, without a hole.
@@ -481,7 +490,7 @@ class Delivery:
         if known is not None:
             self._hear(known)
             if self.is_with(consumer, offset):
-                self._note_seen(known, self._entries[offset])
+                self._note_seen(known, self._entries[offset].number)
 
     def _hear(self, consumer: Consumer) -> None:
         """A consumer has said something."""
@@ -491,10 +500,10 @@ class Delivery:
             consumer.is_stalled = False
             self._queue.note_free(consumer)
 
-    def _note_seen(self, consumer: Consumer, last: Entry, but: Entry | None = None) -> None:
-        """A program has a message, and what left before it: the time for answers begins."""
+    def _note_seen(self, consumer: Consumer, last: int, but: Entry | None = None) -> None:
+        """A program has what left up to a number: the time for answers begins."""
         unseen, now = consumer.unseen, self._now
-        while unseen and unseen[0][0] <= last.number:
+        while unseen and unseen[0][0] <= last:
             number, entry = unseen.popleft()
             if entry is not but and entry.number == number and entry.state is _SENT:
                 entry.is_seen = True
@@ -546,7 +555,15 @@ class Delivery:
 
     # -- outcomes ---------------------------------------------------------------------------
 
-    def ack(self, offset: int, *, end: int, now: float, consumer: int | None = None) -> AckResult:
+    def ack(
+        self,
+        offset: int,
+        *,
+        end: int,
+        now: float,
+        consumer: int | None = None,
+        attempt: int | None = None,
+    ) -> AckResult:
         """A message has been dealt with, whoever had it and whenever that was.
 
         Args:
@@ -554,13 +571,14 @@ class Delivery:
             end: The log's visible end: what lies beyond it nobody can have seen.
             now: Seconds.
             consumer: Who says so; None for whoever has it.
+            attempt: Which attempt it answers, up to `ATTEMPT_MAX`; None if that is not known.
         """
         if now > self._now:  # noqa: PLR1730 - a third of the time
             self._now = now
         if offset >= end:
             return AckResult.REFUSED
         entry = self._entries.get(offset)
-        self._note_answer(entry, consumer)
+        self._note_answer(entry, consumer, attempt)
         if entry is not None:
             self._finish(entry)
             return AckResult.ACCEPTED
@@ -584,6 +602,7 @@ class Delivery:
         offset: int,
         *,
         consumer: int | None = None,
+        attempt: int | None = None,
         delay_ms: int | None,
         reason: str | None,
         now: float,
@@ -596,6 +615,7 @@ class Delivery:
         Args:
             offset: Which one.
             consumer: Who says so; None for whoever has it.
+            attempt: As of `ack`.
             delay_ms: The pause that is asked for.
             reason: Why.
             now: Seconds.
@@ -606,7 +626,7 @@ class Delivery:
             return False
         if consumer is not None and not self.is_with(consumer, offset):
             return False
-        self._note_answer(entry, consumer)
+        self._note_answer(entry, consumer, attempt)
         self._fail(entry, reason, delay_ms)
         return True
 
@@ -625,13 +645,15 @@ class Delivery:
             entry.state = State.POSTPONED
             self._set_timer(entry, delay_ms)
 
-    def _note_answer(self, entry: Entry | None, consumer: int | None) -> None:
+    def _note_answer(self, entry: Entry | None, consumer: int | None, attempt: int | None) -> None:
         """A consumer has answered: it has seen what left for it before that message."""
         holder = entry.consumer if entry is not None and entry.state is _SENT else None
         if holder is not None and consumer in (None, holder.id):
             self._hear(holder)
             if entry is not None and entry.is_written:
-                self._note_seen(holder, entry, but=entry)
+                failures = entry.failures
+                if not failures or attempt == min(failures + 1, ATTEMPT_MAX):
+                    self._note_seen(holder, entry.number, but=entry)
         elif consumer is not None and consumer in self._attached:
             self._hear(self._attached[consumer])  # of a message that it has no longer
 

@@ -143,12 +143,6 @@ class Consumer:
         self.ready: list[tuple[int, str]] = []
         """A heap of the lanes whose first message is for it, by offset."""
 
-    @property
-    def newest_sent_at(self) -> float:
-        """When the newest of what it has was sent; long ago if it has nothing."""
-        newest = next(reversed(self.flight.values()), None)
-        return float("-inf") if newest is None else newest.sent_at
-
     def can_take(self, window: int) -> bool:
         """Whether it may be sent another message now; one that is stalled gets one at a time."""
         return self.room > 0 and len(self.flight) < (1 if self.is_stalled else window)
@@ -177,6 +171,11 @@ class Line:
         self._rotation: deque[Consumer] = deque()
         self.block_at: int | None = None
         """Messages after this offset that were never sent stay where they are."""
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether there are some to be sent, or traces of some."""
+        return bool(self._fresh or self._again)
 
     def add(self, entry: Entry) -> None:
         """Takes in a message that was just read."""

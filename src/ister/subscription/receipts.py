@@ -4,7 +4,8 @@ An acknowledgement without one could name any offset: of a topic that was delete
 a message that was never delivered. A receipt is a keyed hash of the consumer and the offset. Its
 key belongs to the subscription and is stored with it, so it is known again after a restart and to
 another broker, and a subscription that is made anew has another one. So whoever has a receipt was
-given the message, by this subscription of this topic, and the consumer's id in it is true.
+given the message, by this subscription of this topic, and the consumer's id in it is true. Its last
+byte is no part of the hash: it says which attempt it was, as far as one believes the client.
 
 Danube's clients send a message's id back as it came, so there a receipt is a part of the id: the
 fragment of its broker address, `http://broker:6650#<consumer>.<hash>`.
@@ -20,7 +21,10 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Final
 
-__all__ = ["Receipts", "new_key"]
+__all__ = ["ATTEMPT_MAX", "Receipts", "new_key"]
+
+ATTEMPT_MAX: Final = 255
+"""Of a receipt; later attempts have this number, too."""
 
 _KEY_BYTES: Final = 16
 _HASHED: Final = Struct("<QQ")
@@ -45,20 +49,27 @@ class Receipts:
         """
         self._hash = blake2b(key=key.encode(), digest_size=8)
 
-    def token(self, consumer: int, offset: int) -> int:
+    def token(self, consumer: int, offset: int, attempt: int = 1) -> int:
         """The receipt of a message that was delivered to a consumer; 64 bits."""
         made = self._hash.copy()
         made.update(_HASHED.pack(consumer, offset))
-        return int.from_bytes(made.digest(), "big")
+        hashed = int.from_bytes(made.digest(), "big")
+        return hashed & ~ATTEMPT_MAX | min(attempt, ATTEMPT_MAX)
 
-    def stamp(self, address: str, consumer: int, offset: int) -> str:
+    def find_attempt(self, token: int, consumer: int, offset: int) -> int | None:
+        """Which attempt a receipt is of; None if it is none of ours."""
+        attempt = token & ATTEMPT_MAX
+        return attempt if self.token(consumer, offset, attempt) == token else None
+
+    def stamp(self, address: str, consumer: int, offset: int, attempt: int = 1) -> str:
         """A broker address with the receipt behind it."""
-        return f"{address}#{consumer:x}.{self.token(consumer, offset):016x}"
+        return f"{address}#{consumer:x}.{self.token(consumer, offset, attempt):016x}"
 
-    def find_consumer(self, stamped: str, offset: int) -> int | None:
-        """The consumer that a message was delivered to; None if the receipt is none of ours."""
+    def find_delivery(self, stamped: str, offset: int) -> tuple[int, int] | None:
+        """The consumer that a message was delivered to, and the attempt; None if it was not."""
         found = _STAMP.search(stamped)
         if found is None:
             return None
         consumer = int(found[1], 16)
-        return consumer if self.token(consumer, offset) == int(found[2], 16) else None
+        attempt = self.find_attempt(int(found[2], 16), consumer, offset)
+        return None if attempt is None else (consumer, attempt)

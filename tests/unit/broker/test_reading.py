@@ -12,6 +12,7 @@ from broker_rig import eventually, run
 from dispatch_rig import QUICK, Consumers, counted_log
 from ister.broker import reading as module
 from ister.broker.frame_sizes import FrameSizes
+from ister.broker.outbox import OUTBOX_MESSAGES
 
 SIZE = 500
 ENCODED = SIZE + 100
@@ -222,5 +223,23 @@ def test_a_consumer_of_keys_that_stands_still_stops_nobody_else(how):
                 own = [offset for offset in slow.offsets if offset % 40 == key]
                 assert own == list(range(key, 12_000, 40))
             assert place.bytes_read / (slow.bytes + fast.bytes) < AMPLIFICATION
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("size", [1000, 3000, 140_000])
+def test_a_shared_consumer_goes_on_beside_one_whose_stream_stands_still(size):
+    """What waits for that one may be all that is held in memory."""
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(400, size=size)
+            dispatch = place.open("shared", window=1000)
+            still = dispatch.attach(2, ())
+            consumers = Consumers(dispatch, [1])
+            left = 400 - OUTBOX_MESSAGES
+            await consumers.take(lambda: len(consumers.received) >= left)
+            consumers.leave()
+            dispatch.detach(still)
 
     run(scenario())

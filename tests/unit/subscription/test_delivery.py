@@ -587,6 +587,26 @@ def test_a_program_that_takes_one_message_after_the_other_is_given_time(kind, re
 
 @ALL_KINDS
 @REPORTING
+def test_a_message_that_took_too_long_once_fails_alone(kind, reports):
+    """Its answer comes when it has been sent again: that says nothing about those in between."""
+    subscription = Subscription(kind, window=1000)
+    subscription.attach(1, reports=reports, room=10_000)
+    subscription.offer(*[f"key {n}" for n in range(500)])
+    read_ahead = subscription.offsets()
+    for seconds, offset in zip([35.0, *[1.0] * 499], read_ahead, strict=True):
+        if reports:
+            subscription.machine.received(1, offset, now=subscription.now)
+        for _ in range(int(seconds)):
+            subscription.wait(1.0)
+            subscription.machine.take(subscription.now)
+        ack = subscription.machine.ack(offset, end=END, now=subscription.now, attempt=1)
+        assert ack is AckResult.ACCEPTED
+    assert subscription.machine.timeouts == 1
+    assert subscription.cursor == 500
+
+
+@ALL_KINDS
+@REPORTING
 def test_a_message_that_is_left_out_fails_though_others_are_acknowledged(kind, reports):
     subscription = Subscription(kind, window=10, ack_timeout_ms=5000)
     subscription.attach(1, reports=reports)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.subscription.receipts import Receipts, new_key
+from ister.subscription.receipts import ATTEMPT_MAX, Receipts, new_key
 
 BIG = 2**64 - 1
 
@@ -11,19 +11,21 @@ BIG = 2**64 - 1
 @pytest.mark.parametrize(("consumer", "offset"), [(1, 0), (BIG, BIG), (2**63, 7)])
 def test_a_stamp_says_whom_the_message_was_given_to(address, consumer, offset):
     receipts = Receipts(new_key())
-    stamped = receipts.stamp(address, consumer, offset)
+    stamped = receipts.stamp(address, consumer, offset, 3)
     assert stamped.startswith(f"{address}#")
-    assert receipts.find_consumer(stamped, offset) == consumer
+    assert receipts.find_delivery(stamped, offset) == (consumer, 3)
+    late = receipts.stamp(address, consumer, offset, 1000)
+    assert receipts.find_delivery(late, offset) == (consumer, ATTEMPT_MAX)
 
 
 def test_a_stamp_is_of_one_subscription_one_consumer_and_one_message():
     key = new_key()
     receipts, others = Receipts(key), Receipts(new_key())
     stamped = receipts.stamp("", 5, 7)
-    assert Receipts(key).find_consumer(stamped, 7) == 5
-    assert receipts.find_consumer(stamped, 8) is None
-    assert others.find_consumer(stamped, 7) is None
-    assert receipts.find_consumer(stamped.replace("#5", "#6"), 7) is None
+    assert Receipts(key).find_delivery(stamped, 7) == (5, 1)
+    assert receipts.find_delivery(stamped, 8) is None
+    assert others.find_delivery(stamped, 7) is None
+    assert receipts.find_delivery(stamped.replace("#5", "#6"), 7) is None
     assert receipts.token(5, 7) not in (receipts.token(7, 5), others.token(5, 7))
 
 
@@ -32,4 +34,4 @@ def test_a_stamp_is_of_one_subscription_one_consumer_and_one_message():
     ["", "#", "#.", "#1.", "#1.0", "#x.0123456789abcdef", "#1.0123456789abcdeX", "#" * 10**6],
 )
 def test_other_texts_are_no_stamps(text):
-    assert Receipts(new_key()).find_consumer(text, 0) is None
+    assert Receipts(new_key()).find_delivery(text, 0) is None

@@ -137,12 +137,14 @@ class ConsumerService:
         subscription = await self._addressed(request)
         if isinstance(subscription, Dispatch):
             offset = request.msg_id.topic_offset
-            consumer = subscription.receipts.find_consumer(request.msg_id.broker_addr, offset)
-            if consumer is not None:
+            found = subscription.receipts.find_delivery(request.msg_id.broker_addr, offset)
+            if found is not None:
+                consumer, attempt = found
                 self._topics.consumers.hear(consumer)
                 subscription.nack(
                     offset,
                     consumer=consumer,
+                    attempt=attempt,
                     delay_ms=request.delay_ms if request.HasField("delay_ms") else None,
                     reason=request.reason if request.HasField("reason") else None,
                 )
@@ -180,30 +182,30 @@ def _stream(
 
 
 async def _encoded(
-    sent: AsyncGenerator[tuple[StreamMessage, int], None],
+    sent: AsyncGenerator[tuple[StreamMessage, int, int], None],
     consumer: Consumer,
     receipts: Receipts | None,
 ) -> AsyncGenerator[bytes, None]:
     try:
-        async for record, offset in sent:
-            yield encode(record, offset, consumer, receipts)
+        async for record, offset, attempt in sent:
+            yield encode(record, offset, attempt, consumer, receipts)
     finally:
         await sent.aclose()
 
 
 async def _reliable(
     subscription: Dispatch, outbox: Outbox[Sent]
-) -> AsyncGenerator[tuple[StreamMessage, int], None]:
+) -> AsyncGenerator[tuple[StreamMessage, int, int], None]:
     large: list[int] = []
     try:
         while items := await outbox.take(_WRITTEN_EVERY):
-            for offset, _ in items:
+            for offset, attempt in items:
                 message = await subscription.next_message(outbox, offset)
                 record = None if message is None else subscription.readable(message)
                 if record is not None:
                     if len(record.payload) > _LARGE_BYTES:
                         large.append(offset)
-                    yield record, offset
+                    yield record, offset, attempt
             subscription.written(outbox, len(items))
     finally:
         for offset in large:
@@ -215,19 +217,23 @@ async def _reliable(
 
 async def _pushed(
     subscription: Fanout, outbox: Outbox[StreamMessage]
-) -> AsyncGenerator[tuple[StreamMessage, int], None]:
+) -> AsyncGenerator[tuple[StreamMessage, int, int], None]:
     try:
         while records := await outbox.take(_WRITTEN_EVERY):
             for record in records:
                 subscription.counters.note_out(len(record.payload))
-                yield record, record.msg_id.topic_offset
+                yield record, record.msg_id.topic_offset, 1
             outbox.written(len(records))
     finally:
         subscription.detach(outbox)
 
 
 def encode(
-    record: StreamMessage, offset: int, consumer: Consumer, receipts: Receipts | None
+    record: StreamMessage,
+    offset: int,
+    attempt: int,
+    consumer: Consumer,
+    receipts: Receipts | None,
 ) -> bytes:
     """A message as Danube's clients get it.
 
@@ -237,7 +243,7 @@ def encode(
     known = record.msg_id
     address = known.broker_addr
     if receipts is not None:
-        address = receipts.stamp(address, consumer.id, offset)
+        address = receipts.stamp(address, consumer.id, offset, attempt)
     message = danube.StreamMessage(
         request_id=record.request_id,
         msg_id=danube.MsgID(

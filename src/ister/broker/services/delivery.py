@@ -245,7 +245,7 @@ async def _batches(
         record = None if message is None else subscription.readable(message)
         if message is None or record is None:
             continue
-        token = subscription.receipts.token(outbox.consumer, offset)
+        token = subscription.receipts.token(outbox.consumer, offset, attempt)
         batch.append(_delivered(offset, record, attempt, token))
         size += message.size_bytes
         if size >= min(_BATCH_BYTES, subscription.reading.batch_bytes(outbox)):
