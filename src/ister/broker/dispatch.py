@@ -223,6 +223,8 @@ class Dispatch:
         self.delivery.set_room(consumer, outbox.room)
         self.reading.start()
         self._pump()
+        if self.kind is SubscriptionKind.KEY_SHARED:
+            self.reading.discard_done()  # what it took by the filters that it had before
         return outbox
 
     def detach(self, outbox: Outbox[Sent]) -> None:

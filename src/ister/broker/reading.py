@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -224,7 +224,14 @@ class Reading:
     def expect(self, offset: int) -> None:
         """A message is to be sent: if it is not in memory, it is read together with others."""
         if offset not in self.held and offset not in self.kept:
-            insort(self._due, offset)
+            self._note_due(offset)
+
+    def _note_due(self, offset: int) -> None:
+        """Once, however often it is to be sent before somebody takes it."""
+        due = self._due
+        at = bisect_left(due, offset)
+        if at == len(due) or due[at] != offset:
+            due.insert(at, offset)
 
     def discard(self, offset: int) -> None:
         """A message is done, or not going to be sent."""
@@ -307,7 +314,7 @@ class Reading:
             self._unheld[offset] = size
             self._unheld_bytes += size
             if self._delivery.is_sent(offset):
-                insort(self._due, offset)
+                self._note_due(offset)
         self.held.clear()
         self.held_bytes = 0
         self.kept.clear()
@@ -380,6 +387,8 @@ class Reading:
             other = due[at]
             if other < end:
                 continue
+            if (other - end) * FRAME_HEADER_SIZE > _AGAIN_BYTES:
+                break  # without adding up all that wait in between
             gap = sizes.span(end, other)
             size = sizes.of(other)
             if gap is None or not size or total + gap + size > _AGAIN_BYTES:

@@ -149,9 +149,8 @@ def test_what_nobody_takes_is_let_go_and_comes_all_the_same(monkeypatch):
             place.fill_keys(500, size=SIZE)
             dispatch = place.open("exclusive", window=200)
             consumers = Consumers(dispatch, [1])
-            await eventually(lambda: dispatch.reading.held_bytes > 0)
+            await eventually(lambda: dispatch.delivery.stats().pending > 0)
             await eventually(lambda: dispatch.reading.held_bytes == 0)
-            assert dispatch.delivery.stats().pending > 0
             await consumers.take(lambda: dispatch.delivery.cursor == 500)
             assert consumers.offsets == list(range(500))
             assert place.bytes_read / consumers.bytes < AMPLIFICATION
@@ -241,5 +240,43 @@ def test_a_shared_consumer_goes_on_beside_one_whose_stream_stands_still(size):
             await consumers.take(lambda: len(consumers.received) >= left)
             consumers.leave()
             dispatch.detach(still)
+
+    run(scenario())
+
+
+def test_messages_that_were_never_taken_are_due_once():
+    """Of consumers that come and go before they take their messages nothing is left."""
+
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(64, size=SIZE)
+            dispatch = place.open("shared", window=1000)
+            for _ in range(6):
+                outbox = dispatch.attach(1, ())
+                await eventually(lambda: dispatch.delivery.stats().in_flight == 64)
+                dispatch.reading.release()
+                dispatch.detach(outbox)
+            consumers = Consumers(dispatch, [1])
+            await consumers.take(lambda: dispatch.delivery.cursor == 64)
+            assert dispatch.reading._due == []
+            assert dispatch.reading.held_bytes == dispatch.reading._unheld_bytes == 0
+            consumers.leave()
+
+    run(scenario())
+
+
+def test_what_was_held_for_filters_of_before_is_let_go():
+    async def scenario():
+        async with counted_log() as place:
+            place.fill_keys(300, size=SIZE, keys=3)
+            dispatch = place.open("key_shared", window=1000)
+            outbox = dispatch.attach(1, ("k0",))
+            await eventually(lambda: dispatch.delivery.next_offset == 300)
+            held = dispatch.reading.held_bytes
+            assert held > 0
+            dispatch.detach(outbox)
+            consumers = Consumers(dispatch, [1], ("k1",))
+            assert dispatch.reading.held_bytes == 0
+            consumers.leave()
 
     run(scenario())
