@@ -702,20 +702,20 @@ class BrokerLimitsConfig:
     max_subscriptions_per_principal: int = _setting(
         10_000,
         low=1,
-        says="Subscriptions that one principal may have made, on the topics of this broker. "
-        "Callers that need not say who they are count as one principal.",
+        says="Subscriptions that one principal may have created, on the topics of this broker. "
+        "With auth off, all callers count as one principal.",
     )
     max_consumers_per_principal: int = _setting(
         1024,
         low=1,
-        says="Consumers of one principal with an open stream. Callers that need not say who they "
-        "are have `max_connections`.",
+        says="Consumers of one principal with an open stream. With auth off only "
+        "`max_connections` applies.",
     )
     max_streams_per_principal: int = _setting(
         1024,
         low=1,
-        says="Streams of one principal by gRPC, those of its consumers included. Callers that need "
-        "not say who they are have `max_connections`.",
+        says="Streams of one principal over gRPC, including those of its consumers and of Flight. "
+        "Does not apply with auth off.",
     )
     max_requests_in_flight: int = _setting(
         1024,
@@ -790,9 +790,10 @@ class DispatchConfig:
         None,
         low=16,
         is_number=True,
-        says="What all subscriptions together may hold of messages on their way to consumers. "
-        "Beyond it, those whose consumers take nothing give back first, and read again later. null "
-        "is an eighth of the memory of the machine or of the control group, at least 64.",
+        says="Memory of all subscriptions together for messages on their way to consumers, in MiB. "
+        "When it is used up, subscriptions whose consumers take nothing release their messages "
+        "first, and read them again later. null is an eighth of the memory of the machine or of "
+        "the control group, at least 64.",
     )
 
 

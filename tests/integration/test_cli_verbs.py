@@ -482,7 +482,7 @@ def test_partitions_are_added_by_grow_alone(run, topic):
     code, out, _ = run("topics", "grow", topic, "--partitions", "4", "--json")
     assert (code, json.loads(out)["before"]) == (0, 4)
     code, _, err = run("topics", "grow", topic, "--partitions", "3", "--yes")
-    assert (code, "partitions are not taken away" in err) == (1, True)
+    assert (code, "partitions cannot be removed" in err) == (1, True)
     code, _, err = run("topics", "grow", names[0], "--partitions", "3", "--yes")
     assert (code, "no partitioned topic" in err) == (1, True)
 

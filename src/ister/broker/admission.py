@@ -1,4 +1,4 @@
-"""What may enter a topic: one decision for every way in.
+"""Admission: the checks that a message passes before it is appended, for every way in.
 
     gRPC SendMessage ─┐
     Flight, rows ─────┼─► size ─► producer's name ─► schema ─► rate ─► the log
@@ -6,11 +6,11 @@
     dead letters ─────┘   (size and rate: the broker publishes them itself)
 
 Owns: which checks there are, and their order. Does not own: each check (`policies`,
-`producer_names`, `ister.broker.schemas`), permissions (the guard has let the caller in), and the
-log's own limits, which hold without a broker, too.
+`producer_names`, `ister.broker.schemas`), permissions (checked by the guard before), and the log's
+own limits, which also apply without a broker.
 
-The checks of a lot are done before its first message is appended. Rates delay: a message waits on
-the broker's loop, rows wait in their thread.
+All messages of a lot are checked before the first one is appended. A rate delays: a message waits
+on the broker's loop, rows wait in their thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission", "Lot", "StagedGate", "lot_of_message", "lot_of_rows"]
 
-# How long a message waits for its turn under the topic's rate before the client has to come again.
+# How long a message may wait for the topic's rate; beyond that it is refused, for a retry.
 _RATE_SECONDS_MAX: Final = 5.0
 
 Record = tuple[int | None, int | None, bytes]
@@ -40,21 +40,21 @@ Record = tuple[int | None, int | None, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lot:
-    """Messages that enter a topic together, as far as the checks look at them."""
+    """Messages that are published together: what the checks need to know about them."""
 
     count: int
     producer: str | None
-    """The producer that publishes them under its name, which it claims; None for nobody."""
+    """The producer name that they are published under, which is claimed; None without one."""
     largest: Callable[[], int]
-    """Bytes of the largest payload."""
+    """The size of the largest payload, in bytes."""
     names: Callable[[], Iterable[str]]
-    """Producer names that the messages carry besides."""
+    """Other producer names that the messages carry."""
     records: Callable[[], Iterator[Record]]
-    """What a schema looks at."""
+    """What is checked against the topic's schema."""
 
 
 def lot_of_message(message: StreamMessage) -> Lot:
-    """One message of a producer."""
+    """The lot of one message of a producer."""
     return Lot(
         count=1,
         producer=message.producer_name or None,
@@ -65,7 +65,7 @@ def lot_of_message(message: StreamMessage) -> Lot:
 
 
 def lot_of_rows(batch: pa.RecordBatch, producer: str | None) -> Lot:
-    """Rows, which are valid Arrow and have a column `payload`."""
+    """The lot of a batch of rows, which is valid Arrow and has a column `payload`."""
     columns = batch.schema.names
 
     def largest() -> int:
@@ -94,28 +94,28 @@ def lot_of_rows(batch: pa.RecordBatch, producer: str | None) -> Lot:
 
 
 class Admission:
-    """See the module header. Thread-safe, but for `admit`, which is for the broker's loop."""
+    """Runs the checks. Thread-safe, except `admit` and `claim`, which need the broker's loop."""
 
     def __init__(self, schemas: SchemaRegistry | None = None) -> None:
         """Prepares the checks.
 
         Args:
-            schemas: The schemas of topics; None for a broker without any.
+            schemas: The schemas of topics; None for a broker without schemas.
         """
         self._schemas = schemas
 
     # -- on the loop ------------------------------------------------------------------------
 
     async def admit(self, topic: ServedTopic, lot: Lot, principal: str | None) -> None:
-        """Lets messages in, or says why not; waits for the topic's rate.
+        """Checks messages, and waits for the topic's rate.
 
         Args:
-            topic: Where to.
-            lot: What.
-            principal: Who; "" for anybody, None for the broker itself.
+            topic: The topic that they are for.
+            lot: The messages.
+            principal: The publisher; "" without authentication, None for the broker itself.
 
         Raises:
-            As `check`, and CapacityError if too many wait.
+            As `check`, and CapacityError if the wait would be too long.
         """
         if self.is_quick(topic, lot.producer, principal):
             self.check(topic, lot, principal)
@@ -124,7 +124,7 @@ class Admission:
         await _wait_on_loop(topic, lot.count)
 
     async def claim(self, topic: ServedTopic, name: str, principal: str) -> None:
-        """Takes a producer's name for a principal, before its first message.
+        """Claims a producer name for a principal, before its first message.
 
         Raises:
             As `ProducerNames.claim`.
@@ -133,7 +133,7 @@ class Admission:
             await asyncio.to_thread(topic.names.claim, name, principal)
 
     def is_quick(self, topic: ServedTopic, producer: str | None, principal: str | None) -> bool:
-        """Whether `check` needs no thread: it asks no store, and reads no schema."""
+        """Whether `check` can run on the loop: it calls no store, and checks no schema."""
         if principal is None:
             return True
         is_settled = producer is None or topic.names.is_settled(producer, principal)
@@ -142,13 +142,13 @@ class Admission:
     # -- in any thread ----------------------------------------------------------------------
 
     def check(self, topic: ServedTopic, lot: Lot, principal: str | None) -> None:
-        """Refuses what must not enter the topic; the rate is not looked at. May block.
+        """Refuses messages that must not enter the topic; ignores the rate. May block.
 
         Raises:
             MessageTooLargeError: A payload is over the topic's limit.
             PermissionDeniedError: A producer name belongs to another principal.
             InvalidRequestError: The topic enforces its schema, and a message does not fit.
-            UnavailableError: A store that has to be asked does not answer.
+            UnavailableError: The metadata store does not answer.
         """
         size_max = topic.policies.max_message_size
         if size_max and lot.count and (size := lot.largest()) > size_max:
@@ -175,17 +175,17 @@ class Admission:
         """Waits for the topic's rate, in a thread.
 
         Args:
-            topic: Where to.
-            count: How many messages.
+            topic: The topic that they are for.
+            count: The number of messages.
             now: The clock of the broker's loop.
-            pause: Waits so many seconds; True if nobody waits any more.
+            pause: Waits that many seconds; returns True if the wait is cancelled.
 
         Raises:
-            UnavailableError: The broker ends, or the caller has left.
+            UnavailableError: The broker is ending, or the caller has disconnected.
         """
         rate = topic.publish_rate
         while rate.per_second and count > 0:
-            # In parts: others come in between.
+            # In parts, so that other producers can publish in between.
             part = min(count, max(1, rate.per_second // 10))
             delay = rate.reserve(part, now())
             if delay and pause(delay):
@@ -196,7 +196,7 @@ class Admission:
             count -= part
 
     def has_schema(self, topic: ServedTopic) -> bool:
-        """Whether messages are held against a schema."""
+        """Whether messages of a topic are checked against a schema."""
         return self._schemas is not None and not self._schemas.is_unchecked(topic.name)
 
 
@@ -205,7 +205,7 @@ Pause = Callable[[float], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedGate:
-    """Admits rows that were staged in the bucket; as `ister.topic.batches.Gate`."""
+    """Checks rows that were staged in the bucket; an `ister.topic.batches.Gate`."""
 
     admission: Admission
     topic: ServedTopic
@@ -215,7 +215,7 @@ class StagedGate:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the topic has a limit or a schema, or the principal a name."""
+        """Whether the topic has a size limit or a schema, or the caller is authenticated."""
         return bool(
             self.topic.policies.max_message_size
             or self.principal
@@ -223,7 +223,7 @@ class StagedGate:
         )
 
     def check(self, rows: pa.RecordBatch) -> None:
-        """Refuses rows, before the first one of their batch is appended."""
+        """Checks the rows of a batch before the first one is appended."""
         self.admission.check(self.topic, lot_of_rows(rows, None), self.principal)
 
     def wait(self, count: int) -> None:
@@ -232,15 +232,15 @@ class StagedGate:
 
 
 async def _wait_on_loop(topic: ServedTopic, count: int) -> None:
-    """Waits for the topic's rate; whoever would wait for long has to come again."""
+    """Waits for the topic's rate; refuses if the wait would be too long."""
     rate = topic.publish_rate
     delay = rate.reserve(count, asyncio.get_running_loop().time())
     if delay > _RATE_SECONDS_MAX:
         rate.refund(count)
         raise CapacityError(
-            f"the topic takes {rate.per_second} messages a second, and more are waiting",
+            f"more messages are waiting than the topic's rate of {rate.per_second} a second allows",
             topic=topic.name,
-            hint="come again later: max_publish_rate is the limit",
+            hint="retry later; max_publish_rate is the limit",
         )
     if delay:
         try:

@@ -1,20 +1,23 @@
-"""How much memory a broker uses for messages on their way to consumers, and who gives some back.
+"""The memory budget of a broker for messages on their way to consumers.
 
     subscription ─ set ─► Share ─┐
     subscription ─ set ─► Share ─┼─► Budget ─ over ─► shed: the idle and the largest first
     non-reliable ─ set ─► Share ─┘
 
-Owns: the sum, and who is asked. Does not own: the messages; whoever has a share lets go of its own.
+Owns: the sum, and which share has to release memory. Does not own: the messages; the owner of a
+share releases its own.
 
 Rules:
 
-- everybody takes what it needs while less than half of the budget is used. From there on
-  `allowance` is an equal part of one half for each that holds something: nobody is left without;
-- beyond the budget those that nobody takes from give back first, then the largest, until a quarter
-  is free. A reliable subscription reads its messages again; a non-reliable one drops them;
-- what cannot be given back, such as the one message that is being written to a stream, may go over.
+- while less than half of the budget is used, a share may hold as much as it needs. Beyond that,
+  `allowance` is an equal part of one half of the budget for each share that is not empty;
+- when the budget is used up, idle shares release their memory first, then the largest, until a
+  quarter of the budget is free. A reliable subscription reads its messages again later; a
+  non-reliable one drops them;
+- memory that cannot be released, such as a message that is being written to a stream, may exceed
+  the budget.
 
-Of the broker's loop.
+Used only on the broker's loop.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ class Budget:
     """The memory of one broker for messages that are being delivered.
 
     Args:
-        bytes_max: How much; None for an eighth of what the machine, or this process's control
-            group, has.
+        bytes_max: The budget; None for an eighth of the memory of the machine, or of this
+            process's control group.
     """
 
     def __init__(self, bytes_max: int | None = None) -> None:
@@ -47,7 +50,7 @@ class Budget:
         self.used = 0
         """Bytes in all shares."""
         self.released = 0
-        """How often somebody was asked to give back, so far."""
+        """How many times a share had to release memory."""
         self._holders = 0
         self._shed_above = bytes_max
         self._shares: set[Share] = set()
@@ -55,19 +58,19 @@ class Budget:
 
     @property
     def allowance(self) -> int:
-        """How much one share should have at most, now."""
+        """The most bytes that one share should hold now."""
         if self.used <= self.bytes_max // 2:
             return self.bytes_max
         return self.bytes_max // (2 * max(1, self._holders))
 
     def share(self, shed: Callable[[], None]) -> Share:
-        """A new share, with nothing in it; `shed` is called to have it give back what it can."""
+        """Makes an empty share; `shed` is called when it has to release what it can."""
         made = Share(self, shed)
         self._shares.add(made)
         return made
 
     def note(self, share: Share, used: int) -> None:
-        """Records the new size of a share; beyond the budget, has others give back."""
+        """Records the new size of a share; beyond the budget, has shares release memory."""
         self.used += used - share.used
         self._holders += (used > 0) - (share.used > 0)
         share.used = used
@@ -77,7 +80,7 @@ class Budget:
             self._shed()
 
     def leave(self, share: Share) -> None:
-        """A share is given up."""
+        """Removes a share."""
         self.note(share, 0)
         self._shares.discard(share)
 
@@ -95,7 +98,7 @@ class Budget:
                     share.shed()
         finally:
             self._is_shedding = False
-        # What is left cannot be given back. Asking again for every message would only cost time.
+        # What is left cannot be released. Trying again for every message would only cost time.
         self._shed_above = max(self.bytes_max, self.used + self.bytes_max // 8)
 
 
@@ -109,35 +112,35 @@ class Share:
         self.shed = shed
         self.used = 0
         self.fixed = 0
-        """How much of it cannot be given back."""
+        """Bytes of `used` that cannot be released."""
         self._is_closed = False
         self.is_idle = False
-        """Whether nobody has taken anything from it for a while."""
+        """Whether no consumer has taken anything from it for a while."""
 
     @property
     def allowance(self) -> int:
-        """How much it should have at most, now."""
+        """The most bytes that it should hold now."""
         return self._budget.allowance
 
     @property
     def releasable(self) -> int:
-        """How much `shed` gives back."""
+        """Bytes that `shed` releases."""
         return self.used - self.fixed
 
     def set(self, used: int, *, fixed: int = 0) -> None:
-        """It has so many bytes now, of which `fixed` cannot be given back."""
+        """Sets the bytes that it holds, of which `fixed` cannot be released."""
         self.fixed = fixed
         if used != self.used and not self._is_closed:
             self._budget.note(self, used)
 
     def close(self) -> None:
-        """It is empty, and stays so."""
+        """Empties it for good."""
         self._is_closed = True
         self._budget.leave(self)
 
 
 def machine_memory_bytes() -> int:
-    """The memory that this process may use: the machine's, or less if a control group says so."""
+    """The memory of the machine, or of this process's control group if that is less."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _limit_files():
         try:

@@ -28,7 +28,7 @@ from typing import Any, Final
 from ister import failpoints, threads
 from ister.broker.budget import Budget
 from ister.broker.counters import SubscriptionCounters, TopicCounters
-from ister.broker.letters import is_worn, make_letter
+from ister.broker.letters import has_used_up_hops, make_letter
 from ister.broker.outbox import TAKEN_OVER_SECONDS, Outbox
 from ister.broker.policies import Rate
 from ister.broker.reading import Reading
@@ -327,7 +327,7 @@ class Dispatch:
         self._pump()
 
     def ack_by_id(self, offset: int, stamped: str) -> int:
-        """Takes an acknowledgement by the id of a message: its offset, and its stamped address.
+        """Acknowledges a message by its id: the offset, and the broker address with the receipt.
 
         Returns:
             The consumer that the message was delivered to.
@@ -345,12 +345,13 @@ class Dispatch:
         return consumer
 
     def ack_many(self, offsets: Sequence[int], tokens: Sequence[int], consumer: int) -> list[int]:
-        """Takes the acknowledgements of a consumer; returns those that count, or did before.
+        """Acknowledges messages of a consumer; returns those that count, or did before.
 
         Args:
-            offsets: In any order.
-            tokens: The receipt of each; without any, what the consumer has now can be acknowledged.
-            consumer: Whose receipts they are.
+            offsets: The messages, in any order.
+            tokens: The receipt of each; without receipts, only messages in flight to the consumer
+                can be acknowledged.
+            consumer: The consumer that they were delivered to.
 
         Raises:
             InvalidRequestError: There are more or fewer receipts than messages.
@@ -382,12 +383,12 @@ class Dispatch:
         return taken
 
     def refuse(self, offset: int) -> InvalidRequestError:
-        """Counts an acknowledgement of what was not delivered; the error to tell."""
+        """Counts an acknowledgement of a message that was not delivered; returns the error."""
         self.counters.acks_refused += 1
         self._metrics.count("subscription.acks_refused_total")
         return InvalidRequestError(
             f"subscription {self.name!r} has delivered no such message: it was not sent yet, or "
-            "the topic or the subscription was deleted and made again",
+            "the topic or the subscription was deleted and created again",
             topic=self.topic.name,
             offset=offset,
         )
@@ -553,9 +554,9 @@ class Dispatch:
         offset = instruction.offset
         try:
             message = await self.reading.message(offset)
-            if message is not None and is_worn(message):
+            if message is not None and has_used_up_hops(message):
                 _log.error(
-                    "a message is passed over: it has been through too many dead-letter topics",
+                    "a message is dropped: it has passed through too many dead-letter topics",
                     extra={"topic": self.topic.name, "subscription": self.name, "offset": offset},
                 )
                 self._note_dropped()

@@ -109,7 +109,7 @@ class BrokerSource:
         principal: str,
         is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Has rows wait for the topic's rate, and refuses those that it does not admit."""
+        """Checks rows, and waits for the topic's rate; blocks."""
         served = self._served(topic.topic.name)
         if served.sequenced is not topic:
             raise UnavailableError("the topic is opened again", topic=served.name)
@@ -119,7 +119,7 @@ class BrokerSource:
         admission.wait(served, batch.num_rows, now=self._loop.time, pause=pause)
 
     def _pause(self, is_gone: Callable[[], bool], seconds: float) -> bool:
-        """Waits so long; True as soon as the broker ends, or the caller has left."""
+        """Waits that long; True as soon as the broker is ending, or the caller has disconnected."""
         end = self._loop.time() + seconds
         while (left := end - self._loop.time()) > 0:
             if self._ending.wait(min(left, _LOOK_SECONDS)) or is_gone():
@@ -135,7 +135,7 @@ class BrokerSource:
     def admits_at_once(
         self, topic: SequencedTopic, *, producer: str | None, principal: str
     ) -> bool:
-        """Whether a topic has no rate, and rows are checked without a store or a schema."""
+        """Whether the topic has no rate, and its checks call no store and no schema."""
         served = self._topics.find_open(topic.topic.name)
         return (
             served is not None
@@ -177,18 +177,18 @@ class FlightAccess:
         """Who makes the call that the current task serves.
 
         Raises:
-            UnauthenticatedError: Nobody knows: the guard is not in front of the server.
+            UnauthenticatedError: The guard has not authenticated the caller.
         """
         caller = current_caller()
         if caller is None:
             if self._guard.is_needed:
-                raise UnauthenticatedError("nobody has looked at the caller's credentials")
+                raise UnauthenticatedError("the caller was not authenticated")
             caller = self._guard.enter({})
         return FlightCaller(self._guard, caller)
 
 
 class FlightCaller:
-    """Who makes a Flight call, and whether they may. For any thread."""
+    """The caller of a Flight call, and its rights. Thread-safe."""
 
     def __init__(self, guard: Guard, caller: Caller) -> None:
         self._guard = guard
@@ -196,16 +196,16 @@ class FlightCaller:
 
     @property
     def name(self) -> str:
-        """Whom to count it for; "" for anybody."""
+        """The caller's principal; "" with auth off."""
         return str(self._caller.principal) if self._guard.is_on else ""
 
     def check(self, permission: Permission, *, topic: str | None = None) -> None:
         """Lets a call go on.
 
         Raises:
-            PermissionDeniedError: The caller may not do that, or not any more.
-            UnauthenticatedError: The credentials are no longer good.
-            UnavailableError: It is not known at the moment.
+            PermissionDeniedError: The caller does not have the permission, or not any more.
+            UnauthenticatedError: The credentials are no longer valid.
+            UnavailableError: The rights cannot be read at the moment.
         """
         self._caller.verify()
         with entered(self._caller):

@@ -1,11 +1,11 @@
-"""How large the frames are that a subscription has read and may have to read again.
+"""The sizes of frames that a subscription has read and may have to read again.
 
-Frames follow each other without anything in between, in local files and in objects alike. So with
-the sizes of those between it and an index entry a single frame is found, and read alone, in either
-tier: 4 bytes for each message from the cursor to where reading is.
+Frames follow each other without a gap, in local files and in objects alike. So the position of a
+frame is that of an index entry plus the sizes of the frames in between, and a single frame can be
+read alone, in either tier. This takes 4 bytes for each message from the cursor on.
 
-Owns: the sizes, in blocks of neighbours. Does not own: where a file begins; whoever uses a span
-checks that the frame there is the one it expects, because messages may have been left out.
+Owns: the sizes, in blocks of neighbours. Does not own: where a file begins. Whoever uses a span
+checks that the frame there has the expected offset, because messages may have been left out.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class FrameSizes:
         self._blocks: dict[int, array[int]] = {}
 
     def __len__(self) -> int:
-        """How many sizes there is room for now."""
+        """The number of sizes in all blocks, unknown ones included."""
         return _BLOCK * len(self._blocks)
 
     def note(self, first: int, body_sizes: Sequence[int]) -> None:
-        """Remembers the sizes of messages that follow each other, by those of their bodies."""
+        """Records the sizes of consecutive messages, given those of their bodies."""
         sizes = array("I", [size + FRAME_HEADER_SIZE for size in body_sizes])
         at = 0
         while at < len(sizes):
@@ -57,7 +57,7 @@ class FrameSizes:
         return 0 if block is None else block[place]
 
     def span(self, start: int, end: int) -> int | None:
-        """The bytes of the frames from `start` up to `end`; None if one of them is not known."""
+        """The size of the frames of `start` up to `end`, in bytes; None if one is not known."""
         total = 0
         while start < end:
             number, place = divmod(start, _BLOCK)
@@ -72,12 +72,12 @@ class FrameSizes:
         return total
 
     def forget_below(self, offset: int) -> None:
-        """Lets go of what lies well below an offset."""
+        """Removes blocks that are well below an offset."""
         lowest = offset // _BLOCK - _BLOCKS_BEHIND
         if self._blocks and min(self._blocks) < lowest:
             for number in [one for one in self._blocks if one < lowest]:
                 del self._blocks[number]
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all sizes."""
         self._blocks.clear()

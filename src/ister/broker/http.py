@@ -159,7 +159,7 @@ class Connections:
         """Ends the oldest connections, so that there may be one more."""
         connections = self._server.connections
         excess = len(connections) + len(self._handshakes) - self._count_max + 1
-        # Those that have not even said who they are go first.
+        # Connections whose handshake is not complete are ended first.
         unknown = list(self._handshakes)[: max(0, excess)]
         for transport in unknown:
             del self._handshakes[transport]
@@ -221,7 +221,7 @@ class Connections:
 
 
 class _Handshake(asyncio.Protocol):
-    """A connection before TLS; says that it is there, and reads nothing."""
+    """A connection before its TLS handshake; announces itself, and reads nothing."""
 
     def __init__(self, greet: Callable[[asyncio.Transport], None]) -> None:
         self._greet = greet

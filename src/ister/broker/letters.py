@@ -1,11 +1,11 @@
-"""Dead letters: a message that failed too often, as it goes to the dead-letter topic.
+"""Dead letters: messages that failed too often, as they are published to a dead-letter topic.
 
-Owns: the attributes that a dead letter gets. Does not own: publishing it (`ister.broker.dispatch`).
+Owns: the attributes of a dead letter. Does not own: publishing it (`ister.broker.dispatch`).
 
 Dead-letter topics may have subscriptions with dead-letter topics of their own, which may lead back
-to where a message came from. So each letter counts its hops (`x-dead-letter-hops`), and one that
-has made `HOPS_MAX` is not published again. The `x-original-…` attributes are those of the first
-hop; the attempts and the reason are those of the last one.
+to the first topic. So each dead letter counts its hops (`x-dead-letter-hops`), and after `HOPS_MAX`
+it is not published again. The `x-original-…` attributes are those of the first hop; the attempt and
+the reason are those of the last one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ister.model import MessageId, StreamMessage
 from ister.subscription.delivery import DeadLetter
 from ister.topic.message import Message
 
-__all__ = ["HOPS_MAX", "is_worn", "make_letter"]
+__all__ = ["HOPS_MAX", "has_used_up_hops", "make_letter"]
 
 HOPS_MAX: Final = 8
 """Dead-letter topics that one message may pass through."""
@@ -33,7 +33,7 @@ _ORIGIN: Final = (
 )
 
 
-def is_worn(message: Message) -> bool:
+def has_used_up_hops(message: Message) -> bool:
     """Whether a message has passed through as many dead-letter topics as it may."""
     return _hops(_record(message)) >= HOPS_MAX
 
@@ -47,15 +47,15 @@ def make_letter(
     target: str,
     is_bare: bool = False,
 ) -> StreamMessage:
-    """A message as it goes to the dead-letter topic.
+    """Makes the dead letter of a message.
 
     Args:
-        message: As it is in the log.
-        instruction: Why, and after how many attempts.
-        topic: Where it failed.
-        subscription: Whose consumers failed.
+        message: The message, as it is in the log.
+        instruction: The reason, and the number of attempts.
+        topic: The topic in which it failed.
+        subscription: The subscription in which it failed.
         target: The dead-letter topic.
-        is_bare: Whether to leave out its own attributes, for want of room.
+        is_bare: Whether to leave out the message's own attributes, because they do not fit.
     """
     record = _record(message)
     known, hops = record.attributes, _hops(record)
@@ -87,11 +87,11 @@ def _record(message: Message) -> StreamMessage:
     try:
         return message.record
     except CorruptDataError:
-        # Whatever it is, somebody may want to look at it.
+        # The raw body can still be examined.
         return StreamMessage(payload=message.body)
 
 
 def _hops(record: StreamMessage) -> int:
-    """Dead-letter topics that a message has passed through; 0 where it says nothing sensible."""
+    """Dead-letter topics that a message has passed through; 0 if its attribute is not a number."""
     text = record.attributes.get(_HOPS, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0

@@ -1,19 +1,21 @@
-"""Which principal a producer's name belongs to, in one topic.
+"""Which principal a producer name belongs to, in one topic.
 
-A name belongs to the principal that first used it, until it is released. Others are refused under
-that name, so that nobody can publish as somebody else, or end another producer by a higher epoch.
+A name belongs to the principal that first used it, until it is released. Other principals are
+refused under that name, so that nobody can publish as another producer, or fence it by a higher
+epoch.
 
     <root>/broker/producers/<ns>/<topic>/<name>     {"principal": "service:shop", "at": seconds}
 
-One record per name, read once when the first producer of an open topic says who it is, and then
-held in memory: a topic is open on one broker. A name is written when it is claimed, and again once
-a day while it is in use, never per message. Names from before a broker knew about owners have no
-record: their next use claims them.
+One record per name. All records of a topic are read when the first name is used, and then held in
+memory: a topic is open on one broker. A record is written when the name is claimed, and once a day
+while it is in use, never per message. Names from before this version have no record: their next use
+claims them.
 
-Bounds: names per principal and topic. Programs that make up a name at each start leave many behind;
-beyond the bound the principal's own oldest name is forgotten, never that of another.
+The names per principal and topic are bounded, because programs may make up a name at each start.
+Beyond the bound the name that the principal has not used for longest is released, never a name of
+another principal.
 
-Without authentication everybody is the same principal, "", and nothing is checked or written.
+Without authentication the principal is "", and nothing is checked or written.
 
 Owns: the table and its bounds. Does not own: the records' form (`ister.broker.records`). A crash
 leaves a name claimed or not; both are found again.
@@ -41,7 +43,7 @@ _RETRY_SECONDS: Final = 60
 
 
 class ProducerNames:
-    """The names of one open topic. Thread-safe."""
+    """The producer names of one open topic. Thread-safe."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class ProducerNames:
         self._by_principal: dict[str, dict[str, None]] = {}
 
     def is_settled(self, name: str, principal: str) -> bool:
-        """Whether `claim` would succeed without asking the metadata store. Never waits."""
+        """Whether `claim` would succeed without calling the metadata store. Does not block."""
         if not principal:
             return True
         found = None if self._owners is None else self._owners.get(name)
@@ -72,7 +74,7 @@ class ProducerNames:
         )
 
     def claim(self, name: str, principal: str) -> None:
-        """Takes a name for a principal, unless it has it. Blocks.
+        """Claims a name for a principal, unless it has it already. Blocks.
 
         Raises:
             PermissionDeniedError: It belongs to another principal.
@@ -97,7 +99,7 @@ class ProducerNames:
         """Refuses names that belong to other principals; claims none. Blocks.
 
         Raises:
-            PermissionDeniedError: One does.
+            PermissionDeniedError: One of them belongs to another principal.
             UnavailableError: The metadata store does not answer.
         """
         if not principal:
@@ -110,10 +112,10 @@ class ProducerNames:
                     raise self._refusal(name)
 
     def release(self, name: str) -> str | None:
-        """Frees a name: its next use claims it. Blocks.
+        """Releases a name: its next use claims it. Blocks.
 
         Returns:
-            The principal that had it; None if nobody had.
+            The principal that it belonged to; None if the name was not claimed.
 
         Raises:
             UnavailableError: The metadata store does not answer.
@@ -127,7 +129,7 @@ class ProducerNames:
     # -- with the lock held -----------------------------------------------------------------
 
     def _refresh(self, name: str, principal: str) -> None:
-        """Notes that a name is in use; a store that does not answer is asked again later."""
+        """Records that a name is in use; retries later if the metadata store does not answer."""
         at = self._now()
         try:
             self._records.refresh_producer(self._topic, name, principal, at)

@@ -1,18 +1,19 @@
-"""The reading side of a subscription: messages leave the log, wait in memory, and are read again.
+"""The reading side of a subscription: reads messages ahead, holds them, and reads some again.
 
-    log ─ reader ─► offered to the machine, bytes held ─► taken by a consumer's stream
-                                                     └── read again where they are not held
+    log ─ reader ─► offered to `Delivery`, message held ─► taken by a consumer's stream
+                                                      └── read again if it is not held
 
-Owns: the readers of one subscription, and the bytes that wait for their consumers. Does not own:
-which message goes to whom (`ister.subscription.delivery`), streams, the cursor.
+Owns: the readers of one subscription, and the messages in memory that wait for consumers. Does not
+own: which message goes to whom (`ister.subscription.delivery`), streams, the cursor.
 
 All of it runs on the broker's loop. Reading is a task that exists while a consumer is attached.
 
-Bytes are read once where memory allows it: a message is held from reading to sending, and for a
-redelivery as long as it is not acknowledged. Both have a bound; what does not fit, or has waited
-for long, is let go and read again. Then neighbours that are due are read together, and one that is
-alone is found by the sizes of those before it, so that no more is read than is sent. Reading goes
-no further ahead than as much as has been sent, so that what is let go unsent is the smaller part.
+A message is read once if memory allows it: it is held from reading to sending, and then kept for a
+redelivery until it is acknowledged. Both are bounded; messages that do not fit, or have waited for
+long, are released and read again when they are due. Neighbours that are due are read together, and
+a single message is read alone, at the position that the sizes of the frames before it give, so that
+no more is read than is sent. Reading ahead is limited to as many bytes as have been sent, so that
+at most half of what is read is released unsent.
 
 Nothing here survives a crash, and nothing has to.
 """
@@ -59,17 +60,17 @@ _FETCH_BYTES: Final = 4 * MIB
 _HELD_BYTES_MAX: Final = 16 * MIB
 # Bytes of messages that were sent and not acknowledged, per subscription.
 _KEPT_BYTES_MAX: Final = 4 * MIB
-# What a message takes besides its bytes.
+# Memory of a message in addition to its bytes.
 _MESSAGE_BYTES: Final = 512
 _LEAVING_COPIES: Final = 4
-# What is read first, when nobody knows how much the consumers will take.
+# The first read, when it is not known how much the consumers take.
 _FIRST_BYTES: Final = 64 * KIB
 _AHEAD_BYTES_MIN: Final = 256 * KIB
 # Messages that are due are read together if the others between them take no more bytes than they
 # do; from objects also if these are few, because a request costs as much as many bytes.
 _AGAIN_BYTES: Final = 1 * MIB
 _GAP_BYTES: Final = 32 * KIB
-# What nobody has taken for so long is let go.
+# Messages are released if no consumer has taken one for this long.
 _IDLE_SECONDS: Final = 10.0
 _KEY_CHARACTERS_MAX: Final = 256
 _RETRY_SECONDS: Final = 1.0
@@ -77,18 +78,18 @@ _DAMAGE_RETRY_SECONDS: Final = 5.0
 
 
 class Reading:
-    """What one subscription reads and holds. Used on the broker's loop alone.
+    """Reads and holds the messages of one subscription. Used only on the broker's loop.
 
     Args:
-        topic: What is read.
-        delivery: The machine that messages are offered to.
-        name: The subscription's, for the log.
-        budget: What all subscriptions may hold.
+        topic: The topic.
+        delivery: The state machine that messages are offered to.
+        name: The subscription's name, for log lines.
+        budget: The memory budget of all subscriptions.
         rate: How many messages may be read a second.
-        pump: Carries out what the machine decides; called after it has changed.
-        on_passed_over: Told how many messages were passed over, because they are not there.
-        on_end: Told that reading has ended with an error.
-        on_fenced: Told that another broker has the topic.
+        pump: Carries out the instructions of `delivery`; called after it has changed.
+        on_passed_over: Called with the number of messages passed over because they are gone.
+        on_end: Called if reading has ended with an error.
+        on_fenced: Called if another broker has the topic.
     """
 
     def __init__(
@@ -133,9 +134,9 @@ class Reading:
         self._is_fetching = False
         self._is_full = False
         self.wanted = asyncio.Event()
-        """Set while there is something to read for."""
+        """Set while messages are wanted."""
         self.task: asyncio.Task[None] | None = None
-        """Who reads; None while no consumer is attached."""
+        """The task that reads; None while no consumer is attached."""
         self._generation = 0
         self._retriever: AsyncReader | None = None
         self._retrieving = asyncio.Lock()
@@ -144,20 +145,20 @@ class Reading:
     # -- when -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to read, if nobody does."""
+        """Starts reading, unless it has started."""
         if self.task is None or self.task.done():
             # The one before may have ended by an error while other consumers were here.
             self.task = self._loop.create_task(self._read())
 
     def stop(self) -> None:
-        """Reads no more. What is held stays for a while, for a consumer that comes again."""
+        """Stops reading. Held messages stay for a while, for a consumer that reconnects."""
         if self.task is not None:
             self._cancel(self.task)
             self.task = None
             self._watch_idle()
 
     def restart(self) -> None:
-        """Goes on from where the machine is now, after a seek."""
+        """Reads from where `delivery` is now, after a seek."""
         self._generation += 1
         self._forget()
         if self.task is not None:
@@ -173,8 +174,8 @@ class Reading:
             self._close_reader()
 
     def note_changed(self) -> None:
-        """The machine, or what is held, has changed: reads if there is something to read for."""
-        # What was let go counts: it is to be read again before anything new.
+        """Reads on if messages are wanted; called after `delivery` or the held messages changed."""
+        # Released messages count: they are read again before anything new.
         ahead = self.held_bytes + self._unheld_bytes
         limit = min(self._held_max, max(_AHEAD_BYTES_MIN, self._sent_bytes))
         if ahead >= limit:
@@ -182,13 +183,15 @@ class Reading:
         elif ahead < limit // 2:
             # Not before: it would read a few messages at a time.
             self._is_full = False
-        if self._delivery.wanted() > 0 and (not self._is_full or self._delivery.is_hungry()):
+        if self._delivery.wanted() > 0 and (
+            not self._is_full or self._delivery.has_idle_consumer()
+        ):
             self.wanted.set()
         else:
             self.wanted.clear()
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Ends reading for good; the task that has to be waited for before `close`."""
+        """Ends reading for good; returns the task to wait for before `close`."""
         self._is_closed = True
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -198,7 +201,7 @@ class Reading:
         return [self.task]
 
     def close(self) -> None:
-        """Lets go of the readers, and of everything that is held."""
+        """Closes the readers, and releases all messages."""
         self._forget()
         self._close_reader()
         self._close_retriever()
@@ -222,7 +225,7 @@ class Reading:
     # -- what is held -----------------------------------------------------------------------
 
     def expect(self, offset: int) -> None:
-        """A message is to be sent: if it is not in memory, it is read together with others."""
+        """Marks a message as due: if it is not in memory, it is read together with others."""
         if offset not in self.held and offset not in self.kept:
             self._note_due(offset)
 
@@ -234,21 +237,21 @@ class Reading:
             due.insert(at, offset)
 
     def discard(self, offset: int) -> None:
-        """A message is done, or not going to be sent."""
+        """Releases a message that is done, or is not going to be sent."""
         if (sent := self.kept.pop(offset, None)) is not None:
             self.kept_bytes -= sent.size_bytes + _MESSAGE_BYTES
         self._take(offset)
         self._count()
 
     def discard_done(self) -> None:
-        """Lets go of what the machine has passed over."""
+        """Releases messages that `delivery` no longer holds."""
         for offset in [one for one in self.held if not self._delivery.holds(one)]:
             self.discard(offset)
         for offset in [one for one in self._unheld if not self._delivery.holds(one)]:
             self.discard(offset)
 
     def _take(self, offset: int) -> Message | None:
-        """Takes a message out of those that are to be sent, if it is there."""
+        """Removes a message from those to be sent; returns it if it is in memory."""
         held = self.held.pop(offset, None)
         if held is not None:
             self.held_bytes -= held.size_bytes + _MESSAGE_BYTES
@@ -275,27 +278,27 @@ class Reading:
         return min(_HELD_BYTES_MAX, self._share.allowance // 2)
 
     def batch_bytes(self, outbox: Outbox[Any]) -> int:
-        """How much to hand to a stream at once: a part of what it has written, and not too much.
+        """The bytes to hand to a stream at once: a part of what it has written, within bounds.
 
-        A consumer that takes nothing has little in its stream, which nobody can take back.
+        What a stream has cannot be released, so a consumer that takes nothing gets little.
         """
         return max(_FIRST_BYTES, min(outbox.written_bytes // 4, self._share.allowance // 16))
 
     def note_leaving(self, outbox: Outbox[Any], message: Message) -> None:
-        """A message is being written: it is copied into a response, and that into bytes, twice."""
+        """Counts a message that is being written, with its copies: in a response, and as bytes."""
         outbox.leaving_bytes += _LEAVING_COPIES * message.size_bytes
         self._leaving_bytes += _LEAVING_COPIES * message.size_bytes
         self._count()
 
     def note_written(self, outbox: Outbox[Any]) -> None:
-        """What a stream was writing has left."""
+        """Records that a stream has written what was handed to it."""
         self._leaving_bytes -= outbox.leaving_bytes
         outbox.written_bytes += outbox.leaving_bytes // _LEAVING_COPIES
         outbox.leaving_bytes = 0
         self._count()
 
     def _keep(self, message: Message) -> None:
-        """Keeps a message that leaves for a redelivery; those that left before it go first."""
+        """Keeps a sent message for a redelivery; beyond the bound, releases the oldest sent."""
         self._share.is_idle = False
         self._sent_bytes += message.size_bytes
         kept = self.kept
@@ -308,7 +311,7 @@ class Reading:
         self._count()
 
     def release(self) -> None:
-        """Lets go of the bytes: they are read again when it is their turn."""
+        """Releases all messages: they are read again when they are due."""
         for offset, message in self.held.items():
             size = message.size_bytes + _MESSAGE_BYTES
             self._unheld[offset] = size
@@ -328,7 +331,7 @@ class Reading:
         self._close_retriever()
 
     def _forget(self) -> None:
-        """The machine has forgotten everything."""
+        """Drops everything, as `delivery` starts anew."""
         for container in (self.held, self.kept, self._unheld, self._due, self._sizes):
             container.clear()
         self.held_bytes = self.kept_bytes = self._unheld_bytes = self._sent_bytes = 0
@@ -346,18 +349,18 @@ class Reading:
             self.release()
         if self.held or self.kept:
             self._watch_idle()
-        # Somebody may have been stuck for so long that others are to go on.
+        # A consumer may have been stuck for so long that the others may read past its messages.
         self._pump()
 
     async def message(self, offset: int) -> Message | None:
-        """A message that leaves now; None if nobody has it any more."""
+        """Returns a message that is being sent; None if it no longer exists."""
         message = self._take(offset) or self.kept.get(offset) or await self._retrieve(offset)
         if message is not None:
             self._keep(message)
         return message
 
     async def _retrieve(self, offset: int) -> Message | None:
-        """Reads a message again, and its neighbours that are due, too."""
+        """Reads a message again, together with neighbours that are due."""
         async with self._retrieving:
             found = self._take(offset) or self.kept.get(offset)
             if found is not None:
@@ -378,7 +381,7 @@ class Reading:
             return messages[0]
 
     def _end_of_run(self, offset: int) -> int:
-        """The end of the range that is worth reading with a message, because others are due."""
+        """The end of the range to read with a message, because others in it are due."""
         due, sizes = self._due, self._sizes
         is_in_object = offset < self._topic.wal.trimmed
         end, size = offset + 1, sizes.of(offset)
@@ -402,7 +405,7 @@ class Reading:
         return end
 
     async def _read_again(self, start: int, end: int) -> list[Message] | None:
-        """Messages that were read before; None if the first of them is no longer kept."""
+        """Reads a range again; None if its first message no longer exists."""
         while True:
             reader, self._retriever = self._retriever, None
             found: list[Message] = []
@@ -446,7 +449,7 @@ class Reading:
                 return found
 
     def _give_up(self, offset: int) -> None:
-        """Nobody can deliver a message any more: it is done, whatever state it is in."""
+        """Counts a message that no longer exists as done."""
         _log.warning(
             "a message that was to be sent again is no longer kept",
             extra={"topic": self._topic.name, "offset": offset},
@@ -458,7 +461,7 @@ class Reading:
     # -- reading on -------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """Reads what the machine wants, while there are consumers."""
+        """Reads what `delivery` wants, until cancelled."""
         try:
             while True:
                 await self.wanted.wait()
@@ -507,9 +510,9 @@ class Reading:
             self._on_end(UnavailableError("the subscription stopped", topic=self._topic.name))
 
     def _fetch_bytes(self, wanted: int) -> int:
-        """Bytes to read at once: no more than is wanted, and than has been sent so far.
+        """Bytes to read at once: at most what is wanted, and what has been sent so far.
 
-        What is held stays within its bound, but for one message.
+        The held messages stay within their bound, except for one message.
         """
         size = min(
             _FETCH_BYTES,
@@ -526,7 +529,7 @@ class Reading:
         return min(_FETCH_MESSAGES, max(1, rate // 10)) if rate else _FETCH_MESSAGES
 
     def _pass_over(self, start: int, error: OffsetOutOfRangeError) -> None:
-        """Goes on behind messages that retention has taken, and says so."""
+        """Goes on after messages that retention has deleted, and logs it."""
         resume = max(error.earliest, 0) if start < error.earliest else error.next
         _log.error(
             "messages are no longer kept that a subscription has not seen",
@@ -543,7 +546,7 @@ class Reading:
         self._pump()
 
     def _offer(self, messages: Sequence[Message], damaged: int) -> None:
-        """Takes messages in; `damaged` ones are left out by `cloud_reader.on_damage: skip`."""
+        """Offers messages to `delivery`; `damaged` ones were left out (`on_damage: skip`)."""
         delivery = self._delivery
         for number, message in enumerate(messages):
             if message.offset != messages[0].offset + number:
@@ -570,8 +573,9 @@ class Reading:
         self._sizes.note(messages[0].offset, sizes)
         self._size_mean = sum(sizes) / len(sizes) + FRAME_HEADER_SIZE
         for message in messages:
-            # Those acknowledged before, or for nobody, are not going to be sent. Where messages go
-            # out in order reading pauses in time; keys that wait are read again when it is time.
+            # Messages that are acknowledged, or match no filter, are not sent. With key_shared,
+            # messages beyond the bound are read again when they are due; other kinds stop reading
+            # in time.
             if not delivery.holds(message.offset):
                 continue
             if not self._is_keyed or self.held_bytes < self._held_max:
@@ -580,7 +584,7 @@ class Reading:
 
 
 def _key_of(message: Message) -> str:
-    """What key-shared subscriptions go by."""
+    """The key of a message for key_shared; "" if the message is damaged."""
     try:
         record = message.record
     except CorruptDataError:
@@ -589,8 +593,8 @@ def _key_of(message: Message) -> str:
 
 
 def key_of(record: StreamMessage) -> str:
-    """The key that decides who gets a message: its beginning, if somebody made it long.
+    """The key of a message for key_shared, cut to `_KEY_CHARACTERS_MAX`.
 
-    Filters look at every character of it, on the loop: 64 of them at a MiB took 18 seconds.
+    Filters match every character of it on the loop: 64 filters and a key of 1 MiB took 18 seconds.
     """
     return (record.routing_key or record.producer_name)[:_KEY_CHARACTERS_MAX]

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ister.broker.counters import CallCounters
-from ister.broker.shares import Shares
+from ister.broker.principal_limits import PrincipalLimit
 from ister.errors import (
     CapacityError,
     FencedError,
@@ -108,10 +108,10 @@ class Gate:
 class Places:
     """How many consumers may have a stream at once, whichever service they came to."""
 
-    def __init__(self, count_max: int, shares: Shares | None = None) -> None:
+    def __init__(self, count_max: int, limit: PrincipalLimit | None = None) -> None:
         self.count = 0
         self._count_max = count_max
-        self._shares = shares
+        self._limit = limit
 
     def check(self, principal: str = "") -> None:
         """Refuses one more than there may be.
@@ -122,8 +122,8 @@ class Places:
         Raises:
             CapacityError: All places are taken, or as many as the principal may have.
         """
-        if self._shares is not None:
-            self._shares.check(principal)
+        if self._limit is not None:
+            self._limit.check(principal)
         if self.count >= self._count_max:
             raise CapacityError(
                 f"{self.count} consumers are connected",
@@ -139,13 +139,13 @@ class Places:
         """
         self.check(principal)
         self.count += 1
-        if self._shares is not None:
-            self._shares.add(principal)
+        if self._limit is not None:
+            self._limit.add(principal)
         try:
             yield
         finally:
-            if self._shares is not None:
-                self._shares.remove(principal)
+            if self._limit is not None:
+                self._limit.remove(principal)
             self.count -= 1
 
 

@@ -29,10 +29,10 @@ from ister.broker.counters import SubscriptionCounters, TopicCounters
 from ister.broker.dispatch import Dispatch, PublishDeadLetter
 from ister.broker.fanout import Fanout
 from ister.broker.policies import Policies, Rate
+from ister.broker.principal_limits import PrincipalLimit
 from ister.broker.producer_names import ProducerNames
 from ister.broker.producers import Producers
 from ister.broker.records import BrokerRecords
-from ister.broker.shares import Shares
 from ister.broker.tasks import to_the_end
 from ister.broker.time_searches import TimeSearches
 from ister.clock import Clock
@@ -97,7 +97,7 @@ class Surroundings:
         consumers: Consumers,
         sequenced: SequencedTopics,
         searches: TimeSearches,
-        subscription_shares: Shares,
+        subscription_limit: PrincipalLimit,
         producers: dict[int, str],
         message_size_max: int,
         clock: Clock,
@@ -117,7 +117,7 @@ class Surroundings:
         self.consumers = consumers
         self.sequenced = sequenced
         self.searches = searches
-        self.subscription_shares = subscription_shares
+        self.subscription_limit = subscription_limit
         self.producers = producers
         self.message_size_max = message_size_max
         self.clock = clock
@@ -401,7 +401,7 @@ class ServedTopic:
             if found is None:
                 check_subscription_name(name)
                 self._check_subscription_count()
-                with self._around.subscription_shares.taken(created_by):
+                with self._around.subscription_limit.taken(created_by):
                     found = self._begin(await self._create(name, kind, start, created_by))
                 check(found)
             else:
@@ -487,7 +487,7 @@ class ServedTopic:
                 counters=SubscriptionCounters(self.counters),
             )
         self.subscriptions[stored.name] = subscription
-        around.subscription_shares.add(stored.created_by)
+        around.subscription_limit.add(stored.created_by)
         around.consumers.load(self.parsed, stored)
         return subscription
 
@@ -606,7 +606,7 @@ class ServedTopic:
                 )
             await asyncio.to_thread(self._around.store.delete, self.parsed, name, owned=self.owned)
             del self.subscriptions[name]
-            self._around.subscription_shares.remove(found.stored.created_by)
+            self._around.subscription_limit.remove(found.stored.created_by)
             self._reserved.pop(name, None)
             self._around.consumers.forget_subscription(self.name, name)
             await found.close(NotFoundError(f"subscription {name!r} is gone"), flush=False)
@@ -630,7 +630,7 @@ class ServedTopic:
             self._around.closed_messages_in += self.counters.messages_in
             self._around.closed_bytes_in += self.counters.bytes_in
             for one in self.subscriptions.values():
-                self._around.subscription_shares.remove(one.stored.created_by)
+                self._around.subscription_limit.remove(one.stored.created_by)
         self.is_closed = True
         await asyncio.gather(
             *(one.close(reason, flush=flush) for one in self.subscriptions.values())

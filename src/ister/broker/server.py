@@ -41,6 +41,7 @@ from ister.broker.health import BrokerHealth, Watch
 from ister.broker.history import History
 from ister.broker.http import Connections, make_application
 from ister.broker.lookers import Lookers
+from ister.broker.principal_limits import PrincipalLimit
 from ister.broker.rpc import Gate, Places
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.grpc_guard import GrpcGuard
@@ -59,7 +60,6 @@ from ister.broker.services.operate import OperateService
 from ister.broker.services.producer import ProducerService
 from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
-from ister.broker.shares import Shares
 from ister.broker.topics import Topics
 from ister.broker.views import Views
 from ister.broker.wire import add_service
@@ -259,13 +259,13 @@ class Broker:
     def _make_grpc(self) -> grpc.aio.Server:
         limits, storage = self.config.broker.limits, self.config.storage
         calls_max = limits.max_requests_in_flight + limits.max_connections
-        streams = Shares(
+        streams = PrincipalLimit(
             "streams",
             limits.max_streams_per_principal,
             self._log.metrics,
             setting="broker.limits.max_streams_per_principal",
         )
-        arriving = Shares(
+        arriving = PrincipalLimit(
             "calls without their request",
             limits.max_requests_in_flight,
             self._log.metrics,
@@ -364,13 +364,13 @@ class Broker:
     def _add_services(self, server: grpc.aio.Server) -> None:
         topics, guard = self.topics, self.guard
         limits, storage = self.config.broker.limits, self.config.storage
-        shares = Shares(
+        consumers = PrincipalLimit(
             "consumers",
             limits.max_consumers_per_principal,
             self._log.metrics,
             setting="broker.limits.max_consumers_per_principal",
         )
-        places = Places(limits.max_connections, shares)
+        places = Places(limits.max_connections, consumers)
         sent_max = limits.max_grpc_message_bytes
         services: dict[str, Any] = {
             "danube.ProducerService": ProducerService(

@@ -1,10 +1,11 @@
-"""Searches for the first message of a time: few at once, bounded, and ended when nobody waits.
+"""Searches for the first message of a time: few at once, bounded, cancelled with their callers.
 
 Indexes answer most searches after one block. Where producers' clocks differ, a search in the middle
-of a topic may have to read much of it, and it computes while it does. So searches have threads of
-their own, few of them, and a long one rests longer than it works: sends and cursors never wait for
-one. What a search may read is bounded; one whose caller has left ends at its next chunk. A caller
-has a bounded number of searches under way, those that wait for a thread included; more are refused.
+of a topic may have to read much of it, which takes processor time. So searches have a few threads
+of their own, and a long search pauses for longer than it works: sends and cursors never wait for
+one. The bytes that a search may read are bounded. A search whose caller has disconnected ends at
+its next chunk. The searches under way are bounded per caller and in all, those that wait for a
+thread included; more are refused.
 
 Owns: threads, bounds and counts of searches. Does not own: searching (`ister.topic`).
 """
@@ -35,12 +36,13 @@ _THREADS: Final = 2
 _WAITING_MAX: Final = 64
 _PER_CALLER_MAX: Final = 8
 _BYTES_MAX: Final = 256 * MIB
-# From here on a search rests: one block of an index is less.
-_RESTLESS_BYTES: Final = 1 * MIB
-_REST_SHARE: Final = 2.0
-_REST_SECONDS_MAX: Final = 0.5
+# A search that has read more than this pauses between chunks. One block of an index is less.
+_UNPAUSED_BYTES: Final = 1 * MIB
+# Pause for each second of work.
+_PAUSE_RATIO: Final = 2.0
+_PAUSE_SECONDS_MAX: Final = 0.5
 _CLOSE_SECONDS: Final = 3.0
-# How often a caller that waits in a thread is looked after.
+# How often a search that waits for its turn checks whether its caller is still there.
 _LOOK_SECONDS: Final = 0.1
 
 Answer = TypeVar("Answer")
@@ -68,7 +70,7 @@ class TimeSearches:
             waiting_max: Searches under way in all, those that wait for a thread included.
             per_caller_max: Of these, searches of one caller, where callers say who they are.
             bytes_max: What one search may read.
-            clock: By which a search rests.
+            clock: Measures the work of a search, for its pauses.
         """
         self._metrics = metrics
         self._clock: Clock = clock or SystemClock()
@@ -99,14 +101,14 @@ class TimeSearches:
         """Runs a search in a thread; cancelling this ends it.
 
         Args:
-            search: Is given what it has to call with the size of each chunk that it reads.
-            caller: Who asks; empty if that is not known.
-            is_gone: Whether nobody waits for the answer any more; called from the thread.
+            search: The search; it calls its argument with the size of each chunk that it reads.
+            caller: The principal that asks; empty if that is not known.
+            is_gone: Whether the caller has disconnected; called from the thread.
 
         Raises:
             CapacityError: Too many searches are under way.
-            InvalidRequestError: It has read too much.
-            UnavailableError: The broker is ending, or nobody waits any more.
+            InvalidRequestError: The search has read as much as it may.
+            UnavailableError: The broker is ending, or the caller has disconnected.
             IsterError: As the search raises.
         """
         left = threading.Event()
@@ -148,7 +150,7 @@ class TimeSearches:
         caller: str = "",
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Like `run`, in the caller's own thread, once it is its turn."""
+        """Like `run`, but in the calling thread, which waits for its turn."""
         self._enter(caller)
         try:
             return self._in_turn(search, is_gone)
@@ -156,7 +158,7 @@ class TimeSearches:
             self._left(caller)
 
     def close(self) -> None:
-        """Ends all searches; one that waits for a store is left behind after a while."""
+        """Ends all searches; waits at most a few seconds for one that a store delays."""
         self._closing.set()
         self._executor.shutdown(wait=False, cancel_futures=True)
         with self._lock:
@@ -190,7 +192,7 @@ class TimeSearches:
             )
             if is_one_too_many:
                 raise CapacityError(
-                    "too many searches for a time are under way", hint="come again in a moment"
+                    "too many searches for a time are under way", hint="retry in a moment"
                 )
             self._under_way[caller] += 1
         self._metrics.count("broker.time_searches_total")
@@ -199,7 +201,7 @@ class TimeSearches:
         """Runs a search in this thread, with no more than a few others."""
         while not self._turns.acquire(timeout=_LOOK_SECONDS):
             if self._closing.is_set() or is_gone():
-                raise UnavailableError("nobody waits for the search any more")
+                raise UnavailableError("the search was cancelled")
         try:
             return search(self._bounded(is_gone))
         finally:
@@ -220,16 +222,16 @@ class TimeSearches:
             nonlocal total, since
             total += size
             self._metrics.count("broker.time_search_bytes_total", size)
-            if total > _RESTLESS_BYTES:
+            if total > _UNPAUSED_BYTES:
                 worked = self._clock.monotonic() - since
-                self._closing.wait(min(_REST_SHARE * worked, _REST_SECONDS_MAX))
+                self._closing.wait(min(_PAUSE_RATIO * worked, _PAUSE_SECONDS_MAX))
             since = self._clock.monotonic()
             if self._closing.is_set() or is_gone():
-                raise UnavailableError("nobody waits for the search any more")
+                raise UnavailableError("the search was cancelled")
             if total > self._bytes_max:
                 raise InvalidRequestError(
-                    f"{self._bytes_max >> 20} MiB were searched, and no message of the time found",
-                    hint="use an offset, or begin the search further on",
+                    f"no message of that time was found in {self._bytes_max >> 20} MiB searched",
+                    hint="use an offset, or start the search at a later offset",
                 )
 
         return on_read

@@ -27,10 +27,10 @@ from ister.broker.budget import Budget
 from ister.broker.cluster import Address, Cluster
 from ister.broker.consumers import Consumers
 from ister.broker.policies import Policies
+from ister.broker.principal_limits import PrincipalLimit
 from ister.broker.records import BrokerRecords, ServedRecord
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.served import ServedTopic, Surroundings
-from ister.broker.shares import Shares
 from ister.broker.tasks import finish, to_the_end
 from ister.broker.time_searches import TimeSearches
 from ister.broker.topic_names import TopicNames
@@ -117,7 +117,7 @@ class Topics:
             consumers=self.consumers,
             sequenced=self.sequenced,
             searches=self.searches,
-            subscription_shares=Shares(
+            subscription_limit=PrincipalLimit(
                 "subscriptions",
                 config.broker.limits.max_subscriptions_per_principal,
                 log.metrics,
@@ -517,24 +517,24 @@ class Topics:
         codec: Codec | None = None,
         is_growing: bool = False,
     ) -> list[str]:
-        """Makes a topic of so many partitions, unless it is there.
+        """Creates a topic of `count` partitions, unless it exists.
 
-        The first partition is made last: while it is missing, the topic is not complete, and the
+        The first partition is created last: while it is missing, the topic is incomplete, and the
         same call completes it.
 
         Args:
             name: The topic's name.
-            count: How many partitions it has.
+            count: The number of partitions.
             is_reliable: Whether new partitions have a log.
             ack: The ack level of new partitions.
             codec: The codec of new partitions.
-            is_growing: Whether a topic with fewer partitions gets more. Which partition a key goes
-                to depends on their number, so this is never done by the way.
+            is_growing: Whether to add partitions to a topic that has fewer. Which partition a key
+                goes to depends on their number, so this has to be asked for.
 
         Raises:
             InvalidRequestError: Not a number of partitions.
             AlreadyExistsError: It has another number of partitions.
-            NotFoundError: It is to grow, and there is no such partitioned topic.
+            NotFoundError: `is_growing`, and there is no such partitioned topic.
             As `get_or_create`.
         """
         if not 1 <= count <= _PARTITIONS_MAX:
@@ -550,9 +550,9 @@ class Topics:
                 raise AlreadyExistsError(
                     f"{name} has {has} partitions, not {count}",
                     topic=name,
-                    hint="`ister topics grow` adds partitions; keys move to other partitions then"
+                    hint="`ister topics grow` adds partitions; most keys then move to another one"
                     if has < count
-                    else "partitions are not taken away",
+                    else "partitions cannot be removed",
                 )
             names = [partition_name(name, number) for number in range(count)]
             for one in reversed(names):

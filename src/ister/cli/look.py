@@ -280,7 +280,7 @@ def confirm(question: str, *, is_confirmed: bool) -> bool:
     if is_confirmed:
         return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        print_error("this needs to be confirmed", hint="--yes does")
+        print_error("not confirmed", hint="pass --yes")
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

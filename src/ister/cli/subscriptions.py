@@ -155,11 +155,11 @@ def _register_restrict(kinds: Any) -> None:  # noqa: ANN401
     parser = add_command(
         kinds,
         "restrict",
-        help="say which principals may use a subscription",
+        help="restrict a subscription to principals",
         description="Restricts a subscription to principals: others may not consume, acknowledge, "
-        "seek, change or remove it, whatever their rights on the topic are. Whoever manages the "
-        "namespace may, and changes the restriction. It replaces the one before. Streams of "
-        "others end within a second.",
+        "seek, change or remove it, whatever their rights on the topic are. Principals with "
+        "manage_namespace can always use it, and only they can change the restriction. A new "
+        "restriction replaces the previous one. Streams of other principals end within a second.",
         examples=(
             "ister subscriptions restrict /default/orders billing --to service:billing",
             "ister subscriptions restrict /default/orders billing --lift",
@@ -171,11 +171,9 @@ def _register_restrict(kinds: Any) -> None:  # noqa: ANN401
         "--to",
         metavar="PRINCIPAL",
         action="append",
-        help="user:NAME or service:NAME; may be given several times",
+        help="user:NAME or service:NAME (a name alone is a user); may be given several times",
     )
-    who.add_argument(
-        "--lift", action="store_true", help="everybody who may consume the topic may use it again"
-    )
+    who.add_argument("--lift", action="store_true", help="remove the restriction")
 
 
 def _add_arguments(

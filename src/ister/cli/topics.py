@@ -154,9 +154,9 @@ def _register_grow(kinds: Any) -> None:  # noqa: ANN401
         kinds,
         "grow",
         help="add partitions to a partitioned topic",
-        description="Adds partitions to a partitioned topic. Partitions cannot be taken away "
-        "again. The partition of a routing key depends on the number of partitions, so most keys "
-        "move to another one: messages of one key that are published before and after are in two "
+        description="Adds partitions to a partitioned topic. Partitions cannot be removed. The "
+        "partition of a routing key depends on the number of partitions, so most keys move to "
+        "another one: messages of one key that are published before and after are then in two "
         "partitions, and consumers may get them out of order. To keep the order of each key, stop "
         "producers, let consumers reach the end, then grow.",
         examples=("ister topics grow /default/orders --partitions 8",),
@@ -167,7 +167,7 @@ def _register_grow(kinds: Any) -> None:  # noqa: ANN401
         metavar="N",
         type=parse_count,
         required=True,
-        help="number of partitions that it has then",
+        help="new number of partitions",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     _add_broker(parser, _run_grow)
@@ -229,10 +229,10 @@ def _register_release_producer(kinds: Any) -> None:  # noqa: ANN401
     parser = add_command(
         kinds,
         "release-producer",
-        help="free a producer's name for another principal",
-        description="A producer's name belongs to the principal that first used it in a topic. "
-        "This frees the name: it belongs to the principal that uses it next. Stop the producer "
-        "that has it first, or it takes the name back with its next message.",
+        help="release a producer name for another principal",
+        description="Releases a producer name. A name belongs to the principal that first used it "
+        "in a topic; after this, it belongs to the principal that uses it next. First stop the "
+        "producer that uses it: its next message would claim the name again.",
         examples=("ister topics release-producer /default/orders shop",),
     )
     parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
@@ -576,8 +576,8 @@ def _run_grow(options: argparse.Namespace) -> int:
             said = f"{topic} has {len(names)} partitions; unchanged"
         else:
             said = (
-                f"{topic} has {len(names)} partitions, up from {len(before)}; routing keys may be "
-                "in another partition from now on"
+                f"{topic} has {len(names)} partitions, up from {len(before)}; most routing keys go "
+                "to another partition from now on"
             )
         print_change(options, said, facts)
         return 0

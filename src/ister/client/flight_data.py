@@ -1,6 +1,6 @@
-"""Flight's protobuf messages as bytes, without a copy of the columns in them.
+"""Flight's protobuf messages as bytes, without a copy of their columns.
 
-All of them have fields of bytes and of text alone, but for the descriptor's type:
+All fields are bytes or text, except the descriptor's type:
 
     FlightData   1 descriptor   2 the IPC message's header   3 application metadata   1000 its body
     Ticket       1 ticket             Action       1 type   2 body
@@ -50,7 +50,7 @@ def decode_fields(data: bytes | memoryview) -> dict[int, memoryview]:
     """The fields of bytes in a message; the last one of each number, as protobuf has it.
 
     Raises:
-        ValueError: It is no message, or one of too many fields.
+        ValueError: The bytes are not a protobuf message, or it has too many fields.
     """
     view = memoryview(data)
     found: dict[int, memoryview] = {}
@@ -117,15 +117,15 @@ def encode_data(
 
 
 class FlightData:
-    """One message of a stream of columns; views of the bytes that it came as."""
+    """One message of a stream of record batches; its parts are views of the bytes received."""
 
     __slots__ = ("body", "command", "header", "metadata")
 
     def __init__(self, data: bytes) -> None:
-        """Takes it apart.
+        """Decodes the message.
 
         Raises:
-            ValueError: It is no FlightData.
+            ValueError: The bytes are not a FlightData message.
         """
         fields = decode_fields(data)
         empty = memoryview(b"")

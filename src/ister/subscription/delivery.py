@@ -18,16 +18,16 @@ Rules:
 - a consumer that leaves is no failure: what it had is sent again at once, in the order of offsets,
   before anything new;
 - attempt `n` of a message is its first after `n - 1` failures;
-- the time for an answer begins when the consumer's program can have the message, not when it
-  left: clients read ahead. A client that reports says up to which message its program has
-  received. One that does not has received what it was sent before a message that it answers, and
-  the oldest one that it has not answered. A late answer to an earlier attempt says nothing about
-  what was sent since;
-- a consumer that says nothing for the ack timeout, and has messages that its program has not
-  received, is silent. Without reports its oldest message has failed. With kind shared, if another
-  consumer is not stalled, this one is: what it has left goes to others, which is no failure, and it
-  gets one message at a time until it answers. One whose program answers elsewhere meanwhile, as
-  with partitions, is not silent, for `EXCUSES_MAX` ack timeouts;
+- the ack timeout of a message begins when the consumer's program can have it, not when it was
+  sent: clients prefetch. A client that reports tells up to which message its program has received.
+  One that does not report is taken to have received the oldest message that it has not answered,
+  and all that were sent before a message that it answers. A late answer to an earlier attempt does
+  not count for messages sent since;
+- a consumer is silent if it does not answer or report for the ack timeout while it has messages
+  that its program has not received. Without reports its oldest message fails. With kind shared, if
+  another consumer is not stalled, this one becomes stalled: its remaining messages go to others,
+  which is not a failure, and it gets one message at a time until it answers. A consumer whose
+  program answers at another partition is not silent, for up to `EXCUSES_MAX` ack timeouts;
 - a subscription is blocked by a message that failed too often under the policy `block`: nothing
   that was never sent before is sent then. What was sent already may still be acknowledged, and
   comes again if it has to. With key_shared only that key stops;
@@ -36,11 +36,11 @@ Rules:
 
 Bounds: `wanted` asks for no more than `window` messages for each consumer that gets messages, and
 as many again to be read ahead; with key_shared four times that, and at least
-`KEYED_MESSAGES_MIN`, because messages wait there behind others of their key. If these are all for
-consumers that are slow or away, or behind blocked keys, and another consumer has nothing to do, it
-asks for more all the same, up to `KEYED_MESSAGES_MAX` and `KEYS_MAX`: what waits is a few bytes for
-each message, and some hundred for each key. Beyond, the other keys wait too. Acknowledgements of
-messages that were not read yet make at most `RANGES_MAX` ranges.
+`KEYED_MESSAGES_MIN`, because messages wait there behind others of their key. If all of these are
+for consumers that are slow or away, or behind blocked keys, and another consumer is idle, it asks
+for more, up to `KEYED_MESSAGES_MAX` and `KEYS_MAX`: a waiting message takes a few bytes, and a key
+some hundred. Beyond that, all keys wait. Acknowledgements of messages that were not read yet make
+at most `RANGES_MAX` ranges.
 
 Invariants, checked by `validate_state`: every offset from the floor up to `next_offset` is
 acknowledged or held in exactly one state, or with key_shared waits in the lane of its key; what is
@@ -98,16 +98,16 @@ KEYED_MESSAGES_MIN: Final = 1024
 others."""
 
 KEYED_MESSAGES_MAX: Final = 4_000_000
-"""What key_shared reads ahead at most, because a consumer is slow or away and others are not."""
+"""Messages that key_shared reads past because a consumer is slow or away, and others are idle."""
 
 KEYS_MAX: Final = 200_000
-"""Keys of such messages: each costs some hundred bytes."""
+"""Keys of such messages: each takes some hundred bytes."""
 
 _KEYED_STEP: Final = 512
 _STUCK_SECONDS: Final = 10.0
 
 EXCUSES_MAX: Final = 10
-"""How often a consumer is not silent because its program answers elsewhere."""
+"""Ack timeouts for which a consumer is not silent because its program answers elsewhere."""
 
 REASON_CHARACTERS_MAX: Final = 256
 """Of why a message failed; the rest is cut off."""
@@ -299,9 +299,9 @@ class Delivery:
         Args:
             consumer: Its id.
             filters: Which keys it takes; all without any.
-            reports: Whether it says what its program has received; see `received`.
-            elsewhere: Says when its program last answered at another subscription, whose messages
-                it takes in turn with these.
+            reports: Whether it reports what its program has received; see `received`.
+            elsewhere: Returns when its program last answered at another partition, whose messages
+                it handles in the same queue.
             now: Seconds.
 
         Raises:
@@ -379,12 +379,13 @@ class Delivery:
         if waiting < (bound := max(4 * bound, KEYED_MESSAGES_MIN)):
             return bound - waiting
         is_too_much = waiting >= KEYED_MESSAGES_MAX or lanes.key_count >= KEYS_MAX
-        return 0 if is_too_much or not self.is_hungry() else _KEYED_STEP
+        return 0 if is_too_much or not self.has_idle_consumer() else _KEYED_STEP
 
-    def is_hungry(self) -> bool:
-        """Whether a consumer has nothing to do, and all that were read are not for it to take now.
+    def has_idle_consumer(self) -> bool:
+        """Whether a consumer could take messages, and none of those that were read is for it.
 
-        With key_shared, what it has not answered for long is stuck, and it can deal with others.
+        With key_shared, messages that it has not answered for `_STUCK_SECONDS` do not count as work
+        under way.
         """
         if self._has_one or self._line.has_messages:
             return False
@@ -454,12 +455,12 @@ class Delivery:
         )
 
     def is_sent(self, offset: int) -> bool:
-        """Whether a message is to be sent to somebody, and has not left."""
+        """Whether a message is assigned to a consumer, and not yet written to its stream."""
         entry = self._entries.get(offset)
         return entry is not None and entry.state is State.SENT and not entry.is_written
 
     def begin_write(self, consumer: int, offset: int, *, now: float) -> bool:
-        """A message leaves for its consumer.
+        """Records that a message is written to its consumer's stream.
 
         Returns:
             False if it must not leave: it was acknowledged, taken back, or has left already.
@@ -484,7 +485,7 @@ class Delivery:
             heappush(self._silences, (consumer.heard_at, consumer.id))
 
     def received(self, consumer: int, offset: int, *, now: float) -> None:
-        """A consumer's program has received a message, and all that had left for it before."""
+        """Records that a program has received a message, and all that were sent to it before."""
         self._note_time(now)
         known = self._attached.get(consumer)
         if known is not None:
@@ -493,7 +494,7 @@ class Delivery:
                 self._note_seen(known, self._entries[offset].number)
 
     def _hear(self, consumer: Consumer) -> None:
-        """A consumer has said something."""
+        """Records an answer or a report of a consumer."""
         consumer.heard_at = self._now
         consumer.excuses = 0
         if consumer.is_stalled:
@@ -501,7 +502,7 @@ class Delivery:
             self._queue.note_free(consumer)
 
     def _note_seen(self, consumer: Consumer, last: int, but: Entry | None = None) -> None:
-        """A program has what left up to a number: the time for answers begins."""
+        """Starts the ack timeouts of messages up to a number: the program has them."""
         unseen, now = consumer.unseen, self._now
         while unseen and unseen[0][0] <= last:
             number, entry = unseen.popleft()
@@ -528,14 +529,14 @@ class Delivery:
         return self._floor.is_acked(offset)
 
     def _make_keyed(self, offset: int, key: str) -> Entry:
-        """A message of a lane is about to be sent for the first time."""
+        """Makes the entry of a message that is about to be sent for the first time."""
         entry = self._entries[offset] = Entry(offset, key)
         if self._remembered:
             self._recall(entry)
         return entry
 
     def _pass_over_keyed(self, start: int, end: int) -> None:
-        """Nobody takes some messages that follow each other: they are done."""
+        """Counts a range of messages that match no filter as done."""
         entry = self._entries.get(start)
         if entry is not None:
             self._finish(entry)
@@ -609,15 +610,15 @@ class Delivery:
     ) -> bool:
         """A consumer could not deal with a message; whether that counts as a failure.
 
-        It does for what is in flight to it. What is not will come again anyway, or is another
-        consumer's by now.
+        A nack counts only for a message in flight to the consumer. Other messages are delivered
+        again anyway, or are with another consumer by now.
 
         Args:
-            offset: Which one.
-            consumer: Who says so; None for whoever has it.
-            attempt: As of `ack`.
-            delay_ms: The pause that is asked for.
-            reason: Why.
+            offset: The message.
+            consumer: The consumer that nacks it; None for the one that has it.
+            attempt: As for `ack`.
+            delay_ms: The delay that the consumer asks for.
+            reason: The reason that it gives.
             now: Seconds.
         """
         self._note_time(now)
@@ -646,7 +647,7 @@ class Delivery:
             self._set_timer(entry, delay_ms)
 
     def _note_answer(self, entry: Entry | None, consumer: int | None, attempt: int | None) -> None:
-        """A consumer has answered: it has seen what left for it before that message."""
+        """Records an answer: the program has all messages that were sent to it before this one."""
         holder = entry.consumer if entry is not None and entry.state is _SENT else None
         if holder is not None and consumer in (None, holder.id):
             self._hear(holder)
@@ -761,7 +762,7 @@ class Delivery:
         self._fail(entry, f"no answer in {self._policy.ack_timeout_ms} ms", None)
 
     def _end_silence(self, consumer: Consumer) -> None:
-        """A consumer has said nothing for too long, and has messages unseen."""
+        """Fails or moves messages of a consumer that has been silent for the ack timeout."""
         if consumer.elsewhere is not None and consumer.excuses < EXCUSES_MAX:
             heard_at = consumer.elsewhere()
             if heard_at > consumer.heard_at:
@@ -783,9 +784,9 @@ class Delivery:
                 self._enqueue(entry)
 
     def _first_silence(self) -> tuple[float, int] | None:
-        """The consumer that has messages unseen and has said nothing for the longest; since when.
+        """The consumer with unseen messages that has been silent for longest, and since when.
 
-        Its first message unseen is one that counts.
+        Its first unseen message is still in flight.
         """
         silences = self._silences
         while silences:
@@ -815,7 +816,7 @@ class Delivery:
         self._now = max(self._now, now)
 
     def _oldest_sent(self) -> float | None:
-        """Since when the one waits that has waited longest: to leave, or for an answer."""
+        """When the longest wait of a message began: to be written, or for an answer."""
         sent = self._sent
         while sent:
             sent_at, entry = sent[0]
@@ -1143,17 +1144,17 @@ class Delivery:
 
 
 def _is_timed(sent_at: float, entry: Entry) -> bool:
-    """Whether a message still waits since then: to leave or, once it is seen, for an answer."""
+    """Whether a message has waited since `sent_at`: to be written or, once seen, for an answer."""
     return entry.state is _SENT and entry.sent_at == sent_at and entry.is_written == entry.is_seen
 
 
 def _is_unseen(number: int, entry: Entry) -> bool:
-    """Whether a message that has left under a number is still out, and perhaps not seen."""
+    """Whether a message that was sent under a number is still in flight, and not known as seen."""
     return entry.number == number and entry.state is _SENT and not entry.is_seen
 
 
 def _trim(unseen: deque[tuple[int, Entry]]) -> bool:
-    """Removes messages that are no longer out from the front; whether one is left."""
+    """Removes messages that are no longer in flight from the front; whether one is left."""
     while unseen and not _is_unseen(*unseen[0]):
         unseen.popleft()
     return bool(unseen)

@@ -84,13 +84,13 @@ class Entry:
         self.failures = 0
         self.reason: str | None = None
         self.sent_at = 0.0
-        """Since when it waits to leave for its consumer or, once seen, for an answer."""
+        """When its wait began: to be written to the stream or, once seen, for an answer."""
         self.is_written = False
         """Whether it has left for its consumer, and not only been handed to its stream."""
         self.number = 0
-        """Which of all messages that have left it is; later ones have higher numbers."""
+        """The number of its sending; later sendings have higher numbers."""
         self.is_seen = False
-        """Whether the consumer's program has it, as far as is known."""
+        """Whether the consumer's program is known to have it."""
         self.due = 0.0
 
     def __repr__(self) -> str:
@@ -126,19 +126,19 @@ class Consumer:
         self.flight: dict[int, Entry] = {}
         """What counts against its window: in flight to it, or failed there and waiting."""
         self.reports = False
-        """Whether it says which messages its program has received."""
+        """Whether it reports which messages its program has received."""
         self.unseen: deque[tuple[int, Entry]] = deque()
-        """What has left for it and its program may not have yet, each with its number."""
+        """Messages sent to it that its program may not have yet, each with its number."""
         self.heard_at = 0.0
-        """When it last answered, or the oldest of `unseen` became that."""
+        """When it last answered or reported, or the oldest of `unseen` became the oldest."""
         self.elsewhere: Callable[[], float] | None = None
-        """When its program was last heard of at another subscription that it reads, if it does."""
+        """Returns when its program last answered at another partition; None without partitions."""
         self.excuses = 0
-        """How often its silence was excused by that, since it answered."""
+        """Ack timeouts that `elsewhere` has excused since it answered."""
         self.is_watched = False
-        """Whether its silence is going to be noticed."""
+        """Whether its silence has a timer."""
         self.is_stalled = False
-        """It said nothing for too long, others have got its messages, and it has not answered."""
+        """Whether it was silent, its messages went to others, and it has not answered since."""
         self.is_in_rotation = False
         self.ready: list[tuple[int, str]] = []
         """A heap of the lanes whose first message is for it, by offset."""
@@ -317,9 +317,9 @@ class _Route(Enum):
 
 
 class _Lane:
-    """The messages of one key: the one that has been sent, if any, and those that never were.
+    """The messages of one key: the one that has been sent, if any, and those that wait behind it.
 
-    These are offsets, in runs: a consumer may be away for a million messages.
+    The waiting ones are stored as runs of offsets: a million may wait for a consumer that is away.
     """
 
     __slots__ = ("at", "head", "runs")
@@ -363,7 +363,7 @@ class Lanes:
     """A lane for each key; the first message of each goes where the ring says.
 
     Only messages that have been sent are entries. The others of a lane are offsets, and become
-    entries when it is their turn: what waits for a consumer costs little, however much it is.
+    entries when they are sent, so that a waiting message takes little memory.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class Lanes:
         Args:
             entries: All that have been sent and are not done.
             judge: What to do with one that has failed too often.
-            pass_over: Counts a range of messages as done, for nobody takes them.
+            pass_over: Counts a range of messages that match no filter as done.
             is_acked: Whether a message is done.
             make: Makes a message an entry, because it is about to be sent.
         """
@@ -391,7 +391,7 @@ class Lanes:
         self._make = make
         self._lanes: dict[str, _Lane] = {}
         self.waiting = 0
-        """Messages that were never sent, with those that were acknowledged meanwhile."""
+        """Messages that were never sent, including those acknowledged meanwhile."""
         self._ring = HashRing()
         self._attached: dict[int, Consumer] = {}
         self._known: Mapping[int, Consumer] = {}
@@ -436,7 +436,7 @@ class Lanes:
                 self._list(entry.key, lane)
 
     def _skip_acked(self, lane: _Lane) -> int | None:
-        """The first message of a lane that was never sent and has to be; None without one."""
+        """The first message of a lane that was never sent and is not acknowledged, or None."""
         while (offset := lane.first) is not None and self._is_acked(offset):
             lane.pop()
             self.waiting -= 1
@@ -504,7 +504,7 @@ class Lanes:
         return sends, sent
 
     def _drop_lane(self, key: str) -> None:
-        """Passes over all messages of a key that nobody takes, if none of them is under way."""
+        """Passes over all messages of a key that matches no filter, if none is in flight."""
         lane = self._lanes.get(key)
         if lane is None or (lane.head is not None and lane.head.state is not _QUEUED):
             return

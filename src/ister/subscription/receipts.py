@@ -1,13 +1,13 @@
-"""Receipts: what goes out with a message, and comes back with its acknowledgement.
+"""Receipts: sent with each message, and required for its acknowledgement.
 
-An acknowledgement without one could name any offset: of a topic that was deleted and made again, of
-a message that was never delivered. A receipt is a keyed hash of the consumer and the offset. Its
-key belongs to the subscription and is stored with it, so it is known again after a restart and to
-another broker, and a subscription that is made anew has another one. So whoever has a receipt was
-given the message, by this subscription of this topic, and the consumer's id in it is true. Its last
-byte is no part of the hash: it says which attempt it was, as far as one believes the client.
+Without one, an acknowledgement could name any offset: of a topic that was deleted and created
+again, or of a message that was never delivered. A receipt is a keyed hash of the consumer and the
+offset. The key is stored with the subscription, so receipts stay valid after a restart and on
+another broker, and a subscription that is created again has another key. A valid receipt proves
+that this subscription of this topic has delivered the message to this consumer. Its last byte is
+not part of the hash: it is the attempt, which a client could change.
 
-Danube's clients send a message's id back as it came, so there a receipt is a part of the id: the
+Danube's clients send a message's id back unchanged, so there the receipt is part of the id: the
 fragment of its broker address, `http://broker:6650#<consumer>.<hash>`.
 
 Values only.
@@ -42,7 +42,7 @@ class Receipts:
     __slots__ = ("_hash",)
 
     def __init__(self, key: str) -> None:
-        """Takes the subscription's key.
+        """Uses the key of a subscription.
 
         Args:
             key: As `new_key` made it.
@@ -57,16 +57,16 @@ class Receipts:
         return hashed & ~ATTEMPT_MAX | min(attempt, ATTEMPT_MAX)
 
     def find_attempt(self, token: int, consumer: int, offset: int) -> int | None:
-        """Which attempt a receipt is of; None if it is none of ours."""
+        """The attempt that a receipt is of; None if the receipt is not valid."""
         attempt = token & ATTEMPT_MAX
         return attempt if self.token(consumer, offset, attempt) == token else None
 
     def stamp(self, address: str, consumer: int, offset: int, attempt: int = 1) -> str:
-        """A broker address with the receipt behind it."""
+        """Appends the receipt to a broker address."""
         return f"{address}#{consumer:x}.{self.token(consumer, offset, attempt):016x}"
 
     def find_delivery(self, stamped: str, offset: int) -> tuple[int, int] | None:
-        """The consumer that a message was delivered to, and the attempt; None if it was not."""
+        """The consumer that a message was delivered to, and the attempt; None if not valid."""
         found = _STAMP.search(stamped)
         if found is None:
             return None

@@ -11,9 +11,9 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from broker_rig import a_broker, a_record, eventually, run
 from ister.broker import wire
+from ister.broker.principal_limits import PrincipalLimit
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Permission, Role, Scope
-from ister.broker.shares import Shares
 from ister.broker.wire import danube, danube_admin, ister_api
 from ister.client import Client
 from ister.client.contract import RangeTicket
@@ -394,16 +394,16 @@ def test_a_restriction_ends_the_streams_of_others(tmp_path):
 # -- what they may not have too much of ---------------------------------------------------------
 
 
-def test_shares_are_counted_by_principal():
+def test_a_limit_counts_by_principal():
     metrics = Metrics()
-    shares = Shares("things", 2, metrics, setting="a.setting")
-    with shares.taken("a"), shares.taken("a"):
-        with pytest.raises(CapacityError, match="a has 2 things"):
-            shares.check("a")
-        shares.check("b")
-        shares.check("")
-    assert shares.of("a") == 0
-    shares.check("a")
+    limit = PrincipalLimit("things", 2, metrics, setting="a.setting")
+    with limit.taken("a"), limit.taken("a"):
+        with pytest.raises(CapacityError, match="a already has 2 things"):
+            limit.check("a")
+        limit.check("b")
+        limit.check("")
+    assert limit.of("a") == 0
+    limit.check("a")
     assert metrics.snapshot()["broker.principal_limit_refusals_total"] == 1
 
 

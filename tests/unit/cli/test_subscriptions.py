@@ -34,6 +34,7 @@ class FewShown:
             "consumers": ("c",),
             "active": None,
             "max_unacked_messages": 10,
+            "principals": None,
         }
         names = ("shown", "too-many")
         return SimpleNamespace(

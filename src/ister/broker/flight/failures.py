@@ -1,8 +1,8 @@
-"""Errors on their way to a client: a status of gRPC whose text is the error in JSON.
+"""Errors as the client gets them: a gRPC status whose text is the error in JSON.
 
-The status is for programs that do not know the contract; pyarrow makes its kinds of Flight errors
-out of them. What is no error of `ister.errors` is a mistake of ours: it is logged here, and the
-client is told no more than that.
+The status is for programs that do not parse the text; pyarrow raises a Flight error by it. An
+exception that is not one of `ister.errors` is a bug of the broker: it is logged here, and the
+client gets no details.
 """
 
 from __future__ import annotations

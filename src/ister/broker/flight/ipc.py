@@ -1,13 +1,12 @@
-"""Columns in and out of Flight's messages: Arrow's IPC, with a bound on what a client's takes up.
+"""Decodes Arrow IPC schemas and batches from Flight messages, with a bound on their memory.
 
-Owns: the reading of schemas and batches that come from the network, and the making of those that go
-there. Does not own: Flight's frame around them (`ister.client.flight_data`), nor the checks of what
-is in the columns (`publish`).
+Owns: decoding what comes from the network. Does not own: the protobuf message around it
+(`ister.client.flight_data`), nor the checks of the columns' values (`publish`).
 
-The buffers of a batch may be compressed, and then begin with the size that they are going to have.
-Arrow believes that and allocates it, so it is added up here first: a batch that would be too large
-is refused while it is still small. For that a few fields of its header are read, which is a
-flatbuffer:
+The buffers of a batch may be compressed, and then begin with their uncompressed size. Arrow
+allocates that size without a check, so the sizes are added up here first, and a batch that would be
+too large is refused before it is decompressed. For that, a few fields of its header, a flatbuffer,
+are read:
 
     Message      0 version (4: V5)   1 kind of header (3: RecordBatch)   2 the header
                  4 metadata
@@ -37,7 +36,7 @@ _BUFFERS, _COMPRESSION = 2, 3
 _V5: Final = 4
 _RECORD_BATCH: Final = 3
 _I64: Final = struct.Struct("<q")
-# What Arrow and this module raise about bytes that are no message.
+# What Arrow and this module raise for bytes that are not a valid message.
 _NO_MESSAGE: Final = (pa.ArrowException, OSError, ValueError, EOFError, struct.error)
 
 
@@ -45,7 +44,7 @@ def read_schema(data: FlightData) -> pa.Schema:
     """The schema that a stream begins with.
 
     Raises:
-        InvalidRequestError: It is none.
+        InvalidRequestError: The message is not a schema.
     """
     try:
         return pa.ipc.read_schema(_message(data, "schema"))
@@ -57,8 +56,8 @@ def read_batch(data: FlightData, schema: pa.Schema, *, bytes_max: int) -> pa.Rec
     """The rows of a message; None if it has none. Not validated.
 
     Raises:
-        InvalidRequestError: It is no record batch.
-        MessageTooLargeError: It would take up more than `bytes_max` once it is not compressed.
+        InvalidRequestError: The message is not a record batch.
+        MessageTooLargeError: It would take more than `bytes_max` bytes uncompressed.
     """
     if not len(data.header):
         return None
@@ -84,13 +83,13 @@ def _message(data: FlightData, kind: str) -> pa.Message:
     parts = _Parts(memoryview(b"".join((prefix, header, padding))), data.body)
     message = pa.ipc.read_message(pa.PythonFile(parts, mode="r"))
     if message.type != kind:
-        # Arrow does not look everywhere, and takes one for the other.
+        # Arrow does not always check the type.
         raise ValueError(f"a {message.type} where a {kind} belongs")
     return message
 
 
 class _Parts:
-    """Views of bytes as a file, whose reads give views."""
+    """A file over views of bytes; reads return views, without a copy."""
 
     closed = False
 
@@ -98,7 +97,7 @@ class _Parts:
         self._parts = parts
 
     def read(self, size: int) -> memoryview:
-        """Up to so many bytes; less at the end of a part."""
+        """Reads up to `size` bytes; fewer at the end of a part."""
         while self._parts and not len(self._parts[0]):
             self._parts = self._parts[1:]
         if not self._parts:
@@ -108,11 +107,11 @@ class _Parts:
         return found
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 def _inflated_bytes(header: memoryview, body: memoryview) -> int:
-    """How large the buffers of a batch say that they are; 0 if they are not compressed."""
+    """The uncompressed size of a batch's buffers, as they state it; 0 if not compressed."""
     message = _Table(header, _unsigned(header, 0))
     if message.byte(_KIND) != _RECORD_BATCH:
         return 0
@@ -134,20 +133,20 @@ def _inflated_bytes(header: memoryview, body: memoryview) -> int:
 
 def _unsigned(data: memoryview, position: int) -> int:
     if position < 0:
-        raise ValueError("a place before the header")
+        raise ValueError("a position before the header")
     value: int = struct.unpack_from("<I", data, position)[0]
     return value
 
 
 class _Table:
-    """A table of a flatbuffer; everything raises ValueError or struct.error if it is none."""
+    """A table of a flatbuffer; its methods raise ValueError or struct.error if it is invalid."""
 
     def __init__(self, data: memoryview, position: int) -> None:
         self._data = data
         self._position = position
         self._fields = position - struct.unpack_from("<i", data, position)[0]
         if self._fields < 0:
-            raise ValueError("a place before the header")
+            raise ValueError("a position before the header")
         (self._fields_bytes,) = struct.unpack_from("<H", data, self._fields)
 
     def place(self, field: int) -> int | None:
@@ -173,7 +172,7 @@ class _Table:
             return iter(())
         start = place + _unsigned(self._data, place)
         count = _unsigned(self._data, start)
-        # The compiler of flatbuffers puts structs of 8 byte numbers where they are aligned.
+        # The pairs follow the count: flatbuffers places it so that they are aligned.
         end = start + 4 + 16 * count
         if end > len(self._data):
             raise ValueError("more buffers than the header has room for")

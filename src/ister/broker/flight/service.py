@@ -1,17 +1,17 @@
-"""Flight's service: what clients ask for, found, allowed, counted and answered.
+"""Flight's service: checks the caller's rights, finds the topic, counts the call, answers it.
 
     gRPC's server ─► the guard ─► FlightService ─► threads: reads, publish, actions
 
-Owns: the calls, who may make which, how many streams there are, and their end: those under way are
-given a while, then they are cancelled. Does not own: the server and its limits
-(`ister.broker.server`), topics (`source`), what is done with them (`reads`, `publish`).
+Owns: the calls, which right each needs, the number of streams, and their end: at shutdown, calls
+under way are cancelled after a grace period. Does not own: the server and its limits
+(`ister.broker.server`), topics (`source`), reading and publishing (`reads`, `publish`).
 
-Columns are read, checked and made in threads of this service, one at most for each call; the loop
-passes their bytes on, and appends small batches itself. A read takes a thread only while its next
-batch is being made, so a client that takes its time holds none.
+Batches are decoded, checked and encoded in threads of this service, at most one for each call; the
+loop passes their bytes on, and appends small batches itself. A read uses a thread only while its
+next batch is being encoded, so a slow client holds none.
 
-A caller's rights are checked before a topic is looked for, so that the answer does not tell
-whether it exists, and again while a stream runs.
+A caller's rights are checked before the topic is looked up, so that the answer does not reveal
+whether it exists, and again while a stream is open.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ __all__ = ["PUBLISH", "READ", "SERVICE", "FlightService", "message_bytes_max"]
 SERVICE: Final = "arrow.flight.protocol.FlightService"
 READ: Final = "read"
 PUBLISH: Final = "publish"
-"""What reads and publishes are counted as; actions are counted by their own names."""
+"""The names under which reads and publishes are counted; actions are counted by their own names."""
 
 _GRACE_SECONDS: Final = 5.0
-# Beside those of streams.
+# In addition to one thread for each stream.
 _ACTION_THREADS: Final = 64
-# What a batch has around its columns.
+# The parts of a batch that are not columns.
 _HEADER_BYTES: Final = 256 * KIB
 
 _Answer = TypeVar("_Answer")
@@ -96,7 +96,7 @@ _IsGone = Callable[[], bool]
 
 
 def message_bytes_max(limits: FlightLimits, message_size_max: int) -> int:
-    """How large a message of gRPC may be, where a topic's messages may be that large."""
+    """The largest gRPC message, if a topic's messages may have `message_size_max` bytes."""
     return _batch_bytes_max(limits, message_size_max) + _HEADER_BYTES
 
 
@@ -105,7 +105,7 @@ def _batch_bytes_max(limits: FlightLimits, message_size_max: int) -> int:
 
 
 class FlightService:
-    """The service. Belongs to the loop that it serves on."""
+    """The Flight service. Used on the loop that it serves on."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class FlightService:
         limits: FlightLimits | None = None,
         on_call: Callable[[str], None] | None = None,
     ) -> None:
-        """Prepares it; `add_to` has a server use it.
+        """Prepares the service; `add_to` adds it to a server.
 
         Args:
             source: The topics.
             access: Who may do what; everybody everything by default.
             limits: Bounds.
-            on_call: Told what is asked for, by its name.
+            on_call: Called with the name of each call.
         """
         self._source = source
         self._access = access or OpenAccess()
@@ -145,7 +145,7 @@ class FlightService:
         }
 
     def add_to(self, server: grpc.aio.Server, calls: Calls | None = None) -> None:
-        """Has a server answer Flight's calls; `calls` counts them."""
+        """Adds Flight's calls to a server; `calls` counts them."""
         calls = calls or Calls()
         methods: dict[str, tuple[Any, bool]] = {
             "DoGet": (self.do_get, False),
@@ -181,7 +181,7 @@ class FlightService:
     # -- the end ----------------------------------------------------------------------------
 
     async def close(self, grace_seconds: float = _GRACE_SECONDS) -> None:
-        """Ends: new calls are refused, those under way may take so long, publishers are told.
+        """Refuses new calls, and ends those under way within the grace period.
 
         Topics may be closed afterwards: no thread of this service uses them any more.
         """
@@ -278,9 +278,9 @@ class FlightService:
                 yield encode_fields((1, item))
 
     async def list_actions(self, request: bytes, context: Any) -> AsyncIterator[bytes]:  # noqa: ANN401
-        """The names of the actions."""
+        """The names of the actions, and what they do."""
         for action in Action:
-            yield encode_fields((1, action.encode()), (2, action.name.encode()))
+            yield encode_fields((1, action.encode()), (2, _DESCRIPTIONS[action].encode()))
 
     def _watermarks(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
         request = WatermarksRequest.from_json(body)
@@ -339,7 +339,7 @@ class FlightService:
         requests: AsyncIterator[bytes],
         context: Any,  # noqa: ANN401
     ) -> AsyncIterator[bytes]:
-        """Takes rows, and gives the answers to them."""
+        """Appends rows, and answers each batch."""
         with self._counted(PUBLISH) as caller:
             first = await anext(requests, None)
             data = _data(first if first is not None else b"")
@@ -415,7 +415,7 @@ class _Streams:
             return self._by_caller.total()
 
     def take(self, caller: str) -> Callable[[], None]:
-        """Counts one more; returns what ends it.
+        """Counts one more stream; returns the function that ends it.
 
         Raises:
             CapacityError: There are too many.
@@ -426,9 +426,7 @@ class _Streams:
                 caller != "" and self._by_caller[caller] >= limits.streams_per_caller_max
             )
             if is_one_too_many:
-                raise CapacityError(
-                    "too many streams at once", hint="end some, or come again in a while"
-                )
+                raise CapacityError("too many streams at once", hint="close some, or retry later")
             self._by_caller[caller] += 1
         return partial(self._release, caller)
 
@@ -439,7 +437,16 @@ class _Streams:
                 del self._by_caller[caller]
 
 
-# Whether their requests are streams.
+_DESCRIPTIONS: Final = {
+    Action.WATERMARKS: "the watermarks of topics",
+    Action.TOPICS: "the names of all topics that the caller may see",
+    Action.FIND_TIME: "the first offset of a range published at or after a time",
+    Action.APPEND_STAGED: "append rows that were staged in the bucket",
+    Action.PLAN_UPLOAD: "the objects that an upload of a topic would make",
+    Action.STORAGE: "the settings of the stores, without credentials",
+}
+
+# The other calls of Flight; whether their requests are streams.
 _UNSUPPORTED: Final = {
     "Handshake": True,
     "ListFlights": False,
@@ -455,10 +462,12 @@ async def _refuse(name: str, _request: Any, _context: Any) -> AsyncIterator[byte
 
 
 def _unsupported(name: str) -> bytes:
-    raise UnsupportedOperationError(
-        f"{name} is not supported",
-        hint="credentials go into the header 'authorization' of each call",
+    hint = (
+        "credentials go into the header 'authorization' of each call"
+        if name == "Handshake"
+        else "the calls are DoGet, DoPut, DoAction and ListActions"
     )
+    raise UnsupportedOperationError(f"{name} is not supported", hint=hint)
 
 
 def _fields(request: bytes) -> dict[int, memoryview]:
@@ -471,7 +480,7 @@ def _fields(request: bytes) -> dict[int, memoryview]:
 def _read_rows(
     message: bytes, *, schema: pa.Schema, bytes_max: int
 ) -> tuple[pa.RecordBatch | None, bytes]:
-    """The batch of a message, if it has one, and what came with it."""
+    """The batch of a message, if it has one, and its application metadata."""
     data = _data(message)
     return read_batch(data, schema, bytes_max=bytes_max), bytes(data.metadata)
 
@@ -484,4 +493,6 @@ def _data(message: bytes) -> FlightData:
 
 
 def _ending() -> IsterError:
-    return UnavailableError("the server ends", hint="connect again, and send what is not answered")
+    return UnavailableError(
+        "the broker is ending", hint="reconnect, and send again what was not answered"
+    )

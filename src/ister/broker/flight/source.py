@@ -40,9 +40,9 @@ class FlightLimits:
     """What one service takes on."""
 
     streams_max: int = 256
-    """Reads and publishes under way in all; a publish of large batches has a thread."""
+    """Reads and publishes under way; each may use a thread."""
     streams_per_caller_max: int = 64
-    """Of one caller, where callers say who they are."""
+    """Reads and publishes of one authenticated caller."""
     batch_rows_max: int = 65_536
     batch_bytes_max: int = 32 * MIB
     """Of one batch, or as much as one message may have."""
@@ -124,7 +124,7 @@ class TopicSource(Protocol):
     def admits_at_once(
         self, topic: SequencedTopic, *, producer: str | None, principal: str
     ) -> bool:
-        """Whether `admit` does not wait, nor take long, so that the loop may call it."""
+        """Whether `admit` takes no time worth a thread, so that the loop may call it."""
         ...
 
     def note(self, topic: SequencedTopic, batch: pa.RecordBatch) -> None:

@@ -54,7 +54,7 @@ CREDENTIAL_HEADERS: Final = ("authorization", "x-api-key")
 _TOKEN_CHARACTERS_MAX: Final = 7168
 _CLAIMS: Final = ("exp", "iss", "aud", "sub")
 
-# Kinds of alternative names that can be the name of a client.
+# The kinds of alternative names that identify a client.
 _NAMES: Final = (x509.UniformResourceIdentifier, x509.DNSName, x509.RFC822Name)
 
 # The least length of a key is that of the digest.
@@ -133,7 +133,7 @@ class Authenticator:
 
     @property
     def takes_certificates(self) -> bool:
-        """Whether client certificates are of interest."""
+        """Whether client certificates are used."""
         return self._is_on and self._takes_certificates
 
     def authenticate(
@@ -216,17 +216,17 @@ def _check_unused(config: AuthConfig) -> None:
 
 
 def certificate_name(certificate: bytes) -> str:
-    """The name that a client certificate stands for, the same on every port.
+    """The name of the client that a certificate identifies, the same on every port.
 
     It is the first alternative name that is a URI, a DNS name or an email address. The common name
-    counts only where there are no alternative names at all: an authority that writes some other
-    kind of name has not checked the common name for this use.
+    is used only if there are no alternative names at all: an authority that issues other kinds of
+    names may not have verified the common name.
 
     Args:
-        certificate: PEM or DER; whoever calls has checked that it is to be trusted.
+        certificate: PEM or DER; TLS has verified it.
 
     Raises:
-        UnauthenticatedError: There is no such name, or several common names.
+        UnauthenticatedError: There is no such name, or there are several common names.
     """
     try:
         load = (

@@ -1,14 +1,14 @@
 """The guard in front of every gRPC call, Flight's among them.
 
 Every call is authenticated before its handler sees it, whatever the service: there is no list of
-methods that could be forgotten. The handler runs with the caller as the current one. Nothing of a
-request is taken in before its caller is known, however large it is: a request that is one message
-is read here.
+methods that could be forgotten. The handler runs with the caller as the current one. A request is
+read only after its caller is authenticated, so that others cannot make the broker hold large ones:
+a request of one message is read here.
 
 A call that answers with a stream is judged again about once a second, and ended with
 UNAUTHENTICATED or PERMISSION_DENIED as soon as it would no longer be let in. The handler is
 cancelled for that, so what it holds is let go of. Streams of one principal are limited in number,
-and so are its calls whose request has not arrived: they could stay for ever, and keep others out.
+and so are its calls whose request has not arrived: otherwise they could block others for ever.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
+from ister.broker.principal_limits import PrincipalLimit
 from ister.broker.rpc import status_of
 from ister.broker.security.authentication import collect_headers
 from ister.broker.security.guard import VERIFY_SECONDS, Caller, Guard, entered
 from ister.broker.security.principal import counted_as
-from ister.broker.shares import Shares
 from ister.errors import CapacityError, IsterError, UnauthenticatedError
 
 __all__ = ["GrpcGuard"]
@@ -41,17 +41,17 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         guard: Who decides.
-        streams: The streams of each principal; without, they are not counted.
-        arriving: Its other calls whose request has not arrived, likewise.
-        texts: What refusals of a service say, by its name; the error as text by default.
+        streams: Limits the streams of each principal; None for no limit.
+        arriving: Limits its other calls whose request has not arrived; None for no limit.
+        texts: Formats the errors of a service, by its name; `str` by default.
     """
 
     def __init__(
         self,
         guard: Guard,
-        streams: Shares | None = None,
+        streams: PrincipalLimit | None = None,
         *,
-        arriving: Shares | None = None,
+        arriving: PrincipalLimit | None = None,
         texts: Mapping[str, Callable[[IsterError], str]] | None = None,
     ) -> None:
         self._guard = guard

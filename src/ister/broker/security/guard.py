@@ -120,7 +120,7 @@ class Caller:
             self._checked[check] = None
 
     def remember_use(self, subscription: Restricted, topic: str) -> None:
-        """Notes a subscription that the caller has to go on being allowed to use."""
+        """Records a subscription that the caller must stay allowed to use."""
         self._used = (subscription, topic)
 
     def verify(self, *, at_once: bool = False) -> None:
@@ -375,14 +375,14 @@ class Guard:
     def check_subscription(
         self, principal: Principal, subscription: Restricted, *, topic: str
     ) -> None:
-        """Refuses those that a subscription is not restricted to.
+        """Refuses a principal that may not use a restricted subscription.
 
-        Whoever manages the topic's namespace may use all of its subscriptions. Within a stream that
-        a transport guards, the right has to hold for as long as it goes on.
+        Principals with MANAGE_NAMESPACE on the topic's namespace may use all of its subscriptions.
+        Within a stream, the right is checked again for as long as the stream is open.
 
         Raises:
-            PermissionDeniedError: It is restricted to others.
-            UnavailableError: It is not known at the moment whether they may.
+            PermissionDeniedError: The subscription is restricted to other principals.
+            UnavailableError: The rights cannot be read at the moment.
         """
         if not self.is_on:
             return
@@ -552,7 +552,7 @@ def _denied(principal: Principal, permission: Permission, resource: str) -> Perm
 def _restricted(principal: Principal, resource: str) -> PermissionDeniedError:
     return PermissionDeniedError(
         f"{principal} may not use {resource[:300]}",
-        hint="it is restricted: `ister subscriptions restrict` says who may",
+        hint="it is restricted to other principals; `ister subscriptions describe` lists them",
     )
 
 

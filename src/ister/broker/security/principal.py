@@ -65,7 +65,7 @@ ANONYMOUS: Final = Principal(name="anonymous", kind=PrincipalKind.ANONYMOUS)
 
 
 def counted_as(principal: Principal) -> str:
-    """Whose share of connections and the like a call counts for; "" for anonymous callers."""
+    """The principal that streams and consumers are counted for; "" for anonymous callers."""
     return "" if principal.kind is PrincipalKind.ANONYMOUS else str(principal)
 
 

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from certificates import IDENTITIES, LOCAL_NAMES, Authority
+from ister.broker.principal_limits import PrincipalLimit
 from ister.broker.rpc import status_of
 from ister.broker.security import grpc_guard
 from ister.broker.security import guard as guard_module
@@ -16,7 +17,6 @@ from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import current_caller, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.security.tls import ServerTls
-from ister.broker.shares import Shares
 from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig
 from ister.errors import IsterError
@@ -390,7 +390,9 @@ def test_streams_of_one_principal_are_limited(rig):
 
     async def scenario():
         async with (
-            serving(rig.guard, streams=Shares("streams", 3, Metrics(), setting="limit")) as (
+            serving(
+                rig.guard, streams=PrincipalLimit("streams", 3, Metrics(), setting="limit")
+            ) as (
                 _,
                 address,
             ),
@@ -421,7 +423,7 @@ def test_calls_whose_request_does_not_arrive_are_limited(rig):
     """They could stay for ever, until gRPC takes nobody's calls any more."""
 
     async def scenario():
-        arriving = Shares("calls", 3, Metrics(), setting="limit")
+        arriving = PrincipalLimit("calls", 3, Metrics(), setting="limit")
         async with (
             serving(rig.guard, arriving=arriving) as (_, address),
             grpc.aio.insecure_channel(address) as channel,

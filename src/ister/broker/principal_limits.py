@@ -1,10 +1,10 @@
-"""How many of something each principal has: subscriptions, consumers, streams.
+"""Limits per principal: subscriptions, consumers, streams.
 
-One principal must not take what all of them share. Callers that need not say who they are cannot be
-told apart: they are one principal here, or none where a bound of the broker holds for all.
+A limit keeps one principal from using up what all of them share. Anonymous callers cannot be told
+apart: they count as one principal, or are not counted where a limit of the whole broker applies.
 
-Owns: the counts of one kind of thing, and refusals beyond a bound. Does not own: who calls
-(`ister.broker.security`). Used on the broker's loop alone.
+Owns: the counts of one kind of thing, and refusals beyond the limit. Does not own: who calls
+(`ister.broker.security`). Used only on the broker's loop.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from ister.errors import CapacityError, IsterError
 from ister.metrics import Metrics
 
-__all__ = ["Shares"]
+__all__ = ["PrincipalLimit"]
 
 
-class Shares:
+class PrincipalLimit:
     """The counts of one kind of thing, by principal."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Shares:
         setting: str,
         error: type[IsterError] = CapacityError,
     ) -> None:
-        """Counts from nothing.
+        """Starts with no counts.
 
         Args:
             what: What is counted, in the plural.
@@ -52,20 +52,20 @@ class Shares:
         return self._counts[principal]
 
     def check(self, principal: str) -> None:
-        """Refuses a principal that has as many as it may have; "" is never refused.
+        """Refuses a principal that is at the limit; "" is never refused.
 
         Raises:
-            IsterError: It has; of the kind that was asked for.
+            IsterError: The principal is at the limit; the error is of the class `error`.
         """
         if principal and self._counts[principal] >= self._limit:
             self._metrics.count("broker.principal_limit_refusals_total")
             raise self._error(
-                f"{principal} has {self._counts[principal]} {self._what}",
+                f"{principal} already has {self._counts[principal]} {self._what}",
                 hint=f"{self._setting} is the limit",
             )
 
     def add(self, principal: str) -> None:
-        """Counts one more, whatever the limit is: it is there already."""
+        """Counts one more, regardless of the limit: it exists already."""
         if principal:
             self._counts[principal] += 1
 
