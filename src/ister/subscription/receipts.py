@@ -10,7 +10,7 @@ not part of the hash: it is the attempt, which a client could change.
 Danube's clients send a message's id back unchanged, so there the receipt is part of the id: the
 fragment of its broker address, `http://broker:6650#<consumer>.<hash>`.
 
-Values only.
+Values, and a few hashes that are needed again soon.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ ATTEMPT_MAX: Final = 255
 """Of a receipt; later attempts have this number, too."""
 
 _KEY_BYTES: Final = 16
+# One hash has the receipts of so many neighbours: each message needs two, to make and to check it.
+_NEIGHBOURS: Final = 8
 _HASHED: Final = Struct("<QQ")
+_HASHES: Final = Struct(f">{_NEIGHBOURS}Q")
+_CACHED_MAX: Final = 128
 _STAMP: Final = re.compile(r"#([0-9a-f]{1,16})\.([0-9a-f]{16})\Z")
 
 
@@ -39,7 +43,7 @@ def new_key() -> str:
 class Receipts:
     """Makes and checks the receipts of one subscription."""
 
-    __slots__ = ("_hash",)
+    __slots__ = ("_cached", "_hash")
 
     def __init__(self, key: str) -> None:
         """Uses the key of a subscription.
@@ -47,14 +51,26 @@ class Receipts:
         Args:
             key: As `new_key` made it.
         """
-        self._hash = blake2b(key=key.encode(), digest_size=8)
+        self._hash = blake2b(key=key.encode(), digest_size=_HASHES.size)
+        self._cached: dict[tuple[int, int], list[int]] = {}
 
     def token(self, consumer: int, offset: int, attempt: int = 1) -> int:
         """The receipt of a message that was delivered to a consumer; 64 bits."""
+        place = (consumer, offset // _NEIGHBOURS)
+        hashes = self._cached.get(place)
+        if hashes is None:
+            hashes = self._make(place)
+        last = attempt if attempt < ATTEMPT_MAX else ATTEMPT_MAX
+        return hashes[offset % _NEIGHBOURS] | last
+
+    def _make(self, place: tuple[int, int]) -> list[int]:
         made = self._hash.copy()
-        made.update(_HASHED.pack(consumer, offset))
-        hashed = int.from_bytes(made.digest(), "big")
-        return hashed & ~ATTEMPT_MAX | min(attempt, ATTEMPT_MAX)
+        made.update(_HASHED.pack(*place))
+        if len(self._cached) >= _CACHED_MAX:
+            self._cached.clear()
+        hashes = [one & ~ATTEMPT_MAX for one in _HASHES.unpack(made.digest())]
+        self._cached[place] = hashes
+        return hashes
 
     def find_attempt(self, token: int, consumer: int, offset: int) -> int | None:
         """The attempt that a receipt is of; None if the receipt is not valid."""

@@ -29,6 +29,15 @@ def test_a_stamp_is_of_one_subscription_one_consumer_and_one_message():
     assert receipts.token(5, 7) not in (receipts.token(7, 5), others.token(5, 7))
 
 
+def test_receipts_of_neighbours_differ_and_are_made_again_alike():
+    key = new_key()
+    receipts = Receipts(key)
+    made = [receipts.token(consumer, offset) for consumer in (1, 2) for offset in range(5000)]
+    assert len(set(made)) == len(made)
+    again = Receipts(key)
+    assert [again.token(2, offset) for offset in reversed(range(5000))] == made[:4999:-1]
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "#", "#.", "#1.", "#1.0", "#x.0123456789abcdef", "#1.0123456789abcdeX", "#" * 10**6],
