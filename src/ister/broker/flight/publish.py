@@ -39,7 +39,9 @@ __all__ = ["Publishing", "check_schema"]
 
 # How often a stream looks whether its client may still publish.
 _LOOK_SECONDS: Final = 1.0
+# What the loop takes itself: as it came and, if it was compressed, as it is then.
 _SMALL_BYTES: Final = 32 * KIB
+_SMALL_ROWS: Final = 1024
 _REFERENCES: Final = (
     pa.types.is_dictionary,
     pa.types.is_run_end_encoded,
@@ -97,7 +99,7 @@ class Publishing:
         topic: SequencedTopic,
         opened: PutOpen,
         *,
-        read: Callable[[bytes], tuple[pa.RecordBatch | None, bytes]],
+        read: Callable[..., tuple[pa.RecordBatch | None, bytes]],
         run: Callable[..., Awaitable[Any]],
         limits: FlightLimits,
         batch_bytes_max: int,
@@ -111,7 +113,8 @@ class Publishing:
         Args:
             topic: Where the rows go.
             opened: What the client has said at the beginning.
-            read: Makes a batch, and what came with it, of a message; any thread may call it.
+            read: Makes a batch, and what came with it, of a message and the most bytes that the
+                batch may have; any thread may call it.
             run: Calls a function in a thread.
             limits: Bounds.
             batch_bytes_max: The most bytes of one batch.
@@ -162,13 +165,15 @@ class Publishing:
                 if message is None or self._failure is not None:
                     break
                 self._still_allowed()
+                item: _Pending | None = None
                 if len(message) <= _SMALL_BYTES and self._admits_at_once(self._topic):
                     item = await self._take_here(message)
-                else:
+                if item is None:
                     # The next one comes over the network meanwhile.
                     ahead = asyncio.ensure_future(anext(requests, None))
                     item = await self._run(self._take, message)
                 del message
+                assert item is not None  # noqa: S101 - for mypy
                 self._pending.append(item)
                 self._unacked_bytes += item.size_bytes
                 self._arrived.set()
@@ -199,12 +204,23 @@ class Publishing:
 
     def _take(self, message: bytes) -> _Pending:
         """Checks and appends a batch, however long that takes. In any thread."""
-        batch, sequence, size = self._open(message)
+        batch, metadata = self._read(message, bytes_max=self._batch_bytes_max)
+        batch, sequence, size = self._open(batch, metadata)
         return self._noted(batch, sequence, size, self._append(batch, sequence))
 
-    async def _take_here(self, message: bytes) -> _Pending:
-        """Like `_take`, on the loop; a thread helps where it would have to wait."""
-        batch, sequence, size = self._open(message)
+    async def _take_here(self, message: bytes) -> _Pending | None:
+        """Like `_take`, on the loop; a thread helps where it would have to wait.
+
+        Returns:
+            None if there is more in the batch than its message is large: it is for `_take`.
+        """
+        try:
+            found, metadata = self._read(message, bytes_max=_SMALL_BYTES)
+        except MessageTooLargeError:
+            return None
+        if found is not None and found.num_rows > _SMALL_ROWS:
+            return None
+        batch, sequence, size = self._open(found, metadata)
         opened = self._opened
         appended = None
         if opened.producer is not None:
@@ -216,9 +232,10 @@ class Publishing:
             appended = await self._run(self._append, batch, sequence)
         return self._noted(batch, sequence, size, appended)
 
-    def _open(self, message: bytes) -> tuple[pa.RecordBatch, int, int]:
+    def _open(
+        self, batch: pa.RecordBatch | None, metadata: bytes
+    ) -> tuple[pa.RecordBatch, int, int]:
         """The rows of a message, checked and admitted; their sequence and their size."""
-        batch, metadata = self._read(message)
         if batch is None or not metadata:
             raise InvalidRequestError(
                 "rows without their sequence, or the other way round",

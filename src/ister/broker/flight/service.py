@@ -358,7 +358,7 @@ class FlightService:
                 publishing = Publishing(
                     topic,
                     opened,
-                    read=partial(_read_rows, schema=schema, bytes_max=self._batch_bytes_max),
+                    read=partial(_read_rows, schema=schema),
                     run=self._run,
                     limits=self._limits,
                     batch_bytes_max=self._batch_bytes_max,

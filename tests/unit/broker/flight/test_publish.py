@@ -394,6 +394,45 @@ def test_rows_that_share_their_bytes_are_not_multiplied(server, topic):
     assert topic.watermarks.next == 0
 
 
+class _Watched(LogSource):
+    """Notes which threads admit rows."""
+
+    def __init__(self, log):
+        super().__init__(log)
+        self.threads = []
+
+    def admit(self, *_args, **_more):
+        self.threads.append(threading.current_thread().name)
+
+
+@pytest.mark.parametrize(
+    ("texts", "codec", "is_on_loop"),
+    [
+        ([b"x" * 100], None, True),
+        ([b"x" * 100], "zstd", True),
+        ([bytes(MIB)], "zstd", False),
+        ([b""] * 2000, None, False),
+    ],
+)
+def test_the_loop_takes_small_batches_alone(log, topic, texts, codec, is_on_loop):
+    """Goal: messages that are small, and batches that are not."""
+    kind = pa.binary(0) if texts[0] == b"" else pa.binary()
+    batch = pa.record_batch({"payload": pa.array(texts, kind)})
+    options = flight.FlightCallOptions(write_options=pa.ipc.IpcWriteOptions(compression=codec))
+    opened = PutOpen(topic=TOPIC, producer=None).to_json()
+    source = _Watched(log)
+    with FlightServer(source) as server, flight.connect(f"grpc://{server.address}") as client:
+        descriptor = flight.FlightDescriptor.for_command(opened)
+        writer, reader = client.do_put(descriptor, batch.schema, options)
+        writer.write_with_metadata(batch, PutBatch(sequence=0).to_json())
+        writer.done_writing()
+        assert reader.read() is not None
+        writer.close()
+    (thread,) = source.threads
+    assert thread.startswith("ister-flight") is not is_on_loop
+    assert topic.watermarks.next == len(texts)
+
+
 def test_schema_and_command_are_short(server, topic):
     wide = SCHEMA.with_metadata({"x": "y" * MIB})
     _, error = raw_put(server, [], schema=wide)
