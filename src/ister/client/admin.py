@@ -121,11 +121,12 @@ class AdminCalls:
         """Adds partitions to a partitioned topic; returns all of them.
 
         Which partition a routing key goes to depends on the number of partitions. Messages of one
-        key that are published before and after may be in two partitions, and nothing orders these.
+        key that are published before and after may be in two partitions, and consumers may get
+        them out of order.
 
         Args:
             topic: Its name.
-            partitions: How many it has then. New ones have the ack level and codec of the first.
+            partitions: The new number. New ones have the ack level and codec of the first.
 
         Raises:
             NotFoundError: There is no such partitioned topic.
@@ -277,14 +278,14 @@ class AdminCalls:
         return in_force
 
     async def release_producer(self, topic: str, producer: str) -> str | None:
-        """Frees a producer's name: it belongs to the principal that uses it next.
+        """Releases a producer name: it then belongs to the principal that uses it next.
 
         Args:
             topic: The topic; all partitions of a partitioned one.
             producer: The producer's name.
 
         Returns:
-            The principal that had it; None if nobody had.
+            The principal that it belonged to; None if the name was not claimed.
 
         Raises:
             NotFoundError: There is no such topic.
@@ -444,15 +445,15 @@ class AdminCalls:
     async def restrict_subscription(
         self, topic: str, subscription: str, principals: Sequence[str] | None
     ) -> None:
-        """Changes who may consume, acknowledge, seek, change and remove a subscription.
+        """Restricts who may consume, acknowledge, seek, change and remove a subscription.
 
-        Whoever manages the topic's namespace may always. Streams of others end within a second.
+        Principals with `manage_namespace` always may. Streams of others end within a second.
 
         Args:
             topic: The topic, or a partitioned one.
             subscription: Its name.
-            principals: `user:NAME` or `service:NAME`, a name alone is a user's; None lifts the
-                restriction: all who may consume the topic may use it.
+            principals: `user:NAME` or `service:NAME` (a name alone is a user); None removes the
+                restriction: all who may consume the topic may use the subscription.
 
         Raises:
             NotFoundError: There is no such topic or subscription.
@@ -537,10 +538,10 @@ class AdminCalls:
     async def revoke_role(
         self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
     ) -> None:
-        """Takes back what `grant_role` gave with the same arguments.
+        """Revokes a role that `grant_role` gave with the same arguments.
 
         Raises:
-            NotFoundError: It was not given.
+            NotFoundError: The role was not granted.
             IsterError: It is refused, or no broker has answered in time.
         """
         kind, name = _principal(principal)

@@ -20,8 +20,8 @@ So one consumer sees a message twice only if it failed, if the program took and 
 for the ack timeout, or if a broker was killed before it wrote down an acknowledgement that it had
 confirmed; others may see one that this one had when its stream broke.
 
-The broker is told which message the program has received last, if it holds one for a while: the ack
-timeout of what waits in the inbox has not begun.
+If the program holds a message for a while, the client reports to the broker which one it received
+last: the ack timeout of messages that wait in the inbox has not begun.
 
 A consumer that does not take its messages stops the reading from the network once some bytes are
 in the inbox, and the broker holds back what is not acknowledged.
@@ -56,7 +56,7 @@ _LINGER_SECONDS: Final = 0.02
 _ACKS_MAX: Final = 1000
 _OPEN_SECONDS: Final = 15.0
 _VERDICT_SECONDS: Final = 2.0
-# How often the broker is told what the program has received. Most is acknowledged by then.
+# How often received messages are reported. Most are acknowledged before that.
 _REPORT_SECONDS: Final = 0.25
 # What the program holds comes again within so long after a stream was opened.
 _RESUME_SECONDS: Final = 30.0

@@ -131,8 +131,7 @@ class Gate(Protocol):
         """Called before so many rows are appended; may wait, where the topic has a rate.
 
         Raises:
-            UnavailableError: It cannot wait so long; the batch is finished when it is asked for
-                again.
+            UnavailableError: The wait was cancelled; a repeated call appends the rest.
         """
         ...
 

@@ -30,7 +30,7 @@ __all__ = ["PartitionedTopic", "PlacedMessage", "split_rows"]
 
 
 class PlacedMessage(NamedTuple):
-    """Where a message is."""
+    """The partition and offset of a message."""
 
     topic: Topic
     """The partition."""
@@ -124,11 +124,11 @@ class PartitionedTopic:
 
 
 def split_rows(batch: pa.RecordBatch, partitions: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Divides rows among so many partitions; the order of the rows stays.
+    """Divides rows among partitions; keeps the order of the rows.
 
     Args:
-        batch: Rows with a column `payload`, and perhaps one `routing_key`.
-        partitions: How many there are.
+        batch: Rows with a column `payload`, and optionally `routing_key`.
+        partitions: The number of partitions.
 
     Returns:
         The number of each partition that gets rows, and its rows.
@@ -139,7 +139,7 @@ def split_rows(batch: pa.RecordBatch, partitions: int) -> Iterator[tuple[int, pa
     at = batch.schema.get_field_index("routing_key")
     payload = batch.schema.get_field_index("payload")
     if partitions == 1 or payload < 0 or not batch.num_rows:
-        # Whoever appends rows without a payload says what is wrong.
+        # Rows without a payload are refused when they are appended.
         yield 0, batch
         return
     keys = batch.column(at) if at >= 0 else pa.nulls(batch.num_rows)
@@ -161,7 +161,7 @@ def split_rows(batch: pa.RecordBatch, partitions: int) -> Iterator[tuple[int, pa
 
 
 def _as_bytes(value: object) -> bytes:
-    """The bytes of a payload; of what is none, which whoever appends it refuses, b""."""
+    """The bytes of a payload; b"" for other values, which are refused when they are appended."""
     if isinstance(value, str):
         return value.encode()
     return value if isinstance(value, bytes) else b""

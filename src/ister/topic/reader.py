@@ -116,7 +116,7 @@ class Reader:
         self._wait_count = 0
         self._damage_left_out = 0
         self.span: Callable[[int, int], int | None] | None = None
-        """How many bytes the frames of a range take, as far as somebody knows; None if not.
+        """Returns the size of the frames of a range, in bytes; None if it is not known.
 
         With it a single frame is found without reading those before it.
         """

@@ -62,8 +62,8 @@ __all__ = [
 EPOCH_MAX: Final = (1 << 32) - 1
 """Seconds since the Unix epoch fit, for those who have no better number."""
 EPOCH_STEP_MAX: Final = 1 << 24
-"""How far an epoch may be above the producer's last one, or above the time in seconds: half a year.
-One message so cannot leave a producer without a higher epoch."""
+"""How far an epoch may be above the producer's last one, or above the Unix time: half a year in
+seconds. So no single message can use up the epochs of a producer."""
 SEQUENCE_MAX: Final = (1 << 63) - 1
 
 # Messages looked through when a topic is first published to: more than one connection has
