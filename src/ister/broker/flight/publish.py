@@ -42,6 +42,8 @@ _LOOK_SECONDS: Final = 1.0
 # What the loop takes itself: as it came and, if it was compressed, as it is then.
 _SMALL_BYTES: Final = 32 * KIB
 _SMALL_ROWS: Final = 1024
+# What a batch takes up until it is answered, however small it is.
+_PENDING_BYTES: Final = 1 * KIB
 _REFERENCES: Final = (
     pa.types.is_dictionary,
     pa.types.is_run_end_encoded,
@@ -251,7 +253,7 @@ class Publishing:
     ) -> _Pending:
         if appended.known < batch.num_rows:
             self._note(self._topic, batch.slice(appended.known) if appended.known else batch)
-        return _Pending(sequence, appended, size)
+        return _Pending(sequence, appended, size + _PENDING_BYTES)
 
     def _check(self, batch: pa.RecordBatch) -> int:
         """Refuses rows that are none, before anything else looks at them; returns their size."""

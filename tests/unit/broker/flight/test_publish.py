@@ -580,6 +580,25 @@ def test_server_takes_no_more_than_it_may_owe_answers_for(log, topic):
     assert numbers_in(topic) == list(range(2000))
 
 
+def test_server_takes_no_more_batches_than_it_may_owe_answers_for(log, topic):
+    """Batches of no bytes at all: what the server knows of each of them counts, too."""
+    kind = pa.schema([("payload", pa.binary(0))])
+    batch = pa.record_batch([pa.array([b""], pa.binary(0))], schema=kind)
+    with (
+        FlightTopics(log, limits=FlightLimits(unacked_bytes_max=100_000)) as server,
+        FlightClient(server.address) as client,
+        client.publish(TOPIC, kind, producer="p", unanswered_bytes_max=1 << 30) as publisher,
+    ):
+        with held_disk():
+            for _ in range(300):
+                publisher.write(batch)
+            wait_until(lambda: topic.watermarks.next >= 95)
+            threading.Event().wait(0.3)
+            assert topic.watermarks.next <= 100
+        publisher.flush()
+    assert topic.watermarks.next == 300
+
+
 def test_client_sends_no_more_than_it_may(client, topic):
     with (
         client.publish(TOPIC, SCHEMA, producer="p", unanswered_bytes_max=1000) as publisher,
