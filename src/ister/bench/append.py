@@ -297,7 +297,8 @@ def _produce_by_threads(topic: Topic, seconds: float, per_wait: int) -> int:
     deadline = time.perf_counter() + seconds
 
     def produce(number: int) -> None:
-        while time.perf_counter() < deadline:
+        # Once at least: on a busy machine a thread may begin after the time is over.
+        while not counts[number] or time.perf_counter() < deadline:
             topic.wait(_append(topic, messages), AckLevel.SYNCED)
             counts[number] += per_wait
 
@@ -316,7 +317,7 @@ def _produce_by_tasks(topic: Topic, seconds: float, per_wait: int) -> int:
 
     async def produce() -> int:
         count = 0
-        while time.perf_counter() < deadline:
+        while not count or time.perf_counter() < deadline:
             await topic.aio.wait(_append(topic, messages), AckLevel.SYNCED)
             count += per_wait
         return count
