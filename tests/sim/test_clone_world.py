@@ -71,11 +71,6 @@ def a_replaced_process_comes_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Membership, "_rejoin", rejoin)
 
 
-def claims_do_not_compare_the_node(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Membership, "is_here", property(lambda self: Absent("/nothing")))
-    patch.setattr(Membership, "check", lambda self: None)
-
-
 def a_batch_ignores_a_topic_that_was_taken(patch: pytest.MonkeyPatch) -> None:
     def reclaim(self: Membership, topics, lease) -> None:
         for topic in topics:
@@ -108,7 +103,6 @@ PLANTS: list[Plant] = [
     older_copies_join,
     a_renewal_does_not_compare,
     a_replaced_process_comes_back,
-    claims_do_not_compare_the_node,
     a_batch_ignores_a_topic_that_was_taken,
     a_batch_does_not_compare_the_records,
     topics_count_before_they_are_back,
