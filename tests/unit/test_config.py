@@ -76,6 +76,7 @@ _KEYS = {
     "broker.limits.max_topics": (100_000, 1, 1),
     "broker.limits.max_grpc_message_bytes": (4_194_304, 65_536, 65_536),
     "dispatch.max_unacked_messages": (1_000, 1, 1),
+    "dispatch.memory_budget_mb": (None, 64, 64),
     "dispatch.progress_flush_interval_seconds": (5, 1, 1),
     "dispatch.progress_min_offset_delta": (1_000, 1, 1),
     "pipeline.master": ("local[*]", "spark://h:7077", "spark://h:7077"),
@@ -176,6 +177,7 @@ _BOUNDS = {
     "broker.limits.max_topics": (1, None),
     "broker.limits.max_grpc_message_bytes": (65_536, 64 * 1024 * 1024),
     "dispatch.max_unacked_messages": (1, 100_000),
+    "dispatch.memory_budget_mb": (16, None),
     "dispatch.progress_flush_interval_seconds": (1, 3_600),
     "dispatch.progress_min_offset_delta": (1, None),
     "pipeline.compact.every_minutes": (1, None),
@@ -218,6 +220,7 @@ _BOUNDS = {
     "storage.disk.reserve": (0, None),
 }
 _OPTIONAL_NUMBERS = {
+    "dispatch.memory_budget_mb",
     "storage.uploader.max_bytes_per_second",
     "pipeline.compact.every_minutes",
     "pipeline.scrub.every_minutes",
