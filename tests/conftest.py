@@ -18,7 +18,7 @@ if _TESTS not in sys.path:
 
 from doc_runner.summary import summarize  # noqa: E402 - found through the path above
 from ister import failpoints, threads  # noqa: E402
-from rig import Machine  # noqa: E402
+from support.machine import Machine  # noqa: E402
 
 # How long an example takes says nothing on a machine that is busy with other work.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,6 +28,7 @@ settings.load_profile("busy")
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """No test leaves a thread of ours running, its failures on record or a failpoint armed."""
+    before = set(threading.enumerate())
     yield
     failpoints.disarm()
     threads.forget()
@@ -35,7 +36,9 @@ def _nothing_is_left() -> Iterator[None]:
     ours = [
         thread
         for thread in threading.enumerate()
-        if thread.name.startswith("ister-") and thread.name != "ister-kernels"
+        if thread.name.startswith("ister-")
+        and thread.name != "ister-kernels"
+        and thread not in before
     ]
     for thread in ours:
         # One that ran a call has answered it, and may take a moment to end.
@@ -71,5 +74,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_sessionfinish() -> None:
     """Ends the Spark of this process, if it has one; a worker that is slow to end is killed."""
-    if (module := sys.modules.get("spark_session")) is not None:
+    if (module := sys.modules.get("support.spark_session")) is not None:
         module.stop_spark()

@@ -1,6 +1,6 @@
 """A broker that is killed every 8 seconds under programs of both clients, and a judge of its own.
 
-    python -m tests.endurance --seconds 600 --seed 1
+    python -m tests.endurance --seconds 600 --seed 1 --engine native
 
 Two topics, subscriptions of all four kinds, consumers that come and leave, nacks, seeks back, and
 a process of consumers that is stopped with SIGSTOP, or killed, every few seconds. In the end
@@ -47,13 +47,14 @@ SETTINGS = {
 class Endurance:
     """The run: the broker, the programs, and what disturbs them."""
 
-    def __init__(self, directory: Path, seconds: float, seed: int) -> None:
+    def __init__(self, directory: Path, seconds: float, seed: int, engine: str) -> None:
         self._directory = directory
         self._records = directory / "records"
         self._records.mkdir(parents=True)
         self._seconds = seconds
         self._seed = seed
-        self._broker = BrokerProcess(directory / "broker", settings=SETTINGS)
+        self._engine = engine
+        self._broker = BrokerProcess(directory / "broker", settings=SETTINGS, engine=engine)
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
         self._counts: Counter[str] = Counter()
         self._failures: list[str] = []
@@ -83,6 +84,7 @@ class Endurance:
             "endurance": "ok" if verdict.is_clean and not self._failures else "failed",
             "seconds": round(time.monotonic() - started, 1),
             "seed": self._seed,
+            "engine": self._engine,
             **self._counts,
             **verdict.figures,
             "broker_rss_mib_max": self._rss_max >> 20,
@@ -193,16 +195,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--engine", choices=["grpcio", "native"], default="grpcio")
     parser.add_argument("--keep", action="store_true", help="leave records and logs, and say where")
     options = parser.parse_args()
     seed = options.seed
     if seed is None:
         seed = random.SystemRandom().getrandbits(32)
     print(
-        f"replay: python -m tests.endurance --seconds {options.seconds:g} --seed {seed}", flush=True
+        f"replay: python -m tests.endurance --seconds {options.seconds:g} --seed {seed} "
+        f"--engine {options.engine}",
+        flush=True,
     )
     directory = Path(tempfile.mkdtemp(prefix="ister-endurance-"))
-    summary = Endurance(directory, options.seconds, seed).run()
+    summary = Endurance(directory, options.seconds, seed, options.engine).run()
     print(json.dumps(summary))
     is_ok = summary["endurance"] == "ok"
     if options.keep or not is_ok:

@@ -22,11 +22,9 @@ from typing import Any, Final
 
 from ister.cli.main import make_parser
 from ister.cli.parser import Parser, walk_commands
-from ister.config_reference import sections, settings
+from ister.config.reference import sections, settings
 from ister.errors import IsterError
 from ister.metrics import LEFT_OUT, METRICS
-
-__all__ = ["PAGES", "main", "render"]
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _REFERENCE: Final = _ROOT / "docs" / "reference"

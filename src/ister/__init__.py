@@ -1,13 +1,17 @@
 """Ister: a durable topic log for Python and Spark.
 
-import ister
+    import ister
 
-with ister.open("./data") as log:
-topic = log.topic("/default/orders", create=True)
-offset = topic.append(b"first", attributes={"shop": "eu-1"})
-topic.wait(offset)                      # durable: survives power loss
-for message in topic.read("earliest"):
-print(message.offset, message.payload)
+    with ister.open("./data") as log:
+        topic = log.topic("/default/orders", create=True)
+        offset = topic.append(b"first", attributes={"shop": "eu-1"})
+        topic.wait(offset)                      # durable: survives power loss
+        for message in topic.read("earliest"):
+            print(message.offset, message.payload)
+
+With a broker (`ister serve`), programs use `ister.client`; Spark reads and writes topics with
+`format("ister")`, see `ister.spark`. Start with `help(ister.open)`, `help(ister.Log)` and
+`help(ister.Topic)`.
 """
 
 import logging
@@ -42,12 +46,13 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.model import AckLevel, Codec, TopicState, Watermarks
-from ister.topic.log import Log, Repaired
+from ister.topic.log import Log
 from ister.topic.message import Message
 from ister.topic.partitioned import PartitionedTopic
 from ister.topic.reader import Reader
-from ister.topic.tier import Tiered
+from ister.topic.repair import Repaired
 from ister.topic.topic import Topic
+from ister.topic.uploads import Tiered
 
 __all__ = [
     "AckLevel",

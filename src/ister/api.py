@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ister import failpoints
 from ister.config import load_config
 from ister.errors import IsterError
 from ister.extras import missing_extra
 from ister.topic.log import Log
-from ister.wal.interrupts import is_main_thread, make_shielded
+from ister.wal.signals import is_main_thread, make_shielded
 
 if TYPE_CHECKING:
     from ister.topic.history import History
 
-__all__ = ["open", "open_history"]
-
 
 def open(  # noqa: A001 - `ister.open` is the name that users type
-    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    source: str | os.PathLike[str] | Mapping[str, object] | None = None,
 ) -> Log:
     """Opens a log; use it as a context manager, or `close` it.
 
@@ -48,9 +46,9 @@ def _close_quietly(log: Log) -> None:
 
 
 def open_history(
-    source: str | os.PathLike[str] | Mapping[str, Any],
+    source: str | os.PathLike[str] | Mapping[str, object],
 ) -> History:
-    """Opens a log's bucket to be read, whoever writes to the log meanwhile, or nobody.
+    """Opens a log's bucket read-only, also while another process writes to the log.
 
     Neither the local files nor their lock nor a broker are touched, so this works on any machine
     that reaches the bucket and the metadata store.

@@ -11,8 +11,6 @@ import time
 from functools import partial
 from typing import Protocol
 
-__all__ = ["Clock", "ManualClock", "SystemClock"]
-
 
 class Clock(Protocol):
     """Where wall time and elapsed time come from. Thread-safe."""

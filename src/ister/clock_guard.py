@@ -34,18 +34,9 @@ import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from ister.clock import Clock
-
-__all__ = [
-    "OFF_SECONDS_MAX",
-    "STEP_SECONDS",
-    "ClockGuard",
-    "ClockMark",
-    "ClockStep",
-    "newest_arrivals",
-]
 
 STEP_SECONDS: Final = 30.0
 """A larger difference between the wall clock and boottime is a step."""
@@ -116,7 +107,7 @@ class ClockMark:
     def decode(cls, data: bytes) -> ClockMark | None:
         """Decodes what `encode` returned; None if it is invalid."""
         try:
-            fields: dict[str, Any] = json.loads(data)
+            fields = json.loads(data)
             return cls(
                 anchor=_Anchor(
                     float(fields["wall"]), float(fields["boottime"]), str(fields["boot"])

@@ -32,7 +32,7 @@ object stores and of metadata stores are turned into this tree once, in `ister.f
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 __all__ = [
     "AlreadyExistsError",
@@ -97,6 +97,11 @@ class IsterError(Exception):
         self.position = position
         self.hint = hint
 
+    def to_dict(self, *names: str) -> dict[str, str | int | None]:
+        """Returns the error for JSON: `code`, `message`, the attributes named, `hint`."""
+        more = {name: getattr(self, name) for name in names}
+        return {"code": self.code, "message": self.message, **more, "hint": self.hint}
+
     def again(self) -> Self:
         """The same error as a new object, to be raised in another place or thread.
 
@@ -106,7 +111,7 @@ class IsterError(Exception):
         twin.__cause__ = self.__cause__
         return twin
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """For pickle: errors travel between processes with all they carry."""
         return _rebuild, (type(self), self.args, self.__dict__)
 
@@ -127,7 +132,7 @@ class IsterError(Exception):
 _Error = TypeVar("_Error", bound=IsterError)
 
 
-def _rebuild(kind: type[_Error], args: tuple[Any, ...], fields: dict[str, Any]) -> _Error:
+def _rebuild(kind: type[_Error], args: tuple[object, ...], fields: dict[str, object]) -> _Error:
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(fields)
@@ -175,7 +180,7 @@ class OffsetOutOfRangeError(IsterError, LookupError):
             message,
             topic=topic,
             offset=offset,
-            hint=f"readable offsets are {earliest} up to, not including, {next}",
+            hint=f"readable offsets: {earliest} up to, not including, {next}",
         )
         self.earliest = earliest
         self.next = next
@@ -188,7 +193,7 @@ class PermissionDeniedError(IsterError):
 
 
 class UnauthenticatedError(IsterError):
-    """The broker does not know who calls: credentials are missing, wrong or have expired."""
+    """The caller is not authenticated: credentials are missing, wrong or expired."""
 
     code = "UNAUTHENTICATED"
 
@@ -248,7 +253,7 @@ class WaitTimeoutError(UnavailableError, TimeoutError):
 
 
 class CapacityError(IsterError):
-    """A buffer or the disk is full. Nothing acknowledged is lost; it goes on when room is back."""
+    """A buffer or the disk is full. Nothing acknowledged is lost; writing resumes with room."""
 
     code = "RESOURCE_EXHAUSTED"
     retriable = True

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ister.errors import ConfigError
 
-__all__ = ["missing_extra"]
-
 
 def missing_extra(what: str, extra: str, error: ImportError) -> ConfigError:
     """The error for a feature whose library is missing.

@@ -15,8 +15,6 @@ from typing import Final
 
 from ister.errors import InvalidRequestError
 
-__all__ = ["FAILPOINTS", "arm", "arm_from_environment", "disarm", "reach"]
-
 FAILPOINTS: Final[frozenset[str]] = frozenset(
     {
         "wal.before_write",  # frames are in memory only

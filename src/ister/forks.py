@@ -23,17 +23,6 @@ from weakref import WeakSet
 
 from ister.errors import ClosedError
 
-__all__ = [
-    "GRPC",
-    "HINT",
-    "Inherited",
-    "Library",
-    "call_in_child",
-    "leak",
-    "register",
-    "reset_locks",
-]
-
 _log = logging.getLogger("ister.forks")
 
 HINT: Final = "fork first and open afterwards, or use the start method spawn"

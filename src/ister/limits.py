@@ -10,34 +10,6 @@ from typing import Final
 
 from ister.errors import check
 
-__all__ = [
-    "APPEND_CHUNK_BYTES",
-    "CHECKPOINT_BYTES_BEHIND_MAX",
-    "CHECKPOINT_BYTES_MAX",
-    "CHECKPOINT_INTERVAL_SECONDS",
-    "COMPILE_AFTER_BYTES",
-    "DESCRIPTOR_BYTES_MAX",
-    "ENVELOPE_SIZE_BYTES_MAX",
-    "FRAME_BODY_BYTES_MAX",
-    "GIB",
-    "IDLE_FILE_SECONDS",
-    "INDEX_ENTRIES_MAX",
-    "INDEX_STRIDE_BYTES",
-    "KIB",
-    "LAZY_WRITE_SECONDS",
-    "MANIFEST_BYTES_MAX",
-    "MESSAGE_SIZE_BYTES_DEFAULT",
-    "MESSAGE_SIZE_BYTES_MAX",
-    "MIB",
-    "NAME_PART_CHARACTERS_MAX",
-    "OBJECT_INDEX_ENTRIES_MAX",
-    "OWNER_LINEAGE_MAX",
-    "RECOVERY_CHUNK_BYTES",
-    "STALL_RETRY_SECONDS",
-    "SUFFIX_CACHE_ENTRIES_MAX",
-    "WRITE_BYTES_MAX",
-]
-
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
@@ -69,7 +41,7 @@ INDEX_STRIDE_BYTES: Final = 256 * KIB
 """The least distance between two entries of a sparse index: 2,048 entries in a 512 MiB file."""
 
 INDEX_ENTRIES_MAX: Final = 1_000_000
-"""No index file is read beyond this many entries, whatever its size claims."""
+"""No index file is read beyond this many entries."""
 
 DESCRIPTOR_BYTES_MAX: Final = 64 * KIB
 """A descriptor's JSON. etcd keeps every value in memory on every node."""
@@ -93,7 +65,7 @@ CHECKPOINT_BYTES_BEHIND_MAX: Final = 64 * MIB
 """How many synced bytes may lie behind the checkpoint: what opening after a crash has to scan."""
 
 LAZY_WRITE_SECONDS: Final = 0.02
-"""How long appended bytes may stay in the buffer when nobody waits for them."""
+"""How long appended bytes may stay in the buffer when no caller waits for them."""
 
 STALL_RETRY_SECONDS: Final = 0.25
 """How often a topic that met a full disk looks whether there is room again."""

@@ -2,11 +2,11 @@
 
 Modules log through `logging.getLogger("ister.…")` with fields in `extra`, so a program that uses
 Ister sees ordinary log records and decides itself. One that has decided nothing gets warnings and
-errors on standard error, with their fields (`LastResort`). `configure` is for those who want JSON.
+errors on standard error, with their fields (`LastResort`). `configure` sets up JSON.
 
 Levels: DEBUG for what is only of interest while a fault is looked for; INFO for what happens in
 normal work (rotated); WARNING for what was put right or is tried again (a torn tail was cut, a
-checkpoint was not saved); ERROR for what somebody has to see to (a writer stopped, damage).
+checkpoint was not saved); ERROR for what needs an operator (a writer stopped, damage).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import json
 import logging
 import sys
 from typing import Final, TextIO
-
-__all__ = ["JsonFormatter", "LastResort", "TextFormatter", "configure"]
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -64,7 +62,7 @@ class LastResort(logging.Handler):
         self.setFormatter(TextFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes the record, unless somebody else does."""
+        """Writes the record, unless another handler does."""
         if not logging.getLogger().handlers:
             sys.stderr.write(f"{self.format(record)}\n")
 

@@ -5,7 +5,7 @@
 - scope `log`: kept per open log (not per topic: a process may have thousands of topics) and read
   with `Metrics.snapshot`. On a broker's `/metrics` they are called `Metric.exposed`;
 - scope `broker`: what a broker says beside these, by topic and subscription and of its process.
-  They are collected when somebody asks (`ister.broker.exposition`), from plain numbers on the
+  They are collected on request (`broker.observe.prometheus`), from plain numbers on the
   objects concerned. Those that Danube has too have Danube's names.
 
 What has to be cheap is not counted at all but derived when somebody looks (`register_gauge`,
@@ -22,8 +22,6 @@ from typing import Final, Literal
 
 from ister import forks
 from ister.errors import ClosedError, check
-
-__all__ = ["BY_NAME", "LEFT_OUT", "METRICS", "Histogram", "Metric", "Metrics", "bounds_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,12 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("wal.rotated_by_request", "counter", "files", "of these, ended by `Topic.rotate`"),
     Metric("wal.rotate_errors", "counter", "files", "rotations put off because of an error"),
     Metric("wal.writer_failures", "counter", "topics", "writers stopped by a write or sync error"),
-    Metric("wal.writer_stalls", "counter", "times", "a full disk met; goes on when room is back"),
+    Metric(
+        "wal.writer_stalls",
+        "counter",
+        "times",
+        "writes stalled by a full disk; they resume with room",
+    ),
     Metric("wal.checkpoint_saves", "counter", "files", "checkpoints replaced"),
     Metric("wal.checkpoint_errors", "counter", "files", "checkpoints that could not be replaced"),
     Metric("wal.index_save_errors", "counter", "files", "indexes not saved; rebuilt when needed"),
@@ -255,7 +258,7 @@ _BROKER: Final[tuple[Metric, ...]] = (
         _SUBSCRIPTION,
         ("danube_subscription_active_consumers", "consumers", "consumers with an open stream"),
         ("danube_subscription_lag_messages", "messages", "messages from the cursor to the end"),
-        ("danube_subscription_pending_redelivery", "messages", "messages that wait to come again"),
+        ("danube_subscription_pending_redelivery", "messages", "messages pending redelivery"),
         ("danube_subscription_terminal_blocked", "1", "1 while a failed message stops it"),
         ("ister_subscription_in_flight_messages", "messages", "sent and not acknowledged"),
         ("ister_subscription_held_bytes", "bytes", "messages in memory, to be sent or sent again"),
@@ -281,7 +284,7 @@ _BROKER: Final[tuple[Metric, ...]] = (
         (),
         ("danube_authz_allow_total", "calls", "what callers were allowed"),
         ("danube_authz_deny_total", "calls", "what callers had no right to"),
-        ("ister_auth_refused_total", "calls", "calls of callers nobody knows"),
+        ("ister_auth_refused_total", "calls", "calls refused for missing or invalid credentials"),
     ),
     *_of_broker(
         "counter",
@@ -409,7 +412,7 @@ LEFT_OUT: Final[tuple[tuple[str, str], ...]] = (
     ("danube_leader_election_state", "brokers of Ister elect no leader"),
     (
         "danube_broker_assignments_total",
-        "nobody assigns topics: the broker that a client comes to claims a free one",
+        "topics are not assigned: a broker claims a free topic when a client asks for it",
     ),
     ("danube_rebalancing_moves_total", "topics are not moved by load"),
     ("danube_rebalancing_failures_total", "likewise"),
@@ -445,7 +448,7 @@ _BOUNDS_BY_UNIT: Final = {
     "µs": _steps(0, 6),
     "ms": _steps(-1, 5),
     "s": _steps(-3, 3),
-    # Powers of four: what `ister.broker.counters` relies on.
+    # Powers of four: what `ister.broker.observe.counters` relies on.
     "bytes": tuple(float(4**exponent) for exponent in range(2, 14)),
 }
 
@@ -467,11 +470,11 @@ class Histogram:
         self.sum = 0.0
         self.max = 0.0
 
-    def observe(self, value: float) -> None:
-        """Adds one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.count += 1
-        self.sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds a value, as often as it was seen."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.count += count
+        self.sum += value * count
         if value > self.max:  # noqa: PLR1730 - a call to max() costs more
             self.max = value
 
@@ -484,7 +487,7 @@ class Histogram:
         self.max = max(self.max, other.max)
 
     def copy(self) -> Histogram:
-        """The same at this moment."""
+        """Returns the current values."""
         made = Histogram(self.bounds)
         made.counts = self.counts.copy()
         # Whoever adds to it meanwhile may have done a part: buckets and count go together.
@@ -548,7 +551,7 @@ class Metrics:
         return self._counters[name]
 
     def register_gauge(self, name: str, read: Callable[[], float]) -> None:
-        """Has a gauge computed by `read` whenever somebody looks."""
+        """Registers a gauge that `read` computes on request."""
         check(BY_NAME[name].kind == "gauge", f"{name} is a gauge")
         self._gauges[name] = read
 

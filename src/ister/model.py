@@ -15,28 +15,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, StrEnum
-from typing import Literal, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 
 from ister.errors import TopicNameError, check
 from ister.limits import NAME_PART_CHARACTERS_MAX
-
-__all__ = [
-    "AckLevel",
-    "Codec",
-    "MessageId",
-    "Start",
-    "StreamMessage",
-    "TopicName",
-    "TopicState",
-    "Watermarks",
-]
 
 _NAME_PART = re.compile(r"[A-Za-z0-9_-]+")
 # `cur` is the name of the pointer key that stands beside the descriptors of a topic.
 _RESERVED_PARTS = frozenset({"cur"})
 
+JsonObject: TypeAlias = dict[str, object]
+"""A JSON object whose fields the code that holds it does not read, or checks as it does."""
+
 Start: TypeAlias = int | datetime | Literal["earliest", "latest"]
 """Where a reader begins: an offset, a point in time, or one of the two ends."""
+
+
+COLUMNS: Final = (
+    "topic",
+    "offset",
+    "publish_time",
+    "producer_name",
+    "payload",
+    "attributes",
+    "routing_key",
+    "schema_id",
+    "schema_version",
+)
+"""The columns of a table of messages, in this order."""
 
 
 class AckLevel(StrEnum):
@@ -120,7 +126,7 @@ class TopicName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watermarks:
-    """How far a topic has come, each an offset and exclusive. See the module header."""
+    """The watermarks of a topic: exclusive offsets. See the module header."""
 
     trimmed: int
     """The first offset still in local files."""

@@ -12,15 +12,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = [
-    "PARTITION_INFIX",
-    "base_of_partition",
-    "hash_key",
-    "parse_partition",
-    "partition_name",
-    "partition_of",
-]
-
 PARTITION_INFIX: Final = "-part-"
 _PARTITION: Final = re.compile(rf"(?P<base>.+){PARTITION_INFIX}(?P<number>0|[1-9][0-9]{{0,5}})")
 _BASIS: Final = 0xCBF29CE484222325

@@ -18,22 +18,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from ister import forks
 from ister.clock import SystemClock
-
-__all__ = [
-    "ThreadFailure",
-    "failures",
-    "forget",
-    "guard",
-    "record",
-    "run",
-    "run_to_end",
-    "start",
-    "watch_task",
-]
 
 _log = logging.getLogger("ister.threads")
 
@@ -148,10 +136,10 @@ def start(
     return thread
 
 
-def watch_task(name: str, task: asyncio.Task[Any]) -> None:
+def watch_task(name: str, task: asyncio.Task[object]) -> None:
     """Records the exception that ends an asyncio task which is not awaited."""
 
-    def on_done(done: asyncio.Task[Any]) -> None:
+    def on_done(done: asyncio.Task[object]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             record(name, error, has_ended=True)
 

@@ -17,24 +17,27 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ister.errors import IsterError
 
-__all__ = ["is_on", "span", "start", "stop", "traced_call"]
+if TYPE_CHECKING:
+    import grpc
+    from opentelemetry.trace import Status
 
 _log = logging.getLogger("ister.tracing")
 
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL: Final = "http/protobuf"
-# Asked by every client every few seconds: nobody wants to see those.
+# Sent by every client every few seconds: not worth a span.
 _UNTRACED: Final = frozenset({"danube.HealthCheck/HealthCheck"})
 _STOP_SECONDS: Final = 2.0
 _COMPLAINT_SECONDS: Final = 60.0
 _NOTHING: Final = nullcontext()
 
-_Call = Callable[[Any, Any], Awaitable[Any]]
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
 
 
 class _Seldom(logging.Filter):
@@ -53,7 +56,7 @@ class _Seldom(logging.Filter):
 
 
 class _Tracing:
-    """What there is while spans are made. Everything in it is OpenTelemetry's, and has no types."""
+    """What there is while spans are made; all of it is OpenTelemetry's."""
 
     def __init__(self, service: str) -> None:
         from importlib.metadata import version  # noqa: PLC0415 - slow, and not needed otherwise
@@ -71,14 +74,14 @@ class _Tracing:
         if str(about.attributes.get("service.name", "")).startswith("unknown_service"):
             about = about.merge(Resource({"service.name": service}))
         # Its own end of the process would wait for a collector that does not answer.
-        self.provider: Any = TracerProvider(resource=about, shutdown_on_exit=False)
+        self.provider = TracerProvider(resource=about, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        self.tracer: Any = self.provider.get_tracer("ister", version("ister"))
-        self.server: Any = SpanKind.SERVER
-        self.extract: Any = extract
+        self.tracer = self.provider.get_tracer("ister", version("ister"))
+        self.server = SpanKind.SERVER
+        self.extract = extract
         self._status, self._failed = Status, StatusCode.ERROR
 
-    def failed(self, text: str) -> Any:  # noqa: ANN401 - as above
+    def failed(self, text: str) -> Status:
         """The status of work that failed."""
         return self._status(self._failed, text)
 
@@ -177,7 +180,11 @@ def span(name: str, **attributes: str | int) -> AbstractContextManager[object]:
     return work
 
 
-def traced_call(where: str, call: _Call, status_of: Callable[[IsterError], Any]) -> _Call:
+def traced_call(
+    where: str,
+    call: Callable[[_Request, grpc.aio.ServicerContext], Awaitable[_Answer]],
+    status_of: Callable[[IsterError], grpc.StatusCode],
+) -> Callable[[_Request, grpc.aio.ServicerContext], Awaitable[_Answer]]:
     """A method of a service whose calls are spans, below those of callers; itself if spans are off.
 
     Args:
@@ -191,7 +198,7 @@ def traced_call(where: str, call: _Call, status_of: Callable[[IsterError], Any])
     service, _, method = where.partition("/")
     about = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
 
-    async def call_traced(request: Any, context: Any) -> Any:  # noqa: ANN401 - gRPC has no types
+    async def call_traced(request: _Request, context: grpc.aio.ServicerContext) -> _Answer:
         caller = tracing.extract(dict(context.invocation_metadata() or ()))
         with tracing.tracer.start_as_current_span(
             where,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from browser.rig import SHOP_SETTINGS, Site, running_shop, set_up_rights
-from security_rig import auth_settings
 from servers.broker import BrokerProcess
+from support.security import auth_settings
 
 _BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 _PATIENCE_MS = 30_000

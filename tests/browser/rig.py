@@ -14,18 +14,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from ister.broker import wire
-from ister.broker.wire import danube_admin
+from ister import wire
 from ister.client import Client
-from security_rig import sign
+from ister.wire import danube_admin
 from servers.broker import BrokerProcess
+from support.security import sign
+from support.waiting import eventually
 
 __all__ = [
     "PATIENCE_SECONDS",
@@ -93,15 +94,6 @@ class Site:
         with Client(self.address) as client, client.producer(topic, create=True) as producer:
             for payload in payloads:
                 producer.send(payload)
-
-
-def eventually(happens: Callable[[], Any], *, within: float = PATIENCE_SECONDS) -> Any:
-    """Waits until `happens()` is true, and returns what it then is."""
-    deadline = time.monotonic() + within
-    while not (found := happens()):
-        assert time.monotonic() < deadline, f"never happened within {within} s"
-        time.sleep(0.05)
-    return found
 
 
 def until(page: Any, expression: str, *, within: float = PATIENCE_SECONDS) -> Any:

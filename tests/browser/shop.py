@@ -25,11 +25,11 @@ from typing import Any
 import fastavro
 import grpc
 
-from ister.broker import wire
-from ister.broker.wire import danube, danube_schema, ister_api
+from ister import wire
 from ister.client import Client
 from ister.errors import IsterError
 from ister.subscription.policy import FailurePolicy
+from ister.wire import danube, danube_schema, ister_api
 
 HOSTILE = '<script>document.body.dataset.hacked = "yes"</script><img src=x onerror="alert(1)">'
 ODDITIES: list[tuple[bytes, dict[str, str]]] = [

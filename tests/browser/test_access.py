@@ -1,7 +1,9 @@
 """The dashboard of a broker that wants to know who calls."""
 
+import pytest
+
 from browser.rig import settled, until
-from security_rig import sign
+from support.security import sign
 
 TOPIC = "/default/secrets"
 
@@ -38,6 +40,7 @@ def test_nobody_gets_in_without_credentials_and_out_again(guarded, open_page):
     assert "root" not in page.locator("body").inner_text()
 
 
+@pytest.mark.nightly
 def test_a_token_that_ends_leads_back_to_the_form(guarded, open_page):
     page = open_page(guarded, "#/topics")
     sign_in(page, sign("root", lifetime_seconds=4))
@@ -51,7 +54,7 @@ def test_who_may_only_look_sees_no_actions_and_no_messages(guarded, open_page):
     sign_in(page, sign("viewer"))
     page.wait_for_selector(f"h1:text-is('{TOPIC}')")
     settled(page)
-    assert "You may look at this topic, but not change it." in page.locator("main").inner_text()
+    assert "You have read-only access to this topic." in page.locator("main").inner_text()
     assert page.get_by_role("button", name="Seek audit").count() == 0
     assert page.get_by_role("button", name="Unload").count() == 0
     page.get_by_role("link", name="Messages", exact=True).click()
@@ -79,14 +82,14 @@ def test_who_may_consume_reads_messages_but_changes_nothing(guarded, open_page):
     page.wait_for_selector(".brief")
     assert page.locator(".brief").inner_text() == "the answer is 42"
     page.goto(f"{guarded.url}/#/topics{TOPIC}")
-    until(page, "document.querySelector('main').innerText.includes('but not change it')")
+    until(page, "document.querySelector('main').innerText.includes('read-only access')")
 
 
 def test_who_has_no_rights_is_told_so(guarded, open_page):
     page = open_page(guarded, f"#/topics{TOPIC}")
     sign_in(page, sign("stranger"))
     page.wait_for_selector("section.problem")
-    assert "You may not see this" in page.locator("section.problem").inner_text()
+    assert "Permission denied" in page.locator("section.problem").inner_text()
     page.goto(f"{guarded.url}/#/")
     page.wait_for_selector("h1:text-is('Overview')")
     until(page, "document.querySelector('section.problem') !== null")

@@ -1,5 +1,7 @@
 """What can be done from the pages: behind a question, and really done."""
 
+import pytest
+
 from browser.rig import eventually, settled, until
 
 ORDERS = "/default/orders"
@@ -21,7 +23,7 @@ def test_seek_moves_the_cursor_once_it_is_confirmed(shop, open_page):
     page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else 0)
     seek = page.get_by_role("button", name="Seek reports")
     seek.click()
-    assert "stands at offset" in dialog(page).inner_text()
+    assert "is at offset" in dialog(page).inner_text()
     dialog(page).get_by_role("button", name="Cancel").click()
     dialog(page).wait_for(state="detached")
     assert sent == []
@@ -33,7 +35,7 @@ def test_seek_moves_the_cursor_once_it_is_confirmed(shop, open_page):
     dialog(page).get_by_label("Offset", exact=True).fill(str(to))
     assert dialog(page).get_by_label("an offset", exact=True).is_checked()
     dialog(page).get_by_role("button", name="Move the cursor").click()
-    assert f"goes on from offset {to}" in toast(page)
+    assert f"continues at offset {to}" in toast(page)
     assert len(sent) == 1
     assert shop.subscription(ORDERS, "reports")["cursor"] == to
     until(page, f"document.querySelector('.cursor[data-name=reports]').dataset.at === '{to}'")
@@ -45,7 +47,7 @@ def test_seek_to_a_time_and_what_is_wrong_is_said_in_the_dialog(shop, open_page)
     page.get_by_role("button", name="Seek reports").click()
     dialog(page).get_by_label("a publish time", exact=True).check()
     dialog(page).get_by_role("button", name="Move the cursor").click()
-    assert "Say which day and time." in dialog(page).get_by_role("alert").inner_text()
+    assert "Enter a date and a time." in dialog(page).get_by_role("alert").inner_text()
     dialog(page).get_by_label("Offset", exact=True).fill("99999999")
     dialog(page).get_by_role("button", name="Move the cursor").click()
     until(
@@ -54,10 +56,11 @@ def test_seek_to_a_time_and_what_is_wrong_is_said_in_the_dialog(shop, open_page)
     assert "It was not done." in dialog(page).get_by_role("alert").inner_text()
     dialog(page).get_by_label("Publish time, in your time zone").fill("2001-01-01T00:00:00")
     dialog(page).get_by_role("button", name="Move the cursor").click()
-    assert "goes on from offset 0" in toast(page)
+    assert "continues at offset 0" in toast(page)
     assert shop.subscription(ORDERS, "reports")["cursor"] == 0
 
 
+@pytest.mark.nightly
 def test_unload_closes_the_topic_and_it_opens_again(shop, open_page):
     topic = "/default/unloaded"
     shop.publish(topic, b"1", b"2")
@@ -74,12 +77,13 @@ def test_unload_closes_the_topic_and_it_opens_again(shop, open_page):
     assert shop.api(f"/api/topics{topic}")["watermarks"]["next"] == 3
 
 
+@pytest.mark.nightly
 def test_jobs_without_a_pipeline_are_refused_in_words(shop, open_page):
     page = open_page(shop, f"#/topics{ORDERS}")
     settled(page)
     for job in ("Compact", "Scrub"):
         page.get_by_role("button", name=f"{job} now…").click()
-        assert f"Only {ORDERS} is worked on." in dialog(page).inner_text()
+        assert f"It processes only {ORDERS}." in dialog(page).inner_text()
         dialog(page).get_by_role("button", name=f"{job} now").click()
         alert = dialog(page).get_by_role("alert")
         alert.wait_for()
@@ -89,7 +93,7 @@ def test_jobs_without_a_pipeline_are_refused_in_words(shop, open_page):
         dialog(page).wait_for(state="detached")
     page.goto(f"{shop.url}/#/pipeline")
     page.get_by_role("button", name="Export now").click()
-    assert "All topics are worked on." in dialog(page).inner_text()
+    assert "It processes all topics." in dialog(page).inner_text()
 
 
 def test_a_page_of_another_origin_can_do_nothing(shop, open_page):

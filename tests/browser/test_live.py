@@ -1,5 +1,7 @@
 """Pages stay up to date, say so, and say when they cannot."""
 
+import pytest
+
 from browser.rig import eventually, settled, until
 
 TOPIC = "/default/ticks"
@@ -24,6 +26,7 @@ def test_new_messages_are_seen_without_a_reload(shop, open_page):
     assert "Live" in page.locator("#freshness").inner_text()
 
 
+@pytest.mark.nightly
 def test_what_somebody_types_and_where_they_are_survive_an_update(shop, open_page):
     page = open_page(shop, "#/topics")
     settled(page)
@@ -34,6 +37,7 @@ def test_what_somebody_types_and_where_they_are_survive_an_update(shop, open_pag
     assert page.evaluate("document.activeElement.textContent") == "/default/payments"
 
 
+@pytest.mark.nightly
 def test_a_hidden_tab_asks_for_nothing(shop, open_page):
     page = open_page(shop, "#/brokers")
     settled(page)
@@ -56,6 +60,7 @@ def test_a_hidden_tab_asks_for_nothing(shop, open_page):
         page.evaluate("window.pretend(false)")
 
 
+@pytest.mark.nightly
 def test_a_broker_that_is_gone_is_said_to_be_and_its_return_too(empty, open_page):
     empty.publish(TOPIC, b"kept")
     page = open_page(empty, "#/topics")
@@ -75,6 +80,7 @@ def test_a_broker_that_is_gone_is_said_to_be_and_its_return_too(empty, open_page
     eventually(lambda: "Live" in page.locator("#freshness").inner_text())
 
 
+@pytest.mark.nightly
 def test_a_broker_that_is_back_and_not_ready_is_back(shop, open_page):
     page = open_page(shop, "#/topics")
     settled(page)

@@ -2,6 +2,8 @@
 
 from datetime import UTC, datetime
 
+import pytest
+
 from browser.rig import settled, until
 from browser.shop import HOSTILE
 
@@ -20,6 +22,7 @@ def opened(page, offset):
     return page.get_by_label(f"Payload of message {offset}", exact=True)
 
 
+@pytest.mark.nightly
 def test_the_newest_messages_come_first_to_mind(shop, open_page):
     page = open_page(shop, f"#/topics{ORDERS}/messages?limit=25")
     settled(page)
@@ -50,6 +53,7 @@ def test_from_an_offset_and_from_the_earliest(shop, open_page):
     assert offsets(page)[:2] == [0, 1]
 
 
+@pytest.mark.nightly
 def test_from_a_time(shop, open_page):
     message = shop.api(f"/api/topics{ORDERS}/messages?start=2500&limit=1")["messages"][0]
     at = datetime.fromtimestamp(message["publish_time"] // 1000, UTC)
@@ -125,6 +129,7 @@ def test_payloads_are_decoded_by_their_schema(shop, open_page):
     assert "Payload, decoded by its schema" in details
 
 
+@pytest.mark.nightly
 def test_messages_stay_while_new_ones_are_counted(shop, open_page):
     topic = "/default/counted"
     shop.publish(topic, *(b"%d" % number for number in range(10)))

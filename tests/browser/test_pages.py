@@ -29,12 +29,12 @@ def test_overview_says_how_the_broker_is(shop, open_page):
     overview = shop.api("/api/overview")
     assert page.locator("h1").inner_text() == "Overview"
     assert page.title() == "Overview · Ister"
-    words = {"ok": "All is well", "attention": "Worth a look", "bad": "Something is wrong"}
+    words = {"ok": "Healthy", "attention": "Needs attention", "bad": "Unhealthy"}
     assert page.locator("#health").inner_text() == words[overview["health"]["state"]]
     said = page.locator("section.health li").all_inner_texts()
     wanted = [] if overview["health"]["state"] == "ok" else overview["health"]["words"]
     assert [one.lower() for one in said] == [one.lower() for one in wanted]
-    assert texts(page, ".tile-label") == ["In", "Out", "Behind", "Not in the bucket yet"]
+    assert texts(page, ".tile-label") == ["In", "Out", "Behind", "Not uploaded yet"]
     assert page.locator(".tile .sparkline").count() == 4
     assert page.locator("figure.chart svg[role=img]").count() == 2
     for chart in page.locator("figure.chart svg").all():
@@ -207,7 +207,7 @@ def test_a_topic_that_keeps_nothing_says_so(shop, open_page):
     assert page.locator(".tier-map").count() == 0
     page.goto(f"{shop.url}/#/topics/shop/prices/messages")
     page.wait_for_selector(".empty")
-    assert "kept nowhere" in page.locator(".empty").inner_text()
+    assert "not stored" in page.locator(".empty").inner_text()
 
 
 def test_brokers(shop, open_page):
@@ -308,10 +308,10 @@ def test_pipeline_shows_uploads_jobs_requests_and_reports(shop, open_page):
 
 def test_pages_that_do_not_exist_say_so(shop, open_page):
     page = open_page(shop, "#/nothing/here")
-    page.wait_for_selector("h1:text-is('No such page')")
+    page.wait_for_selector("h1:text-is('Page not found')")
     page.goto(f"{shop.url}/#/topics/default/none")
     page.wait_for_selector("section.problem")
-    assert "there is no topic /default/none" in page.locator("section.problem").inner_text()
+    assert "topic /default/none does not exist" in page.locator("section.problem").inner_text()
     page.goto(f"{shop.url}/#/topics/default/%3Cscript%3E")
     until(page, "document.querySelector('section.problem')?.innerText.includes('script')")
     assert page.locator("main script").count() == 0
@@ -325,7 +325,7 @@ def test_an_empty_broker_says_what_to_do_and_shows_the_first_topic(empty, open_p
     page.wait_for_selector(f"tbody th a:text-is('{ORDERS}')")
     page.goto(f"{empty.url}/#/topics{ORDERS}")
     page.wait_for_selector(".tier-map")
-    assert "Nobody has subscribed yet." in page.locator("main").inner_text()
+    assert "No subscriptions yet." in page.locator("main").inner_text()
     assert eventually(lambda: drawn(page)), "no segments"
 
 

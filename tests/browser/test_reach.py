@@ -38,6 +38,7 @@ def visit(page, site, route):
     settled(page)
 
 
+@pytest.mark.nightly
 def test_a_phone_never_scrolls_sideways(shop, open_page):
     page = open_page(shop, **PHONE)
     for width in (390, 320):
@@ -119,7 +120,7 @@ def test_pages_have_landmarks_headings_and_tables_with_names(shop, open_page):
         assert page.evaluate(WITHOUT_NAMES) == [], name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(shop, open_page, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()

@@ -125,6 +125,7 @@ def rows_of(png):
     return width, height, len({rows[i : i + stride] for i in range(0, len(rows), stride)})
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHOTS)
 def test_screenshot(site, open_page, tmp_path, name):

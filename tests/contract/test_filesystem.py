@@ -9,7 +9,8 @@ import pytest
 from ister.clock import SystemClock
 from ister.errors import DirectoryLockedError, DiskError, NotFoundError
 from ister.fs.local import LocalFileSystem, map_os_error
-from ister.fs.memory import MemoryFileSystem
+from support.cases import each
+from support.memory_fs import MemoryFileSystem
 
 
 class Place:
@@ -92,7 +93,7 @@ def test_write_beyond_the_end_leaves_zeros_between(place):
     file.close()
 
 
-@pytest.mark.parametrize("buffers", [[], [b""], [b"", b"a", b""]], ids=repr)
+@each("buffers", [[], [b""], [b"", b"a", b""]])
 def test_empty_buffers_are_nothing(place, buffers):
     file = place.fs.create(place.path("a"))
     file.write_at(0, buffers)
@@ -156,7 +157,7 @@ _USES = {
 }
 
 
-@pytest.mark.parametrize("use", _USES)
+@each("use", _USES)
 def test_close_may_be_called_twice_and_ends_the_handle(place, use):
     file = place.fs.create(place.path("a"))
     file.close()
@@ -188,7 +189,7 @@ def test_create_empties_what_is_there(place):
     assert place.read("a") == b""
 
 
-@pytest.mark.parametrize(
+@each(
     "operation",
     [
         "open",
@@ -206,7 +207,7 @@ def test_missing_path_is_not_found(place, operation):
     assert missing.value.path == place.path("missing")
 
 
-@pytest.mark.parametrize("operation", ["create", "open", "sync_directory"])
+@each("operation", ["create", "open", "sync_directory"])
 def test_missing_directory_is_not_found(place, operation):
     name = "missing/a" if operation != "sync_directory" else "missing"
     with pytest.raises(NotFoundError):
@@ -270,7 +271,7 @@ def test_directories_are_made_where_missing(place):
     assert place.read("a/b/c/file") == b"x"
 
 
-@pytest.mark.parametrize("below", [False, True], ids=["the file itself", "below it"])
+@each("below", [False, True])
 def test_directory_where_a_file_is_cannot_be_made(place, below):
     path = place.file("a", b"content")
     with pytest.raises(DiskError):
@@ -452,7 +453,7 @@ _ERRORS = {
 }
 
 
-@pytest.mark.parametrize(("number", "name"), _ERRORS.items(), ids=map(errno.errorcode.get, _ERRORS))
+@each(("number", "name"), _ERRORS.items())
 def test_errors_of_the_system_become_ours(number, name):
     error = map_os_error(OSError(number, "what it said"), "write", "/a/b")
     assert type(error).__name__ == name

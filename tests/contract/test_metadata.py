@@ -27,6 +27,7 @@ from ister.metadata.base import (
 from ister.metadata.etcd import EtcdMetadata
 from ister.metadata.memory import MemoryMetadata
 from ister.metadata.sqlite import SqliteMetadata
+from support.cases import each
 
 _BACKENDS = ["memory", "sqlite", "etcd"]
 _roots = itertools.count()
@@ -109,7 +110,7 @@ def test_change_is_seen_through_another_handle(open_store, root):
         assert second.get(f"{root}/a").value == b"%d" % number
 
 
-@pytest.mark.parametrize("value", [b"", b"\0", bytes(range(256))], ids=["empty", "nul", "all"])
+@each("value", [b"", b"\0", bytes(range(256))])
 def test_values_are_any_bytes(store, root, value):
     store.put(f"{root}/a", value)
     assert store.get(f"{root}/a").value == value
@@ -148,7 +149,7 @@ def test_revisions_grow_with_every_change(store, root):
     assert store.put(f"{root}/a", b"5") > revisions[-1] + 1
 
 
-@pytest.mark.parametrize("key", ["", "\ud800", "x" * 5000], ids=["empty", "surrogate", "long"])
+@each("key", ["", "\ud800", "x" * 5000])
 def test_key_that_is_none_is_refused(store, key):
     for use in (
         lambda: store.get(key),
@@ -209,7 +210,7 @@ _RANGES = {
 }
 
 
-@pytest.mark.parametrize("case", _RANGES)
+@each("case", _RANGES)
 def test_range_is_cut(store, root, case):
     arguments, expected = _RANGES[case]
     for number in range(10):
@@ -365,6 +366,7 @@ def test_transaction_of_128_operations_is_done_and_one_more_is_refused(store, ro
     assert len(store.range(f"{root}/")) == 128
 
 
+@pytest.mark.nightly
 def test_concurrent_increments_lose_nothing(open_store, root):
     """Eight threads add one, each twenty times, over two handles; every addition counts."""
     stores = [open_store(), open_store()]
@@ -450,6 +452,7 @@ def test_lease_holds_for_less_than_its_time(store, root):
     assert lease.valid_until <= SystemClock.boottime()
 
 
+@pytest.mark.nightly
 def test_keys_vanish_when_their_lease_ends(open_store, root):
     """One lease is renewed past the end of another: only the other's keys vanish."""
     store, other = open_store(), open_store()
@@ -497,7 +500,7 @@ def test_key_put_again_without_the_lease_stays(store, root):
     assert _keys(store.range(f"{root}/")) == [f"{root}/a"]
 
 
-@pytest.mark.parametrize("ttl", [0, -1, float("nan"), float("inf")])
+@each("ttl", [0, -1, float("nan"), float("inf")])
 def test_lease_of_no_time_is_refused(store, ttl):
     with pytest.raises(InvalidRequestError):
         store.grant_lease(ttl)
@@ -563,7 +566,7 @@ _USES = {
 }
 
 
-@pytest.mark.parametrize("use", _USES)
+@each("use", _USES)
 def test_close_may_be_called_twice_and_ends_the_store(store, use):
     store.close()
     store.close()

@@ -15,8 +15,9 @@ from ister.errors import (
     NotFoundError,
     UnsupportedOperationError,
 )
-from ister.objectstore.memory import MemoryObjectStore
 from ister.objectstore.opendal_store import open_store
+from support.cases import each
+from support.memory_store import MemoryObjectStore
 
 MIB = 1024 * 1024
 STORES = ["fake", "memory", "fs", "rclone", "moto"]
@@ -81,7 +82,7 @@ def keys(store, prefix=""):
 # -- one piece ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 300], ids=len)
+@each("data", [b"", b"x", bytes(range(256)) * 300])
 def test_put_object_reads_back(store, data):
     store.put("a/b/c", data)
     assert read_all(store, "a/b/c") == data
@@ -119,7 +120,7 @@ def test_folder_of_objects_is_no_object(store):
     assert keys(store) == ["folder/a"]
 
 
-@pytest.mark.parametrize("name", ["fake", "memory", "fs", "moto"])
+@each("name", ["fake", "memory", "fs", "moto"])
 def test_deleting_the_name_of_a_folder_changes_nothing(open_at, name):
     # rclone keeps objects as files, too, and fails with an error of its own.
     store = open_at(name)
@@ -132,7 +133,7 @@ def test_deleting_the_name_of_a_folder_changes_nothing(open_at, name):
     assert keys(store) == ["folder/a"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("start", "size", "expected"),
     [
         (0, 10, b"0123456789"),
@@ -166,7 +167,7 @@ def test_negative_range_is_refused(store):
             store.read("a", start, size)
 
 
-@pytest.mark.parametrize(
+@each(
     "key",
     [
         "with blank in it",
@@ -191,7 +192,7 @@ def test_odd_key_is_kept_as_it_is(store, key):
     assert keys(store) == []
 
 
-@pytest.mark.parametrize(
+@each(
     "key",
     [
         *("", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", ".", " a", "a ", "a\0b", "a\nb"),
@@ -224,6 +225,7 @@ def test_streamed_object_of_many_parts_reads_back(store):
     assert read_all(store, "big") == data
 
 
+@pytest.mark.nightly
 def test_one_write_larger_than_all_parts_in_flight_is_stored(store):
     data = random.Random(2).randbytes(21 * MIB)
     write(store, "big", data)
@@ -270,7 +272,7 @@ def test_stream_replaces_the_object_when_it_completes(store):
     assert read_all(store, "a") == b"new one"
 
 
-@pytest.mark.parametrize("size", [0, 10, 12 * MIB])
+@each("size", [0, 10, 12 * MIB])
 def test_aborted_object_does_not_come_to_exist(store, size):
     writer = store.open_writer("a", chunk_bytes=5 * MIB, concurrent_parts=2)
     writer.write(bytes(size))
@@ -345,7 +347,7 @@ def test_conditional_create_refuses_an_object_that_exists(store):
     assert read_all(store, "a") == b"third"
 
 
-@pytest.mark.parametrize("name", ["fake", "memory", "fs", "moto"])
+@each("name", ["fake", "memory", "fs", "moto"])
 def test_one_of_many_concurrent_creates_wins(open_at, name):
     """Goal: a create is exclusive. Method: threads that begin together, each with its own bytes."""
     store = open_at(name)
@@ -410,7 +412,8 @@ def test_listing_and_stat_agree(store):
     assert (listed.modified_at is None) == (store.location == "memory://" and not listed.etag)
 
 
-@pytest.mark.parametrize("name", ["fake", "memory", "fs", "moto"])
+@pytest.mark.nightly
+@each("name", ["fake", "memory", "fs", "moto"])
 def test_listing_over_many_pages_is_complete(open_at, request, name):
     store = open_at(name)
     names = [f"many/{number:05d}" for number in range(1050)]
@@ -474,7 +477,7 @@ def test_probe_leaves_nothing_and_says_the_same_again(store):
     assert keys(store) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "conditional_create", "copy"),
     [
         ("fake", True, True),

@@ -32,8 +32,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _REQUEST_BYTES_MAX = 1 << 20
 
 
@@ -97,7 +95,7 @@ class Interpreter:
 
 
 def _session() -> Any:
-    from spark_session import get_spark  # noqa: PLC0415 - starts a JVM
+    from support.spark_session import get_spark  # noqa: PLC0415 - starts a JVM
 
     return get_spark()
 

@@ -24,8 +24,6 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["PYTHON", "ROOT", "SHELL", "Block", "Directive", "Page", "find_pages", "read_page"]
-
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = frozenset({"sh", "bash", "console"})
 PYTHON = frozenset({"python", "py"})

@@ -29,8 +29,6 @@ from doc_runner import shims
 from doc_runner.interpreter import ask
 from doc_runner.pages import PYTHON, ROOT, SHELL, Block, Directive, Page, read_page
 
-__all__ = ["Outcome", "end_interpreter", "main", "run_page", "start_interpreter"]
-
 BLOCK_SECONDS = 150.0
 _READY_SECONDS = 60.0
 _PAUSE_SECONDS = 0.05

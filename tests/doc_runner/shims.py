@@ -16,8 +16,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-__all__ = ["CHECKED", "install"]
-
 _HERE = Path(__file__).resolve()
 _ROOT = _HERE.parents[2]
 

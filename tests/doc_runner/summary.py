@@ -10,8 +10,6 @@ from typing import Any
 
 from doc_runner.run import Outcome
 
-__all__ = ["OUTCOME", "summarize"]
-
 OUTCOME = "outcome of a page"
 """The property of a test that has one."""
 

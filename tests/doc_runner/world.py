@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["PORTS", "World", "busy_ports", "new_world"]
-
 PORTS = (6650, 6651, 9040)
 
 _HOLD = """

@@ -13,8 +13,11 @@ import pytest
 from doc_runner.pages import ROOT, SHELL, find_pages, read_page
 from doc_runner.run import Outcome
 from doc_runner.summary import OUTCOME
+from support.scale import nightly
 
 PAGES = [path for path in find_pages() if read_page(path).runs()]
+# The first page that a reader follows, with the one after it; the others are for the night.
+_EVERYBODY = {ROOT / "README.md"}
 # Pages that say that they go on from another one: run after it, in its directory, and alone.
 _NEXT = {ROOT / "README.md": (ROOT / "docs" / "start.md",)}
 # Several times what the longest page takes on a machine that is busy with something else.
@@ -22,7 +25,11 @@ _PAGE_SECONDS = 420
 
 
 @pytest.mark.timeout(_PAGE_SECONDS + 60)
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path",
+    [path if path in _EVERYBODY else nightly(path) for path in PAGES],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
 def test_blocks_of_a_page_run_as_written(path, stage, record_property):
     pages = (path, *_NEXT.get(path, ()))
     environment = {

@@ -87,6 +87,7 @@ def test_block_that_needs_a_missing_program_is_left_out_and_counted(run):
     assert outcome.skipped == ["page.md:2 needs no-such-program"]
 
 
+@pytest.mark.nightly
 def test_background_is_ended_with_its_page(run):
     outcome = run(
         """

@@ -32,7 +32,6 @@ import grpc
 from danube import Consumer, DispatchStrategy, Producer, ProducerOptions, SubType
 
 import ister
-from danube_rig import Danube
 from fault.delivery_history import (
     EXCLUSIVE,
     FAILOVER,
@@ -44,6 +43,7 @@ from fault.delivery_history import (
 )
 from fault.oracle import payload_of
 from servers.broker import BrokerProcess, broker_settings
+from support.danube import Danube
 
 __all__ = ["FLUSH_SECONDS", "LEFT", "RIGHT", "Lives", "Load", "quick_session", "read_logs"]
 

@@ -29,18 +29,18 @@ import yaml
 from deltalake import DeltaTable
 
 import ister
-from export_rig import iceberg_catalog, offsets_in, where
+from ister.bucket.names import STAGING_PREFIX, manifest_key, object_key, objects_prefix
+from ister.bucket.pipeline import PipelineKeys
 from ister.clock import SystemClock
 from ister.config import load_config
 from ister.format.descriptor import FORMAT_FRAMES, ObjectDescriptor
 from ister.format.frame import scan_frames
 from ister.model import TopicName
-from ister.tier.names import STAGING_PREFIX, manifest_key, object_key, objects_prefix
-from ister.tier.pipeline import PipelineKeys
 from ister.topic.history import History
 from ister.topic.log import Log
-from ister.topic.tiers import open_metadata
-from scrub_faults import Patient
+from ister.topic.stores import open_metadata
+from support.exports import iceberg_catalog, offsets_in, where
+from support.scrub_faults import Patient
 
 __all__ = ["KEYED", "LEASE_SECONDS", "PLAIN", "WORKS", "Step", "Work", "World"]
 
@@ -51,7 +51,7 @@ LEASE_SECONDS = 5
 _HOUR_MS = 3_600_000
 _KEYS = (None, *(f"key {number}" for number in range(12)))
 _WAIT_SECONDS_MAX = 90.0
-_FUNCTIONS = str(Path(__file__).resolve().parents[1] / "replay_functions.py")
+_FUNCTIONS = str(Path(__file__).resolve().parents[1] / "support" / "replay_functions.py")
 _SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer"}, "text": {"type": "string"}},

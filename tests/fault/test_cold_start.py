@@ -47,6 +47,7 @@ def metric(broker, name):
     raise AssertionError(f"no {name}")
 
 
+@pytest.mark.nightly
 def test_first_publish_after_an_install_waits_for_no_compiler(tmp_path):
     clock, cache = SystemClock(), tmp_path / "cache"
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]

@@ -15,9 +15,10 @@ from tests.servers.etcd import EtcdServer
 
 import ister
 from fault.oracle import History
-from fault.tier_checks import TOPIC, eventually, memory_directory, tier_settings, verify_topic
+from fault.tier_checks import TOPIC, memory_directory, tier_settings, verify_topic
 from fault.tier_child import TierChild
 from ister.errors import ConflictError
+from support.waiting import eventually
 
 TTL = 3
 
@@ -77,6 +78,7 @@ def listen(children, seconds, until):
             child.listen(0.05)
 
 
+@pytest.mark.nightly
 def test_copy_of_a_directory_in_use_acknowledges_nothing(tmp_path, etcd):
     """Goal: both run, one is told errors, and every acknowledged message is in the topic."""
     history = History()
@@ -110,6 +112,7 @@ def open_either(directory, etcd, stack):
     return False
 
 
+@pytest.mark.nightly
 def test_copy_replaces_a_paused_original(tmp_path, etcd):
     """Goal: it waits for the lease; the original, when it wakes up, acknowledges nothing more.
 

@@ -25,18 +25,20 @@ from fault.disks import (
     why_no_tmpfs,
 )
 from fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
-from fault.writer_child import HEAVY, WriterChild, new_seed, say_replay
+from fault.writer_child import WriterChild, new_seed, say_replay
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import BodyEncoder
 from ister.fs import local
 from ister.limits import STALL_RETRY_SECONDS
 from ister.model import TopicState
 from ister.wal.directory import LOCK_NAME
+from support.scale import scaled
+from support.waiting import eventually
 
 NAME = "/fault/t0"
 PAGE = 4096
 _MESSAGES_MAX = 2000
-_RESUME_SECONDS_MAX = 20 * STALL_RETRY_SECONDS
+_RESUMES_IN = 20 * STALL_RETRY_SECONDS
 
 
 class Producer:
@@ -107,18 +109,6 @@ class Producer:
             self.put()
 
 
-def wait_until(condition, seconds: float, what: str) -> None:
-    """Looks until `condition` holds.
-
-    Raises:
-        AssertionError: It does not in `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {seconds} s: {what}"
-        time.sleep(0.01)
-
-
 def payload_ids(topic: ister.Topic, end: int) -> list[str]:
     return [m.payload.partition(b"|")[0].decode() for m in topic.read("earliest", end=end)]
 
@@ -152,7 +142,7 @@ def test_full_disk_stalls_and_goes_on_by_itself():
             assert topic.state is TopicState.STALLED
 
             for _ in range(3):
-                with pytest.raises(ister.CapacityError, match="goes on when there is room"):
+                with pytest.raises(ister.CapacityError, match="resumes when there is room"):
                     producer.append()
             assert topic.watermarks.next == durable + 1, "a refused append takes no offset"
             with pytest.raises(ister.CapacityError):
@@ -164,7 +154,7 @@ def test_full_disk_stalls_and_goes_on_by_itself():
             ]
 
             ballast.unlink()
-            wait_until(lambda: topic.state is TopicState.OPEN, _RESUME_SECONDS_MAX, "open again")
+            eventually(lambda: topic.state is TopicState.OPEN, "open again", within=_RESUMES_IN)
             producer.wait(*accepted)
             for _ in range(20):
                 producer.put()
@@ -234,13 +224,13 @@ def test_full_disk_under_many_threads_keeps_order(request):
                 thread.start()
             try:
                 for _ in range(3):
-                    wait_until(lambda: topic.state is TopicState.STALLED, 20, "stalled")
+                    eventually(lambda: topic.state is TopicState.STALLED, "stalled")
                     acked = history.acks
                     time.sleep(0.1)
                     os.truncate(ballast, max(0, ballast.stat().st_size - 256 * 1024))
-                    wait_until(lambda: history.acks > acked + 20, 20, "going on")  # noqa: B023
+                    eventually(lambda: history.acks > acked + 20, "going on")  # noqa: B023
                 ballast.unlink()
-                wait_until(lambda: topic.state is TopicState.OPEN, 20, "open again")
+                eventually(lambda: topic.state is TopicState.OPEN, "open again")
             finally:
                 stop.set()
                 ballast.unlink(missing_ok=True)
@@ -332,7 +322,7 @@ def test_opening_on_a_full_disk_still_reads():
                 again.put()
             (where / "ballast").unlink()
             topic = again.topic
-            wait_until(lambda: topic.state is TopicState.OPEN, _RESUME_SECONDS_MAX, "open again")
+            eventually(lambda: topic.state is TopicState.OPEN, "open again", within=_RESUMES_IN)
             again.wait(*again.accepted)
             again.put()
             verify(history, log, survives=SURVIVES_KILL)
@@ -414,6 +404,7 @@ def test_file_size_limit_stalls_and_goes_on_when_lifted(tmp_path, request):
     print(f"acked {history.acks}, told {dict(child.errors)}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("free", [0, 1, 2, 3])
 @pytest.mark.parametrize("lifted", [True, False], ids=["lifted", "for good"])
 def test_no_free_handles_loses_nothing(tmp_path, request, free, lifted):
@@ -450,7 +441,7 @@ def test_no_free_handles_loses_nothing(tmp_path, request, free, lifted):
 # -- sync that fails --------------------------------------------------------------------------
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.parametrize("reopen", ["asked for again", "closed first"])
 def test_failed_sync_fails_the_topic_and_reopening_keeps_what_was_synced(reopen):
     """Goal: a sync that the kernel fails is final: told to everyone, nothing retried, nothing
@@ -522,6 +513,7 @@ def strace(path: Path | None, *injections: str) -> tuple[str, ...]:
     return tuple(words)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("injection", "error"),
     [
@@ -576,6 +568,7 @@ def test_failing_call_on_the_active_file_loses_nothing(tmp_path, request, inject
     print(f"acked {history.acks}, told {dict(child.errors)}, states {child.states}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("call", "stride"),
     # Opening calls fsync some ten times before the first append.
@@ -591,7 +584,7 @@ def test_kill_at_nth_system_call_loses_nothing(tmp_path, request, call, stride):
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
     history = History()
-    for kill in range(40 if HEAVY else 6):
+    for kill in range(scaled(4, 40)):
         nth = 1 + kill * stride
         with WriterChild(
             tmp_path,
@@ -665,7 +658,7 @@ def test_slow_disk_gives_deadline_errors_and_bounded_memory(tmp_path, monkeypatc
         first = slow.append()
         waiting = threading.Thread(target=slow.wait, args=first)
         waiting.start()
-        wait_until(lambda: slow.topic.watermarks.written == 2, 10, "written, not synced")
+        eventually(lambda: slow.topic.watermarks.written == 2, "written, not synced")
         accepted = [first]
         with pytest.raises(ister.CapacityError, match="buffer is full"):
             accepted.extend(slow.append() for _ in range(1000))

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 import ister
-from broker_rig import a_broker, run
 from fault.disks import fill, mounted_tmpfs, skip_if, why_no_tmpfs
 from ister.client import AsyncClient
 from ister.config import load_config
 from ister.errors import CapacityError, UnavailableError
 from ister.limits import MIB
 from ister.model import TopicState
-from ister.objectstore.memory import MemoryObjectStore
 from ister.topic.disk import RESERVE_NAME
 from ister.topic.log import Log
+from support.broker import a_broker, run
+from support.memory_store import MemoryObjectStore
 
 NAME = "/fault/t0"
 SIZE_KIB = 64 * 1024
@@ -86,7 +86,7 @@ class Site:
         try:
             for _ in range(2 * SIZE_KIB * 1024 // MESSAGE_BYTES):
                 self.put(topic)
-                log.disk.look()  # not after a while: a tmpfs fills in no time
+                log.disk.measure()  # not after a while: a tmpfs fills in no time
         except CapacityError as error:
             return error
         raise AssertionError("the disk took more than it has")
@@ -139,6 +139,7 @@ def reserve_bytes(where: Path) -> int:
     return (where / "wal" / RESERVE_NAME).stat().st_blocks * 512
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rotate", [MIB, 512 * MIB], ids=["many files", "one file"])
 @pytest.mark.parametrize(
     "disk", [{}, {"min_free": 0}], ids=["to the watermark", "to the last byte"]
@@ -173,6 +174,7 @@ def test_disk_that_an_outage_has_filled_heals_when_the_bucket_is_back(site, disk
         site.check(log)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("leave", [0, 8192], ids=["not a byte", "two pages"])
 def test_disk_that_somebody_else_has_filled_heals_when_the_bucket_is_back(site, leave):
     """Goal: not a byte of room, taken by another program at once, is healed by what the log itself
@@ -203,6 +205,7 @@ def test_disk_that_somebody_else_has_filled_heals_when_the_bucket_is_back(site, 
         site.check(log)
 
 
+@pytest.mark.nightly
 def test_appends_go_on_when_somebody_else_gives_room_back(site):
     """Goal: a log that has nothing to free goes on by itself when there is room.
 

@@ -8,12 +8,13 @@ from endurance import Endurance
 from fault.writer_child import new_seed
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_broker_that_is_killed_every_8_seconds_loses_and_reorders_nothing(tmp_path):
+@pytest.mark.parametrize("engine", ["grpcio", "native"])
+def test_broker_that_is_killed_every_8_seconds_loses_and_reorders_nothing(tmp_path, engine):
     seed = new_seed()
-    print(f"replay: python -m tests.endurance --seconds 60 --seed {seed}")
-    summary = Endurance(tmp_path, 60, seed).run()
+    print(f"replay: python -m tests.endurance --seconds 60 --seed {seed} --engine {engine}")
+    summary = Endurance(tmp_path, 60, seed, engine).run()
     assert summary["endurance"] == "ok", summary
     assert summary["kills"] >= 3, "hardly anything was disturbed"
     assert summary["received_again"] > 0, "kills with nothing under way prove nothing"

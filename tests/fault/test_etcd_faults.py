@@ -22,7 +22,6 @@ from fault.tier_checks import (
     TOPIC,
     Producer,
     converge,
-    eventually,
     memory_directory,
     orphans,
     tier_settings,
@@ -40,6 +39,7 @@ from ister.errors import (
 )
 from ister.metadata.etcd import EtcdMetadata
 from ister.topic.log import Log
+from support.waiting import eventually
 
 CALL_SECONDS = 0.8
 TTL = 3
@@ -190,7 +190,7 @@ class Busy:
 
     def wait_uploads(self, more):
         wanted = self.uploads + more
-        eventually(lambda: self.uploads >= wanted, f"{more} more uploads", PATIENCE_SECONDS)
+        eventually(lambda: self.uploads >= wanted, f"{more} more uploads", within=PATIENCE_SECONDS)
 
 
 def kinds(errors):
@@ -230,6 +230,7 @@ def cut_one_client_cable(cluster):
     return cluster.client_cables[number].heal
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "strike", [kill_leader, kill_follower, part_leader, pause_leader, cut_one_client_cable]
 )
@@ -251,6 +252,7 @@ def test_commits_go_on_without_one_node(place, cluster, strike):
     converge(place.history, topic)
 
 
+@pytest.mark.nightly
 def test_all_nodes_down_lets_appends_go_on_while_the_lease_holds(place, cluster):
     """The log works on from what it knows; uploads say that etcd is away, and go on after."""
     topic = place.open(ttl=8).topic(TOPIC, create=True)
@@ -268,10 +270,11 @@ def test_all_nodes_down_lets_appends_go_on_while_the_lease_holds(place, cluster)
     assert local == list(range(topic.wal.trimmed, topic.watermarks.synced))
     heal(cluster)
     # At once, unless to start them has taken longer than the lease.
-    eventually(lambda: sends(place, topic), "it goes on", PATIENCE_SECONDS)
+    eventually(lambda: sends(place, topic), "it goes on", within=PATIENCE_SECONDS)
     converge(place.history, topic)
 
 
+@pytest.mark.nightly
 def test_restart_of_the_whole_cluster_past_the_lease_is_waited_out(place, cluster):
     """Acknowledgements stop with the lease, and go on when etcd is back: nobody else took over."""
     log = place.open()
@@ -284,8 +287,8 @@ def test_restart_of_the_whole_cluster_past_the_lease_is_waited_out(place, cluste
     with pytest.raises(UnavailableError):
         place.producer.send(topic)
     heal(cluster)
-    eventually(lambda: sends(place, topic), "it goes on", PATIENCE_SECONDS)
-    eventually(lambda: is_owner(place, log), "the owner's key is back", PATIENCE_SECONDS)
+    eventually(lambda: sends(place, topic), "it goes on", within=PATIENCE_SECONDS)
+    eventually(lambda: is_owner(place, log), "the owner's key is back", within=PATIENCE_SECONDS)
     converge(place.history, topic)
 
 
@@ -293,7 +296,7 @@ def wait_for_lapse(log):
     """The owner's own clock says when: within the lease's time, whatever etcd does."""
     membership = log.tiers.membership
     assert membership.valid_until < SystemClock.boottime() + TTL
-    eventually(lambda: not membership.is_valid, "the lease lapses", PATIENCE_SECONDS)
+    eventually(lambda: not membership.is_valid, "the lease lapses", within=PATIENCE_SECONDS)
 
 
 def is_owner(place, log):
@@ -328,6 +331,7 @@ def test_minority_answers_no_reads(place, cluster):
 # -- the lease -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["cut", "swallow"])
 def test_owner_cut_off_stops_before_its_lease_ends_and_goes_on_later(place, cluster, how):
     """Goal: the last acknowledgement comes before anybody could take the topic over.
@@ -343,20 +347,21 @@ def test_owner_cut_off_stops_before_its_lease_ends_and_goes_on_later(place, clus
         busy.wait_uploads(2)
         for cable in cluster.client_cables:
             getattr(cable, how)()
-        eventually(lambda: place.owner() is None, "the owner's key goes", PATIENCE_SECONDS)
+        eventually(lambda: place.owner() is None, "the owner's key goes", within=PATIENCE_SECONDS)
         gone_at = time.monotonic()
         time.sleep(0.5)
         last_ack = busy.acked_at[-1]
         assert last_ack < gone_at, f"acknowledged {last_ack - gone_at:.3f} s after the end"
         for cable in cluster.client_cables:
             cable.heal()
-        eventually(lambda: busy.acked_at[-1] > gone_at, "it goes on", PATIENCE_SECONDS)
+        eventually(lambda: busy.acked_at[-1] > gone_at, "it goes on", within=PATIENCE_SECONDS)
         assert kinds(error for _, error in busy.append_errors) == {"UnavailableError"}
         busy.wait_uploads(1)
-    eventually(lambda: is_owner(place, log), "the owner's key is back", PATIENCE_SECONDS)
+    eventually(lambda: is_owner(place, log), "the owner's key is back", within=PATIENCE_SECONDS)
     converge(place.history, topic)
 
 
+@pytest.mark.nightly
 def test_appends_are_refused_soon_after_the_lease_has_lapsed(place, cluster):
     """Not only the wait says no: nothing more is taken in that may have to be given up."""
     log = place.open()
@@ -379,6 +384,7 @@ def test_appends_are_refused_soon_after_the_lease_has_lapsed(place, cluster):
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
     """Goal: after another node has taken over, the first acknowledges and publishes nothing.
 
@@ -416,7 +422,7 @@ def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
     topic_b.upload()
     for cable in cluster.client_cables:
         cable.heal()
-    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", PATIENCE_SECONDS)
+    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", within=PATIENCE_SECONDS)
     with pytest.raises(FencedError):
         topic_a.append(b"no")
     with pytest.raises(FencedError):
@@ -429,6 +435,7 @@ def test_owner_cut_off_and_replaced_is_fenced(place, cluster):
     converge(place.history, topic_b)
 
 
+@pytest.mark.nightly
 def test_fenced_owner_whose_producers_wait_for_room_tells_them(place, cluster):
     """An append that waits because uploads lag must not wait for ever for a topic that is gone."""
     log_a = place.open(
@@ -455,11 +462,11 @@ def test_fenced_owner_whose_producers_wait_for_room_tells_them(place, cluster):
     for cable in cluster.client_cables:
         cable.cut()
     log_b = place.open("b", endpoints=cluster.direct_endpoints)
-    eventually(lambda: place.owner() is None, "the lease ends", PATIENCE_SECONDS)
+    eventually(lambda: place.owner() is None, "the lease ends", within=PATIENCE_SECONDS)
     topic_b = log_b.topic(TOPIC, take_over=True)
     for cable in cluster.client_cables:
         cable.heal()
-    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", PATIENCE_SECONDS)
+    eventually(lambda: topic_a.tier.owned.is_fenced, "A finds out", within=PATIENCE_SECONDS)
     waiting.join(PATIENCE_SECONDS)
     try:
         assert outcome, "the append still waits, long after its topic was fenced"
@@ -541,6 +548,7 @@ def test_lost_answer_to_a_seal_is_repeated(place, cluster):
     converge(place.history, topic_b)
 
 
+@pytest.mark.nightly
 def test_request_that_lands_after_it_was_given_up_changes_nothing_twice(place, cluster):
     """Goal: a commit that times out and is done later by etcd is the same commit.
 
@@ -588,6 +596,7 @@ def make_room(cluster, store):
         ask(cluster, 0, "maintenance/alarm", body)
 
 
+@pytest.mark.nightly
 def test_full_etcd_pauses_uploads_and_takes_nothing(tmp_path):
     """Goal: NOSPACE stops uploads, not producers, not readers; with room they go on.
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import ister
-from example_runs import complaints, run_example, started_example
+from support.example_runs import complaints, run_example, started_example
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 
 def test_pipeline_reads_only_what_is_new_when_it_runs_again(tmp_path):

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from export_rig import FORMATS, offsets_in, tasks_here, where
 from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.spark.jobs.exporting import export
+from support.exports import FORMATS, offsets_in, tasks_here, where
 
-pytestmark = [pytest.mark.fault, pytest.mark.slow]
+pytestmark = pytest.mark.nightly
 
 TOPIC = "/default/orders"
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
@@ -45,7 +45,7 @@ _POINTS = (
 _SCRIPT = textwrap.dedent("""
     import sys, json
     sys.path.insert(0, sys.argv[1])
-    from export_rig import tasks_here
+    from support.exports import tasks_here
     from ister.spark.jobs.exporting import export
     with tasks_here() as spark:
         report = export(spark, sys.argv[2], to=sys.argv[3], format=sys.argv[4],

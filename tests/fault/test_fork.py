@@ -71,6 +71,7 @@ def read_all(directory, mode):
 modes = pytest.mark.parametrize("mode", ["local_only", "wal_cloud"])
 
 
+@pytest.mark.nightly
 @modes
 @pytest.mark.parametrize(
     "ending", ["pass", "sys.exit(0)", "os._exit(0)", "raise SystemExit", "log.close()"]
@@ -135,6 +136,7 @@ def test_a_child_is_refused_everything_and_the_parent_goes_on(tmp_path, mode):
     assert read_all(tmp_path, mode) == [b"%d" % number for number in range(200)]
 
 
+@pytest.mark.nightly
 @modes
 def test_a_fork_in_the_middle_of_other_threads_appends_hangs_nobody(tmp_path, mode):
     run(
@@ -172,6 +174,7 @@ def test_a_fork_in_the_middle_of_other_threads_appends_hangs_nobody(tmp_path, mo
     )
 
 
+@pytest.mark.nightly
 @modes
 def test_an_idle_child_of_a_killed_parent_does_not_keep_the_directory(tmp_path, mode):
     parent = subprocess.Popen(

@@ -21,20 +21,21 @@ import pytest
 import ister
 from fault.processes import end_with_parent, kill_session
 from fault.spark_child import spark_environment
-from fault.tier_checks import eventually, memory_directory
-from fault.writer_child import HEAVY
+from fault.tier_checks import memory_directory
+from ister.bucket.fence import read_holder
+from ister.bucket.pipeline import PipelineKeys
 from ister.client.flight import FlightClient
 from ister.clock import SystemClock
 from ister.config import load_config
-from ister.tier.fence import read_holder
-from ister.tier.pipeline import PipelineKeys
-from ister.topic.tiers import open_metadata
+from ister.topic.stores import open_metadata
 from servers.broker import BrokerProcess
+from support.scale import scaled
+from support.waiting import eventually
 
 TOPICS = ("/default/a", "/default/b")
 TTL = 8
 PATIENCE = 180.0
-DEATHS = 3 if HEAVY else 1
+DEATHS = scaled(1, 3)
 _CREATED = re.compile(r"^\w*uploader_objects_created_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -147,7 +148,7 @@ class Scene:
                 status.tiered >= goal for status, goal in zip(self.marks(), goals, strict=True)
             )
 
-        eventually(is_reached, "uploads go on", PATIENCE)
+        eventually(is_reached, "uploads go on", within=PATIENCE)
 
     def check(self) -> dict:
         """Every offset is in the bucket once, in one object, as it was sent; figures."""
@@ -155,7 +156,7 @@ class Scene:
         eventually(
             lambda: all(status.tiered == self.load.sent for status in self.marks()),
             "everything is in the bucket",
-            PATIENCE,
+            within=PATIENCE,
         )
         objects = 0
         with ister.open_history(self.config) as history:
@@ -192,7 +193,7 @@ def under_load(directory, engine: str, *, interval_seconds: int = 1):
         scene = Scene(directory, broker, load)
         load.start()
         try:
-            eventually(load.check, "messages are sent", PATIENCE)
+            eventually(load.check, "messages are sent", within=PATIENCE)
             yield scene
         finally:
             scene.close()
@@ -240,7 +241,7 @@ class Pipeline:
 
 def wait_for_pipeline(scene: Scene) -> str:
     """Returns when one has the lease, says what it has uploaded, and the broker leaves it to it."""
-    eventually(lambda: scene.holder, "a pipeline has the lease", PATIENCE)
+    eventually(lambda: scene.holder, "a pipeline has the lease", within=PATIENCE)
     holder = scene.holder
     eventually(
         lambda: (
@@ -248,7 +249,7 @@ def wait_for_pipeline(scene: Scene) -> str:
             and scene.status.get("tier", {}).get("tiered_messages_total")
         ),
         "the pipeline uploads",
-        PATIENCE,
+        within=PATIENCE,
     )
     # The broker looks a few times in a lease's time, and has an upload under way at most.
     time.sleep(TTL / 2)
@@ -259,7 +260,7 @@ def wait_for_pipeline(scene: Scene) -> str:
     return holder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_broker_takes_over_from_a_dead_pipeline_and_hands_back(tmp_path, request):
     """Goal: the pipeline dies under load, and no upload is lost, late or done twice.
@@ -271,7 +272,7 @@ def test_broker_takes_over_from_a_dead_pipeline_and_hands_back(tmp_path, request
     started = time.monotonic()
     late: list[float] = []
     with under_load(tmp_path, "auto") as scene:
-        eventually(lambda: scene.made_by_broker, "the broker uploads by itself", PATIENCE)
+        eventually(lambda: scene.made_by_broker, "the broker uploads by itself", within=PATIENCE)
         holders = set()
         for _ in range(DEATHS):
             with Pipeline(scene, "run") as pipeline:
@@ -279,7 +280,7 @@ def test_broker_takes_over_from_a_dead_pipeline_and_hands_back(tmp_path, request
                 before = scene.made_by_broker
                 pipeline.kill()
                 killed_at = time.monotonic()
-                eventually(lambda before=before: scene.made_by_broker > before, "it takes over", 60)
+                eventually(lambda before=before: scene.made_by_broker > before, "it takes over")
                 late.append(round(time.monotonic() - killed_at, 1))
                 scene.wait_for_uploads()
         with Pipeline(scene, "run") as pipeline:
@@ -288,7 +289,7 @@ def test_broker_takes_over_from_a_dead_pipeline_and_hands_back(tmp_path, request
         assert report["ok"] is True, report
         assert scene.holder is None
         before = scene.made_by_broker
-        eventually(lambda: scene.made_by_broker > before, "the broker has it back", 60)
+        eventually(lambda: scene.made_by_broker > before, "the broker has it back")
         figures = scene.check()
         scene.broker.stop()
     assert len(holders) == DEATHS + 1
@@ -298,7 +299,7 @@ def test_broker_takes_over_from_a_dead_pipeline_and_hands_back(tmp_path, request
     assert max(late) < 2 * TTL, late
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_both_engines_at_once_upload_each_offset_once(tmp_path, request):
     """Goal: a broker that uploads by itself, and a pipeline that does, do not do it twice.
@@ -308,14 +309,14 @@ def test_both_engines_at_once_upload_each_offset_once(tmp_path, request):
     started = time.monotonic()
     with under_load(tmp_path, "embedded", interval_seconds=2) as scene:
         with Pipeline(scene, "tier", "--interval", "0.2") as pipeline:
-            eventually(lambda: scene.holder, "the pipeline has the lease", PATIENCE)
+            eventually(lambda: scene.holder, "the pipeline has the lease", within=PATIENCE)
             before = scene.made_by_broker
             eventually(
                 lambda: (
                     scene.made_by_broker >= before + 5 and scene.objects - scene.made_by_broker >= 5
                 ),
                 "both upload",
-                PATIENCE,
+                within=PATIENCE,
             )
             scene.wait_for_uploads()
             report = pipeline.stop()

@@ -56,7 +56,7 @@ def tell(request, started: float, **figures: object) -> None:
     print(json.dumps({"test": request.node.name, **figures, "seconds": seconds}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_tier_and_export_on_a_cluster(tmp_path, request):
     """Goal: what a cluster needs of a job is there: files get into objects, and these into a table.
@@ -77,7 +77,7 @@ def test_tier_and_export_on_a_cluster(tmp_path, request):
     tell(request, started, seed=seed, **world.sweep())
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_each_job_on_a_cluster(tmp_path, request):
     """Goal: every job works on a cluster, also when one of its machines has died.

@@ -7,7 +7,7 @@ the same job is run again, and everything has to be as if nothing had happened. 
 round what is left of the dead is collected, and then nothing is left that nobody names.
 
 The steps of all rounds, their order, the data and who has the log open meanwhile come from a seed.
-In `make fault` the rounds together come by every step of every job.
+In `make nightly` the rounds together come by every step of every job.
 """
 
 import json
@@ -20,11 +20,12 @@ import pytest
 from fault.jobs_child import Drivers, JobsChild
 from fault.jobs_world import KEYED, PLAIN, WORKS, Step, World
 from fault.tier_checks import memory_directory
-from fault.writer_child import HEAVY, new_seed, say_replay
+from fault.writer_child import new_seed, say_replay
+from ister.bucket.names import format_object_id
 from ister.failpoints import FAILPOINTS
-from ister.tier.names import format_object_id
+from support.scale import IS_NIGHTLY, scaled
 
-ROUNDS = 20 if HEAVY else 2
+ROUNDS = scaled(1, 20)
 _DRIVERS_EACH, _TASKS_EACH = 2, 1
 """How many deaths a round has where not all steps are asked for."""
 _ATTEMPTS = 6
@@ -123,7 +124,7 @@ def deal() -> list[list[Step]]:
     chance.shuffle(tasks)
     rounds = [
         [*drivers[number::ROUNDS], *tasks[number::ROUNDS]]
-        if HEAVY
+        if IS_NIGHTLY
         else [
             *drivers[number * _DRIVERS_EACH :][:_DRIVERS_EACH],
             *tasks[number * _TASKS_EACH :][:_TASKS_EACH],
@@ -238,8 +239,7 @@ class Round:
         return {"deaths": self.deaths, "unnamed_table_files": strangers, **swept}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800 if HEAVY else 600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_killed_jobs_that_are_run_again_leave_no_trace(tmp_path, drivers, request, number):
     """Goal: whoever dies wherever, the job run again has done what it should, once."""
@@ -257,17 +257,17 @@ def test_killed_jobs_that_are_run_again_leave_no_trace(tmp_path, drivers, reques
     print(json.dumps({"test": "kill -9 of jobs", **told, "seconds": seconds}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_rounds_together_have_come_by_every_step(request):
     """Goal: no step of any job is left out where all are asked for."""
-    if not HEAVY or sum(HIT.values()) < len(STEPS):
+    if not IS_NIGHTLY or sum(HIT.values()) < len(STEPS):
         pytest.skip("not all rounds were run")
     assert set(HIT) == set(STEPS)
     driver_kills = sum(count for step, count in HIT.items() if not step.is_task)
     print(json.dumps({"driver_kills": driver_kills, "task_kills": HIT.total() - driver_kills}))
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "point"), _SLEEPS.items())
 def test_job_that_slept_for_longer_than_its_lease_changes_nothing(
@@ -301,7 +301,7 @@ def test_every_failpoint_is_a_step_of_a_job_or_belongs_elsewhere():
     assert steps | set(_ELSEWHERE) == known
     assert not steps & set(_ELSEWHERE)
     assert set(_DRIVER) == set(_TASK) == set(WORKS)
-    if HEAVY:
+    if IS_NIGHTLY:
         assert sorted(step for steps in deal() for step in steps) == sorted(STEPS)
 
 

@@ -15,22 +15,15 @@ import pytest
 
 import ister
 from fault.oracle import SURVIVES_KILL, History, payload_of, settings_of, verify
-from fault.writer_child import HEAVY, WriterChild, new_seed, say_replay
+from fault.writer_child import WriterChild, new_seed, say_replay
 from ister.failpoints import FAILPOINTS
 from ister.format.frame import encode_frame, scan_frames
 from ister.wal.directory import parse_log_name
+from support.scale import scaled
 
 # Those of a log without a bucket; `test_tier_kill` has the rest.
 POINTS = sorted(point for point in FAILPOINTS if point.startswith("wal."))
-CYCLES = (
-    {"written": 66, "synced": 66, "mixed": 68}
-    if HEAVY
-    else {
-        "written": 13,
-        "synced": 13,
-        "mixed": 14,
-    }
-)
+CYCLES = dict.fromkeys(("written", "synced", "mixed"), scaled(3, 66))
 
 _VISITS_MAX = {
     # One visit per topic at opening, one more per rotation.
@@ -99,7 +92,7 @@ def run_into(
     return False
 
 
-@pytest.mark.timeout(60 if not HEAVY else 600)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("level", list(CYCLES))
 def test_repeated_kill_loses_nothing(tmp_path, request, level):
     """Goal: no acknowledged message is lost, changed or moved by kill -9, however often.

@@ -11,6 +11,7 @@ from fault.oracle import SURVIVES_KILL, History, settings_of, verify
 from fault.writer_child import WriterChild, new_seed, say_replay
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", ["synced", "mixed"])
 def test_paused_writer_loses_nothing(tmp_path, request, level):
     """Goal: a pause of the whole process neither loses nor doubles nor reorders anything.
@@ -42,6 +43,7 @@ def test_paused_writer_loses_nothing(tmp_path, request, level):
     print(f"acked {history.acks}, sent {history.sends}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("point", ["wal.before_sync", "wal.after_write"])
 def test_writer_paused_inside_of_a_commit_goes_on(tmp_path, request, point):
     """The pause comes at a failpoint, while its thread holds what others wait for."""

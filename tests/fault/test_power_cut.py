@@ -14,11 +14,12 @@ import pytest
 import ister
 from fault.disks import Disk, mounted_disk, skip_if, why_no_disks
 from fault.oracle import SURVIVES_POWER_CUT, History, payload_of, settings_of, verify
-from fault.writer_child import HEAVY, WriterChild, new_seed, say_replay
+from fault.writer_child import WriterChild, new_seed, say_replay
+from support.scale import scaled
 
-pytestmark = pytest.mark.fault
+pytestmark = pytest.mark.nightly
 
-CUTS = 100 if HEAVY else 5
+CUTS = scaled(5, 100)
 CANARY_CUTS_MAX = 10
 
 

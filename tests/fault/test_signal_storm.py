@@ -1,6 +1,6 @@
 """A signal handler that raises, again and again, wherever a program is in a call of the library.
 
-`ISTER_HEAVY=1` makes it 100,000 interrupts; `ISTER_STORM_SEED` replays one.
+`make nightly` makes it 100,000 interrupts; `ISTER_STORM_SEED` replays one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from support.scale import scaled
+
 CHILD = Path(__file__).with_name("storm_child.py")
-IS_HEAVY = os.environ.get("ISTER_HEAVY") == "1"
-INTERRUPTS = 100_000 if IS_HEAVY else 2_000
+INTERRUPTS = scaled(1_000, 100_000)
 # A watchdog: nothing in the child waits for ever, so a child that takes this long hangs.
-PATIENCE_SECONDS = 2400 if IS_HEAVY else 240
+PATIENCE_SECONDS = scaled(240, 2400)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(PATIENCE_SECONDS + 60)
 def test_storm_of_signals_hangs_loses_and_skips_nothing(tmp_path):
     seed = int(os.environ.get("ISTER_STORM_SEED") or random.randrange(1 << 32))

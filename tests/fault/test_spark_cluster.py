@@ -86,7 +86,7 @@ def tell(request, started: float, **figures: object) -> None:
     print(json.dumps({"test": request.node.name, **figures, "seconds": seconds}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_job_survives_the_death_of_a_worker(tmp_path, request):
     """Goal: reads and writes work on a cluster, also when one of its machines dies in the middle.
@@ -129,7 +129,7 @@ def test_job_survives_the_death_of_a_worker(tmp_path, request):
     )
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_stream_survives_the_deaths_of_workers_and_of_its_driver(tmp_path, request):
     """Goal: a stream on a cluster copies each message once, whichever machine dies.
@@ -183,7 +183,7 @@ def broker_copy(tmp_path):
     return copy
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_read_survives_the_death_of_the_broker(tmp_path, request, broker_copy):
     """Goal: who reads a tail from a broker that dies goes on with the next one, without a seam.
@@ -215,7 +215,7 @@ def test_read_survives_the_death_of_the_broker(tmp_path, request, broker_copy):
     tell(request, started, kills=2, batches=trace.size, **figures)
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_stream_survives_the_deaths_of_the_broker(tmp_path, request, broker_copy):
     """Goal: a stream that reads and writes by a broker copies each message once, whenever it dies.

@@ -21,7 +21,6 @@ from fault.tier_checks import (
     TOPIC,
     Producer,
     converge,
-    eventually,
     memory_directory,
     orphans,
     read_bucket,
@@ -38,6 +37,7 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.objectstore.opendal_store import open_store
+from support.waiting import eventually
 
 MIB = 1024 * 1024
 DATA = "objects/data-"
@@ -161,7 +161,7 @@ def any_place(request, tmp_path):
 
 
 on_both = pytest.mark.parametrize(
-    "any_place", ["rclone", pytest.param("moto", marks=pytest.mark.fault)], indirect=True
+    "any_place", ["rclone", pytest.param("moto", marks=pytest.mark.nightly)], indirect=True
 )
 
 
@@ -192,6 +192,7 @@ class Timed:
 # -- faults that pass ---------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("action", "method"),
     [
@@ -217,6 +218,7 @@ def test_request_that_fails_once_is_repeated_within_the_upload(place, action, me
     assert not orphans(topic)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["PUT", "HEAD"])
 def test_storm_fails_the_upload_and_not_the_producers(place, method):
     """503 for everything: a bounded number of requests, UnavailableError, messages stay here."""
@@ -235,6 +237,7 @@ def test_storm_fails_the_upload_and_not_the_producers(place, method):
     assert topic.tier.last_error is None
 
 
+@pytest.mark.nightly
 def test_storm_meets_uploads_in_the_background_that_back_off(place):
     """Uploads that see to themselves: not a request storm, and they go on when it is over."""
     place.open(uploader={"engine": "auto", "max_batch_bytes": 1})
@@ -260,6 +263,7 @@ PART_FAULTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("any_place", "fault"),
     [
@@ -268,7 +272,7 @@ PART_FAULTS = {
         ("moto", "end-lost"),
         ("moto", "end-200-error"),
         *(
-            pytest.param("moto", fault, marks=pytest.mark.fault)
+            pytest.param("moto", fault, marks=pytest.mark.nightly)
             for fault in PART_FAULTS
             if fault not in ("end-lost", "end-200-error")
         ),
@@ -301,6 +305,7 @@ def test_complete_that_keeps_failing_publishes_nothing(any_place):
     place.settle()
 
 
+@pytest.mark.nightly
 @on_both
 def test_complete_whose_answers_are_all_lost_is_found_done(any_place):
     """The store has the object; the uploader looks, compares, and commits it."""
@@ -362,11 +367,12 @@ def test_get_that_fails_once_is_not_seen_by_the_reader(place, action):
     place.settle()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("action", "error"),
     [
         (Action.INTERNAL_ERROR, UnavailableError),
-        pytest.param(Action.RESET, UnavailableError, marks=pytest.mark.fault),
+        pytest.param(Action.RESET, UnavailableError, marks=pytest.mark.nightly),
         (Action.TRUNCATED, UnavailableError),
         (Action.CORRUPTED, CorruptDataError),
         (Action.DENIED, PermissionDeniedError),
@@ -423,6 +429,7 @@ def test_history_that_hangs_ends_at_its_deadline(place):
         assert isinstance(timed.error, UnavailableError), timed.error
 
 
+@pytest.mark.nightly
 def test_upload_that_hangs_ends_at_its_deadline(place):
     """The same for a request that is never answered, and producers do not notice it."""
     topic = place.open()
@@ -485,7 +492,7 @@ def damage_object(place, key, damage):
     "damage",
     [
         *("flipped", "cut", "lost"),
-        *(pytest.param(kind, marks=pytest.mark.fault) for kind in ("grown", "empty", "zeros")),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("grown", "empty", "zeros")),
     ],
 )
 def test_object_that_went_bad_is_uploaded_again_before_local_files_go(place, damage, caplog):
@@ -704,6 +711,7 @@ def test_new_topic_on_a_wrong_bucket_is_refused_with_the_reason(place):
 # -- the store is down ---------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_outage_holds_producers_back_only_at_the_limit_and_then_refuses(place):
     """Producers go on while there is room; then CapacityError; then it heals by itself."""
     topic = place.open(
@@ -744,6 +752,7 @@ def test_outage_holds_producers_back_only_at_the_limit_and_then_refuses(place):
     place.settle()
 
 
+@pytest.mark.nightly
 def test_outage_blocks_producers_at_the_limit_where_they_asked_for_it(place):
     topic = place.open(
         uploader={"engine": "auto", "max_batch_bytes": 1, "max_lag_bytes": 50_000},
@@ -760,6 +769,7 @@ def test_outage_blocks_producers_at_the_limit_where_they_asked_for_it(place):
     place.settle()
 
 
+@pytest.mark.nightly
 def test_log_opened_during_an_outage_serves_what_is_here(place):
     """Opening needs no bucket where the topic is known; a new topic is refused, not begun twice."""
     place.open()
@@ -780,6 +790,7 @@ def test_log_opened_during_an_outage_serves_what_is_here(place):
         place.settle()
 
 
+@pytest.mark.nightly
 def test_reader_of_history_waits_out_an_outage(place):
     """A reader that asks again and again gets every message once, over three outages."""
     topic = place.open()
@@ -806,6 +817,7 @@ def test_reader_of_history_waits_out_an_outage(place):
     place.settle()
 
 
+@pytest.mark.nightly
 def test_closing_during_an_outage_keeps_everything(place):
     """A log that is closed while its bucket is away, and opened when it is back."""
     topic = place.open(uploader={"engine": "auto", "max_batch_bytes": 1})
@@ -869,6 +881,7 @@ def test_credentials_are_in_no_log_and_no_error(place, caplog):
     place.settle()
 
 
+@pytest.mark.nightly
 def test_everything_read_during_faults_was_right(place):
     """A last one: random faults on a tenth of all requests, uploads, trims and reads beside."""
     topic = place.open()

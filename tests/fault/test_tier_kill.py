@@ -26,8 +26,9 @@ from fault.tier_checks import (
     verify_topic,
 )
 from fault.tier_child import TierChild
-from fault.writer_child import HEAVY, new_seed, say_replay
+from fault.writer_child import new_seed, say_replay
 from ister.failpoints import FAILPOINTS
+from support.scale import scaled
 
 _LARGE = {"wal": {"rotate_max_bytes": 65536}, "uploader": {"max_object_bytes": 131072}}
 
@@ -203,11 +204,11 @@ def test_repeated_kill_loses_nothing(tmp_path, request):
     run_cycles(tmp_path, request, 7, 2)
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_many_kills_lose_nothing(tmp_path, request):
-    """The same in many directories of 20 kills each: 240 of them with ISTER_HEAVY=1."""
-    run_cycles(tmp_path, request, 20, 12 if HEAVY else 3)
+    """The same in many directories of 20 kills each: 240 of them with `make nightly`."""
+    run_cycles(tmp_path, request, 20, scaled(3, 12))
 
 
 def test_product_that_trims_too_early_is_caught(tmp_path, request):

@@ -25,19 +25,20 @@ from fault.tier_checks import (
     Producer,
     check_catalog,
     converge,
-    eventually,
     memory_directory,
     orphans,
     tier_settings,
     verify_topic,
 )
 from fault.tier_child import TierChild
-from fault.writer_child import HEAVY, new_seed, say_replay
+from fault.writer_child import new_seed, say_replay
 from ister import failpoints
+from ister.bucket.ownership import OwnedTopic
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.model import TopicName
-from ister.tier.ownership import OwnedTopic
 from ister.topic.log import Log
+from support.scale import scaled
+from support.waiting import eventually
 
 TTL = 2
 ETCD_TTL = 3
@@ -148,11 +149,12 @@ def replaced_while_stopped(directory, history, child, etcd=None):
     return adopted, garbage
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("point", "leaves"),
     [
         ("tier.before_commit", "garbage"),
-        ("tier.after_part", "garbage"),
+        ("tier.after_part", "either"),
         ("tier.before_session", "nothing"),
     ],
 )
@@ -172,7 +174,10 @@ def test_owner_stopped_in_an_upload_and_replaced_publishes_nothing(tmp_path, poi
         assert history.acks
         adopted, garbage = replaced_while_stopped(tmp_path, history, child)
     assert not adopted, "what was not committed is not part of the topic"
-    assert bool(garbage) == (leaves == "garbage"), garbage
+    # In the middle of an object the next part and the news of the new owner race: the object is
+    # either finished and never published, or given up.
+    if leaves != "either":
+        assert bool(garbage) == (leaves == "garbage"), garbage
 
 
 def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
@@ -192,6 +197,7 @@ def test_owner_stopped_and_replaced_publishes_nothing_in_etcd(tmp_path, etcd):
     assert garbage
 
 
+@pytest.mark.nightly
 def test_producer_that_waits_for_the_bucket_is_told_of_the_new_owner(tmp_path):
     """Waits up to `tiered` do not last for ever where uploads have ended for good."""
     history = History()
@@ -239,6 +245,7 @@ def test_owner_stopped_for_less_than_its_lease_goes_on(tmp_path):
         converge(history, log.topic(TOPIC))
 
 
+@pytest.mark.nightly
 def test_stopped_owner_that_nobody_replaced_goes_on_after_its_lease(tmp_path):
     """It says that it is not sure, takes its lease anew, and goes on; its messages stay its own."""
     history = History()
@@ -377,14 +384,14 @@ def fail():
     raise UnavailableError("the store does not answer")
 
 
-@pytest.mark.fault
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_owners_stopped_at_any_moment_publish_nothing(tmp_path, request, etcd):
     """The same under full load and without a failpoint: stopped wherever it is."""
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
     chance = random.Random(seed)
-    for number in range(12 if HEAVY else 2):
+    for number in range(scaled(2, 12)):
         directory = tmp_path / f"{tmp_path.name}-{number}"
         directory.mkdir()
         history = History()

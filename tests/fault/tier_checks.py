@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import ister
-from ister.tier.names import object_key, objects_prefix
-from ister.tier.verify import verify_content
+from ister.bucket.check import verify_content
+from ister.bucket.names import object_key, objects_prefix
 from ister.topic.message import MessageBatch
 
 try:
@@ -85,14 +84,6 @@ def memory_directory() -> Iterator[Path]:
         yield Path(directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Waits until something is so, by default for as long as a busy machine may take."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 class Producer:

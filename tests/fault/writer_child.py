@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Self
 
 from fault.oracle import History
+from support.scale import scaled
 
 WRITER = str(Path(__file__).resolve().with_name("writer_process.py"))
-HEAVY = os.environ.get("ISTER_HEAVY") == "1"
 _READ_BYTES = 1 << 16
 _ENDING_SECONDS_MAX = 30.0
 
@@ -32,8 +32,8 @@ def new_seed() -> int:
 
 def say_replay(seed: int, node: str) -> None:
     """Prints how to run a test again with the same choices; pytest shows it with a failure."""
-    heavy = "ISTER_HEAVY=1 " if HEAVY else ""
-    print(f"replay: {heavy}ISTER_FAULT_SEED={seed} python -m pytest -s {shlex.quote(node)}")
+    nightly = scaled("", "ISTER_NIGHTLY=1 ")
+    print(f"replay: {nightly}ISTER_FAULT_SEED={seed} python -m pytest -s {shlex.quote(node)}")
 
 
 class WriterChild:

@@ -23,8 +23,6 @@ except ImportError:
     sys.exit("atheris is not installed: pip install 'ister[fuzz]' (it has wheels for Linux only)")
 
 with atheris.instrument_imports(include=["ister.format"]):
-    from builders import a_message, frames, golden, with_valid_crc
-    from invariants import check_body, check_frames
     from ister.errors import UnsupportedVersionError
     from ister.format.bincode import BincodeError
     from ister.format.checkpoint import (
@@ -40,23 +38,22 @@ with atheris.instrument_imports(include=["ister.format"]):
     from ister.format.message import encode_message
     from ister.format.sparse_index import INDEX_ENTRY_SIZE, decode_index, encode_index
     from ister.model import Codec
+    from support.builders import a_message, frames, golden, with_valid_crc
+    from support.invariants import check_body, check_frames
 
 
 def fuzz_frames(data: bytes) -> None:
-    """Frames in chunks, with the first byte as the size of the chunks."""
-    size = 1 + (data[0] if data else 0)
-    buffer = data[1:]
-    chunks = [buffer[start : start + size] for start in range(0, len(buffer), size)]
-    check_frames(buffer, expected_offset=None, chunks=chunks)
-    check_frames(buffer, expected_offset=7, chunks=chunks)
-    found = find_frame(buffer, 0, offset_min=0, offset_max=2**64)
+    """Frames one after the other, with and without an expected offset."""
+    check_frames(data, expected_offset=None)
+    check_frames(data, expected_offset=7)
+    found = find_frame(data, 0, offset_min=0, offset_max=2**64)
     if found is not None:
-        check_frames(buffer[found[0] :], expected_offset=found[1], chunks=[buffer[found[0] :]])
+        check_frames(data[found[0] :], expected_offset=found[1])
 
 
 def fuzz_frames_with_crcs(data: bytes) -> None:
     """The same, with the crc of each frame set right as far as the lengths lead."""
-    buffer = bytearray(data[1:])
+    buffer = bytearray(data)
     start = 0
     while start + FRAME_HEADER_SIZE <= len(buffer):
         length = int.from_bytes(buffer[start + 8 : start + 12], "little")
@@ -66,7 +63,7 @@ def fuzz_frames_with_crcs(data: bytes) -> None:
         crc = with_valid_crc(bytes(buffer[start + FRAME_HEADER_SIZE : end]))[-4:]
         buffer[start + 12 : start + 16] = crc
         start = end
-    fuzz_frames(data[:1] + buffer)
+    fuzz_frames(bytes(buffer))
 
 
 def fuzz_message(data: bytes) -> None:
@@ -146,7 +143,7 @@ def write_seed_corpus(directory: Path) -> None:
     bodies = [encode_message(a_message(topic_offset=7), codec) for codec in Codec]
     checkpoints = [golden("wal_checkpoint"), golden("uploader_checkpoint")]
     inputs = {
-        fuzz_frames: [b"\x06" + frames(7, bodies), b"\xff" + frames(7, [b"x", b"yy"])],
+        fuzz_frames: [frames(7, bodies), frames(7, [b"x", b"yy"])],
         fuzz_message: [*bodies, golden("bincode2_frame")[FRAME_HEADER_SIZE:]],
         fuzz_checkpoint_bodies: [
             golden("bincode1_wal_checkpoint_body"),

@@ -10,11 +10,11 @@ Each mutant has its own seed, made of the run's seed and its index, so a failure
 - a frame that is found holds a body that was written. The crc has 32 bits, so about one mutant in
   four billion may break this by chance. That the crc of each frame found really holds is checked
   with zlib, so a body that nobody wrote is such a collision, counted apart from the failures;
-- scanning, decoding one by one and parsing in random chunks find the same frames and stop at the
-  same place for the same reason;
+- scanning and decoding one by one find the same frames and stop at the same place for the same
+  reason;
 - a body that decodes is the only encoding of its message;
-- no more frames than bytes allow, no more bytes held than were fed, and, in a sample of the
-  mutants, no more memory than a small multiple of the buffer.
+- no more frames than bytes allow, and, in a sample of the mutants, no more memory than a small
+  multiple of the buffer.
 """
 
 import argparse
@@ -22,18 +22,18 @@ import random
 import struct
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from builders import VARINT_BOUNDARIES, a_message, frames
-from invariants import check_body, check_frames
 from ister.format.frame import Corrupt, encode_frame
 from ister.format.message import decode_message, encode_message
 from ister.limits import FRAME_BODY_BYTES_MAX
 from ister.model import Codec, StreamMessage
+from support.builders import VARINT_BOUNDARIES, a_message, frames
+from support.invariants import check_body, check_frames
 
 _HEADER = struct.Struct("<QII")
 _BASES_COUNT = 48
@@ -256,9 +256,7 @@ def _mutated(rng: random.Random, base: Base, other: Base) -> bytes:
 
 
 def _check(rng: random.Random, base: Base, other: Base, mutant: bytes, outcome: Outcome) -> None:
-    scan, found = check_frames(
-        mutant, expected_offset=base.first_offset, chunks=_chunks(rng, mutant)
-    )
+    scan, found = check_frames(mutant, expected_offset=base.first_offset)
     intact = sum(map(mutant.startswith, base.prefixes))
     assert scan.starts[:intact] == base.starts[:intact], "lost a frame before the damage"
     assert len(found) <= len(mutant) // 17, "more frames than bytes allow"
@@ -274,16 +272,6 @@ def _check(rng: random.Random, base: Base, other: Base, mutant: bytes, outcome: 
     outcome.refused[stop] = outcome.refused.get(stop, 0) + 1
     # The crc keeps damage away from the decoders of bodies, so they get their own share of it.
     outcome.bodies_decoded += len(check_body(_damaged_body(rng, base, mutant)))
-
-
-def _chunks(rng: random.Random, mutant: bytes) -> Iterator[bytes]:
-    """Mostly a few chunks, sometimes very many small ones."""
-    size_max = 2 + int(rng.random() ** 0.5 * len(mutant))
-    start = 0
-    while start < len(mutant):
-        end = start + 1 + int(rng.random() * size_max)
-        yield mutant[start:end]
-        start = end
 
 
 def _damaged_body(rng: random.Random, base: Base, mutant: bytes) -> bytes:

@@ -22,7 +22,7 @@ _GOLDEN = Path(__file__).resolve().parent
 sys.path.insert(0, str(_GOLDEN.parent))
 
 import ister  # noqa: E402 - found through the path above
-from spark_session import get_spark  # noqa: E402
+from support.spark_session import get_spark  # noqa: E402
 
 SOURCE, SINK = "/default/orders", "/default/copies"
 BATCH = 3

@@ -97,8 +97,8 @@ class Bystander:
 
 async def main(address: str, http: str) -> None:
     """Round after round, until standard input ends."""
-    from danube_rig import connect  # noqa: PLC0415 - the path is set above
-    from ister.broker.wire import ister_api  # noqa: PLC0415
+    from ister.wire import ister_api  # noqa: PLC0415
+    from support.danube import connect  # noqa: PLC0415 - the path is set above
 
     class Broker:
         pass

@@ -1,12 +1,34 @@
-"""The Spark session of these tests."""
+"""What these tests share: a Spark session, and the engines that serve gRPC."""
+
+import inspect
 
 import pytest
 from pyspark.sql import SparkSession
 
-from spark_session import get_spark
+from ister.broker.rpc.native_support import native_refusal
+from support.danube import run
+from support.scale import nightly
+from support.spark_session import get_spark
 
 
 @pytest.fixture(scope="session")
 def spark() -> SparkSession:
     """A local session, shared by all tests of the process: do not stop it."""
     return get_spark()
+
+
+@pytest.fixture(scope="module", params=["grpcio", nightly("native")])
+def engine(request: pytest.FixtureRequest) -> str:
+    """`broker.grpc.engine`: each in turn."""
+    if request.param == "native" and (reason := native_refusal()) is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine on a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    run(pyfuncitem.function(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -22,12 +22,12 @@ from ister.config import load_config
 from ister.errors import IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.frame import scan_frames
-from ister.fs.memory import MemoryFileSystem
 from ister.metadata.memory import MemoryMetadata
 from ister.model import StreamMessage, TopicName
-from ister.objectstore.memory import MemoryObjectStore
-from ister.topic.factory import StartPosition, TopicStream, WalStorage, WalStorageFactory
-from rig import PATIENCE_SECONDS, numbered
+from support.danube_storage import StartPosition, TopicStream, WalStorage, WalStorageFactory
+from support.machine import PATIENCE_SECONDS, numbered
+from support.memory_fs import MemoryFileSystem
+from support.memory_store import MemoryObjectStore
 
 TOPIC = "/default/orders"
 PUBLISHED_MS = 1_700_000_000_000

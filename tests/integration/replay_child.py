@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ister.spark.jobs.replaying import replay
-from spark_session import get_spark
+from support.spark_session import get_spark
 
 if __name__ == "__main__":
     config, source, target = sys.argv[1:]
@@ -15,7 +15,7 @@ if __name__ == "__main__":
         config,
         source=source,
         target=target,
-        transform="replay_functions:only_even",
+        transform="support.replay_functions:only_even",
         chunk_bytes=2_000,
     )
     sys.exit(0 if report.ok else str(report.errors))

@@ -30,15 +30,15 @@ from pyspark.sql.types import (
 )
 
 import ister
+from ister.bucket.names import STAGING_PREFIX, object_key
+from ister.bucket.retention import expire
 from ister.config import load_config
 from ister.format.descriptor import ObjectDescriptor
 from ister.model import Codec, MessageId, StreamMessage, TopicName
 from ister.spark import IsterDataSource
 from ister.spark.batch import BatchReader
-from ister.spark.place import Place, _close_all
+from ister.spark.location import Place, _close_all
 from ister.spark.rows import arrow_schema_of
-from ister.tier.names import STAGING_PREFIX, object_key
-from ister.tier.retention import expire
 from ister.topic.log import Log
 from ister.topic.message import Message
 from ister.topic.topic import Topic

@@ -18,7 +18,8 @@ import pytest
 
 pytest.importorskip("danube")
 
-from danube_rig import (
+from servers.broker import BrokerProcess
+from support.danube import (
     FAILOVER,
     KEY_SHARED,
     SHARED,
@@ -29,7 +30,6 @@ from danube_rig import (
     texts,
     topic_for,
 )
-from servers.broker import BrokerProcess
 
 MIB = 1024 * 1024
 TOPICS = 1000
@@ -83,7 +83,7 @@ def topic(request):
     return topic_for(request)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_idle_topics_and_two_hundred_consumers_take_little(tmp_path):
     """Goal: what is idle costs next to nothing, and all of it works when it is needed.
 
@@ -145,20 +145,17 @@ def test_a_thousand_idle_topics_and_two_hundred_consumers_take_little(tmp_path):
         broker.stop()
 
 
-def test_failover_promotes_when_the_active_consumer_leaves(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            active = await session.consumer(topic, "active", kind=FAILOVER)
-            standby = await session.consumer(topic, "standby", kind=FAILOVER)
-            await producer.send(b"one")
-            await active.one()
-            began = time.monotonic()
-            await active.close()
-            assert texts(await standby.take(1)) == ["one"]
-            assert time.monotonic() - began < PROMOTION_SECONDS
-
-    run(scenario())
+async def test_failover_promotes_when_the_active_consumer_leaves(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        active = await session.consumer(topic, "active", kind=FAILOVER)
+        standby = await session.consumer(topic, "standby", kind=FAILOVER)
+        await producer.send(b"one")
+        await active.one()
+        began = time.monotonic()
+        await active.close()
+        assert texts(await standby.take(1)) == ["one"]
+        assert time.monotonic() - began < PROMOTION_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -166,35 +163,34 @@ def test_failover_promotes_when_the_active_consumer_leaves(broker, topic):
     [
         (signal.SIGKILL, PROMOTION_SECONDS),
         # Its connection stays, and answers nothing: pings find that out.
-        pytest.param(signal.SIGSTOP, HANG_SECONDS, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, HANG_SECONDS, marks=pytest.mark.nightly),
     ],
     ids=["killed", "hanging"],
 )
-def test_failover_promotes_when_the_process_of_the_active_consumer_is(broker, topic, how, within):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            process = subprocess.Popen(
-                [sys.executable, "-c", CONSUMER, broker.url, topic],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            try:
-                assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
-                await session.wait_attached(topic, "active")
-                standby = await session.consumer(topic, "standby", kind=FAILOVER)
-                await producer.send(b"one")
-                assert await asyncio.to_thread(process.stdout.readline) == "one\n"
-                began = time.monotonic()
-                process.send_signal(how)
-                assert texts(await standby.take(1, within=2 * within)) == ["one"]
-                assert time.monotonic() - began < within
-            finally:
-                process.kill()
-                process.wait()
-                process.stdout.close()
-
-    run(scenario())
+async def test_failover_promotes_when_the_process_of_the_active_consumer_is(
+    broker, topic, how, within
+):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        process = subprocess.Popen(
+            [sys.executable, "-c", CONSUMER, broker.url, topic],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+            await session.wait_attached(topic, "active")
+            standby = await session.consumer(topic, "standby", kind=FAILOVER)
+            await producer.send(b"one")
+            assert await asyncio.to_thread(process.stdout.readline) == "one\n"
+            began = time.monotonic()
+            process.send_signal(how)
+            assert texts(await standby.take(1, within=2 * within)) == ["one"]
+            assert time.monotonic() - began < within
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
 
 class Keys:
@@ -222,6 +218,7 @@ class Keys:
         self.deliveries[worker] += 1
 
 
+@pytest.mark.nightly
 def test_keys_keep_their_order_while_consumers_come_and_go(broker, topic):
     """Goal: 50 keys, 5 consumers that leave and join at random, and every key in order.
 
@@ -320,6 +317,7 @@ def test_keys_keep_their_order_while_consumers_come_and_go(broker, topic):
     run(scenario(), within=300)
 
 
+@pytest.mark.nightly
 def test_one_connection_carries_hundreds_of_consumers(broker, topic):
     """Danube's client has one connection for everything; its streams must not use it up."""
     count = 300
@@ -341,6 +339,7 @@ def test_one_connection_carries_hundreds_of_consumers(broker, topic):
     run(scenario())
 
 
+@pytest.mark.nightly
 def test_a_burst_through_many_consumers_of_a_queue_is_delivered_once(broker, topic):
     """200 consumers on one queue: each message to one of them, and to none twice."""
 

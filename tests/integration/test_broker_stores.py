@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("danube")
 
-from danube_rig import SHARED, connect, eventually, numbered, offsets, run, texts
 from servers.broker import BrokerProcess
 from servers.etcd import EtcdServer
 from servers.s3 import rclone_server
+from support.danube import SHARED, connect, eventually, numbered, offsets, run, texts
 
 TOPIC = "/default/orders"
 

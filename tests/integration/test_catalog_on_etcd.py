@@ -7,15 +7,15 @@ was asked for, whatever the limit) and the bytes it sends.
 import pytest
 from tests.servers.etcd import EtcdServer
 
+from ister.bucket.catalog import Catalog
+from ister.bucket.names import TopicKeys
 from ister.clock import SystemClock
 from ister.format.descriptor import encode_descriptor
 from ister.format.records import encode_current
 from ister.metadata.base import Put
 from ister.metadata.etcd import EtcdMetadata
 from ister.metrics import Metrics
-from ister.tier.catalog import Catalog
-from ister.tier.names import TopicKeys
-from tier_rig import NAME, PREFIX, a_descriptor
+from support.tiers import NAME, PREFIX, a_descriptor
 
 SMALL, LARGE = 1_000, 20_000
 LENGTH = 1_000
@@ -67,6 +67,7 @@ def fill(store, start, end):
         store.transact([], [*puts, Put(KEYS.current, encode_current(objects[-1].start))])
 
 
+@pytest.mark.nightly
 def test_lookups_among_20000_objects_cost_what_they_do_among_1000(store):
     fill(store, 0, SMALL)
     costs = {}

@@ -16,14 +16,10 @@ pytest.importorskip("grpc")
 
 import grpc
 
-from certificates import LOCAL_NAMES, Authority
-from example_runs import run_example
 from ister.broker.security.minting import make_api_key
-from ister.broker.wire import danube_admin, stub
 from ister.client import AsyncClient, Client, TlsOptions
-from ister.client.contract import RangeTicket
+from ister.client.core.put_stream import PutStream
 from ister.client.flight import FlightClient
-from ister.client.putting import PutStream
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -40,8 +36,13 @@ from ister.errors import (
 )
 from ister.partitions import partition_of
 from ister.subscription.policy import FailurePolicy, PoisonPolicy
-from security_rig import auth_settings
+from ister.wire import danube_admin, stub
+from ister.wire.contract import RangeTicket
 from servers.broker import BrokerProcess
+from support.certificates import LOCAL_NAMES, Authority
+from support.example_runs import run_example
+from support.security import auth_settings
+from support.waiting import eventually
 
 PATIENCE = 60.0
 _numbers = count()
@@ -85,13 +86,6 @@ def open_topics(broker):
         request = danube_admin.BrokerRequest()
         found = stub(channel, "danube_admin.TopicAdmin").ListBrokerTopics(request)
         return [one.name for one in found.topics]
-
-
-def eventually(condition, within=PATIENCE):
-    end = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < end, "it has not happened"
-        time.sleep(0.02)
 
 
 def numbered(number, name="m"):
@@ -574,6 +568,7 @@ def test_a_broker_is_killed_under_load(tmp_path, topic):
         assert len(taker.seen) - len(log) <= 3 * 2000
 
 
+@pytest.mark.nightly
 def test_a_broker_is_restarted_under_load_and_nothing_comes_twice(tmp_path, topic):
     with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
         client.create_topic(topic)
@@ -595,6 +590,7 @@ def test_a_broker_is_restarted_under_load_and_nothing_comes_twice(tmp_path, topi
         assert taker.seen == list(enumerate(log))
 
 
+@pytest.mark.nightly
 def test_what_the_program_holds_is_not_handed_out_again(tmp_path, topic):
     with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
         with client.producer(topic, create=True) as producer:
@@ -613,6 +609,7 @@ def test_what_the_program_holds_is_not_handed_out_again(tmp_path, topic):
                 consumer.receive(0.5)
 
 
+@pytest.mark.nightly
 def test_acknowledgements_are_said_again_until_they_are_confirmed(tmp_path, topic):
     with BrokerProcess(tmp_path) as broker, Client(broker.address) as client:
         with client.producer(topic, create=True) as producer:
@@ -630,6 +627,7 @@ def test_acknowledgements_are_said_again_until_they_are_confirmed(tmp_path, topi
             assert client.describe_subscription(topic, "s").cursor == 20
 
 
+@pytest.mark.nightly
 def test_messages_fail_when_the_time_is_over_and_later_ones_go_on(tmp_path, topic):
     with BrokerProcess(tmp_path) as broker, Client(broker.address, timeout=3) as client:
         with client.producer(topic, create=True) as producer:
@@ -660,6 +658,7 @@ def test_a_consumer_fails_when_the_time_is_over(tmp_path, topic):
         consumer.close()
 
 
+@pytest.mark.nightly
 def test_a_broker_that_hangs(tmp_path, topic):
     with BrokerProcess(tmp_path) as broker:
         client = Client(broker.address)
@@ -689,6 +688,7 @@ def test_a_broker_that_hangs(tmp_path, topic):
         broker.resume()
 
 
+@pytest.mark.nightly
 def test_a_topic_that_is_moved_to_another_broker(tmp_path, topic):
     shared = {
         "storage": {

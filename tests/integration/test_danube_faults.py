@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import pytest
 
-from builders import measured_allocation
 from integration.places import (
     TOPIC,
     Place,
@@ -54,11 +53,12 @@ from ister.errors import (
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.frame import scan_frames
 from ister.fs.local import LocalFileSystem
-from ister.fs.memory import SimulatedCrash
 from ister.model import MessageId, TopicState
-from ister.topic.factory import StartPosition, WalStorageFactory
 from ister.wal.directory import WalDirectory
-from rig import Task, TurningClock, eventually, numbered, payloads
+from support.builders import measured_allocation
+from support.danube_storage import StartPosition, WalStorageFactory
+from support.machine import Task, TurningClock, eventually, numbered, payloads
+from support.memory_fs import SimulatedCrash
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("danube")
 
-from danube_rig import (
+from servers.broker import BrokerProcess
+from support.danube import (
     EXCLUSIVE,
     KEY_SHARED,
     connect,
@@ -20,12 +21,11 @@ from danube_rig import (
     texts,
     topic_for,
 )
-from servers.broker import BrokerProcess
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory):
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as broker:
+def broker(tmp_path_factory, engine):
+    with BrokerProcess(tmp_path_factory.mktemp("broker"), engine=engine) as broker:
         yield broker
 
 
@@ -106,58 +106,49 @@ def test_a_key_comes_to_one_consumer_in_order(broker, topic):
     run(scenario())
 
 
-def test_a_single_consumer_gets_all_keys(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            workers = Workers(await join(session, topic, "only"))
-            for number in range(30):
-                await producer.send_with_key(str(number).encode(), None, f"key-{number % 7}")
-            seen = await workers.until(30)
-            for key in {f"key-{number}" for number in range(7)}:
-                assert order(seen, key) == [str(n) for n in range(30) if f"key-{n % 7}" == key]
-
-    run(scenario())
+async def test_a_single_consumer_gets_all_keys(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        workers = Workers(await join(session, topic, "only"))
+        for number in range(30):
+            await producer.send_with_key(str(number).encode(), None, f"key-{number % 7}")
+        seen = await workers.until(30)
+        for key in {f"key-{number}" for number in range(7)}:
+            assert order(seen, key) == [str(n) for n in range(30) if f"key-{n % 7}" == key]
 
 
-def test_messages_without_a_key_go_by_their_producer(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producers = [await session.producer(topic, f"producer-{n}") for n in range(4)]
-            workers = Workers(await join(session, topic, "a", "b"))
-            for turn in range(5):
-                for number, producer in enumerate(producers):
-                    await producer.send(f"{number} {turn}".encode())
-            seen = await workers.until(20)
-            for number in range(4):
-                mine = [(name, text) for name, _, text in seen if text.startswith(f"{number} ")]
-                assert len({name for name, _ in mine}) == 1
-                assert [text for _, text in mine] == [f"{number} {turn}" for turn in range(5)]
-
-    run(scenario())
+async def test_messages_without_a_key_go_by_their_producer(broker, topic):
+    async with connect(broker) as session:
+        producers = [await session.producer(topic, f"producer-{n}") for n in range(4)]
+        workers = Workers(await join(session, topic, "a", "b"))
+        for turn in range(5):
+            for number, producer in enumerate(producers):
+                await producer.send(f"{number} {turn}".encode())
+        seen = await workers.until(20)
+        for number in range(4):
+            mine = [(name, text) for name, _, text in seen if text.startswith(f"{number} ")]
+            assert len({name for name, _ in mine}) == 1
+            assert [text for _, text in mine] == [f"{number} {turn}" for turn in range(5)]
 
 
-def test_keys_wait_for_themselves_alone_and_acks_come_in_any_order(broker, topic):
+async def test_keys_wait_for_themselves_alone_and_acks_come_in_any_order(broker, topic):
     """One message of each key is out at a time; acknowledging the last key first is fine."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = (await join(session, topic, "only"))["only"]
-            for turn in range(2):
-                for key in "abc":
-                    await producer.send_with_key(f"{key}{turn}".encode(), None, key)
-            first = await inbox.take(3, ack=False)
-            assert texts(first) == ["a0", "b0", "c0"]
-            await inbox.expect_silence()
-            for message in reversed(first):
-                await inbox.ack(message)
-                follower = await inbox.one()
-                assert follower.payload.decode() == f"{message.routing_key}1"
-                await inbox.ack(follower)
-            await session.wait_for_cursor(topic, 6)
-
-    run(scenario())
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = (await join(session, topic, "only"))["only"]
+        for turn in range(2):
+            for key in "abc":
+                await producer.send_with_key(f"{key}{turn}".encode(), None, key)
+        first = await inbox.take(3, ack=False)
+        assert texts(first) == ["a0", "b0", "c0"]
+        await inbox.expect_silence()
+        for message in reversed(first):
+            await inbox.ack(message)
+            follower = await inbox.one()
+            assert follower.payload.decode() == f"{message.routing_key}1"
+            await inbox.ack(follower)
+        await session.wait_for_cursor(topic, 6)
 
 
 def test_a_consumer_that_joins_takes_over_some_keys_and_no_order_is_lost(broker, topic):
@@ -209,20 +200,17 @@ def test_a_consumer_that_leaves_hands_its_keys_to_the_others(broker, topic):
 # -- filters --------------------------------------------------------------------------------------
 
 
-def test_a_filter_takes_the_keys_that_match(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            eu = await join(session, topic, "eu", filters=["eu-*"])
-            us = await join(session, topic, "us", filters=["us-*", "ca-*"])
-            workers = Workers({**eu, **us})
-            for key in ["eu-1", "us-1", "eu-2", "ca-1", "eu-1", "us-2"]:
-                await producer.send_with_key(key.encode(), None, key)
-            seen = await workers.until(6)
-            for name, key, _ in seen:
-                assert name == ("eu" if key.startswith("eu-") else "us")
-
-    run(scenario())
+async def test_a_filter_takes_the_keys_that_match(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        eu = await join(session, topic, "eu", filters=["eu-*"])
+        us = await join(session, topic, "us", filters=["us-*", "ca-*"])
+        workers = Workers({**eu, **us})
+        for key in ["eu-1", "us-1", "eu-2", "ca-1", "eu-1", "us-2"]:
+            await producer.send_with_key(key.encode(), None, key)
+        seen = await workers.until(6)
+        for name, key, _ in seen:
+            assert name == ("eu" if key.startswith("eu-") else "us")
 
 
 def test_a_question_mark_is_one_character_and_filters_are_anchored(broker, topic):
@@ -242,58 +230,49 @@ def test_a_question_mark_is_one_character_and_filters_are_anchored(broker, topic
     run(scenario())
 
 
-def test_a_consumer_without_a_filter_takes_what_the_others_leave(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            vip = await join(session, topic, "vip", filters=["vip-*"])
-            rest = await join(session, topic, "rest")
-            workers = Workers({**vip, **rest})
-            for number in range(10):
-                await producer.send_with_key(b"v", None, f"vip-{number}")
-                await producer.send_with_key(b"o", None, f"other-{number}")
-            seen = await workers.until(20)
-            for name, key, _ in seen:
-                if key.startswith("other-"):
-                    assert name == "rest"
-            # Both take the VIPs: each key stays with one of them.
-            assert all(len(names) == 1 for names in owners(seen).values())
-
-    run(scenario())
+async def test_a_consumer_without_a_filter_takes_what_the_others_leave(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        vip = await join(session, topic, "vip", filters=["vip-*"])
+        rest = await join(session, topic, "rest")
+        workers = Workers({**vip, **rest})
+        for number in range(10):
+            await producer.send_with_key(b"v", None, f"vip-{number}")
+            await producer.send_with_key(b"o", None, f"other-{number}")
+        seen = await workers.until(20)
+        for name, key, _ in seen:
+            if key.startswith("other-"):
+                assert name == "rest"
+        # Both take the VIPs: each key stays with one of them.
+        assert all(len(names) == 1 for names in owners(seen).values())
 
 
-def test_keys_that_nobody_takes_are_passed_over(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = (await join(session, topic, "orders", filters=["order-*"]))["orders"]
-            for number in range(50):
-                await producer.send_with_key(b"no", None, f"log-{number}")
-            await producer.send_with_key(b"yes", None, "order-1")
-            assert texts(await inbox.take(1)) == ["yes"]
-            await session.wait_for_cursor(topic, 51)
-
-    run(scenario())
+async def test_keys_that_nobody_takes_are_passed_over(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = (await join(session, topic, "orders", filters=["order-*"]))["orders"]
+        for number in range(50):
+            await producer.send_with_key(b"no", None, f"log-{number}")
+        await producer.send_with_key(b"yes", None, "order-1")
+        assert texts(await inbox.take(1)) == ["yes"]
+        await session.wait_for_cursor(topic, 51)
 
 
-def test_messages_for_a_consumer_that_is_away_for_a_moment_wait_for_it(broker, topic):
+async def test_messages_for_a_consumer_that_is_away_for_a_moment_wait_for_it(broker, topic):
     """Its filter is known: its keys are not passed over, and others' keys go on meanwhile."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            a = (await join(session, topic, "a", filters=["a-*"]))["a"]
-            b = (await join(session, topic, "b", filters=["b-*"]))["b"]
-            await a.close()
-            for number in range(5):
-                await producer.send_with_key(f"a{number}".encode(), None, "a-1")
-                await producer.send_with_key(f"b{number}".encode(), None, "b-1")
-            assert texts(await b.take(5)) == [f"b{n}" for n in range(5)]
-            again = (await join(session, topic, "a", filters=["a-*"]))["a"]
-            assert texts(await again.take(5)) == [f"a{n}" for n in range(5)]
-            await session.wait_for_cursor(topic, 10)
-
-    run(scenario())
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        a = (await join(session, topic, "a", filters=["a-*"]))["a"]
+        b = (await join(session, topic, "b", filters=["b-*"]))["b"]
+        await a.close()
+        for number in range(5):
+            await producer.send_with_key(f"a{number}".encode(), None, "a-1")
+            await producer.send_with_key(f"b{number}".encode(), None, "b-1")
+        assert texts(await b.take(5)) == [f"b{n}" for n in range(5)]
+        again = (await join(session, topic, "a", filters=["a-*"]))["a"]
+        assert texts(await again.take(5)) == [f"a{n}" for n in range(5)]
+        await session.wait_for_cursor(topic, 10)
 
 
 # -- partitions -----------------------------------------------------------------------------------
@@ -318,20 +297,17 @@ def test_keys_of_a_partitioned_topic_keep_order_and_consumer(broker, topic):
     run(scenario())
 
 
-def test_filters_hold_in_every_partition(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic, partitions=3)
-            eu = await join(session, topic, "eu", filters=["eu-*"])
-            us = await join(session, topic, "us", filters=["us-*"])
-            workers = Workers({**eu, **us})
-            for number in range(12):
-                await producer.send_with_key(b"x", None, f"eu-{number}")
-                await producer.send_with_key(b"x", None, f"us-{number}")
-            for name, key, _ in await workers.until(24):
-                assert key.startswith(f"{name}-")
-
-    run(scenario())
+async def test_filters_hold_in_every_partition(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic, partitions=3)
+        eu = await join(session, topic, "eu", filters=["eu-*"])
+        us = await join(session, topic, "us", filters=["us-*"])
+        workers = Workers({**eu, **us})
+        for number in range(12):
+            await producer.send_with_key(b"x", None, f"eu-{number}")
+            await producer.send_with_key(b"x", None, f"us-{number}")
+        for name, key, _ in await workers.until(24):
+            assert key.startswith(f"{name}-")
 
 
 def test_a_consumer_that_leaves_a_partitioned_topic_loses_no_key(broker, topic):
@@ -402,68 +378,56 @@ async def take_all(inbox, count):
     return seen
 
 
-def test_a_nacked_message_comes_again_before_others_of_its_key(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            inbox = await three_of_a_key(session, topic)
-            await session.set_failure_policy(topic, delay_ms=300)
-            seen = []
-            for _ in range(6):
-                message = await inbox.one()
-                seen.append(message.payload.decode())
-                if seen.count("bad0") == 1 and seen[-1] == "bad0":
-                    await inbox.nack(message)
-                else:
-                    await inbox.ack(message)
-            assert [text for text in seen if text.startswith("bad")] == [
-                "bad0",
-                "bad0",
-                "bad1",
-                "bad2",
-            ]
-            assert [text for text in seen if text.startswith("good")] == ["good0", "good1"]
-            await session.wait_for_cursor(topic, 5)
-
-    run(scenario())
+async def test_a_nacked_message_comes_again_before_others_of_its_key(broker, topic):
+    async with connect(broker) as session:
+        inbox = await three_of_a_key(session, topic)
+        await session.set_failure_policy(topic, delay_ms=300)
+        seen = []
+        for _ in range(6):
+            message = await inbox.one()
+            seen.append(message.payload.decode())
+            if seen.count("bad0") == 1 and seen[-1] == "bad0":
+                await inbox.nack(message)
+            else:
+                await inbox.ack(message)
+        assert [text for text in seen if text.startswith("bad")] == [
+            "bad0",
+            "bad0",
+            "bad1",
+            "bad2",
+        ]
+        assert [text for text in seen if text.startswith("good")] == ["good0", "good1"]
+        await session.wait_for_cursor(topic, 5)
 
 
-def test_a_dropped_message_leaves_the_others_of_its_key(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            inbox = await three_of_a_key(session, topic, poison="Drop")
-            seen = await take_all(inbox, 5)
-            assert [text for text in seen if text.startswith("bad")] == ["bad0", "bad1", "bad2"]
-            await session.wait_for_cursor(topic, 5)
-
-    run(scenario())
+async def test_a_dropped_message_leaves_the_others_of_its_key(broker, topic):
+    async with connect(broker) as session:
+        inbox = await three_of_a_key(session, topic, poison="Drop")
+        seen = await take_all(inbox, 5)
+        assert [text for text in seen if text.startswith("bad")] == ["bad0", "bad1", "bad2"]
+        await session.wait_for_cursor(topic, 5)
 
 
-def test_a_blocked_message_stops_only_its_key(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            inbox = await three_of_a_key(session, topic, poison="Block")
-            seen = await take_all(inbox, 3)
-            assert sorted(seen) == ["bad0", "good0", "good1"]
-            await inbox.expect_silence()
-            assert (await session.describe(topic)).cursor == 0
-
-    run(scenario())
+async def test_a_blocked_message_stops_only_its_key(broker, topic):
+    async with connect(broker) as session:
+        inbox = await three_of_a_key(session, topic, poison="Block")
+        seen = await take_all(inbox, 3)
+        assert sorted(seen) == ["bad0", "good0", "good1"]
+        await inbox.expect_silence()
+        assert (await session.describe(topic)).cursor == 0
 
 
-def test_a_dead_letter_leaves_the_others_of_its_key(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            letters_topic = f"{topic}-dlq"
-            await session.create_topic(letters_topic)
-            letters = await session.consumer(letters_topic, kind=EXCLUSIVE)
-            inbox = await three_of_a_key(
-                session, topic, poison="DeadLetter", dead_letter_topic=letters_topic
-            )
-            seen = await take_all(inbox, 5)
-            assert [text for text in seen if text.startswith("bad")] == ["bad0", "bad1", "bad2"]
-            [letter] = await letters.take(1)
-            assert letter.payload == b"bad0"
-            assert letter.routing_key == "bad"
-            await session.wait_for_cursor(topic, 5)
-
-    run(scenario())
+async def test_a_dead_letter_leaves_the_others_of_its_key(broker, topic):
+    async with connect(broker) as session:
+        letters_topic = f"{topic}-dlq"
+        await session.create_topic(letters_topic)
+        letters = await session.consumer(letters_topic, kind=EXCLUSIVE)
+        inbox = await three_of_a_key(
+            session, topic, poison="DeadLetter", dead_letter_topic=letters_topic
+        )
+        seen = await take_all(inbox, 5)
+        assert [text for text in seen if text.startswith("bad")] == ["bad0", "bad1", "bad2"]
+        [letter] = await letters.take(1)
+        assert letter.payload == b"bad0"
+        assert letter.routing_key == "bad"
+        await session.wait_for_cursor(topic, 5)

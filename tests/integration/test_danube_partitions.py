@@ -17,7 +17,9 @@ import grpc
 from danube import UnrecoverableError
 from danube.message_router import MessageRouter
 
-from danube_rig import (
+from ister.wire import danube, danube_admin
+from servers.broker import BrokerProcess
+from support.danube import (
     EXCLUSIVE,
     SHARED,
     collect,
@@ -28,15 +30,13 @@ from danube_rig import (
     texts,
     topic_for,
 )
-from ister.broker.wire import danube, danube_admin
-from servers.broker import BrokerProcess
 
 PARTITIONS = 3
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory):
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as broker:
+def broker(tmp_path_factory, engine):
+    with BrokerProcess(tmp_path_factory.mktemp("broker"), engine=engine) as broker:
         yield broker
 
 
@@ -87,57 +87,48 @@ def test_messages_of_all_partitions_are_received(broker, topic, kind, reliable):
     run(scenario())
 
 
-def test_a_partitioned_queue_is_shared(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic, partitions=PARTITIONS)
-            inboxes = [await session.consumer(topic, f"c{n}", kind=SHARED) for n in range(3)]
-            sent = [f"message {number}" for number in range(60)]
-            for text in sent:
-                await producer.send(text.encode())
-            taken = await collect(inboxes, 60)
-            everything = list(chain(*taken))
-            assert Counter(texts(everything)) == Counter(sent)
-            assert sorted(by_partition(everything)) == parts(topic)
-            assert all(12 <= len(part) <= 28 for part in taken), [len(part) for part in taken]
-
-    run(scenario())
+async def test_a_partitioned_queue_is_shared(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic, partitions=PARTITIONS)
+        inboxes = [await session.consumer(topic, f"c{n}", kind=SHARED) for n in range(3)]
+        sent = [f"message {number}" for number in range(60)]
+        for text in sent:
+            await producer.send(text.encode())
+        taken = await collect(inboxes, 60)
+        everything = list(chain(*taken))
+        assert Counter(texts(everything)) == Counter(sent)
+        assert sorted(by_partition(everything)) == parts(topic)
+        assert all(12 <= len(part) <= 28 for part in taken), [len(part) for part in taken]
 
 
-def test_every_subscription_gets_all_partitions(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic, partitions=PARTITIONS)
-            inboxes = [
-                await session.consumer(topic, f"reader-{name}", subscription=f"sub-{name}")
-                for name in "abc"
-            ]
-            sent = [f"message {number}" for number in range(45)]
-            for text in sent:
-                await producer.send(text.encode())
-            for inbox in inboxes:
-                messages = await inbox.take(45)
-                assert Counter(texts(messages)) == Counter(sent)
-                assert {
-                    name: len(m) for name, m in by_partition(messages).items()
-                } == dict.fromkeys(parts(topic), 15)
-
-    run(scenario())
+async def test_every_subscription_gets_all_partitions(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic, partitions=PARTITIONS)
+        inboxes = [
+            await session.consumer(topic, f"reader-{name}", subscription=f"sub-{name}")
+            for name in "abc"
+        ]
+        sent = [f"message {number}" for number in range(45)]
+        for text in sent:
+            await producer.send(text.encode())
+        for inbox in inboxes:
+            messages = await inbox.take(45)
+            assert Counter(texts(messages)) == Counter(sent)
+            assert {name: len(m) for name, m in by_partition(messages).items()} == dict.fromkeys(
+                parts(topic), 15
+            )
 
 
-def test_a_partition_is_a_topic_that_can_be_subscribed_to(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic, partitions=PARTITIONS)
-            one = parts(topic)[1]
-            inbox = await session.consumer(one)
-            for number in range(6):
-                await producer.send(f"message {number}".encode())
-            assert texts(await inbox.take(2)) == ["message 1", "message 4"]
-            await inbox.expect_silence()
-            assert await session.partitions(one) == [one]
-
-    run(scenario())
+async def test_a_partition_is_a_topic_that_can_be_subscribed_to(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic, partitions=PARTITIONS)
+        one = parts(topic)[1]
+        inbox = await session.consumer(one)
+        for number in range(6):
+            await producer.send(f"message {number}".encode())
+        assert texts(await inbox.take(2)) == ["message 1", "message 4"]
+        await inbox.expect_silence()
+        assert await session.partitions(one) == [one]
 
 
 def test_a_key_stays_in_its_partition(broker, topic):
@@ -163,124 +154,101 @@ def test_a_key_stays_in_its_partition(broker, topic):
     run(scenario())
 
 
-def test_partitions_made_by_an_admin_are_used_by_producers_and_consumers(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            answer = await session.topics.CreatePartitionedTopic(
+async def test_partitions_made_by_an_admin_are_used_by_producers_and_consumers(broker, topic):
+    async with connect(broker) as session:
+        answer = await session.topics.CreatePartitionedTopic(
+            danube_admin.PartitionedTopicRequest(
+                base_name=topic, partitions=PARTITIONS, dispatch_strategy=1
+            )
+        )
+        assert answer.success
+        assert sorted(await session.partitions(topic)) == parts(topic)
+        inbox = await session.consumer(topic)
+        producer = await session.producer(topic, partitions=PARTITIONS)
+        for number in range(6):
+            await producer.send(f"message {number}".encode())
+        assert sorted(by_partition(await inbox.take(6))) == parts(topic)
+
+
+async def test_more_than_ten_partitions_are_all_listed(broker, topic):
+    async with connect(broker) as session:
+        await session.topics.CreatePartitionedTopic(
+            danube_admin.PartitionedTopicRequest(
+                base_name=topic, partitions=12, dispatch_strategy=1
+            )
+        )
+        # In the order of their numbers, not of their names.
+        assert await session.partitions(topic) == parts(topic, 12)
+
+
+async def test_a_plain_topic_cannot_become_a_partitioned_one(broker, topic):
+    async with connect(broker) as session:
+        await session.producer(topic)
+        with pytest.raises(UnrecoverableError):
+            await session.producer(topic, partitions=PARTITIONS)
+        code = await refused(
+            session.topics.CreatePartitionedTopic(
                 danube_admin.PartitionedTopicRequest(
                     base_name=topic, partitions=PARTITIONS, dispatch_strategy=1
                 )
             )
-            assert answer.success
-            assert sorted(await session.partitions(topic)) == parts(topic)
-            inbox = await session.consumer(topic)
-            producer = await session.producer(topic, partitions=PARTITIONS)
-            for number in range(6):
-                await producer.send(f"message {number}".encode())
-            assert sorted(by_partition(await inbox.take(6))) == parts(topic)
-
-    run(scenario())
+        )
+        assert code == grpc.StatusCode.ALREADY_EXISTS
+        assert await session.partitions(topic) == [topic]
 
 
-def test_more_than_ten_partitions_are_all_listed(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            await session.topics.CreatePartitionedTopic(
-                danube_admin.PartitionedTopicRequest(
-                    base_name=topic, partitions=12, dispatch_strategy=1
-                )
-            )
-            # In the order of their numbers, not of their names.
-            assert await session.partitions(topic) == parts(topic, 12)
-
-    run(scenario())
-
-
-def test_a_plain_topic_cannot_become_a_partitioned_one(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
+async def test_a_partitioned_topic_cannot_become_a_plain_one(broker, topic):
+    async with connect(broker) as session:
+        await session.producer(topic, partitions=PARTITIONS)
+        with pytest.raises(UnrecoverableError):
             await session.producer(topic)
-            with pytest.raises(UnrecoverableError):
-                await session.producer(topic, partitions=PARTITIONS)
-            code = await refused(
-                session.topics.CreatePartitionedTopic(
-                    danube_admin.PartitionedTopicRequest(
-                        base_name=topic, partitions=PARTITIONS, dispatch_strategy=1
-                    )
-                )
+        code = await refused(
+            session.topics.CreateTopic(
+                danube_admin.NewTopicRequest(name=topic, dispatch_strategy=1)
             )
-            assert code == grpc.StatusCode.ALREADY_EXISTS
-            assert await session.partitions(topic) == [topic]
+        )
+        assert code == grpc.StatusCode.ALREADY_EXISTS
+        assert await session.partitions(topic) == parts(topic)
 
-    run(scenario())
 
-
-def test_a_partitioned_topic_cannot_become_a_plain_one(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            await session.producer(topic, partitions=PARTITIONS)
-            with pytest.raises(UnrecoverableError):
-                await session.producer(topic)
-            code = await refused(
-                session.topics.CreateTopic(
-                    danube_admin.NewTopicRequest(name=topic, dispatch_strategy=1)
-                )
+async def test_a_partitioned_topic_without_partitions_is_refused(broker, topic):
+    async with connect(broker) as session:
+        code = await refused(
+            session.topics.CreatePartitionedTopic(
+                danube_admin.PartitionedTopicRequest(base_name=topic, partitions=0)
             )
-            assert code == grpc.StatusCode.ALREADY_EXISTS
-            assert await session.partitions(topic) == parts(topic)
-
-    run(scenario())
-
-
-def test_a_partitioned_topic_without_partitions_is_refused(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            code = await refused(
-                session.topics.CreatePartitionedTopic(
-                    danube_admin.PartitionedTopicRequest(base_name=topic, partitions=0)
-                )
-            )
-            assert code == grpc.StatusCode.INVALID_ARGUMENT
-            assert await session.partitions(topic) == []
-
-    run(scenario())
+        )
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert await session.partitions(topic) == []
 
 
-def test_a_lookup_finds_a_partition_and_no_partitioned_base(broker, topic):
+async def test_a_lookup_finds_a_partition_and_no_partitioned_base(broker, topic):
     """Producers and consumers look up partitions; a topic of the base's name does not exist."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            await session.producer(topic, partitions=PARTITIONS)
-            one = await session.discovery.TopicLookup(
-                danube.TopicLookupRequest(request_id=1, topic=parts(topic)[0])
-            )
-            assert one.response_type == danube.TopicLookupResponse.LookupType.Value("Connect")
-            base = session.discovery.TopicLookup(
-                danube.TopicLookupRequest(request_id=1, topic=topic)
-            )
-            assert await refused(base) == grpc.StatusCode.NOT_FOUND
-
-    run(scenario())
+    async with connect(broker) as session:
+        await session.producer(topic, partitions=PARTITIONS)
+        one = await session.discovery.TopicLookup(
+            danube.TopicLookupRequest(request_id=1, topic=parts(topic)[0])
+        )
+        assert one.response_type == danube.TopicLookupResponse.LookupType.Value("Connect")
+        base = session.discovery.TopicLookup(danube.TopicLookupRequest(request_id=1, topic=topic))
+        assert await refused(base) == grpc.StatusCode.NOT_FOUND
 
 
-def test_partitions_survive_a_restart(broker, topic):
+async def test_partitions_survive_a_restart(broker, topic):
     """What came is as it was, and what was not acknowledged comes again, from each partition."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic, partitions=PARTITIONS)
-            inbox = await session.consumer(topic)
-            for number in range(9):
-                await producer.send(f"message {number}".encode())
-            await inbox.take(9, ack=False)
-        await asyncio.to_thread(broker.restart)
-        async with connect(broker) as session:
-            assert sorted(await session.partitions(topic)) == parts(topic)
-            inbox = await session.consumer(topic)
-            messages = await inbox.take(9)
-            assert Counter(texts(messages)) == Counter(f"message {n}" for n in range(9))
-            for name in parts(topic):
-                await session.wait_for_cursor(name, 3)
-
-    run(scenario())
+    async with connect(broker) as session:
+        producer = await session.producer(topic, partitions=PARTITIONS)
+        inbox = await session.consumer(topic)
+        for number in range(9):
+            await producer.send(f"message {number}".encode())
+        await inbox.take(9, ack=False)
+    await asyncio.to_thread(broker.restart)
+    async with connect(broker) as session:
+        assert sorted(await session.partitions(topic)) == parts(topic)
+        inbox = await session.consumer(topic)
+        messages = await inbox.take(9)
+        assert Counter(texts(messages)) == Counter(f"message {n}" for n in range(9))
+        for name in parts(topic):
+            await session.wait_for_cursor(name, 3)

@@ -15,7 +15,9 @@ pytest.importorskip("danube")
 
 import grpc
 
-from danube_rig import (
+from ister.wire import danube, danube_admin, ister_api
+from servers.broker import BrokerProcess
+from support.danube import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,
@@ -30,17 +32,17 @@ from danube_rig import (
     texts,
     topic_for,
 )
-from ister.broker.wire import danube, danube_admin, ister_api
-from servers.broker import BrokerProcess
 
 FLUSH_SECONDS = 1
 KINDS = [EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED]
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory):
+def broker(tmp_path_factory, engine):
     settings = {"dispatch": {"progress_flush_interval_seconds": FLUSH_SECONDS}}
-    with BrokerProcess(tmp_path_factory.mktemp("broker"), settings=settings) as broker:
+    with BrokerProcess(
+        tmp_path_factory.mktemp("broker"), settings=settings, engine=engine
+    ) as broker:
         yield broker
 
 
@@ -90,38 +92,33 @@ def count_calls(inbox):
 # -- producers ------------------------------------------------------------------------------------
 
 
-def test_a_producer_is_used_again_and_made_twice(broker, topic):
-    async def scenario():
-        async with connect(broker) as session, connect(broker) as other:
-            producer = await session.producer(topic)
-            await producer.send(b"first")
-            inbox = await session.consumer(topic)
-            await producer.send(b"second")
-            # A second one of the same name, while the first is alive, is the same one.
-            twin = await other.producer(topic)
-            assert twin._producers[0].producer_id == producer._producers[0].producer_id
-            await twin.send(b"third")
-            await producer.send(b"fourth")
-            assert texts(await inbox.take(3)) == ["second", "third", "fourth"]
-
-    run(scenario())
+async def test_a_producer_is_used_again_and_made_twice(broker, topic):
+    async with connect(broker) as session, connect(broker) as other:
+        producer = await session.producer(topic)
+        await producer.send(b"first")
+        inbox = await session.consumer(topic)
+        await producer.send(b"second")
+        # A second one of the same name, while the first is alive, is the same one.
+        twin = await other.producer(topic)
+        assert twin._producers[0].producer_id == producer._producers[0].producer_id
+        await twin.send(b"third")
+        await producer.send(b"fourth")
+        assert texts(await inbox.take(3)) == ["second", "third", "fourth"]
 
 
 @pytest.mark.parametrize("ending", ["stop", "kill"])
-def test_a_producer_heals_after_a_restart(broker, topic, ending):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            await producer.send(b"before")
-            await asyncio.to_thread(getattr(broker, ending))
-            await asyncio.to_thread(broker.start)
-            # The very call that the program makes, without any care for what happened.
-            await asyncio.wait_for(producer.send(b"after"), 30)
-            assert await read_everything(session, topic) == ["before", "after"]
-
-    run(scenario())
+async def test_a_producer_heals_after_a_restart(broker, topic, ending):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        await producer.send(b"before")
+        await asyncio.to_thread(getattr(broker, ending))
+        await asyncio.to_thread(broker.start)
+        # The very call that the program makes, without any care for what happened.
+        await asyncio.wait_for(producer.send(b"after"), 30)
+        assert await read_everything(session, topic) == ["before", "after"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ending", ["stop", "kill"])
 def test_a_program_that_publishes_through_a_restart_loses_nothing(broker, topic, ending):
     sent = numbered(300)
@@ -142,492 +139,431 @@ def test_a_program_that_publishes_through_a_restart_loses_nothing(broker, topic,
     run(scenario())
 
 
-def test_what_was_acknowledged_survives_a_kill(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            await session.send(topic, numbered(50))
-        await asyncio.to_thread(broker.crash)
-        async with connect(broker) as session:
-            assert await read_everything(session, topic) == numbered(50)
-
-    run(scenario())
+async def test_what_was_acknowledged_survives_a_kill(broker, topic):
+    async with connect(broker) as session:
+        await session.send(topic, numbered(50))
+    await asyncio.to_thread(broker.crash)
+    async with connect(broker) as session:
+        assert await read_everything(session, topic) == numbered(50)
 
 
-def test_a_broker_that_pauses_loses_no_call(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            broker.pause()
-            try:
-                sending = asyncio.create_task(producer.send(b"one"))
-                await asyncio.sleep(1.0)
-                assert not sending.done()
-            finally:
-                broker.resume()
-            await sending
-            assert texts(await inbox.take(1)) == ["one"]
-
-    run(scenario())
+async def test_a_broker_that_pauses_loses_no_call(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        broker.pause()
+        try:
+            sending = asyncio.create_task(producer.send(b"one"))
+            await asyncio.sleep(1.0)
+            assert not sending.done()
+        finally:
+            broker.resume()
+        await sending
+        assert texts(await inbox.take(1)) == ["one"]
 
 
 # -- consumers ------------------------------------------------------------------------------------
 
 
-def test_consumers_of_all_kinds_survive_a_restart(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inboxes = [
-                await session.consumer(topic, kind.name, subscription=kind.name, kind=kind)
-                for kind in KINDS
-            ]
-            ids = [inbox.ids for inbox in inboxes]
-            await producer.send(b"before")
-            for inbox in inboxes:
-                assert texts(await inbox.take(1)) == ["before"]
-            await asyncio.to_thread(broker.restart)
-            await send_all(producer, ["after"])
-            for inbox in inboxes:
-                assert texts(await inbox.take(1)) == ["after"]
-            assert [inbox.ids for inbox in inboxes] == ids
-
-    run(scenario())
+async def test_consumers_of_all_kinds_survive_a_restart(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inboxes = [
+            await session.consumer(topic, kind.name, subscription=kind.name, kind=kind)
+            for kind in KINDS
+        ]
+        ids = [inbox.ids for inbox in inboxes]
+        await producer.send(b"before")
+        for inbox in inboxes:
+            assert texts(await inbox.take(1)) == ["before"]
+        await asyncio.to_thread(broker.restart)
+        await send_all(producer, ["after"])
+        for inbox in inboxes:
+            assert texts(await inbox.take(1)) == ["after"]
+        assert [inbox.ids for inbox in inboxes] == ids
 
 
-def test_consumers_survive_an_outage_that_ends_their_health_checks(broker, topic):
+@pytest.mark.nightly
+async def test_consumers_survive_an_outage_that_ends_their_health_checks(broker, topic):
     """Nothing will ever make them subscribe again: the ids that they have must be good still."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inboxes = [
-                await session.consumer(topic, kind.name, subscription=kind.name, kind=kind)
-                for kind in KINDS
-            ]
-            await producer.send(b"before")
-            for inbox in inboxes:
-                assert texts(await inbox.take(1)) == ["before"]
-            await asyncio.to_thread(broker.kill)
-            checks = [
-                part._health_task
-                for inbox in inboxes
-                for part in inbox.consumer._consumers.values()
-            ]
-            # One check every five seconds; the first that finds nobody is the last.
-            await eventually(lambda: all(check.done() for check in checks), every=0.2)
-            await asyncio.to_thread(broker.start)
-            calls = [count_calls(inbox) for inbox in inboxes]
-            await send_all(producer, ["after"])
-            for inbox in inboxes:
-                # What was acknowledged shortly before the crash may come again.
-                while texts(await inbox.take(1)) != ["after"]:
-                    pass
-            # Once they are back there is one stream each, and not a flood of attempts.
-            counts = [len(made) for made in calls]
-            await asyncio.sleep(1.0)
-            assert [len(made) for made in calls] == counts
-
-    run(scenario())
-
-
-def test_consumers_of_a_non_reliable_topic_survive_a_restart(broker, topic):
-    """Nothing is kept for them, but what comes once they are back does come."""
-
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic, reliable=False)
-            inbox = await session.consumer(topic)
-            await producer.send(b"before")
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inboxes = [
+            await session.consumer(topic, kind.name, subscription=kind.name, kind=kind)
+            for kind in KINDS
+        ]
+        await producer.send(b"before")
+        for inbox in inboxes:
             assert texts(await inbox.take(1)) == ["before"]
-            await asyncio.to_thread(broker.restart)
-            await send_all(producer, ["during"])
-            await session.wait_attached(topic, "consumer")
-            await producer.send(b"after")
+        await asyncio.to_thread(broker.kill)
+        checks = [
+            part._health_task for inbox in inboxes for part in inbox.consumer._consumers.values()
+        ]
+        # One check every five seconds; the first that finds nobody is the last.
+        await eventually(lambda: all(check.done() for check in checks), every=0.2)
+        await asyncio.to_thread(broker.start)
+        calls = [count_calls(inbox) for inbox in inboxes]
+        await send_all(producer, ["after"])
+        for inbox in inboxes:
+            # What was acknowledged shortly before the crash may come again.
             while texts(await inbox.take(1)) != ["after"]:
                 pass
+        # Once they are back there is one stream each, and not a flood of attempts.
+        counts = [len(made) for made in calls]
+        await asyncio.sleep(1.0)
+        assert [len(made) for made in calls] == counts
 
-    run(scenario())
+
+@pytest.mark.nightly
+async def test_consumers_of_a_non_reliable_topic_survive_a_restart(broker, topic):
+    """Nothing is kept for them, but what comes once they are back does come."""
+
+    async with connect(broker) as session:
+        producer = await session.producer(topic, reliable=False)
+        inbox = await session.consumer(topic)
+        await producer.send(b"before")
+        assert texts(await inbox.take(1)) == ["before"]
+        await asyncio.to_thread(broker.restart)
+        await send_all(producer, ["during"])
+        await session.wait_attached(topic, "consumer")
+        await producer.send(b"after")
+        while texts(await inbox.take(1)) != ["after"]:
+            pass
 
 
-def test_a_consumer_finds_the_next_topic_of_the_name(broker, topic):
+@pytest.mark.nightly
+async def test_a_consumer_finds_the_next_topic_of_the_name(broker, topic):
     """Its topic is deleted and made again at once: its health check tells it to subscribe anew."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            await session.send(topic, numbered(3))
-            inbox = await session.consumer(topic)
-            await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
-            producer = await session.producer(topic, "another")
+    async with connect(broker) as session:
+        await session.send(topic, numbered(3))
+        inbox = await session.consumer(topic)
+        await session.topics.DeleteTopic(danube_admin.TopicRequest(name=topic))
+        producer = await session.producer(topic, "another")
 
-            async def came():
-                await producer.send(b"new")
-                return not inbox.queue.empty()
+        async def came():
+            await producer.send(b"new")
+            return not inbox.queue.empty()
 
-            await eventually(came, every=0.5)
-            assert texts(await inbox.take(1)) == ["new"]
-
-    run(scenario())
+        await eventually(came, every=0.5)
+        assert texts(await inbox.take(1)) == ["new"]
 
 
-def test_a_stream_for_an_unknown_id_is_refused_slowly(broker, topic):
+async def test_a_stream_for_an_unknown_id_is_refused_slowly(broker, topic):
     """The client would ask again thousands of times a second."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            await session.producer(topic)
-            consumer = await session.subscribe(topic, "lost")
-            [part] = consumer._consumers.values()
-            part._health_task.cancel()
-            part.consumer_id = 123_456_789
-            calls, receive = [], part.receive
+    async with connect(broker) as session:
+        await session.producer(topic)
+        consumer = await session.subscribe(topic, "lost")
+        [part] = consumer._consumers.values()
+        part._health_task.cancel()
+        part.consumer_id = 123_456_789
+        calls, receive = [], part.receive
 
-            async def counted():
-                calls.append(part.consumer_id)
-                return await receive()
+        async def counted():
+            calls.append(part.consumer_id)
+            return await receive()
 
-            part.receive = counted
-            await consumer.receive()
-            await asyncio.sleep(2.0)
-            assert 1 <= len(calls) <= 10, f"{len(calls)} calls in 2 s"
+        part.receive = counted
+        await consumer.receive()
+        await asyncio.sleep(2.0)
+        assert 1 <= len(calls) <= 10, f"{len(calls)} calls in 2 s"
+        answer = await session.health.HealthCheck(
+            danube.HealthCheckRequest(request_id=1, client=1, id=123_456_789)
+        )
+        assert answer.status == danube.HealthCheckResponse.ClientStatus.Value("CLOSE")
+
+
+async def test_a_stream_for_an_unknown_id_says_so_in_the_end(broker):
+    async with connect(broker) as session:
+        stream = session.raw_consumers.ReceiveMessages(
+            danube.ReceiveRequest(request_id=1, consumer_id=987_654_321)
+        )
+        # Other clients of Danube give up for good when they are told NOT_FOUND.
+        code = await asyncio.wait_for(refused(stream.read()), 15)
+        assert code == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_consumer_whose_id_is_unknown_subscribes_again_when_its_health_check_lives(
+    broker, topic
+):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        consumer = await session.subscribe(topic, "lost")
+        [part] = consumer._consumers.values()
+        true_id = part.consumer_id
+        # As if the broker had lost all it knew: stream and health check ask for a stranger.
+        part._health_task.cancel()
+        part.consumer_id = 123_456_789
+        part._health_task = await session.client.health_check_service.start_health_check(
+            part.connect_url, part.broker_addr, part.proxy, 1, 123_456_789, part.stop_event
+        )
+        queue = await consumer.receive()
+        await producer.send(b"one")
+        message = await asyncio.wait_for(queue.get(), 30)
+        assert (message.payload, part.consumer_id) == (b"one", true_id)
+
+
+async def test_health_checks_tell_who_is_known(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        [consumer_id] = inbox.ids.values()
+
+        async def status(client, id):
             answer = await session.health.HealthCheck(
-                danube.HealthCheckRequest(request_id=1, client=1, id=123_456_789)
+                danube.HealthCheckRequest(request_id=1, client=client, id=id)
             )
-            assert answer.status == danube.HealthCheckResponse.ClientStatus.Value("CLOSE")
+            return danube.HealthCheckResponse.ClientStatus.Name(answer.status)
 
-    run(scenario())
-
-
-def test_a_stream_for_an_unknown_id_says_so_in_the_end(broker):
-    async def scenario():
-        async with connect(broker) as session:
-            stream = session.raw_consumers.ReceiveMessages(
-                danube.ReceiveRequest(request_id=1, consumer_id=987_654_321)
-            )
-            # Other clients of Danube give up for good when they are told NOT_FOUND.
-            code = await asyncio.wait_for(refused(stream.read()), 15)
-            assert code == grpc.StatusCode.UNAVAILABLE
-
-    run(scenario())
-
-
-def test_a_consumer_whose_id_is_unknown_subscribes_again_when_its_health_check_lives(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            consumer = await session.subscribe(topic, "lost")
-            [part] = consumer._consumers.values()
-            true_id = part.consumer_id
-            # As if the broker had lost all it knew: stream and health check ask for a stranger.
-            part._health_task.cancel()
-            part.consumer_id = 123_456_789
-            part._health_task = await session.client.health_check_service.start_health_check(
-                part.connect_url, part.broker_addr, part.proxy, 1, 123_456_789, part.stop_event
-            )
-            queue = await consumer.receive()
-            await producer.send(b"one")
-            message = await asyncio.wait_for(queue.get(), 30)
-            assert (message.payload, part.consumer_id) == (b"one", true_id)
-
-    run(scenario())
-
-
-def test_health_checks_tell_who_is_known(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            [consumer_id] = inbox.ids.values()
-
-            async def status(client, id):
-                answer = await session.health.HealthCheck(
-                    danube.HealthCheckRequest(request_id=1, client=client, id=id)
-                )
-                return danube.HealthCheckResponse.ClientStatus.Name(answer.status)
-
-            assert await status(1, consumer_id) == "OK"
-            assert await status(0, producer._producers[0].producer_id) == "OK"
-            assert await status(1, 4711) == "CLOSE"
-            code = await refused(
-                session.health.HealthCheck(danube.HealthCheckRequest(request_id=1, client=7, id=1))
-            )
-            assert code == grpc.StatusCode.INVALID_ARGUMENT
-
-    run(scenario())
+        assert await status(1, consumer_id) == "OK"
+        assert await status(0, producer._producers[0].producer_id) == "OK"
+        assert await status(1, 4711) == "CLOSE"
+        code = await refused(
+            session.health.HealthCheck(danube.HealthCheckRequest(request_id=1, client=7, id=1))
+        )
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
 
 
 # -- what was not acknowledged comes again --------------------------------------------------------
 
 
-def test_a_consumer_that_comes_back_gets_what_it_had_first(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            for payload in numbered(3):
-                await producer.send(payload.encode())
-            assert texts(await inbox.take(3, ack=False)) == numbered(3)
+async def test_a_consumer_that_comes_back_gets_what_it_had_first(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        for payload in numbered(3):
+            await producer.send(payload.encode())
+        assert texts(await inbox.take(3, ack=False)) == numbered(3)
+        await inbox.close()
+        for payload in numbered(2, start=3):
+            await producer.send(payload.encode())
+        inbox = await session.consumer(topic)
+        assert texts(await inbox.take(5)) == numbered(5)
+
+
+async def test_a_message_comes_again_at_every_reconnect(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await producer.send(b"again")
+        for _ in range(4):
+            message = await inbox.one()
+            assert (message.payload, message.msg_id.topic_offset) == (b"again", 0)
             await inbox.close()
-            for payload in numbered(2, start=3):
-                await producer.send(payload.encode())
             inbox = await session.consumer(topic)
-            assert texts(await inbox.take(5)) == numbered(5)
-
-    run(scenario())
-
-
-def test_a_message_comes_again_at_every_reconnect(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await producer.send(b"again")
-            for _ in range(4):
-                message = await inbox.one()
-                assert (message.payload, message.msg_id.topic_offset) == (b"again", 0)
-                await inbox.close()
-                inbox = await session.consumer(topic)
-            await inbox.take(1)
-            await inbox.close()
-            await (await session.consumer(topic)).expect_silence()
-
-    run(scenario())
+        await inbox.take(1)
+        await inbox.close()
+        await (await session.consumer(topic)).expect_silence()
 
 
-def test_what_a_lost_consumer_had_goes_to_another(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            first = await session.consumer(topic, "first", kind=SHARED)
-            await producer.send(b"one")
-            message = await first.one()
-            second = await session.consumer(topic, "second", kind=SHARED)
-            await second.expect_silence()
-            await first.close()
-            again = await second.one(ack=True)
-            assert again.msg_id.topic_offset == message.msg_id.topic_offset
-
-    run(scenario())
+async def test_what_a_lost_consumer_had_goes_to_another(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        first = await session.consumer(topic, "first", kind=SHARED)
+        await producer.send(b"one")
+        message = await first.one()
+        second = await session.consumer(topic, "second", kind=SHARED)
+        await second.expect_silence()
+        await first.close()
+        again = await second.one(ack=True)
+        assert again.msg_id.topic_offset == message.msg_id.topic_offset
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_the_same_consumer_again_takes_over_and_the_old_stream_ends(broker, topic, kind):
-    async def scenario():
-        async with connect(broker) as session, connect(broker) as other:
-            producer = await session.producer(topic)
-            request = danube.ConsumerRequest(
-                request_id=1,
-                topic_name=topic,
-                consumer_name="worker",
-                subscription="sub",
-                subscription_type=int(kind),
-            )
-            known = (await session.raw_consumers.Subscribe(request)).consumer_id
-            receive = danube.ReceiveRequest(request_id=2, consumer_id=known)
-            old = session.raw_consumers.ReceiveMessages(receive)
-            await producer.send(b"one")
-            assert (await old.read()).payload == b"one"
-            new = await other.consumer(topic, "worker", kind=kind)
-            assert list(new.ids.values()) == [known]
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                assert await asyncio.wait_for(old.read(), 15) is grpc.aio.EOF
-            assert texts(await new.take(1)) == ["one"]
-            await producer.send(b"two")
-            assert texts(await new.take(1)) == ["two"]
-
-    run(scenario())
+async def test_the_same_consumer_again_takes_over_and_the_old_stream_ends(broker, topic, kind):
+    async with connect(broker) as session, connect(broker) as other:
+        producer = await session.producer(topic)
+        request = danube.ConsumerRequest(
+            request_id=1,
+            topic_name=topic,
+            consumer_name="worker",
+            subscription="sub",
+            subscription_type=int(kind),
+        )
+        known = (await session.raw_consumers.Subscribe(request)).consumer_id
+        receive = danube.ReceiveRequest(request_id=2, consumer_id=known)
+        old = session.raw_consumers.ReceiveMessages(receive)
+        await producer.send(b"one")
+        assert (await old.read()).payload == b"one"
+        new = await other.consumer(topic, "worker", kind=kind)
+        assert list(new.ids.values()) == [known]
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            assert await asyncio.wait_for(old.read(), 15) is grpc.aio.EOF
+        assert texts(await new.take(1)) == ["one"]
+        await producer.send(b"two")
+        assert texts(await new.take(1)) == ["two"]
 
 
-def test_two_clients_of_one_name_do_not_fight_over_the_stream(broker, topic):
+async def test_two_clients_of_one_name_do_not_fight_over_the_stream(broker, topic):
     """Each takes over from the other whenever its stream ends, and neither ever pauses."""
 
-    async def scenario():
-        async with connect(broker) as session, connect(broker) as other:
-            producer = await session.producer(topic)
-            one = await session.consumer(topic, "same")
-            calls = [count_calls(one)]
-            two = await other.consumer(topic, "same")
-            calls.append(count_calls(two))
-            await asyncio.sleep(2.0)
-            assert sum(map(len, calls)) <= 20
-            for payload in numbered(20):
-                await producer.send(payload.encode())
-            seen = set()
-            while len(seen) < 20:
-                seen.update(texts(chain(*await collect([one, two], 1))))
-            await session.wait_for_cursor(topic, 20)
-
-    run(scenario())
+    async with connect(broker) as session, connect(broker) as other:
+        producer = await session.producer(topic)
+        one = await session.consumer(topic, "same")
+        calls = [count_calls(one)]
+        two = await other.consumer(topic, "same")
+        calls.append(count_calls(two))
+        await asyncio.sleep(2.0)
+        assert sum(map(len, calls)) <= 20
+        for payload in numbered(20):
+            await producer.send(payload.encode())
+        seen = set()
+        while len(seen) < 20:
+            seen.update(texts(chain(*await collect([one, two], 1))))
+        await session.wait_for_cursor(topic, 20)
 
 
-def test_what_was_delivered_before_a_restart_can_be_acknowledged_after_it(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            for payload in numbered(5):
-                await producer.send(payload.encode())
-            held = await inbox.take(5, ack=False)
-            await asyncio.to_thread(broker.restart)
-            for message in held:
+@pytest.mark.nightly
+async def test_what_was_delivered_before_a_restart_can_be_acknowledged_after_it(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        for payload in numbered(5):
+            await producer.send(payload.encode())
+        held = await inbox.take(5, ack=False)
+        await asyncio.to_thread(broker.restart)
+        for message in held:
 
-                async def acknowledged(message=message):
-                    try:
-                        await inbox.ack(message)
-                    except grpc.aio.AioRpcError as error:
-                        assert error.code() == grpc.StatusCode.UNAVAILABLE, error
-                        return False
-                    return True
+            async def acknowledged(message=message):
+                try:
+                    await inbox.ack(message)
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() == grpc.StatusCode.UNAVAILABLE, error
+                    return False
+                return True
 
-                await eventually(acknowledged)
-            # The copies that came again are not needed for it.
-            await session.wait_for_cursor(topic, 5)
-
-    run(scenario())
+            await eventually(acknowledged)
+        # The copies that came again are not needed for it.
+        await session.wait_for_cursor(topic, 5)
 
 
-def test_a_stop_in_order_repeats_nothing_that_was_acknowledged(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            for payload in numbered(20):
-                await producer.send(payload.encode())
-            messages = await inbox.take(20, ack=False)
-            await inbox.ack(*messages[:8], *messages[10:15])
-            await asyncio.to_thread(broker.restart)
-            # The very same consumer goes on; 8, 9 and 15 to 19 are what is left.
-            assert offsets(await inbox.take(7)) == [8, 9, 15, 16, 17, 18, 19]
-            await inbox.expect_silence()
-            await session.wait_for_cursor(topic, 20)
-
-    run(scenario())
+@pytest.mark.nightly
+async def test_a_stop_in_order_repeats_nothing_that_was_acknowledged(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        for payload in numbered(20):
+            await producer.send(payload.encode())
+        messages = await inbox.take(20, ack=False)
+        await inbox.ack(*messages[:8], *messages[10:15])
+        await asyncio.to_thread(broker.restart)
+        # The very same consumer goes on; 8, 9 and 15 to 19 are what is left.
+        assert offsets(await inbox.take(7)) == [8, 9, 15, 16, 17, 18, 19]
+        await inbox.expect_silence()
+        await session.wait_for_cursor(topic, 20)
 
 
-def test_a_kill_repeats_only_what_was_acknowledged_lately(broker, topic):
+@pytest.mark.nightly
+async def test_a_kill_repeats_only_what_was_acknowledged_lately(broker, topic):
     """And what was acknowledged a while ago, or by the thousand, is not among it."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            for payload in numbered(20):
-                await producer.send(payload.encode())
-            await inbox.take(20)
-            await asyncio.sleep(FLUSH_SECONDS + 2)
-            for payload in numbered(5, start=20):
-                await producer.send(payload.encode())
-            await inbox.take(5)
-            await asyncio.to_thread(broker.crash)
-            await send_all(producer, ["end"])
-            seen = []
-            while seen[-1:] != ["end"]:
-                seen += texts(await inbox.take(1))
-            assert set(seen) <= {*numbered(5, start=20), "end"}
-
-    run(scenario())
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        for payload in numbered(20):
+            await producer.send(payload.encode())
+        await inbox.take(20)
+        await asyncio.sleep(FLUSH_SECONDS + 2)
+        for payload in numbered(5, start=20):
+            await producer.send(payload.encode())
+        await inbox.take(5)
+        await asyncio.to_thread(broker.crash)
+        await send_all(producer, ["end"])
+        seen = []
+        while seen[-1:] != ["end"]:
+            seen += texts(await inbox.take(1))
+        assert set(seen) <= {*numbered(5, start=20), "end"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ending", ["stop", "kill"])
-def test_a_subscription_begins_where_it_was_made_whatever_happens_then(broker, topic, ending):
-    async def scenario():
-        async with connect(broker) as session:
-            await session.send(topic, numbered(3))
-            await (await session.consumer(topic)).close()
-            await session.send(topic, numbered(3, start=3), name="another")
-        await asyncio.to_thread(getattr(broker, ending))
-        await asyncio.to_thread(broker.start)
-        async with connect(broker) as session:
-            inbox = await session.consumer(topic)
-            assert texts(await inbox.take(3)) == numbered(3, start=3)
-
-    run(scenario())
+async def test_a_subscription_begins_where_it_was_made_whatever_happens_then(broker, topic, ending):
+    async with connect(broker) as session:
+        await session.send(topic, numbered(3))
+        await (await session.consumer(topic)).close()
+        await session.send(topic, numbered(3, start=3), name="another")
+    await asyncio.to_thread(getattr(broker, ending))
+    await asyncio.to_thread(broker.start)
+    async with connect(broker) as session:
+        inbox = await session.consumer(topic)
+        assert texts(await inbox.take(3)) == numbered(3, start=3)
 
 
 # -- unload ---------------------------------------------------------------------------------------
 
 
-def test_a_stream_ends_when_its_topic_is_unloaded(broker, topic):
+async def test_a_stream_ends_when_its_topic_is_unloaded(broker, topic):
     """The client looks for a sign to go elsewhere only when a message comes or its stream ends."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            await session.producer(topic)
-            subscribed = await session.raw_consumers.Subscribe(
-                danube.ConsumerRequest(
-                    request_id=1, topic_name=topic, consumer_name="c", subscription="sub"
-                )
+    async with connect(broker) as session:
+        await session.producer(topic)
+        subscribed = await session.raw_consumers.Subscribe(
+            danube.ConsumerRequest(
+                request_id=1, topic_name=topic, consumer_name="c", subscription="sub"
             )
-            stream = session.raw_consumers.ReceiveMessages(
-                danube.ReceiveRequest(request_id=2, consumer_id=subscribed.consumer_id)
-            )
-            reading = asyncio.ensure_future(stream.read())
-            await asyncio.sleep(0.3)
-            assert not reading.done()
-            await session.unload(topic)
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                assert await asyncio.wait_for(reading, 15) is grpc.aio.EOF
+        )
+        stream = session.raw_consumers.ReceiveMessages(
+            danube.ReceiveRequest(request_id=2, consumer_id=subscribed.consumer_id)
+        )
+        reading = asyncio.ensure_future(stream.read())
+        await asyncio.sleep(0.3)
+        assert not reading.done()
+        await session.unload(topic)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            assert await asyncio.wait_for(reading, 15) is grpc.aio.EOF
 
-    run(scenario())
 
-
-def test_an_unloaded_topic_goes_on_with_the_offsets_that_follow(broker, topic):
+async def test_an_unloaded_topic_goes_on_with_the_offsets_that_follow(broker, topic):
     """10 sent, 5 acknowledged, unloaded, 8 more: 5 to 17 come, and nothing else."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            for payload in numbered(10):
-                await producer.send(payload.encode())
-            await inbox.take(5)
-            await eventually(lambda: inbox.queue.qsize() == 5)
-            while not inbox.queue.empty():
-                inbox.queue.get_nowait()
-            await session.unload(topic)
-            await send_all(producer, numbered(8, start=10))
-            messages = await inbox.take(13)
-            assert offsets(messages) == list(range(5, 18))
-            assert texts(messages) == numbered(13, start=5)
-            await inbox.expect_silence()
-
-    run(scenario())
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        for payload in numbered(10):
+            await producer.send(payload.encode())
+        await inbox.take(5)
+        await eventually(lambda: inbox.queue.qsize() == 5)
+        while not inbox.queue.empty():
+            inbox.queue.get_nowait()
+        await session.unload(topic)
+        await send_all(producer, numbered(8, start=10))
+        messages = await inbox.take(13)
+        assert offsets(messages) == list(range(5, 18))
+        assert texts(messages) == numbered(13, start=5)
+        await inbox.expect_silence()
 
 
-def test_an_unloaded_topic_delivers_the_unacknowledged_message_first(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            for payload in numbered(7):
-                await producer.send(payload.encode())
-            await inbox.take(3)
-            await inbox.one()
-            await inbox.close()
-            await session.unload(topic)
-            await send_all(producer, numbered(8, start=7))
-            inbox = await session.consumer(topic)
-            assert offsets(await inbox.take(12)) == list(range(3, 15))
-
-    run(scenario())
+async def test_an_unloaded_topic_delivers_the_unacknowledged_message_first(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        for payload in numbered(7):
+            await producer.send(payload.encode())
+        await inbox.take(3)
+        await inbox.one()
+        await inbox.close()
+        await session.unload(topic)
+        await send_all(producer, numbered(8, start=7))
+        inbox = await session.consumer(topic)
+        assert offsets(await inbox.take(12)) == list(range(3, 15))
 
 
-def test_a_consumer_without_health_check_survives_an_unload(broker, topic):
+async def test_a_consumer_without_health_check_survives_an_unload(broker, topic):
     """Nobody but its stream asks for the topic, and nothing makes it subscribe again."""
 
-    async def scenario():
-        async with connect(broker) as session, connect(broker) as other:
-            await session.send(topic, ["before"])
-            inbox = await session.consumer(topic)
-            for part in inbox.consumer._consumers.values():
-                part._health_task.cancel()
-            await session.unload(topic)
-            # Nobody looks the topic up meanwhile; asking for it could open it.
-            await asyncio.sleep(2.0)
-            await other.send(topic, ["after"])
-            assert texts(await inbox.take(1)) == ["after"]
-
-    run(scenario())
+    async with connect(broker) as session, connect(broker) as other:
+        await session.send(topic, ["before"])
+        inbox = await session.consumer(topic)
+        for part in inbox.consumer._consumers.values():
+            part._health_task.cancel()
+        await session.unload(topic)
+        # Nobody looks the topic up meanwhile; asking for it could open it.
+        await asyncio.sleep(2.0)
+        await other.send(topic, ["after"])
+        assert texts(await inbox.take(1)) == ["after"]
 
 
 def test_producers_and_consumers_go_on_when_their_topic_is_unloaded_again_and_again(broker, topic):
@@ -672,6 +608,7 @@ def pair(tmp_path_factory):
         yield one, two
 
 
+@pytest.mark.nightly
 def test_producers_and_consumers_follow_their_topic_to_another_broker(pair, topic):
     """10 sent, 5 acknowledged, moved, 8 more: the same objects go on at the other broker.
 
@@ -726,42 +663,39 @@ def test_a_client_is_sent_to_the_broker_that_has_the_topic(pair, topic):
 # -- the end --------------------------------------------------------------------------------------
 
 
-def test_a_broker_under_load_ends_in_time_and_answers_what_it_took(broker, topic):
+async def test_a_broker_under_load_ends_in_time_and_answers_what_it_took(broker, topic):
     """SIGTERM while producers send and consumers read: every send is answered one way or another,
     and what was answered with success is there."""
 
-    async def scenario():
-        acknowledged = []
-        async with connect(broker) as session:
-            producers = [await session.producer(topic, f"p{n}") for n in range(4)]
-            inbox = await session.consumer(topic)
+    acknowledged = []
+    async with connect(broker) as session:
+        producers = [await session.producer(topic, f"p{n}") for n in range(4)]
+        inbox = await session.consumer(topic)
 
-            async def publish(number, producer):
-                # Below the client's retries, so that each answer is seen.
-                part = producer._producers[0]
-                for count in range(100_000):
-                    text = f"{number}-{count}"
-                    try:
-                        await part.send(text.encode())
-                    except grpc.aio.AioRpcError as error:
-                        return error.code()
-                    acknowledged.append(text)
-                return None
+        async def publish(number, producer):
+            # Below the client's retries, so that each answer is seen.
+            part = producer._producers[0]
+            for count in range(100_000):
+                text = f"{number}-{count}"
+                try:
+                    await part.send(text.encode())
+                except grpc.aio.AioRpcError as error:
+                    return error.code()
+                acknowledged.append(text)
+            return None
 
-            tasks = [asyncio.create_task(publish(*pair)) for pair in enumerate(producers)]
-            await inbox.take(20)
-            await asyncio.to_thread(broker.stop)
-            codes = await asyncio.wait_for(asyncio.gather(*tasks), 15)
-            assert codes == [grpc.StatusCode.UNAVAILABLE] * 4
-        await asyncio.to_thread(broker.start)
-        async with connect(broker) as session:
-            got = await read_everything(session, topic)
-            assert set(acknowledged) <= set(got)
-            assert len(got) == len(set(got))
-            # One send of each may have been written without anybody hearing of it.
-            assert len(got) <= len(acknowledged) + 4
-
-    run(scenario())
+        tasks = [asyncio.create_task(publish(*pair)) for pair in enumerate(producers)]
+        await inbox.take(20)
+        await asyncio.to_thread(broker.stop)
+        codes = await asyncio.wait_for(asyncio.gather(*tasks), 15)
+        assert codes == [grpc.StatusCode.UNAVAILABLE] * 4
+    await asyncio.to_thread(broker.start)
+    async with connect(broker) as session:
+        got = await read_everything(session, topic)
+        assert set(acknowledged) <= set(got)
+        assert len(got) == len(set(got))
+        # One send of each may have been written without anybody hearing of it.
+        assert len(got) <= len(acknowledged) + 4
 
 
 def test_a_broker_ends_in_time_though_a_consumer_reads_nothing(broker, topic):

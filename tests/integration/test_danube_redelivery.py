@@ -12,7 +12,9 @@ pytest.importorskip("danube")
 import grpc
 from danube import SchemaType
 
-from danube_rig import (
+from ister.wire import danube_admin
+from servers.broker import BrokerProcess
+from support.danube import (
     EXCLUSIVE,
     FAILOVER,
     KEY_SHARED,
@@ -26,16 +28,14 @@ from danube_rig import (
     texts,
     topic_for,
 )
-from ister.broker.wire import danube_admin
-from servers.broker import BrokerProcess
 
 KINDS = [EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED]
 IN_ORDER = [EXCLUSIVE, SHARED, FAILOVER]
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory):
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as broker:
+def broker(tmp_path_factory, engine):
+    with BrokerProcess(tmp_path_factory.mktemp("broker"), engine=engine) as broker:
         yield broker
 
 
@@ -56,147 +56,124 @@ def now():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_nacked_message_comes_again(broker, topic, kind):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic, kind=kind)
-            await session.set_failure_policy(topic, delay_ms=50)
-            await producer.send(b"one", {"colour": "blue"})
-            first = await inbox.one()
-            await inbox.nack(first)
-            second = await inbox.one()
-            assert identity(second) == identity(first)
-            assert dict(second.attributes) == {"colour": "blue"}
-            await inbox.ack(second)
-            await inbox.expect_silence()
-            await session.wait_for_cursor(topic, 1)
-
-    run(scenario())
+async def test_a_nacked_message_comes_again(broker, topic, kind):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic, kind=kind)
+        await session.set_failure_policy(topic, delay_ms=50)
+        await producer.send(b"one", {"colour": "blue"})
+        first = await inbox.one()
+        await inbox.nack(first)
+        second = await inbox.one()
+        assert identity(second) == identity(first)
+        assert dict(second.attributes) == {"colour": "blue"}
+        await inbox.ack(second)
+        await inbox.expect_silence()
+        await session.wait_for_cursor(topic, 1)
 
 
-def test_a_nack_asks_for_a_delay(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, delay_ms=1)
-            await producer.send(b"one")
+async def test_a_nack_asks_for_a_delay(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(topic, delay_ms=1)
+        await producer.send(b"one")
+        message = await inbox.one()
+        began = now()
+        await inbox.nack(message, delay_ms=900, reason="not yet")
+        assert identity(await inbox.one(ack=True)) == identity(message)
+        assert now() - began >= 0.85
+
+
+async def test_a_delay_is_never_longer_than_the_policy_allows(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(topic, delay_ms=1, max_delay_ms=200)
+        await producer.send(b"one")
+        await inbox.nack(await inbox.one(), delay_ms=3_600_000)
+        await inbox.take(1)
+
+
+async def test_delays_double_when_the_policy_says_so(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(topic, delay_ms=100, exponential=True)
+        await producer.send(b"one")
+        waits = []
+        for _ in range(4):
             message = await inbox.one()
             began = now()
-            await inbox.nack(message, delay_ms=900, reason="not yet")
-            assert identity(await inbox.one(ack=True)) == identity(message)
-            assert now() - began >= 0.85
-
-    run(scenario())
-
-
-def test_a_delay_is_never_longer_than_the_policy_allows(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, delay_ms=1, max_delay_ms=200)
-            await producer.send(b"one")
-            await inbox.nack(await inbox.one(), delay_ms=3_600_000)
-            await inbox.take(1)
-
-    run(scenario())
-
-
-def test_delays_double_when_the_policy_says_so(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, delay_ms=100, exponential=True)
-            await producer.send(b"one")
-            waits = []
-            for _ in range(4):
-                message = await inbox.one()
-                began = now()
-                await inbox.nack(message)
-                await eventually(lambda: not inbox.queue.empty())
-                waits.append(now() - began)
-            # 100, 200, 400, 800 ms; a busy machine makes them longer, never shorter.
-            for wait, least in zip(waits, [0.1, 0.2, 0.4, 0.8], strict=True):
-                assert wait >= least * 0.9, waits
-
-    run(scenario())
-
-
-def test_a_message_that_waits_for_its_retry_holds_no_later_one_back(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic, kind=SHARED)
-            await session.set_failure_policy(topic, delay_ms=1000)
-            for number in range(5):
-                await producer.send(f"message {number}".encode())
-            await inbox.nack(await inbox.one())
-            assert texts(await inbox.take(4)) == [f"message {n}" for n in range(1, 5)]
-            assert texts(await inbox.take(1)) == ["message 0"]
-            await session.wait_for_cursor(topic, 5)
-
-    run(scenario())
-
-
-def test_nacks_of_what_was_never_sent_or_is_done_are_harmless(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, delay_ms=1)
-            await producer.send(b"one")
-            [message] = await inbox.take(1)
             await inbox.nack(message)
-            await inbox.expect_silence()
-            message.msg_id.topic_offset = 12345
-            await inbox.nack(message)
-            await producer.send(b"two")
-            assert texts(await inbox.take(1)) == ["two"]
-            await session.wait_for_cursor(topic, 2)
+            await eventually(lambda: not inbox.queue.empty())
+            waits.append(now() - began)
+        # 100, 200, 400, 800 ms; a busy machine makes them longer, never shorter.
+        for wait, least in zip(waits, [0.1, 0.2, 0.4, 0.8], strict=True):
+            assert wait >= least * 0.9, waits
 
-    run(scenario())
+
+async def test_a_message_that_waits_for_its_retry_holds_no_later_one_back(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic, kind=SHARED)
+        await session.set_failure_policy(topic, delay_ms=1000)
+        for number in range(5):
+            await producer.send(f"message {number}".encode())
+        await inbox.nack(await inbox.one())
+        assert texts(await inbox.take(4)) == [f"message {n}" for n in range(1, 5)]
+        assert texts(await inbox.take(1)) == ["message 0"]
+        await session.wait_for_cursor(topic, 5)
+
+
+async def test_nacks_of_what_was_never_sent_or_is_done_are_harmless(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(topic, delay_ms=1)
+        await producer.send(b"one")
+        [message] = await inbox.take(1)
+        await inbox.nack(message)
+        await inbox.expect_silence()
+        message.msg_id.topic_offset = 12345
+        await inbox.nack(message)
+        await producer.send(b"two")
+        assert texts(await inbox.take(1)) == ["two"]
+        await session.wait_for_cursor(topic, 2)
 
 
 # -- ack timeout ----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_message_that_nobody_acknowledges_in_time_comes_again(broker, topic, kind):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic, kind=kind)
-            await session.set_failure_policy(topic, ack_timeout_ms=300, delay_ms=50)
-            await producer.send(b"one")
-            first = await inbox.one()
-            second = await inbox.one()
-            assert identity(second) == identity(first)
-            await inbox.ack(second)
-            await inbox.expect_silence(0.8)
-            await session.wait_for_cursor(topic, 1)
-
-    run(scenario())
+async def test_a_message_that_nobody_acknowledges_in_time_comes_again(broker, topic, kind):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic, kind=kind)
+        await session.set_failure_policy(topic, ack_timeout_ms=300, delay_ms=50)
+        await producer.send(b"one")
+        first = await inbox.one()
+        second = await inbox.one()
+        assert identity(second) == identity(first)
+        await inbox.ack(second)
+        await inbox.expect_silence(0.8)
+        await session.wait_for_cursor(topic, 1)
 
 
-def test_a_message_that_timed_out_goes_to_a_consumer_that_works(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            hangs = await session.consumer(topic, "hangs", kind=SHARED)
-            works = await session.consumer(topic, "works", kind=SHARED)
-            await session.set_failure_policy(topic, ack_timeout_ms=500, delay_ms=50, retries=1000)
-            for number in range(10):
-                await producer.send(f"message {number}".encode())
-            seen = set()
-            while len(seen) < 10:
-                seen.update(texts(await works.take(1)))
-            await session.wait_for_cursor(topic, 10)
-            assert not hangs.queue.empty()
-
-    run(scenario())
+async def test_a_message_that_timed_out_goes_to_a_consumer_that_works(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        hangs = await session.consumer(topic, "hangs", kind=SHARED)
+        works = await session.consumer(topic, "works", kind=SHARED)
+        await session.set_failure_policy(topic, ack_timeout_ms=500, delay_ms=50, retries=1000)
+        for number in range(10):
+            await producer.send(f"message {number}".encode())
+        seen = set()
+        while len(seen) < 10:
+            seen.update(texts(await works.take(1)))
+        await session.wait_for_cursor(topic, 10)
+        assert not hangs.queue.empty()
 
 
 # -- in the end -----------------------------------------------------------------------------------
@@ -214,74 +191,62 @@ async def fail_until_exhausted(inbox, retries, *, reason=None):
 
 
 @pytest.mark.parametrize("kind", IN_ORDER, ids=lambda kind: kind.name)
-def test_block_stops_the_subscription_at_an_exhausted_message(broker, topic, kind):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic, kind=kind)
-            await session.set_failure_policy(topic, retries=2, delay_ms=20, poison="Block")
-            await producer.send(b"bad")
-            bad = await fail_until_exhausted(inbox, 2)
-            await producer.send(b"good")
-            await inbox.expect_silence()
-            described = await session.describe(topic)
-            assert described.HasField("blocked")
-            assert (described.blocked, described.cursor) == (0, 0)
-            # An acknowledgement is welcome even now, and goes on with what waits.
-            await inbox.ack(bad)
-            assert texts(await inbox.take(1)) == ["good"]
-            await session.wait_for_cursor(topic, 2)
-
-    run(scenario())
+async def test_block_stops_the_subscription_at_an_exhausted_message(broker, topic, kind):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic, kind=kind)
+        await session.set_failure_policy(topic, retries=2, delay_ms=20, poison="Block")
+        await producer.send(b"bad")
+        bad = await fail_until_exhausted(inbox, 2)
+        await producer.send(b"good")
+        await inbox.expect_silence()
+        described = await session.describe(topic)
+        assert described.HasField("blocked")
+        assert (described.blocked, described.cursor) == (0, 0)
+        # An acknowledgement is welcome even now, and goes on with what waits.
+        await inbox.ack(bad)
+        assert texts(await inbox.take(1)) == ["good"]
+        await session.wait_for_cursor(topic, 2)
 
 
-def test_a_blocked_subscription_goes_on_when_its_policy_changes(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, retries=0, delay_ms=20, poison="Block")
-            await producer.send(b"bad")
-            await fail_until_exhausted(inbox, 0)
-            await producer.send(b"good")
-            await inbox.expect_silence()
-            await session.set_failure_policy(topic, retries=0, delay_ms=20, poison="Drop")
-            assert texts(await inbox.take(1)) == ["good"]
-            await session.wait_for_cursor(topic, 2)
-
-    run(scenario())
+async def test_a_blocked_subscription_goes_on_when_its_policy_changes(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(topic, retries=0, delay_ms=20, poison="Block")
+        await producer.send(b"bad")
+        await fail_until_exhausted(inbox, 0)
+        await producer.send(b"good")
+        await inbox.expect_silence()
+        await session.set_failure_policy(topic, retries=0, delay_ms=20, poison="Drop")
+        assert texts(await inbox.take(1)) == ["good"]
+        await session.wait_for_cursor(topic, 2)
 
 
-def test_a_blocked_subscription_can_be_moved_on(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, retries=0, delay_ms=20, poison="Block")
-            await producer.send(b"bad")
-            await fail_until_exhausted(inbox, 0)
-            await producer.send(b"good")
-            await session.seek(topic, offset=1)
-            assert texts(await inbox.take(1)) == ["good"]
-
-    run(scenario())
+async def test_a_blocked_subscription_can_be_moved_on(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(topic, retries=0, delay_ms=20, poison="Block")
+        await producer.send(b"bad")
+        await fail_until_exhausted(inbox, 0)
+        await producer.send(b"good")
+        await session.seek(topic, offset=1)
+        assert texts(await inbox.take(1)) == ["good"]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_drop_passes_an_exhausted_message_over(broker, topic, kind):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic, kind=kind)
-            await session.set_failure_policy(topic, retries=2, delay_ms=20, poison="Drop")
-            await producer.send(b"bad")
-            await fail_until_exhausted(inbox, 2)
-            await producer.send(b"good")
-            assert texts(await inbox.take(1)) == ["good"]
-            await inbox.expect_silence()
-            await session.wait_for_cursor(topic, 2)
-
-    run(scenario())
+async def test_drop_passes_an_exhausted_message_over(broker, topic, kind):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic, kind=kind)
+        await session.set_failure_policy(topic, retries=2, delay_ms=20, poison="Drop")
+        await producer.send(b"bad")
+        await fail_until_exhausted(inbox, 2)
+        await producer.send(b"good")
+        assert texts(await inbox.take(1)) == ["good"]
+        await inbox.expect_silence()
+        await session.wait_for_cursor(topic, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -415,31 +380,28 @@ def test_a_dead_letter_topic_is_made_when_it_is_needed(broker, topic):
     run(scenario())
 
 
-def test_a_dead_letter_waits_until_its_topic_can_be_made_and_holds_no_other_up(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await session.set_failure_policy(
-                topic,
-                retries=0,
-                delay_ms=20,
-                poison="DeadLetter",
-                dead_letter_topic="/cemetery/letters",
-            )
-            await producer.send(b"bad")
-            await fail_until_exhausted(inbox, 0)
-            await producer.send(b"good")
-            assert texts(await inbox.take(1)) == ["good"]
-            assert (await session.describe(topic)).cursor == 0
-            await session.namespaces.CreateNamespace(danube_admin.NamespaceRequest(name="cemetery"))
-            await session.wait_for_cursor(topic, 2)
-            letters = await session.consumer("/cemetery/letters")
-            await session.seek("/cemetery/letters", earliest=True)
-            assert texts(await letters.take(1)) == ["bad"]
-            await letters.expect_silence()
-
-    run(scenario())
+async def test_a_dead_letter_waits_until_its_topic_can_be_made_and_holds_no_other_up(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(
+            topic,
+            retries=0,
+            delay_ms=20,
+            poison="DeadLetter",
+            dead_letter_topic="/cemetery/letters",
+        )
+        await producer.send(b"bad")
+        await fail_until_exhausted(inbox, 0)
+        await producer.send(b"good")
+        assert texts(await inbox.take(1)) == ["good"]
+        assert (await session.describe(topic)).cursor == 0
+        await session.namespaces.CreateNamespace(danube_admin.NamespaceRequest(name="cemetery"))
+        await session.wait_for_cursor(topic, 2)
+        letters = await session.consumer("/cemetery/letters")
+        await session.seek("/cemetery/letters", earliest=True)
+        assert texts(await letters.take(1)) == ["bad"]
+        await letters.expect_silence()
 
 
 def test_a_dead_letter_comes_with_empty_keys_as_it_was(broker, topic):
@@ -504,20 +466,17 @@ def test_attempts_survive_a_restart(broker, topic):
     run(scenario())
 
 
-def test_disconnects_are_no_failures(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
+async def test_disconnects_are_no_failures(broker, topic):
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(topic, retries=1, delay_ms=20, poison="Drop")
+        await producer.send(b"one")
+        for _ in range(5):
+            await inbox.one()
+            await inbox.close()
             inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, retries=1, delay_ms=20, poison="Drop")
-            await producer.send(b"one")
-            for _ in range(5):
-                await inbox.one()
-                await inbox.close()
-                inbox = await session.consumer(topic)
-            assert texts(await inbox.take(1)) == ["one"]
-
-    run(scenario())
+        assert texts(await inbox.take(1)) == ["one"]
 
 
 # -- the policy itself ----------------------------------------------------------------------------
@@ -571,75 +530,60 @@ def test_a_policy_is_told_as_it_was_set_and_survives_a_restart(broker, topic):
     ],
     ids=["no-dead-letter-topic", "bad-dead-letter-topic", "no-timeout", "delays-contradict"],
 )
-def test_a_policy_that_makes_no_sense_is_refused(broker, topic, policy):
-    async def scenario():
-        async with connect(broker) as session:
-            await session.producer(topic)
-            await session.consumer(topic)
-            code = await refused(session.set_failure_policy(topic, **policy))
-            assert code == grpc.StatusCode.INVALID_ARGUMENT
-
-    run(scenario())
+async def test_a_policy_that_makes_no_sense_is_refused(broker, topic, policy):
+    async with connect(broker) as session:
+        await session.producer(topic)
+        await session.consumer(topic)
+        code = await refused(session.set_failure_policy(topic, **policy))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_dead_letters_cannot_go_to_the_topic_that_they_come_from(broker, topic):
+async def test_dead_letters_cannot_go_to_the_topic_that_they_come_from(broker, topic):
     """They would come back for ever."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            await session.producer(topic)
-            await session.consumer(topic)
-            code = await refused(
-                session.set_failure_policy(topic, poison="DeadLetter", dead_letter_topic=topic)
-            )
-            assert code == grpc.StatusCode.INVALID_ARGUMENT
-
-    run(scenario())
+    async with connect(broker) as session:
+        await session.producer(topic)
+        await session.consumer(topic)
+        code = await refused(
+            session.set_failure_policy(topic, poison="DeadLetter", dead_letter_topic=topic)
+        )
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_non_reliable_topic_has_no_failure_policy(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            await session.producer(topic, reliable=False)
-            await session.consumer(topic)
-            code = await refused(session.set_failure_policy(topic))
-            assert code == grpc.StatusCode.FAILED_PRECONDITION
-
-    run(scenario())
+async def test_a_non_reliable_topic_has_no_failure_policy(broker, topic):
+    async with connect(broker) as session:
+        await session.producer(topic, reliable=False)
+        await session.consumer(topic)
+        code = await refused(session.set_failure_policy(topic))
+        assert code == grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_a_policy_of_a_subscription_that_is_not_there_is_refused(broker, topic):
-    async def scenario():
-        async with connect(broker) as session:
-            await session.producer(topic)
-            code = await refused(session.set_failure_policy(topic, subscription="nobody"))
-            assert code == grpc.StatusCode.NOT_FOUND
-
-    run(scenario())
+async def test_a_policy_of_a_subscription_that_is_not_there_is_refused(broker, topic):
+    async with connect(broker) as session:
+        await session.producer(topic)
+        code = await refused(session.set_failure_policy(topic, subscription="nobody"))
+        assert code == grpc.StatusCode.NOT_FOUND
 
 
-def test_order_is_kept_when_everything_is_nacked_once(broker, topic):
+async def test_order_is_kept_when_everything_is_nacked_once(broker, topic):
     """Each message fails once; all are delivered, and the cursor has no hole."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic)
-            inbox = await session.consumer(topic)
-            await session.set_failure_policy(topic, delay_ms=20)
-            for number in range(30):
-                await producer.send(str(number).encode())
-            failed, done = set(), []
-            deadline = now() + PATIENCE_SECONDS
-            while len(done) < 30 and now() < deadline:
-                message = await inbox.one()
-                [offset] = offsets([message])
-                if offset in failed:
-                    done.append(offset)
-                    await inbox.ack(message)
-                else:
-                    failed.add(offset)
-                    await inbox.nack(message)
-            assert sorted(done) == list(range(30))
-            await session.wait_for_cursor(topic, 30)
-
-    run(scenario())
+    async with connect(broker) as session:
+        producer = await session.producer(topic)
+        inbox = await session.consumer(topic)
+        await session.set_failure_policy(topic, delay_ms=20)
+        for number in range(30):
+            await producer.send(str(number).encode())
+        failed, done = set(), []
+        deadline = now() + PATIENCE_SECONDS
+        while len(done) < 30 and now() < deadline:
+            message = await inbox.one()
+            [offset] = offsets([message])
+            if offset in failed:
+                done.append(offset)
+                await inbox.ack(message)
+            else:
+                failed.add(offset)
+                await inbox.nack(message)
+        assert sorted(done) == list(range(30))
+        await session.wait_for_cursor(topic, 30)

@@ -35,14 +35,15 @@ from ister.config import load_config
 from ister.errors import ClosedError, ConfigError, CorruptDataError, DiskError, NotFoundError
 from ister.format.frame import scan_frames
 from ister.model import TopicState
-from ister.topic.factory import StartPosition, WalStorageFactory
 from ister.wal.directory import WalDirectory
-from rig import Task, eventually, numbered, payloads
 from servers.etcd import EtcdServer
 from servers.s3 import rclone_server
+from support.danube_storage import StartPosition, WalStorageFactory
+from support.machine import Task, eventually, numbered, payloads
+from support.scale import nightly
 
 MIB = 1024 * 1024
-PLACES = ("fs+sqlite", "s3+sqlite", "fs+etcd", "s3+etcd")
+PLACES = ("fs+sqlite", nightly("s3+sqlite"), nightly("fs+etcd"), "s3+etcd")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,7 @@ def test_checkpoint_of_missing_local_files_goes_on_behind_the_catalog(place):
     assert payloads(read_from(storage, 0)) == numbered(4)
 
 
+@pytest.mark.nightly
 def test_segments_are_exported_periodically_while_the_topic_is_owned(place):
     """`shared_fs_periodically_exports_segments_during_active_ownership`: without a seal."""
     one = place.node("one", uploads=True)
@@ -707,6 +709,7 @@ def test_stream_that_begins_in_any_tier_reaches_the_live_tail(place):
         stream.close()
 
 
+@pytest.mark.nightly
 def test_acknowledged_messages_outlive_the_loss_of_the_wal_directory(place):
     """`write_buffer_valkey`: an ack waits for the second copy; the WAL directory goes; replay.
 

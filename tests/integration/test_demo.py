@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from demo.play import Player
 from ister.cli.main import main
-from ister.demo.play import Player
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -64,6 +64,7 @@ def run(home: Path, *arguments: str, **environment: str) -> tuple[int, str, str]
     return process.returncode, out, error
 
 
+@pytest.mark.nightly
 def test_the_whole_demo(home):
     code, out, error = run(home, "--messages", str(_MESSAGES), "--json")
     assert code == 0, error
@@ -111,6 +112,7 @@ def test_without_java_it_says_what_to_install_and_does_the_rest(home):
     assert "Nothing was lost" in page
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(home, number):
     with start(home, "--messages", "20000") as process:
@@ -127,6 +129,7 @@ def test_an_interrupted_demo_leaves_nothing(home, number):
     assert not (home / "report.html").exists()
 
 
+@pytest.mark.nightly
 def test_a_proof_that_fails_ends_with_1(home, monkeypatch, capsys):
     whole = Player._chain
 
@@ -146,6 +149,7 @@ def test_a_proof_that_fails_ends_with_1(home, monkeypatch, capsys):
     assert "Something is wrong" in report.read_text()
 
 
+@pytest.mark.nightly
 def test_keep_leaves_the_broker_up_until_it_is_interrupted(home):
     data = home / "data"
     with start(home, "--no-spark", "--messages", "1500", "--keep", "--data", str(data)) as process:
@@ -153,7 +157,7 @@ def test_keep_leaves_the_broker_up_until_it_is_interrupted(home):
         for line in process.stdout:
             if found := re.match(r" +dashboard +http://(\S+)/", line):
                 address = found.group(1)
-            if "Ctrl-C ends the broker" in line:
+            if "Ctrl-C to stop the broker" in line:
                 break
         assert address, "the dashboard's address was shown"
         assert _get(address, "/ready") == "ready"

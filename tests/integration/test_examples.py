@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ister
-from example_runs import EXAMPLES, rows_of_table, run_example
+from support.example_runs import EXAMPLES, rows_of_table, run_example
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -92,7 +92,7 @@ def test_scripts_make_a_directory_of_their_own_and_remove_it(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["errors", "tmp"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_spark_sql(tmp_path):
     home = tmp_path / "home"
     printed = run_example("spark_sql.py", Path("data"), home=home)
@@ -117,7 +117,7 @@ def test_spark_sql(tmp_path):
     assert sorted(path.name for path in home.iterdir()) == ["data", "errors", "tmp"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_spark_stream(tmp_path):
     printed = run_example("spark_stream.py", tmp_path / "all", home=tmp_path / "home")
 
@@ -134,7 +134,7 @@ def test_spark_stream(tmp_path):
     assert times[late] < times[10], "it was late indeed"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_spark_enrich(tmp_path):
     printed = run_example("spark_enrich.py", tmp_path / "all", home=tmp_path / "home")
 

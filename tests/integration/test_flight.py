@@ -20,16 +20,9 @@ from pyarrow import flight
 
 import ister
 from integration.places import flip_byte
-from ister.broker.flight.source import LogSource
 from ister.broker.security.rights import Permission
-from ister.client.contract import (
-    Action,
-    AppendStaged,
-    RangeTicket,
-    TopicStatus,
-    decode_error,
-    encode_error,
-)
+from ister.bucket.merge import merge_objects
+from ister.bucket.names import staging_prefix
 from ister.client.flight import FlightClient
 from ister.config import load_config
 from ister.errors import (
@@ -44,16 +37,16 @@ from ister.errors import (
     TopicNameError,
     UnavailableError,
 )
-from ister.format.columnar import HIDDEN, arrow_schema
+from ister.format.arrow.schema import HIDDEN, arrow_schema
 from ister.format.manifest import StagedFile
-from ister.format.staging import STAGED_SCHEMA, encode_block
+from ister.format.staged_rows import STAGED_SCHEMA, encode_block
 from ister.model import AckLevel, Codec, TopicName
-from ister.objectstore.memory import MemoryObjectStore
-from ister.tier.merge import merge_objects
-from ister.tier.names import staging_prefix
 from ister.topic.batches import StagedBatch
 from ister.topic.log import Log
-from servers.flight import FlightProcess, FlightServer, FlightTopics
+from ister.wire.contract import Action, AppendStaged, RangeTicket, TopicStatus
+from ister.wire.errors import decode_error, encode_error
+from servers.flight import FlightProcess, FlightServer, FlightTopics, LogSource
+from support.memory_store import MemoryObjectStore
 
 TOPIC = "/default/orders"
 WRITER = "query-1"
@@ -396,6 +389,7 @@ def test_reading_may_end_early(log, server, client):
     assert log.topic(TOPIC).readers == []
 
 
+@pytest.mark.nightly
 def test_reader_may_take_longer_than_the_timeout_for_a_batch(log, server, client):
     end = large(log)
     ticket = a_ticket(client, 0, end, ("offset", "payload"))
@@ -650,6 +644,7 @@ def yml(tmp_path):
     return file
 
 
+@pytest.mark.nightly
 def test_server_that_dies_while_it_is_read_is_unavailable_and_read_on_when_it_is_back(yml):
     with ister.open(yml) as log:
         end = large(log)
@@ -682,6 +677,7 @@ def patiently(call):
     return call()
 
 
+@pytest.mark.nightly
 def test_server_that_hangs_is_unavailable_in_time(yml):
     with ister.open(yml) as log:
         end = large(log)

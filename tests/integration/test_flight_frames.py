@@ -13,16 +13,9 @@ from pyarrow import flight
 
 from integration.places import flip_byte
 from integration.test_flight import TOPIC, fill, settings_of
-from ister.broker.flight.source import LogSource
 from ister.broker.security.rights import Permission
-from ister.client.contract import (
-    FRAMES_COLUMN,
-    Action,
-    FramesTicket,
-    PlanUpload,
-    UploadPlanned,
-    decode_error,
-)
+from ister.bucket.names import object_key
+from ister.bucket.object_maker import ObjectMaker
 from ister.client.flight import FlightClient
 from ister.client.frames import BrokerFrames
 from ister.clock import SystemClock
@@ -39,11 +32,11 @@ from ister.errors import (
 )
 from ister.metrics import Metrics
 from ister.model import Codec, TopicName
-from ister.tier.names import object_key
-from ister.tier.object_maker import ObjectMaker
 from ister.topic.log import Log
-from ister.topic.tiers import upload_settings
-from servers.flight import FlightServer, FlightTopics
+from ister.topic.stores import upload_settings
+from ister.wire.contract import FRAMES_COLUMN, Action, FramesTicket, PlanUpload, UploadPlanned
+from ister.wire.errors import decode_error
+from servers.flight import FlightServer, FlightTopics, LogSource
 
 
 @pytest.fixture

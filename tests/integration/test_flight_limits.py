@@ -16,15 +16,16 @@ import grpc
 import pyarrow as pa
 from pyarrow import flight
 
-from danube_rig import connect, run
-from ister.bench.broker_abuse import gzip_bomb, resident_mib, send_call
-from ister.broker import wire
-from ister.broker.wire import danube
-from ister.client.contract import Action, PutBatch, PutOpen, decode_error
+from benchmarks.broker_abuse import gzip_bomb, resident_mib, send_call
+from ister import wire
 from ister.client.flight import FlightClient
 from ister.errors import InvalidRequestError, MessageTooLargeError
 from ister.limits import MIB
+from ister.wire import danube
+from ister.wire.contract import Action, PutBatch, PutOpen
+from ister.wire.errors import decode_error
 from servers.broker import BrokerProcess
+from support.danube import connect, run
 
 TOPIC = "/default/orders"
 SCHEMA = pa.schema([("payload", pa.binary())])
@@ -58,6 +59,7 @@ def growth_below(broker, mib):
     assert max(highest) - before < mib
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["DoAction", "DoGet", "DoPut", "Handshake", "ListActions"])
 def test_bodies_that_inflate_cost_nothing(broker, method):
     """Goal: four calls at once, of 256 MiB each when they are inflated, that nobody vouches for."""
@@ -95,6 +97,7 @@ def put(client, batch, write_options=None):
     return answers
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_columns_that_inflate_are_refused_before_they_do(broker, codec):
     options = pa.ipc.IpcWriteOptions(compression=codec)

@@ -21,12 +21,12 @@ from integration.spark_topics import (
     rows_of,
     without_spark,
 )
+from ister.bucket.names import object_key
+from ister.bucket.ownership import OwnedTopic
 from ister.clock import SystemClock
 from ister.errors import CorruptDataError
 from ister.model import TopicName
 from ister.spark.jobs import compact
-from ister.tier.names import object_key
-from ister.tier.ownership import OwnedTopic
 
 A, B = "/default/a", "/default/b"
 KEYS = (None, None, "", "k", "ключ", "鍵 🗝", *(f"key {number}" for number in range(30)))
@@ -69,6 +69,7 @@ def upload_randomly(topic, rng, uploads, *, each=30, **kinds):
 # -- all messages -------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["dnb1", "parquet"])
 def test_every_way_of_reading_yields_the_same_as_before(spark, place, kind, request):
     seed = new_seed()
@@ -104,6 +105,7 @@ def test_every_way_of_reading_yields_the_same_as_before(spark, place, kind, requ
         assert len(found) > len(rows) // 2
 
 
+@pytest.mark.nightly
 def test_stream_goes_on_from_its_checkpoint_across_compactions(spark, place, tmp_path):
     rng = random.Random(5)
 
@@ -146,6 +148,7 @@ def test_stream_goes_on_from_its_checkpoint_across_compactions(spark, place, tmp
     ]
 
 
+@pytest.mark.nightly
 def test_read_that_was_planned_before_goes_on_when_the_old_objects_are_gone(spark, place):
     with place.open() as log:
         topic = log.topic(A, create=True)
@@ -164,6 +167,7 @@ def test_read_that_was_planned_before_goes_on_when_the_old_objects_are_gone(spar
         assert planned.rows() == rows
 
 
+@pytest.mark.nightly
 def test_owner_appends_and_uploads_meanwhile(spark, place):
     """Goal: whatever the two do to each other, everything is there once, and nobody fails."""
     stop, failures = threading.Event(), []
@@ -232,6 +236,7 @@ def latest(rows, now_ms, *, hours):
     ]
 
 
+@pytest.mark.nightly
 def test_only_the_latest_message_of_each_key_is_left(spark, place, request):
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
@@ -274,6 +279,7 @@ def test_only_the_latest_message_of_each_key_is_left(spark, place, request):
         assert [row for row in rows_of(topic) if row.offset < trimmed] == wanted
 
 
+@pytest.mark.nightly
 def test_tombstone_never_goes_before_what_it_stands_for(spark, place, monkeypatch):
     """Goal: a value does not come back because a swap of an earlier group was refused."""
     with place.open() as log:
@@ -304,6 +310,7 @@ def test_tombstone_never_goes_before_what_it_stands_for(spark, place, monkeypatc
     assert [(d.start, d.end, d.messages) for d in descriptors(place)][-1][1:] == (30, 0)
 
 
+@pytest.mark.nightly
 def test_topic_that_cannot_be_searched_is_left_as_it_was(spark, place):
     with place.open() as log:
         for name in (A, B):

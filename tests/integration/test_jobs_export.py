@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know it by
 
-from export_rig import FORMATS, iceberg_catalog, offsets_in, read_table, tasks_here, where
 from integration.spark_topics import PUBLISHED_MS, SparkPlace
 from ister.spark.jobs import export
-from ister.spark.place import _close_all
+from ister.spark.location import _close_all
 from servers.s3 import SECRET_KEY, moto_server
+from support.exports import FORMATS, iceberg_catalog, offsets_in, read_table, tasks_here, where
 
 TOPIC = "/default/orders"
 SCHEMA = {
@@ -153,6 +153,7 @@ def test_two_exports_at_once(spark, place, tmp_path):
         assert report.ok or "another export" in report.errors[0]["message"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_table_in_a_bucket(tmp_path, format):
     """With the options of the log's own bucket; tasks run here, the store is a real server."""

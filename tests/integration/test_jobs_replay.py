@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-import replay_functions
 from integration.spark_topics import PUBLISHED_MS, SparkPlace
-from ister.client.contract import RangeTicket
 from ister.client.flight import FlightClient
 from ister.errors import ConflictError, InvalidRequestError, NotFoundError, OffsetOutOfRangeError
 from ister.spark.jobs.replaying import replay
+from ister.wire.contract import RangeTicket
 from servers.broker import BrokerProcess
 from servers.flight import FlightTopics
+from support import replay_functions
 
 A, B = "/default/a", "/default/b"
 CHUNK_BYTES = 4_000
@@ -44,6 +44,7 @@ def done(report):
 # -- functions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_messages_pass_through_a_function_in_their_order(spark, place):
     place.fill(A, 300, uploaded=200)
     report = replay(
@@ -51,7 +52,7 @@ def test_messages_pass_through_a_function_in_their_order(spark, place):
         place.config,
         source=A,
         target=B,
-        transform="replay_functions:only_even",
+        transform="support.replay_functions:only_even",
         chunk_bytes=CHUNK_BYTES,
     )
     fields = done(report)
@@ -102,6 +103,7 @@ def test_function_of_a_program_is_called_with_batches(spark, place):
     assert numbers(place.payloads(B)) == list(range(50))
 
 
+@pytest.mark.nightly
 def test_copy_through_a_server_that_has_the_log_open(spark, place):
     with place.open() as log, FlightTopics(log) as server:
         topic = log.topic(A, create=True)
@@ -116,6 +118,7 @@ def test_copy_through_a_server_that_has_the_log_open(spark, place):
         assert server.calls["append_staged"] == done(report)["chunks"]
 
 
+@pytest.mark.nightly
 def test_broker_that_has_the_log_open_is_found_by_itself(spark, tmp_path):
     rows = pa.record_batch({"payload": pa.array([b"%d." % n for n in range(50)], pa.binary())})
     with BrokerProcess(tmp_path) as broker, FlightClient(broker.flight) as client:
@@ -168,6 +171,7 @@ def test_range_that_is_not_there(spark, place):
 # -- SQL ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_query_by_message_runs_in_chunks_and_keeps_the_order(spark, place):
     place.fill(A, 200, uploaded=120)
     query = "SELECT *, upper(text) AS payload FROM (SELECT * EXCEPT (payload) FROM messages)"
@@ -185,6 +189,7 @@ def test_query_by_message_runs_in_chunks_and_keeps_the_order(spark, place):
     )
 
 
+@pytest.mark.nightly
 def test_query_over_all_messages_sees_the_whole_range(spark, place):
     place.fill(A, 200, uploaded=120)
     query = "SELECT CAST(count(*) AS string) AS payload FROM messages"
@@ -193,6 +198,7 @@ def test_query_over_all_messages_sees_the_whole_range(spark, place):
     assert place.payloads(B) == [b"200"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("query", "text"),
     [
@@ -213,6 +219,7 @@ def test_query_that_makes_no_sense(spark, place, query, text):
 # -- errors of a function -----------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_function_that_fails_is_named_with_its_message_and_goes_on_once_it_is_mended(
     spark, place, tmp_path
 ):
@@ -272,6 +279,7 @@ def test_name_of_another_replay_is_refused(spark, place):
     assert [error["code"] for error in report.errors] == [ConflictError.code]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("point", ["batch.after_rows=kill@2", "pipeline.after_commit=kill@2"])
 def test_replay_that_is_killed_goes_on(spark, place, point, tmp_path):
     place.fill(A, 200, uploaded=150)
@@ -289,7 +297,7 @@ def test_replay_that_is_killed_goes_on(spark, place, point, tmp_path):
         place.config,
         source=A,
         target=B,
-        transform="replay_functions:only_even",
+        transform="support.replay_functions:only_even",
         # Others than those that it was begun with: its chunks stay what they were.
         chunk_bytes=700,
     )
@@ -306,7 +314,7 @@ def test_dry_run_shows_a_sample_and_changes_nothing(spark, place):
     before = json.dumps(sorted(place.topics()))
     arguments = {"source": A, "target": B, "dry_run": True, "sample": 3}
     report = replay(
-        spark, place.config, transform="replay_functions:only_even", start=10, **arguments
+        spark, place.config, transform="support.replay_functions:only_even", start=10, **arguments
     )
     fields = done(report)
     assert (fields["start_offset"], fields["next_offset"]) == (10, 100)

@@ -7,7 +7,7 @@ import pytest
 from integration.spark_topics import SparkPlace, fill, without_spark
 from ister.format.frame import scan_frames
 from ister.spark.jobs import scrub
-from scrub_faults import TOPIC, Patient
+from support.scrub_faults import TOPIC, Patient
 
 OBJECTS = 50
 EACH = 12
@@ -49,6 +49,7 @@ def named(report, *fields):
     )
 
 
+@pytest.mark.nightly
 def test_a_sound_topic_has_no_findings(spark, place, patient):
     report = scrub(spark, place.config)
     assert report.ok
@@ -145,7 +146,7 @@ def test_without_local_files_what_cannot_be_healed_is_said(spark, place, patient
     flipped, gone = every[5].start + 4, every[20]
     assert topic["lost"] == [[flipped, flipped + 1], [gone.start, gone.end]]
     assert sorted(error["offset"] for error in report.errors) == [flipped, gone.start]
-    assert all("nobody has the offsets" in error["hint"] for error in report.errors)
+    assert all("no copy has the offsets" in error["hint"] for error in report.errors)
     again = scrub(spark, place.elsewhere)
     assert named(again, "start_offset") == [("damaged", flipped), ("missing", gone.start)]
     # With the files back, the rest heals.

@@ -16,15 +16,16 @@ from types import SimpleNamespace
 import pytest
 
 from integration.spark_topics import SparkPlace, objects_of
+from ister.bucket.fence import read_holder
+from ister.bucket.pipeline import PipelineKeys, request_job
 from ister.clock import SystemClock
 from ister.config import load_config
 from ister.spark.jobs.memory import sample_memory
-from ister.spark.jobs.service import Service, SlowJob, run
+from ister.spark.jobs.pipeline_term import SlowJob
+from ister.spark.jobs.service import Service, run
 from ister.spark.jobs.tasks import run_tasks
-from ister.spark.place import place_of
-from ister.tier.fence import read_holder
-from ister.tier.pipeline import PipelineKeys
-from ister.tier.pipeline_requests import request_job
+from ister.spark.location import place_of
+from support.waiting import eventually
 
 A, B = "/default/a", "/default/b"
 TTL = 4
@@ -39,14 +40,6 @@ def place(tmp_path):
         metadata={"lease_ttl_seconds": TTL},
         uploader={"engine": "auto", "interval_seconds": 1, "max_object_bytes": 64 * 1024},
     )
-
-
-def eventually(condition, what, *, within=LIMIT):
-    deadline = time.monotonic() + within
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.05)
-    return found
 
 
 class Writer:
@@ -185,6 +178,7 @@ def start_child(place):
     )
 
 
+@pytest.mark.nightly
 def test_service_that_is_killed_is_replaced_by_the_log_and_hands_back(place):
     children = []
     try:
@@ -262,6 +256,7 @@ GROWTH_MAX = {"threads": 3, "files": 10, "jvm_threads": 20, "rss": 30 * 2**20}
 CYCLES, WINDOWS = 100, 4
 
 
+@pytest.mark.nightly
 def test_hundreds_of_spark_jobs_leave_nothing_behind(spark, place):
     # What a job leaves behind, every hundred jobs leave a hundred of. Spark's pools grow too while
     # a machine is busy, each up to a bound: so one hundred without growth shows that there is none.
@@ -286,10 +281,10 @@ def test_hundreds_of_spark_jobs_leave_nothing_behind(spark, place):
     thread.start()
     grown = []
     try:
-        eventually(lambda: service.totals.cycles >= 30, "some cycles")
+        eventually(lambda: service._totals.cycles >= 30, "some cycles")
         for _ in range(WINDOWS):
-            before, goal = figures(spark), service.totals.cycles + CYCLES
-            eventually(lambda: service.totals.cycles >= goal, "many cycles", within=2 * LIMIT)  # noqa: B023
+            before, goal = figures(spark), service._totals.cycles + CYCLES
+            eventually(lambda: service._totals.cycles >= goal, "many cycles", within=2 * LIMIT)  # noqa: B023
             after = figures(spark)
             grown.append({name: after[name] - before[name] for name in GROWTH_MAX})
             if is_steady(grown[-1]):

@@ -5,28 +5,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pyarrow as pa
+import pytest
 
+from ister.bucket.fence import read_holder
+from ister.bucket.pipeline import PipelineKeys
 from ister.client.flight import FlightClient
 from ister.clock import SystemClock
 from ister.config import load_config
-from ister.tier.fence import read_holder
-from ister.tier.pipeline import PipelineKeys
-from ister.topic.tiers import open_metadata
+from ister.topic.stores import open_metadata
+from support.waiting import eventually
 
 TOPIC = "/default/orders"
 LIMIT = 120.0
 SERVE = (sys.executable, "-m", "ister.cli.main", "serve", "--pipeline")
-
-
-def eventually(condition, what, *, within=LIMIT):
-    deadline = time.monotonic() + within
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.1)
-    return found
 
 
 def is_alive(pid):
@@ -37,6 +30,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.nightly
 def test_broker_starts_a_pipeline_that_uploads_and_ends_with_it(tmp_path):
     config = tmp_path / "ister.yml"
     config.write_text(

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("danube")
 
-from danube_rig import EXCLUSIVE, SHARED, connect, run
 from ister.client import AsyncClient
 from servers.broker import BrokerProcess
+from support.danube import EXCLUSIVE, SHARED, connect
 
 TIMEOUT_MS = 4000
 MESSAGES = 120
@@ -22,8 +22,8 @@ _numbers = count()
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory):
-    with BrokerProcess(tmp_path_factory.mktemp("broker")) as process:
+def broker(tmp_path_factory, engine):
+    with BrokerProcess(tmp_path_factory.mktemp("broker"), engine=engine) as process:
         yield process
 
 
@@ -43,79 +43,72 @@ async def handle(receive, ack):
     return handled
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [EXCLUSIVE, SHARED], ids=["exclusive", "shared"])
-def test_a_slow_program_handles_each_message_once(broker, topic, kind):
+async def test_a_slow_program_handles_each_message_once(broker, topic, kind):
     """Goal: nothing that waits in a client counts as unanswered, so nothing comes twice."""
 
-    async def scenario():
-        async with (
-            connect(broker) as session,
-            AsyncClient(broker.address) as client,
-        ):
-            await session.create_topic(topic)
-            danubes = await session.consumer(topic, kind=kind)
-            name = "exclusive" if kind is EXCLUSIVE else "shared"
-            async with client.consumer(topic, subscription="own", kind=name) as consumer:
-                for subscription in ("sub", "own"):
-                    await session.set_failure_policy(
-                        topic, subscription=subscription, ack_timeout_ms=TIMEOUT_MS
-                    )
-                await session.send(topic, [f"{number}" for number in range(MESSAGES)])
-
-                async def ack(message):
-                    consumer.ack(message)
-
-                handled = await asyncio.gather(
-                    handle(consumer.receive, ack), handle(danubes.queue.get, danubes.ack)
+    async with (
+        connect(broker) as session,
+        AsyncClient(broker.address) as client,
+    ):
+        await session.create_topic(topic)
+        danubes = await session.consumer(topic, kind=kind)
+        name = "exclusive" if kind is EXCLUSIVE else "shared"
+        async with client.consumer(topic, subscription="own", kind=name) as consumer:
+            for subscription in ("sub", "own"):
+                await session.set_failure_policy(
+                    topic, subscription=subscription, ack_timeout_ms=TIMEOUT_MS
                 )
-                expected = [b"%d" % number for number in range(MESSAGES)]
-                assert handled == [expected, expected]
-                # What had been sent again would come before it.
-                await session.send(topic, ["end"], name="last")
-                assert (await consumer.receive(20)).payload == b"end"
-                assert (await asyncio.wait_for(danubes.queue.get(), 20)).payload == b"end"
+            await session.send(topic, [f"{number}" for number in range(MESSAGES)])
 
-    run(scenario())
+            async def ack(message):
+                consumer.ack(message)
+
+            handled = await asyncio.gather(
+                handle(consumer.receive, ack), handle(danubes.queue.get, danubes.ack)
+            )
+            expected = [b"%d" % number for number in range(MESSAGES)]
+            assert handled == [expected, expected]
+            # What had been sent again would come before it.
+            await session.send(topic, ["end"], name="last")
+            assert (await consumer.receive(20)).payload == b"end"
+            assert (await asyncio.wait_for(danubes.queue.get(), 20)).payload == b"end"
 
 
-def test_a_slow_program_handles_each_message_of_all_partitions_once(broker, topic):
+@pytest.mark.nightly
+async def test_a_slow_program_handles_each_message_of_all_partitions_once(broker, topic):
     """Danube's client has one queue for all partitions, and it is filled with one of them first."""
 
-    async def scenario():
-        async with connect(broker) as session:
-            producer = await session.producer(topic, partitions=3)
-            for number in range(MESSAGES):
-                await producer.send(b"%d" % number)
-            inbox = await session.consumer(topic)
-            for partition in inbox.ids:
-                await session.set_failure_policy(partition, ack_timeout_ms=TIMEOUT_MS // 3)
-                await session.seek(partition, earliest=True)
-            handled = await handle(inbox.queue.get, inbox.ack)
-            assert sorted(handled, key=int) == [b"%d" % number for number in range(MESSAGES)]
-            for partition in inbox.ids:
-                await session.wait_for_cursor(partition, MESSAGES // 3)
-
-    run(scenario())
+    async with connect(broker) as session:
+        producer = await session.producer(topic, partitions=3)
+        for number in range(MESSAGES):
+            await producer.send(b"%d" % number)
+        inbox = await session.consumer(topic)
+        for partition in inbox.ids:
+            await session.set_failure_policy(partition, ack_timeout_ms=TIMEOUT_MS // 3)
+            await session.seek(partition, earliest=True)
+        handled = await handle(inbox.queue.get, inbox.ack)
+        assert sorted(handled, key=int) == [b"%d" % number for number in range(MESSAGES)]
+        for partition in inbox.ids:
+            await session.wait_for_cursor(partition, MESSAGES // 3)
 
 
-def test_what_a_program_does_not_take_goes_to_others(broker, topic):
+async def test_what_a_program_does_not_take_goes_to_others(broker, topic):
     """A consumer that reads ahead and then does nothing keeps nobody from its messages."""
 
-    async def scenario():
-        async with connect(broker) as session, AsyncClient(broker.address) as client:
-            await session.create_topic(topic)
-            async with client.consumer(topic, subscription="s", kind="shared") as stuck:
-                await session.send(topic, [f"{number}" for number in range(20)])
-                first = await stuck.receive(20)
-                await session.set_failure_policy(topic, subscription="s", ack_timeout_ms=1500)
-                async with client.consumer(topic, subscription="s", kind="shared") as other:
-                    found = set()
-                    while len(found) < 20:
-                        message = await other.receive(20)
-                        # Of all but the one that the program took nobody says that they failed.
-                        assert message.attempt == 1 or message.payload == first.payload
-                        found.add(message.payload)
-                        other.ack(message)
-                    await session.wait_for_cursor(topic, 20, "s")
-
-    run(scenario())
+    async with connect(broker) as session, AsyncClient(broker.address) as client:
+        await session.create_topic(topic)
+        async with client.consumer(topic, subscription="s", kind="shared") as stuck:
+            await session.send(topic, [f"{number}" for number in range(20)])
+            first = await stuck.receive(20)
+            await session.set_failure_policy(topic, subscription="s", ack_timeout_ms=1500)
+            async with client.consumer(topic, subscription="s", kind="shared") as other:
+                found = set()
+                while len(found) < 20:
+                    message = await other.receive(20)
+                    # Of all but the one that the program took nobody says that they failed.
+                    assert message.attempt == 1 or message.payload == first.payload
+                    found.add(message.payload)
+                    other.ack(message)
+                await session.wait_for_cursor(topic, 20, "s")

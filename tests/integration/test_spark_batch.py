@@ -57,11 +57,11 @@ from ister.errors import (
 from ister.limits import KIB, MIB
 from ister.model import Codec
 from ister.partitions import partition_of
-from rig import Task, eventually
 from servers.fault_proxy import FaultProxy
 from servers.flight import READ, FlightTopics
 from servers.ports import free_port
 from servers.s3 import rclone_server
+from support.machine import Task, eventually
 
 A, B = "/default/a", "/default/b"
 PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
@@ -364,6 +364,7 @@ class CountingProxy(FaultProxy):
         return taken
 
 
+@pytest.mark.nightly
 def test_bytes_read_from_a_real_s3_shrink_with_the_range(spark, tmp_path):
     """Goal: the same, counted on the wire; and pushdown for a single scan narrows the read.
 
@@ -459,6 +460,7 @@ def _subquery(spark, frame):
         spark.catalog.dropTempView("shared_view")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("use", "is_conf_on"),
     [
@@ -475,6 +477,7 @@ def test_one_dataframe_scanned_often_is_right(spark, shared, use, is_conf_on):
         assert found == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("use", [_union, _repeated, _temp_view])
 def test_pushdown_is_wrong_for_a_dataframe_that_is_scanned_twice(spark, shared, use):
     """Goal: shows why `pushdown` is off by default and documented for a single scan."""
@@ -487,6 +490,7 @@ def test_pushdown_is_wrong_for_a_dataframe_that_is_scanned_twice(spark, shared, 
     )
 
 
+@pytest.mark.nightly
 def test_pushdown_is_right_for_a_single_scan(spark, shared):
     """Goal: whatever Spark pushes down, the rows are those that the condition means.
 
@@ -542,6 +546,7 @@ def test_pushdown_needs_sparks_own_setting_and_spark_says_so(spark, shared):
     assert PUSHDOWN in text
 
 
+@pytest.mark.nightly
 def test_every_action_on_a_dataframe_sees_the_same_messages(spark, place):
     """A DataFrame is what was there when it was first used; a new one sees what is there now."""
     place.fill(A, 20, uploaded=10)
@@ -589,6 +594,7 @@ def test_temporary_view_in_sql(spark, shared):
         spark.catalog.dropTempView("orders")
 
 
+@pytest.mark.nightly
 def test_spark_connect_reads_writes_and_streams(tmp_path):
     """Goal: the same through Spark Connect, which knows no SparkContext.
 
@@ -629,13 +635,14 @@ def test_spark_connect_reads_writes_and_streams(tmp_path):
 TIME = "2026-01-01T00:00:00Z"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
         ({"topic": A, "topik": A}, ["unknown option 'topik'", "did you mean topic"]),
         ({}, ["no topic is given", "topicPattern"]),
         ({"topic": A, "topicPattern": "/default/.*"}, ["both topic and topicPattern are given"]),
-        ({"topic": "/default/nobody"}, ["there is no topic /default/nobody", "/default/a"]),
+        ({"topic": "/default/nobody"}, ["topic /default/nobody does not exist", "/default/a"]),
         ({"topic": A, "startingOffsets": "{bad"}, ["startingOffsets is '{bad'", "JSON"]),
         (
             {"topic": A, "startingOffsets": f'{{"{A}": 9}}', "endingOffsets": f'{{"{A}": 3}}'},
@@ -659,7 +666,10 @@ def test_read_options_are_refused_with_a_clear_text(spark, shared, options, text
     [
         ({"topic": A, "kafka.bootstrap.servers": "x:1"}, ["unknown option", "broker"]),
         ({"topicPattern": "/default/("}, ["topicPattern"]),
-        ({"topicPattern": "/other/.*"}, ["no topic matches topicPattern", "there are /default/a"]),
+        (
+            {"topicPattern": "/other/.*"},
+            ["no topic matches topicPattern", "topics: /default/a"],
+        ),
         ({"topicPattern": "/default"}, ["no topic matches topicPattern"]),
         ({"topic": "orders"}, ["orders", "/namespace/topic"]),
         ({"topic": f"{A},{A}"}, [A, "twice"]),
@@ -695,6 +705,7 @@ def test_more_read_options_are_refused(here, shared, options, texts):
     assert [text for text in texts if text not in found] == [], found
 
 
+@pytest.mark.nightly
 def test_place_that_is_none_is_refused(spark, tmp_path):
     def read(**options):
         return error_of(
@@ -719,9 +730,10 @@ def test_place_that_is_none_is_refused(spark, tmp_path):
             {"storage": {"wal": {"dir": str(tmp_path / "wal")}, "cloud": {"backend": "memory"}}}
         )
     )
-    assert "a store in memory is not shared" in read(config=str(path))
+    assert "cannot share a store in memory" in read(config=str(path))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("schema", "texts"),
     [
@@ -736,6 +748,7 @@ def test_users_schema_of_other_columns_is_refused(spark, shared, schema, texts):
     assert [text for text in texts if text not in found] == [], found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("columns", "options", "texts"),
     [
@@ -791,9 +804,7 @@ def test_overwrite_is_refused(spark, place):
     place.fill(A, 3)
     frame = spark.range(2).selectExpr("'x' AS payload")
     writer = frame.write.format("ister").options(config=place.config, topic=A)
-    assert "a topic is appended to, never overwritten" in error_of(
-        lambda: writer.mode("overwrite").save()
-    )
+    assert "a topic can only be appended to" in error_of(lambda: writer.mode("overwrite").save())
     assert len(place.payloads(A)) == 3
 
 
@@ -871,6 +882,7 @@ def large(tmp_path_factory):
     return place
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "low", "high"),
     [
@@ -908,7 +920,7 @@ def test_bucket_alone_touches_no_broker(spark, place):
 def test_tail_on_another_machine_without_a_broker_is_a_clear_error(spark, place):
     place.fill(A, 50, uploaded=40)
     found = error_of(lambda: load(spark, place.elsewhere, topic=A).count())
-    assert "what is not in the bucket yet is on another machine" in found
+    assert "messages that are not in the bucket yet are on another machine" in found
     assert "broker" in found
     assert "includeTail=false" in found
 
@@ -950,7 +962,7 @@ def test_times_are_found_by_the_broker(here, place):
 
 
 def test_dead_broker_is_an_error_that_names_it(here, monkeypatch, place):
-    monkeypatch.setattr("ister.spark.batch.patiently", lambda ask: ask())
+    monkeypatch.setattr("ister.spark.batch.retry_unavailable", lambda ask: ask())
     place.fill(A, 5)
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(UnavailableError, match=f"{address} does not answer"):
@@ -971,6 +983,7 @@ def moving(place):
         yield place, log, topic
 
 
+@pytest.mark.nightly
 def test_expired_objects_are_a_gap_that_names_the_range(spark, here, moving):
     """Goal: what retention took after the plan is told, not left out; and left out if told to."""
     place, log, topic = moving
@@ -1116,6 +1129,7 @@ def test_damaged_object_is_read_from_files_or_named(here, place):
     assert 0 < caught.value.offset < 50
 
 
+@pytest.mark.nightly
 def test_topic_made_again_under_a_plan_is_not_mixed_with_the_old_one(spark, here, moving):
     place, log, _ = moving
     frame = load(spark, place.config, topic=A)
@@ -1135,6 +1149,7 @@ def _numbers(
     return spark.range(0, count, 1, partitions).selectExpr(*columns.split("; "))
 
 
+@pytest.mark.nightly
 def test_rows_arrive_in_order(spark, place):
     """Partition after partition, and within each as Spark has them."""
     save(_numbers(spark, 100, 3), place.config, topic=B)
@@ -1214,6 +1229,7 @@ _GOOD = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("column", "value", "text"),
     [
@@ -1318,7 +1334,7 @@ def test_codec_of_new_topics_says_nothing_about_one_that_exists(write_here, plac
 
 def test_topics_are_not_made_when_told_not_to(spark, place):
     found = error_of(lambda: save(_numbers(spark, 2), place.config, topic=B, createTopics="false"))
-    assert f"there is no topic {B}" in found
+    assert f"topic {B} does not exist" in found
     assert "createTopics" in found, "the text has to name the option of this API"
     assert place.topics() == []
 
@@ -1327,7 +1343,7 @@ def test_write_with_one_missing_topic_leaves_nothing_in_the_others(write_here, p
     """Goal: it fails before any row arrives anywhere."""
     place.fill(A, 2)
     writing = write_here(("payload", "topic"), config=place.config, createTopics="false")
-    with pytest.raises(NotFoundError, match=f"there is no topic {B}"):
+    with pytest.raises(NotFoundError, match=f"topic {B} does not exist"):
         writing.run([("x", A)] * 5, [("x", B)] * 5)
     assert place.topics() == [A]
     assert len(place.payloads(A)) == 2, "rows of a write that failed are in the topic"
@@ -1384,6 +1400,7 @@ def test_commit_to_a_tiered_topic_waits_for_nobody(place):
         assert log.topic(B).watermarks.tiered == 1
 
 
+@pytest.mark.nightly
 def test_big_rows(spark, place):
     """Near the limit of a message, several in one batch of rows."""
     columns = "repeat(cast(id % 10 AS string), 10 * 1024 * 1024) AS payload"
@@ -1400,6 +1417,7 @@ def test_no_rows_are_no_write(spark, place):
     assert place.staged_files() == []
 
 
+@pytest.mark.nightly
 def test_task_that_is_run_again_writes_once(spark, place, tmp_path):
     """Goal: an attempt that fails half way, with rows staged, leaves nothing of itself."""
     marker = str(tmp_path / "failed-once")
@@ -1423,6 +1441,7 @@ def test_task_that_is_run_again_writes_once(spark, place, tmp_path):
     assert place.staged_files() == []
 
 
+@pytest.mark.nightly
 def test_task_that_always_fails_leaves_nothing(spark, place):
     def fail(number):
         if number == 38:
@@ -1462,7 +1481,7 @@ def test_broker_appends_for_its_clients(spark, place):
                 **options,
             )
         )
-        assert "there is no topic /default/new" in found
+        assert "topic /default/new does not exist" in found
         # Without a config: the broker knows the bucket.
         writer = _numbers(spark, 3).write.format("ister").mode("append")
         writer.options(broker=server.address, topic=B).save()
@@ -1470,6 +1489,7 @@ def test_broker_appends_for_its_clients(spark, place):
     assert not any("/default/a/" in key or "/default/b/" in key for key in place.staged_files())
 
 
+@pytest.mark.nightly
 def test_log_that_is_open_elsewhere_is_a_clear_error(spark, place):
     """Goal: the lock is waited for, not longer than told, and the text says what to do."""
     with place.open() as log:

@@ -20,11 +20,11 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 import ister
 from fault.tier_checks import memory_directory
 from fault.writer_child import new_seed, say_replay
-from ister.client.contract import Action
 from ister.clock import SystemClock
-from rig import Task, payloads
+from ister.wire.contract import Action
 from servers.flight import READ, FlightProcess, FlightTopics
-from stream_rig import A, B, C, Home, Row, offsets_of, payload_of, publish, rows_of
+from support.machine import Task, payloads
+from support.streams import A, B, C, Home, Row, offsets_of, payload_of, publish, rows_of
 
 QUERY_SECONDS = 60
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -203,6 +203,7 @@ def producing(home, *, pause_seconds=0.05):
 # -- the first batch, idleness, restarts ----------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_first_batch_that_fails_under_latest_loses_nothing(home, stream, seen):
     home.append(A, 5)
     query = stream(startingOffsets="latest")
@@ -229,6 +230,7 @@ def test_first_batch_that_fails_under_latest_loses_nothing(home, stream, seen):
     assert seen.rows == rows_of(A, range(first[0].offset, end)), "neither lost nor read twice"
 
 
+@pytest.mark.nightly
 def test_idle_query_makes_no_batches_and_asks_seldom(spark, home, stream, seen):
     """With the broker as the witness: it counts what it is asked for."""
     spark.conf.set("spark.sql.streaming.noDataProgressEventInterval", "200")
@@ -319,6 +321,7 @@ def test_available_now_that_begins_at_the_end_beside_a_producer(home, stream, se
         assert offsets == list(range(offsets[0], log.topic(A).watermarks.next))
 
 
+@pytest.mark.nightly
 def test_trigger_once_takes_everything_and_bytes_are_limited(home, stream, seen):
     home.append(A, 20, upload=True, size=1000)
     query = stream(maxMessagesPerTrigger="18", maxBytesPerTrigger="11k")
@@ -334,6 +337,7 @@ def test_trigger_once_takes_everything_and_bytes_are_limited(home, stream, seen)
 # -- topics that come and go ----------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_topics_and_partitions_that_appear_are_read_from_their_beginning(home, stream, seen):
     home.append(A, 2)
     query = stream(topicPattern="/default/(a|b|p-part-[0-9]+)", startingOffsets="latest")
@@ -346,6 +350,7 @@ def test_topics_and_partitions_that_appear_are_read_from_their_beginning(home, s
     assert sorted(seen.rows) == rows_of(B, range(3)) + rows_of("/default/p-part-1", range(2))
 
 
+@pytest.mark.nightly
 def test_loss_ends_the_query_unless_it_is_allowed(home, stream, seen):
     for name in (A, B, C):
         home.append(name, 5, upload=True, size=1000)
@@ -412,6 +417,7 @@ def test_every_message_once_while_its_owner_does_everything(home, stream, seen, 
 # -- state ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_aggregation_with_a_watermark_survives_restarts(home, stream):
     """Counts per minute of publish time, each written once, when its minute is over."""
     query = stream(columns="publish_time")
@@ -442,6 +448,7 @@ def test_aggregation_with_a_watermark_survives_restarts(home, stream):
     assert sorted(written) == [(0, 2), (1, 4), (2, 1), (6, 1)], "the late one is left out"
 
 
+@pytest.mark.nightly
 def test_join_of_two_streams_survives_a_restart(home, stream):
     query = stream()
     joined = []
@@ -474,6 +481,7 @@ def origins(messages):
     return [int(message.attributes["from"]) for message in messages]
 
 
+@pytest.mark.nightly
 def test_batch_that_spark_forgot_to_commit_is_in_its_topics_once(home, stream):
     """Rows go to two topics, by a column; the last batch comes twice."""
     home.append(A, 9)
@@ -496,6 +504,7 @@ def test_batch_that_spark_forgot_to_commit_is_in_its_topics_once(home, stream):
     assert home.staged() == set()
 
 
+@pytest.mark.nightly
 def test_tasks_that_fail_leave_neither_rows_nor_files(home, stream, tmp_path):
     """Every attempt of the first run, and the first attempt of the second run."""
     home.append(A, 6)
@@ -526,6 +535,7 @@ def test_tasks_that_fail_leave_neither_rows_nor_files(home, stream, tmp_path):
     assert home.staged() == set()
 
 
+@pytest.mark.nightly
 def test_two_queries_that_write_the_same_topic_at_once_both_finish(spark, home, tmp_path):
     queries = []
     for name in (A, C):
@@ -542,6 +552,7 @@ def test_two_queries_that_write_the_same_topic_at_once_both_finish(spark, home, 
     assert len(messages) == 16
 
 
+@pytest.mark.nightly
 def test_broker_that_is_killed_beside_a_query_that_reads_and_writes_by_it(home, stream):
     """Source and sink by Flight alone; the broker dies at any moment of a batch."""
     home.append(A, 6)
@@ -561,6 +572,7 @@ def test_broker_that_is_killed_beside_a_query_that_reads_and_writes_by_it(home, 
     assert home.staged() == set()
 
 
+@pytest.mark.nightly
 def test_stream_that_knows_the_broker_alone_survives_its_restart(home, stream):
     """Settings come from the broker, which Spark asks again whenever it makes a writer."""
     with home.open() as log:

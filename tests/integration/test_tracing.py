@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 import ister
-from ister.broker.wire import danube, stub
 from ister.client import Client
+from ister.wire import danube, stub
 from servers.broker import BrokerProcess
 from servers.collector import Collector
 
@@ -59,6 +59,7 @@ def test_calls_are_spans_below_those_of_the_caller(tmp_path, collector):
     assert {service for service, _ in collector.spans} == {"ister-broker"}
 
 
+@pytest.mark.nightly
 def test_uploads_and_batches_are_spans(tmp_path, collector):
     environment = {**SOON, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces"}
     settings = {"storage": {"uploader": {"engine": "embedded", "interval_seconds": 1}}}
@@ -101,6 +102,7 @@ def test_what_is_left_is_sent_when_the_broker_ends(tmp_path, collector):
     assert {service for service, _ in collector.spans} == {"mine"}
 
 
+@pytest.mark.nightly
 def test_a_collector_that_is_not_there_harms_nobody(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         # Connections are taken, and nothing is ever said.
@@ -113,6 +115,7 @@ def test_a_collector_that_is_not_there_harms_nobody(tmp_path):
             assert time.monotonic() - began < 10
 
 
+@pytest.mark.nightly
 def test_jobs_are_spans(tmp_path, collector):
     with ister.open(tmp_path / "data") as log:
         log.topic(TOPIC, create=True).append(b"x")

@@ -13,22 +13,17 @@ from hypothesis import strategies as st
 
 pa = pytest.importorskip("pyarrow")
 
-from builders import VARINT_BOUNDARIES, a_message, frames  # noqa: E402
 from ister import kernels  # noqa: E402
 from ister.errors import CorruptDataError, InvalidRequestError  # noqa: E402
-from ister.format.archive import ArchiveReader, ArchiveWriter  # noqa: E402
-from ister.format.columnar import (  # noqa: E402
-    COLUMNS,
-    EVERY_FIELD,
-    HIDDEN,
-    ColumnarDecoder,
-    FrameFeed,
-    encode_frames,
-    restore_frames,
-)
+from ister.format.archive import ArchiveReader  # noqa: E402
+from ister.format.archive_writer import ArchiveWriter  # noqa: E402
+from ister.format.arrow.decode import ColumnarDecoder, FrameFeed  # noqa: E402
+from ister.format.arrow.encode import encode_frames, restore_frames  # noqa: E402
+from ister.format.arrow.schema import EVERY_FIELD, HIDDEN  # noqa: E402
 from ister.format.frame import FRAME_HEADER_SIZE, pack_header, scan_frames  # noqa: E402
 from ister.format.message import decode_message, encode_message  # noqa: E402
-from ister.model import Codec, MessageId, StreamMessage  # noqa: E402
+from ister.model import COLUMNS, Codec, MessageId, StreamMessage  # noqa: E402
+from support.builders import VARINT_BOUNDARIES, a_message, frames  # noqa: E402
 
 EXAMPLES = settings(max_examples=300, deadline=None, print_blob=True)
 BOTH_CODECS = pytest.mark.parametrize("codec", list(Codec))
@@ -119,6 +114,7 @@ def verdict(decoder, data, expected_offset, end_offset):
     return found.end, found.next_offset, found.stop, found.batch
 
 
+@pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
 @given(data=st.data(), first_offset=FIRST_OFFSETS, columns=PROJECTIONS)
@@ -183,6 +179,7 @@ def framed(first_offset, bodies):
     )
 
 
+@pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
 @given(data=st.data(), columns=PROJECTIONS, end_offset=st.none() | st.integers(0, 8))
@@ -199,6 +196,7 @@ def test_damaged_frames_get_the_verdict_of_a_scan(codec, data, columns, end_offs
             assert found[3].num_rows == len(scan.starts)
 
 
+@pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
 @given(data=st.data(), columns=PROJECTIONS)
@@ -254,6 +252,7 @@ def cut(buffer, cuts):
     return [buffer[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
+@pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
 @given(
@@ -414,6 +413,7 @@ def test_rows_become_the_bytes_of_their_messages(
         ]
 
 
+@pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
 @given(
@@ -459,6 +459,7 @@ def test_rows_that_are_no_messages_get_the_same_error(codec, rows, columns):
         assert len(data) > FRAME_HEADER_SIZE * len(rows)
 
 
+@pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
 @given(data=st.data(), first=FIRST_OFFSETS, group_bytes=st.sampled_from((1, 1000, 10**6)))

@@ -3,8 +3,6 @@
 A failure prints the shortest sequence and `@reproduce_failure`; put that above the test to replay.
 """
 
-import os
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,15 +15,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from delivery_rig import Rig
 from ister.subscription.floor import AckFloor
 from ister.subscription.keys import KeyFilter
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind
+from support.delivery import Rig
+from support.scale import scaled
 
-HEAVY = bool(os.environ.get("ISTER_HEAVY"))
 MACHINE = settings(
-    max_examples=1000 if HEAVY else 80,
-    stateful_step_count=80 if HEAVY else 50,
+    max_examples=scaled(40, 1000),
+    stateful_step_count=scaled(50, 80),
     deadline=None,
     print_blob=True,
 )
@@ -172,6 +170,7 @@ class DeliveryMachine(RuleBasedStateMachine):
             self.rig.finish()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", list(SubscriptionKind))
 def test_any_events_leave_nothing_lost_and_the_rules_kept(kind):
     """Goal: whatever happens in whatever order, every message is dealt with once all is well."""

@@ -4,11 +4,9 @@ A failure prints the smallest input and `@reproduce_failure`; put that above the
 """
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import VARINT_BOUNDARIES, a_message, bincode_body, frames, with_valid_crc
-from invariants import check_body, check_frames
 from ister.errors import UnsupportedVersionError
 from ister.format.checkpoint import (
     RotatedFile,
@@ -29,53 +27,22 @@ from ister.format.message import (
 )
 from ister.format.sparse_index import IndexEntry, decode_index, encode_index
 from ister.model import Codec, MessageId, StreamMessage
-
-EXAMPLES = settings(max_examples=300, deadline=None, print_blob=True)
-
-U64 = st.sampled_from(VARINT_BOUNDARIES) | st.integers(0, 2**64 - 1)
-TEXT = st.text(max_size=20)
-OPTIONAL_TEXT = st.none() | TEXT
-PAYLOAD = st.sampled_from((0, 250, 251, 600)).map(bytes) | st.binary(max_size=600)
-ATTRIBUTES = st.dictionaries(TEXT, TEXT, max_size=5)
-MESSAGE_IDS = st.builds(
-    MessageId, producer_id=U64, topic_name=TEXT, broker_addr=TEXT, topic_offset=U64
+from support.builders import a_message, bincode_body, frames, with_valid_crc
+from support.invariants import check_body, check_frames
+from support.message_strategies import (
+    ATTRIBUTES,
+    EXAMPLES,
+    MESSAGES,
+    OPTIONAL_TEXT,
+    PAYLOAD,
+    TEXT,
+    U64,
+    damaged,
 )
-FIELDS_OF_BINCODE1 = {
-    "request_id": U64,
-    "msg_id": MESSAGE_IDS,
-    "payload": PAYLOAD,
-    "publish_time": U64,
-    "producer_name": TEXT,
-    "subscription_name": OPTIONAL_TEXT,
-    "attributes": ATTRIBUTES,
-}
-MESSAGES = {
-    Codec.BINCODE1: st.builds(StreamMessage, **FIELDS_OF_BINCODE1),
-    Codec.BINCODE2: st.builds(
-        StreamMessage,
-        **FIELDS_OF_BINCODE1,
-        schema_id=st.none() | U64,
-        schema_version=st.none() | st.integers(0, 2**32 - 1),
-        routing_key=OPTIONAL_TEXT,
-    ),
-}
+
 BOTH_CODECS = pytest.mark.parametrize("codec", list(Codec))
 
 BODIES = st.lists(st.binary(min_size=1, max_size=100), max_size=6)
-
-
-FILLINGS = (bytes(4), bytes(16), bytes(64), b"\xff" * 4, b"\xff" * 16)
-
-
-@st.composite
-def damaged(draw, data):
-    """Some of the bytes of `data` overwritten, cut out or inserted."""
-    result = bytearray(data)
-    for _ in range(draw(st.integers(1, 3))):
-        start = draw(st.integers(0, len(result)))
-        end = draw(st.integers(start, min(len(result), start + 8)))
-        result[start:end] = draw(st.binary(max_size=8) | st.sampled_from(FILLINGS))
-    return bytes(result)
 
 
 @BOTH_CODECS
@@ -90,6 +57,7 @@ def test_any_message_survives_both_ways(codec, data):
     assert recognise(body, offset=message.msg_id.topic_offset) is codec
 
 
+@pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
 @given(
@@ -119,6 +87,7 @@ def test_any_bytes_decode_or_are_refused(body):
     check_body(body)
 
 
+@pytest.mark.nightly
 @BOTH_CODECS
 @EXAMPLES
 @given(data=st.data())
@@ -127,23 +96,16 @@ def test_damaged_message_decodes_or_is_refused(codec, data):
     check_body(data.draw(damaged(encode_message(message, codec))))
 
 
-def cut(buffer, cuts):
-    ends = [*sorted(cut % (len(buffer) + 1) for cut in cuts), len(buffer)]
-    return [buffer[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-CUTS = st.lists(st.integers(0, 2**16), max_size=12)
 FIRST_OFFSETS = st.integers(0, 2**64 - 10)
 
 
 @EXAMPLES
-@given(first_offset=FIRST_OFFSETS, bodies=BODIES, cuts=CUTS, is_expected=st.booleans())
-def test_frames_in_any_chunks_are_all_found(first_offset, bodies, cuts, is_expected):
+@given(first_offset=FIRST_OFFSETS, bodies=BODIES, is_expected=st.booleans())
+def test_frames_are_all_found(first_offset, bodies, is_expected):
     buffer = frames(first_offset, bodies)
     _, found = check_frames(
         buffer,
         expected_offset=first_offset if is_expected else None,
-        chunks=cut(buffer, cuts),
     )
     assert [(frame.offset, frame.body) for frame in found] == [
         (first_offset + index, body) for index, body in enumerate(bodies)
@@ -151,18 +113,18 @@ def test_frames_in_any_chunks_are_all_found(first_offset, bodies, cuts, is_expec
 
 
 @EXAMPLES
-@given(data=st.data(), first_offset=FIRST_OFFSETS, bodies=BODIES, cuts=CUTS)
-def test_damaged_frames_in_any_chunks_give_what_one_buffer_gives(data, first_offset, bodies, cuts):
+@given(data=st.data(), first_offset=FIRST_OFFSETS, bodies=BODIES)
+def test_frames_found_among_damage_are_whole(data, first_offset, bodies):
     buffer = data.draw(damaged(frames(first_offset, bodies)))
-    _, found = check_frames(buffer, expected_offset=first_offset, chunks=cut(buffer, cuts))
+    _, found = check_frames(buffer, expected_offset=first_offset)
     # Not always one of `bodies`: 00 00 00 ff is the crc of the body ff, and may have been put in.
     assert all(frames(frame.offset, [frame.body]) in buffer for frame in found)
 
 
 @EXAMPLES
-@given(buffer=st.binary(max_size=200), cuts=CUTS, expected_offset=st.none() | U64)
-def test_any_bytes_in_any_chunks_give_what_one_buffer_gives(buffer, cuts, expected_offset):
-    check_frames(buffer, expected_offset=expected_offset, chunks=cut(buffer, cuts))
+@given(buffer=st.binary(max_size=200), expected_offset=st.none() | U64)
+def test_any_bytes_are_scanned_as_they_are_decoded(buffer, expected_offset):
+    check_frames(buffer, expected_offset=expected_offset)
 
 
 WAL_STATES = st.builds(
@@ -203,6 +165,7 @@ def test_any_checkpoint_survives_both_ways(state, uploader):
     assert decode_uploader_checkpoint(encode_uploader_checkpoint(uploader)) == uploader
 
 
+@pytest.mark.nightly
 @EXAMPLES
 @given(data=st.data(), state=WAL_STATES, uploader=UPLOADER_CHECKPOINTS)
 def test_damaged_checkpoint_is_none_and_resealed_it_never_breaks_the_decoder(data, state, uploader):

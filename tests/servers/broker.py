@@ -1,4 +1,4 @@
-"""The broker for tests: a process of its own, or a thread of this one.
+"""The broker for tests: a process of its own.
 
 `BrokerProcess` is a real `ister serve` with a data directory of its own. It can be killed, stopped,
 paused and started again, always at the same ports:
@@ -8,35 +8,26 @@ paused and started again, always at the same ports:
         broker.kill()
         broker.start()
 
-`BrokerThread` serves from this process, for tests that look inside or need no process to kill.
-
 The broker's log is `broker.log` in the directory, all lives of it one after the other. Nothing is
 uploaded or trimmed unless the settings say so: there is no bucket in most of these tests.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import yaml
 
-from ister.broker.server import Broker
-from ister.config import load_config
-
 from .ports import free_port
-
-__all__ = ["BrokerProcess", "BrokerThread"]
 
 READY_SECONDS = 60.0
 """How long a broker may take until it answers, on a machine that is busy with other things."""
@@ -73,6 +64,7 @@ class BrokerProcess:
         settings: What differs from the default settings, as a tree.
         environment: Variables of the process beside those of this one.
         files_max: How many file descriptors it may have; as many as this one by default.
+        engine: What serves gRPC; as the settings say by default.
     """
 
     def __init__(
@@ -82,9 +74,13 @@ class BrokerProcess:
         settings: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         files_max: int | None = None,
+        engine: str | None = None,
     ) -> None:
         self.directory = Path(directory)
-        self.settings = dict(settings or {})
+        self.settings: dict[str, Any] = {}
+        _lay_over(self.settings, settings or {})
+        if engine is not None:
+            _lay_over(self.settings, {"broker": {"grpc": {"engine": engine}}})
         self._environment = dict(environment or {})
         self._prefix = (
             [] if files_max is None else ["sh", "-c", f'ulimit -n {files_max}; exec "$@"', "sh"]
@@ -257,76 +253,12 @@ class BrokerProcess:
         self._process = None
 
 
-class BrokerThread:
-    """A broker on a loop and a thread of this process.
-
-    Args:
-        directory: Where the data is.
-        settings: What differs from the default settings, as a tree.
-    """
-
-    def __init__(
-        self, directory: str | os.PathLike[str], *, settings: Mapping[str, Any] | None = None
-    ) -> None:
-        self._config = load_config(broker_settings(directory, settings), {})
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ister-test-broker")
-        self.broker = Broker(self._config)
-        self.address = ""
-        self.flight = ""
-        self.http = ""
-
-    @property
-    def url(self) -> str:
-        """What Danube's client calls the service URL."""
-        return f"http://{self.address}"
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the broker's loop, from any other thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(READY_SECONDS)
-
-    def start(self) -> None:
-        """Returns when it is ready."""
-        self._thread.start()
-        try:
-            listening = self.call(self.broker.start()).to_json()
-        except BaseException:
-            self._end_loop()
-            raise
-        self.address, self.flight, self.http = (listening[name] for name in _PORTS)
-
-    def stop(self) -> None:
-        """Ends it in order."""
-        try:
-            self.call(self.broker.stop())
-        finally:
-            self._end_loop()
-
-    def _end_loop(self) -> None:
-        async def cancel_all() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            await asyncio.get_running_loop().shutdown_asyncgens()
-            await asyncio.get_running_loop().shutdown_default_executor()
-
-        self.call(cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
 def _lay_over(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
             _lay_over(tree[key], value)
+        elif isinstance(value, Mapping):
+            tree[key] = {}
+            _lay_over(tree[key], value)
         else:
-            tree[key] = dict(value) if isinstance(value, Mapping) else value
+            tree[key] = value

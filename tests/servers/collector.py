@@ -13,8 +13,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-__all__ = ["Collector"]
-
 
 class Collector:
     """Spans that have come, by the name of their service. A context manager."""

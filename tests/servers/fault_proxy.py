@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Action", "FaultProxy", "Request", "Rule"]
-
 _CHUNK_BYTES = 64 * 1024
 
 

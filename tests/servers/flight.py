@@ -22,18 +22,30 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
 import grpc
 
 import ister
+from ister.broker.flight.broker_source import FlightLimits
 from ister.broker.flight.service import PUBLISH, READ, FlightService, message_bytes_max
-from ister.broker.flight.source import FlightLimits, LogSource
+from ister.broker.topics.time_searches import TimeSearches
+from ister.errors import NotFoundError
+from ister.topic.dedup import SequencedTopics
 from ister.topic.log import Log
+from servers.ports import free_port
 
-__all__ = ["PUBLISH", "READ", "FlightProcess", "FlightServer", "FlightTopics", "cut_connections"]
+__all__ = [
+    "PUBLISH",
+    "READ",
+    "FlightProcess",
+    "FlightServer",
+    "FlightTopics",
+    "LogSource",
+    "cut_connections",
+]
 
 
 def cut_connections(port: int) -> None:
@@ -53,6 +65,21 @@ def cut_connections(port: int) -> None:
                     end.shutdown(socket.SHUT_RDWR)
 
 
+class _OpenAccess:
+    """All callers may do everything."""
+
+    name = ""
+
+    def caller(self):
+        return self
+
+    def check(self, permission, *, topic=None):
+        pass
+
+    def allows(self, permission, *, topic):
+        return True
+
+
 class FlightServer:
     """Serves topics on a loopback port from the moment it is made until `close`."""
 
@@ -64,7 +91,7 @@ class FlightServer:
         self.port = self._call(self._start(source, port, interceptors, tls, service))
 
     async def _start(self, source, port, interceptors, tls, service) -> int:
-        self.service = FlightService(source, **service)
+        self.service = FlightService(source, **{"access": _OpenAccess()} | service)
         size_max = message_bytes_max(
             service.get("limits") or FlightLimits(), source.config.storage.max_message_size
         )
@@ -119,6 +146,43 @@ class FlightServer:
         self.close()
 
 
+class LogSource:
+    """The topics of a log in this process."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._sequenced = SequencedTopics()
+        self.config = log.config
+        self.searches = TimeSearches(log.metrics)
+
+    def open(self, name, *, create=False, ack=None, codec=None):
+        try:
+            topic = self._log.topic(name)
+        except NotFoundError:
+            if not create:
+                raise
+            topic = self._log.topic(name, create=True, ack=ack, codec=codec)
+        return self._sequenced.of(topic)
+
+    def names(self):
+        return self._log.topics()
+
+    def append_staged(self, name, staged, principal, is_gone):
+        return self._log.append_staged(name, staged)
+
+    def admit(self, topic, batch, *, producer, principal, is_gone):
+        """Admits everything."""
+
+    def admits_at_once(self, topic, *, producer, principal):
+        return True
+
+    def count_appended(self, topic, batch):
+        """Does nothing."""
+
+    def publishing(self, topic):
+        return nullcontext()
+
+
 class FlightTopics:
     """A log, served on a loopback port until the block ends.
 
@@ -167,7 +231,8 @@ class FlightProcess:
 
     def __init__(self, source: str | os.PathLike[str], *, port: int = 0) -> None:
         self._source = os.fspath(source)
-        self._port = port
+        # One that no client's connection may take while the server is away.
+        self._port = port or free_port()
         self._process: subprocess.Popen[str] | None = None
         self.address = ""
 

@@ -10,8 +10,6 @@ import os
 import random
 import socket
 
-__all__ = ["free_port"]
-
 _FIRST = 10_000
 # The system's own begin at 32,768.
 _COUNT_PER_PROCESS = 5_500

@@ -20,15 +20,6 @@ from pathlib import Path
 
 from .ports import free_port
 
-__all__ = [
-    "ACCESS_KEY",
-    "BUCKET",
-    "SECRET_KEY",
-    "S3Server",
-    "moto_server",
-    "rclone_server",
-]
-
 ACCESS_KEY = "LONGKEY1234"
 SECRET_KEY = "LONGSECRET12345"
 BUCKET = "history"

@@ -24,7 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-import ister.tier.membership
+import ister.bucket.membership
+from ister.bucket.catalog import Catalog
+from ister.bucket.names import TopicKeys
 from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import (
@@ -36,14 +38,12 @@ from ister.errors import (
     NotFoundError,
     UnavailableError,
 )
-from ister.fs.memory import MemoryFileSystem
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
-from ister.objectstore.memory import MemoryObjectStore
-from ister.tier.catalog import Catalog
-from ister.tier.names import TopicKeys
 from ister.topic.log import Log
 from ister.topic.topic import Topic
+from support.memory_fs import MemoryFileSystem
+from support.memory_store import MemoryObjectStore
 from tests.sim.tier_world import find_break, read_all
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 
@@ -440,8 +440,8 @@ def run_seed(
     if trace is not None:
         world.trace = trace
     # A few topics are many: they come back in several transactions.
-    together = ister.tier.membership._TOPICS_PER_TRANSACTION
-    ister.tier.membership._TOPICS_PER_TRANSACTION = 2
+    together = ister.bucket.membership._TOPICS_PER_TRANSACTION
+    ister.bucket.membership._TOPICS_PER_TRANSACTION = 2
     try:
         world.live(turns)
     except (BrokenPromiseError, IsterError) as error:
@@ -450,7 +450,7 @@ def run_seed(
             f"replay: python -m tests.sim.clone_world {seed} --turns {turns}"
         ) from error
     finally:
-        ister.tier.membership._TOPICS_PER_TRANSACTION = together
+        ister.bucket.membership._TOPICS_PER_TRANSACTION = together
     return world
 
 

@@ -24,12 +24,12 @@ from typing import TypeVar
 from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import CapacityError, IsterError, UnavailableError
-from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.limits import KIB
 from ister.metadata.memory import MemoryMetadata
-from ister.objectstore.memory import MemoryObjectStore
 from ister.topic.log import Log
 from ister.topic.topic import Topic
+from support.memory_fs import MemoryFileSystem, SimulatedCrash
+from support.memory_store import MemoryObjectStore
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 
 TOPICS = ("/ns/a", "/ns/b")
@@ -185,7 +185,7 @@ class DiskWorld:
 
     def _give_up(self) -> bool:
         if self.log is not None and self.log.disk is not None:
-            return self.log.disk.give_up()
+            return self.log.disk.free_reserve()
         # Before `Log` is made the caller of a real store has the guard already.
         size = 0
         with suppress(IsterError):
@@ -243,7 +243,7 @@ class DiskWorld:
                     self.acked[topic.name][offset] = payload
 
     def _look(self) -> None:
-        self.log.disk.look()
+        self.log.disk.measure()
 
     def tick(self, seconds: float | None = None) -> None:
         """Time passes, and the log's threads do what they do."""
@@ -259,7 +259,7 @@ class DiskWorld:
                     tier.upload()
         self.schedule.run()
         if any(state.is_tight for state in self.log.disk.states):
-            self.log.disk.relieve()
+            self.log.disk.free_space()
         self._look()
 
     def silence(self) -> None:

@@ -11,6 +11,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ister.bucket.catalog import Catalog
+from ister.bucket.check import walk_frames
+from ister.bucket.claim import act_outside
+from ister.bucket.fence import Fence
+from ister.bucket.names import format_object_id, object_key
+from ister.bucket.object_maker import ObjectMaker, ObjectSummary
+from ister.bucket.ownership import OwnedTopic
+from ister.bucket.pipeline import PipelineKeys
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -22,19 +30,10 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.descriptor import ObjectDescriptor
-from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.metrics import Metrics
-from ister.tier.catalog import Catalog
-from ister.tier.fence import Fence
-from ister.tier.names import format_object_id, object_key
-from ister.tier.object_maker import ObjectMaker
-from ister.tier.outside import act_outside
-from ister.tier.ownership import OwnedTopic
-from ister.tier.pipeline import PipelineKeys
-from ister.tier.summary import ObjectSummary
-from ister.tier.verify import walk_frames
 from ister.topic.local_tail import LocalTail
-from ister.topic.tiers import upload_settings
+from ister.topic.stores import upload_settings
+from support.memory_fs import MemoryFileSystem, SimulatedCrash
 from tests.sim.world import BrokenPromiseError
 
 if TYPE_CHECKING:

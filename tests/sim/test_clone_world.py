@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-import ister.tier.membership
+import ister.bucket.membership
+from ister.bucket.membership import Membership
+from ister.bucket.ownership import OwnedTopic
 from ister.metadata.base import Absent, Put
-from ister.tier.membership import Membership
-from ister.tier.ownership import OwnedTopic
+from support.scale import scaled
 from tests.sim.clone_world import find_break, run_seed
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RUNS = 20_000 if os.environ.get("ISTER_HEAVY") else 400
+RUNS = scaled(100, 10_000)
 SEEDS_MAX = 4000
 
 
@@ -51,12 +52,12 @@ def a_copy_joins_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def older_copies_join(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ister.tier.membership, "_is_older", lambda known, latest: False)
+    patch.setattr(ister.bucket.membership, "_is_older", lambda known, latest: False)
 
 
 def a_renewal_does_not_compare(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Membership, "_look", lambda self: self._store.get(self._key))
-    patch.setattr(ister.tier.membership, "_is_older", lambda known, latest: False)
+    patch.setattr(ister.bucket.membership, "_is_older", lambda known, latest: False)
 
 
 def a_replaced_process_comes_back(patch: pytest.MonkeyPatch) -> None:

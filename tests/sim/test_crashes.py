@@ -8,11 +8,12 @@ import random
 import pytest
 
 from ister.config import load_config
-from ister.fs.memory import MemoryFileSystem
 from ister.topic.log import Log
+from support.memory_fs import MemoryFileSystem
+from support.scale import scaled
 from tests.sim.world import InlineSchedule, read_all, run_seed
 
-CRASHES_MIN = 1_000_000 if os.environ.get("ISTER_HEAVY") else 12_000
+CRASHES_MIN = scaled(4_000, 400_000)
 LEVELS = ("synced", "written", "memory")
 
 

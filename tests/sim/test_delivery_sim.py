@@ -11,12 +11,13 @@ import random
 
 import pytest
 
-from delivery_rig import Rig
-from ister.subscription.delivery import Send
+from ister.subscription.entries import Send
 from ister.subscription.keys import hash_key
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
+from support.delivery import Rig
+from support.scale import scaled
 
-WORLDS = 2000 if os.environ.get("ISTER_HEAVY") else 15
+WORLDS = scaled(10, 2000)
 STEPS = 250
 KEYS = [f"{area}-{n}" for area in ("eu", "us", "asia") for n in range(4)]
 FILTERS = [(), (), (), ("eu-*",), ("us-?", "asia-1"), ("*-2",), ("nothing",)]

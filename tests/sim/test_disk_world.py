@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
+from ister.topic.bucket_link import TopicTier
 from ister.topic.disk import DiskGuard
-from ister.topic.tier import TopicTier
 from ister.wal.log import Wal
+from support.scale import scaled
 from tests.sim.disk_world import DiskMetadata, run_seed
 from tests.sim.world import find_break
 
-HEAVY = os.environ.get("ISTER_HEAVY") == "1"
-WORLDS = 500 if HEAVY else 10
+WORLDS = scaled(4, 200)
 SEEDS_MAX = 40
 _FIRST_SEED = int(os.environ.get("ISTER_SIM_SEED", "0"))
 
@@ -35,7 +35,7 @@ def test_full_disk_heals_and_nothing_acknowledged_is_lost():
 
 def no_reserve(patch: pytest.MonkeyPatch) -> None:
     """Nothing is put aside for tidying up."""
-    patch.setattr(DiskGuard, "_take_reserve", lambda self, own: None)
+    patch.setattr(DiskGuard, "_allocate_reserve", lambda self, own: None)
     patch.setattr(DiskGuard, "may_write", lambda self: True)
 
 
@@ -68,7 +68,7 @@ def watermark_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def retention_keeps_what_the_bucket_has(patch: pytest.MonkeyPatch) -> None:
     """A disk that is low waits for the limits of retention."""
-    patch.setattr(DiskGuard, "relieve", lambda self: 0)
+    patch.setattr(DiskGuard, "free_space", lambda self: 0)
 
 
 def active_file_never_goes(patch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from ister.errors import IsterError
-from ister.fs.memory import FaultPlan
 from ister.model import TopicState
 from ister.topic.log import Log
+from support.memory_fs import FaultPlan
 from tests.sim.world import TOPICS, BrokenPromiseError, InlineSchedule, World, read_all
 
 STEPS = 30
@@ -95,6 +95,7 @@ def close_quietly(log: Log) -> None:
         raise BrokenPromiseError("a healthy disk, and close failed") from None
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.parametrize("is_sticky", [False, True], ids=["once", "sticky"])
 @pytest.mark.parametrize("error", ERRORS)
@@ -119,6 +120,7 @@ def test_every_operation_may_fail_and_nothing_acknowledged_is_lost(
             break
 
 
+@pytest.mark.nightly
 @pytest.mark.sim
 @pytest.mark.parametrize(
     "kind", ["sync", "write", "sync_directory", "rename", "create", "truncate"]

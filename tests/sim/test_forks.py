@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
+from support.scale import scaled
 from tests.sim.fork_world import MODES, PLANTED
 
 SEED = int(os.environ.get("ISTER_SIM_SEED", "1"))
-COUNT = 100 if os.environ.get("ISTER_HEAVY") else 3
+COUNT = scaled(2, 100)
 
 
 def run_world(*arguments):
@@ -23,6 +24,7 @@ def run_world(*arguments):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 def test_no_child_uses_or_changes_resources_of_its_parent(mode):
     ended = run_world("--count", str(COUNT), "--mode", mode)

@@ -11,23 +11,23 @@ from collections.abc import Callable
 
 import pytest
 
-import ister.fs.memory
-import ister.topic.log
+import ister.topic.opening
 import ister.wal.directory
 import ister.wal.log
 import ister.wal.reader
 import ister.wal.recovery
 import ister.wal.scan
 import ister.wal.writer
+import support.memory_fs
 from ister.errors import IsterError
 from ister.format.frame import NeedMore, scan_frames
-from ister.fs.memory import FaultPlan
 from ister.wal.checkpointer import Checkpointer
 from ister.wal.directory import WalDirectory
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, _Recovery
 from ister.wal.scan import FileScan
 from ister.wal.writer import WalWriter
+from support.memory_fs import FaultPlan
 from tests.sim.test_failing_operations import run_with_fault
 from tests.sim.world import find_break, run_seed
 
@@ -50,7 +50,7 @@ def no_sync_of_new_directories(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WalDirectory, "make", lambda self: _make_unsynced(self.fs, self.path))
 
 
-def _make_unsynced(fs: ister.fs.memory.MemoryFileSystem, path: str) -> None:
+def _make_unsynced(fs: support.memory_fs.MemoryFileSystem, path: str) -> None:
     if not fs.exists(path):
         real = fs.sync_directory
         fs.sync_directory = lambda _: None
@@ -70,8 +70,8 @@ def retry_after_failed_sync(patch: pytest.MonkeyPatch) -> None:
 
 
 def trust_the_tail_after_a_failed_sync(patch: pytest.MonkeyPatch) -> None:
-    real = ister.topic.log.recover
-    patch.setattr(ister.topic.log, "recover", lambda directory, untrusted_from: real(directory))
+    real = ister.topic.opening.recover
+    patch.setattr(ister.topic.opening, "recover", lambda directory, untrusted_from: real(directory))
     patch.setattr(Checkpointer, "record_poison", lambda self: None)
     patch.setattr(ister.wal.recovery, "_save_poisoned", lambda directory, state: None)
 

@@ -14,22 +14,23 @@ from contextlib import suppress
 
 import pytest
 
+from ister.bucket.names import object_key
 from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
-from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
-from ister.objectstore.memory import MemoryObjectStore
-from ister.tier.names import object_key
 from ister.topic.log import Log
 from ister.topic.topic import Topic
+from support.memory_fs import MemoryFileSystem, SimulatedCrash
+from support.memory_store import MemoryObjectStore
+from support.scale import scaled
 from tests.sim.tier_world import POINTS, read_all, run_seed
 from tests.sim.world import InlineSchedule
 
-RUNS = 100_000 if os.environ.get("ISTER_HEAVY") else 2_000
-HITS_PER_FAILPOINT = 50 if os.environ.get("ISTER_HEAVY") else 5
+RUNS = scaled(200, 20_000)
+HITS_PER_FAILPOINT = scaled(2, 50)
 TOPIC = "/ns/a"
 NAME = TopicName.parse(TOPIC)
 

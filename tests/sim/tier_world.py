@@ -42,6 +42,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ister import failpoints
+from ister.bucket.names import (
+    TOPICS_PREFIX,
+    TopicKeys,
+    object_key,
+    objects_prefix,
+    parse_object_id,
+)
 from ister.clock import ManualClock
 from ister.clock_guard import STEP_SECONDS
 from ister.config import Config, load_config
@@ -66,21 +73,14 @@ from ister.format.records import (
     decode_sealed,
     decode_topic,
 )
-from ister.fs.memory import MemoryFileSystem, SimulatedCrash, _Directory
 from ister.metadata.memory import MemoryMetadata
 from ister.model import AckLevel, Codec, TopicName, TopicState
-from ister.objectstore.memory import MemoryObjectStore
-from ister.tier.names import (
-    TOPICS_PREFIX,
-    TopicKeys,
-    object_key,
-    objects_prefix,
-    parse_object_id,
-)
 from ister.topic.log import Log
 from ister.topic.message import MessageBatch
 from ister.topic.reader import Reader
 from ister.topic.topic import Topic
+from support.memory_fs import MemoryFileSystem, SimulatedCrash, _Directory
+from support.memory_store import MemoryObjectStore
 from tests.sim.outsider import OUTSIDE_POINTS, Outsider
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import ClosedError, IsterError
-from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.model import AckLevel, TopicState
 from ister.topic.log import Log
 from ister.topic.topic import Topic
 from ister.wal.log import Wal
+from support.memory_fs import MemoryFileSystem, SimulatedCrash
 
 TOPICS = ("/ns/a", "/ns/b")
 
@@ -50,10 +50,10 @@ class InlineSchedule:
     def submit_at(self, log: Wal, when: float) -> None:
         self.alarms.append((log, when))
 
-    def note_open_file(self, log: Wal) -> None:
+    def track_open_file(self, log: Wal) -> None:
         """No limit here."""
 
-    def is_exposed(self) -> bool:
+    def is_interruptible(self) -> bool:
         return False
 
     def forget(self, log: Wal) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from ister.clock import ManualClock
 from ister.clock_guard import OFF_SECONDS_MAX, STEP_SECONDS, ClockGuard, ClockMark
+from support.cases import each
 
 DAY = 86_400
 DAY_MS = DAY * 1000
@@ -32,7 +33,7 @@ def test_suspended_machine_is_no_step(clock):
     assert guard.check() is None
 
 
-@pytest.mark.parametrize("jump_ms", FAR)
+@each("jump_ms", FAR)
 def test_step_lasts_until_it_is_undone(clock, jump_ms):
     guard = ClockGuard(clock)
     clock.advance(100)
@@ -55,7 +56,7 @@ def test_corrections_are_no_steps_and_do_not_add_up(clock):
         assert guard.check() is None
 
 
-@pytest.mark.parametrize("jump_ms", FAR)
+@each("jump_ms", FAR)
 def test_step_lasts_until_it_is_confirmed(clock, jump_ms):
     guard = ClockGuard(clock)
     clock.jump_wall(jump_ms)
@@ -86,8 +87,8 @@ def restarted(guard, clock, *, boot="one", **settings):
     return ClockGuard(clock, mark=mark, boot=boot, **settings)
 
 
-@pytest.mark.parametrize("jump_ms", FAR)
-@pytest.mark.parametrize("is_noticed", [False, True])
+@each("jump_ms", FAR)
+@each("is_noticed", [False, True])
 def test_step_across_a_restart_is_detected(clock, jump_ms, is_noticed):
     guard = ClockGuard(clock, boot="one")
     clock.advance(100)
@@ -112,7 +113,7 @@ def test_restart_in_the_same_boot_may_take_any_time(clock):
     assert restarted(guard, clock).step is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("off_seconds", "has_step"),
     [
         (0, False),
@@ -145,7 +146,7 @@ def test_first_start_has_nothing_to_compare_with():
     assert ClockGuard(ManualClock(now_ms=0)).check() is None
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"nonsense", b'{"wall": "x"}', b"\xff"])
+@each("data", [b"", b"{}", b"[]", b"nonsense", b'{"wall": "x"}', b"\xff"])
 def test_invalid_clock_mark_is_logged_and_ignored(data):
     assert ClockMark.decode(data) is None
 
@@ -153,7 +154,7 @@ def test_invalid_clock_mark_is_logged_and_ignored(data):
 # -- times that were recorded under a wrong clock ---------------------------------------------
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@each("restarts", [False, True])
 def test_time_of_a_clock_that_was_behind_counts_as_the_time_it_was_set_right(clock, restarts):
     guard = ClockGuard(clock, boot="one")
     clock.advance(DAY)
@@ -190,7 +191,7 @@ def test_time_corrected_by_a_clock_that_was_wrong_as_well_is_corrected_again(clo
     assert guard.correct(written) == now_ms(clock)
 
 
-@pytest.mark.parametrize("is_noticed", [False, True])
+@each("is_noticed", [False, True])
 def test_time_of_a_clock_set_back_is_corrected_while_the_step_lasts(clock, is_noticed):
     guard = ClockGuard(clock)
     clock.advance(100)

@@ -15,6 +15,7 @@ from ister.config import (
     Config,
     Engine,
     Finalize,
+    GrpcEngine,
     Keep,
     MetadataBackend,
     ObjectFormat,
@@ -28,6 +29,7 @@ from ister.config import (
 )
 from ister.errors import ConfigError, InvalidRequestError
 from ister.model import AckLevel, Codec
+from support.cases import each
 
 _DIR = "/home/wal"
 
@@ -48,6 +50,7 @@ _KEYS = {
     "broker.tls.cert_file": (None, "x", "x"),
     "broker.tls.key_file": (None, "x", "x"),
     "broker.tls.ca_file": (None, "x", "x"),
+    "broker.grpc.engine": (GrpcEngine.GRPCIO, "native", GrpcEngine.NATIVE),
     "broker.tls.client_auth": (ClientAuth.NONE, "required", ClientAuth.REQUIRED),
     "broker.auth.mode": (AuthMode.NONE, "token", AuthMode.TOKEN),
     "broker.auth.jwt.algorithm": (None, "x", "x"),
@@ -272,7 +275,7 @@ def test_every_key_has_a_row_here():
     assert numbers > _OPTIONAL_NUMBERS
 
 
-@pytest.mark.parametrize(("path", "row"), _KEYS.items(), ids=_KEYS)
+@each(("path", "row"), _KEYS.items())
 def test_key_has_its_default_and_takes_a_value(path, row):
     default, written, kept = row
     assert _get(_load(), path) == default
@@ -280,7 +283,7 @@ def test_key_has_its_default_and_takes_a_value(path, row):
     assert (found, type(found)) == (kept, type(kept))
 
 
-@pytest.mark.parametrize(("path", "row"), _KEYS.items(), ids=_KEYS)
+@each(("path", "row"), _KEYS.items())
 def test_key_is_overridden_by_the_environment(path, row):
     _, written, kept = row
     name = "ISTER_" + path.upper().replace(".", "__")
@@ -291,7 +294,7 @@ def test_key_is_overridden_by_the_environment(path, row):
     assert _get(_load(environment={name: text}), path) == kept
 
 
-@pytest.mark.parametrize(("path", "bounds"), _BOUNDS.items(), ids=_BOUNDS)
+@each(("path", "bounds"), _BOUNDS.items())
 def test_bounds_are_inclusive_and_named(path, bounds):
     low, high = bounds
     for value in (low, high):
@@ -303,51 +306,49 @@ def test_bounds_are_inclusive_and_named(path, bounds):
                 load_config(_tree(path, value), {})
 
 
-@pytest.mark.parametrize("path", _BOUNDS)
-@pytest.mark.parametrize("value", ["5", 5.0, True, [5], {"a": 1}], ids=repr)
+@each("path", _BOUNDS)
+@each("value", ["5", 5.0, True, [5], {"a": 1}])
 def test_number_of_another_kind_is_refused(path, value):
-    with pytest.raises(ConfigError, match=f"{path} has to be a whole number"):
+    with pytest.raises(ConfigError, match=f"{path} must be a whole number"):
         load_config(_tree(path, value), {})
 
 
-@pytest.mark.parametrize("path", _BOUNDS)
+@each("path", _BOUNDS)
 def test_null_is_no_limit_where_a_number_is_optional_and_refused_elsewhere(path):
     tree = _tree(path, None)
     if path in _OPTIONAL_NUMBERS:
         assert _get(load_config(tree, {}), path) is None
     else:
-        with pytest.raises(ConfigError, match=f"{path} has to be a whole number, not None"):
+        with pytest.raises(ConfigError, match=f"{path} must be a whole number, not None"):
             load_config(tree, {})
 
 
 _SWITCHES = ["storage.cloud_reader.enable_ranged_reads", "storage.cloud_reader.read_ahead"]
 
 
-@pytest.mark.parametrize("path", _SWITCHES)
-@pytest.mark.parametrize("value", ["true", "no", 0, 1, None, []], ids=repr)
+@each("path", _SWITCHES)
+@each("value", ["true", "no", 0, 1, None, []])
 def test_switch_of_another_kind_is_refused(path, value):
-    with pytest.raises(ConfigError, match=f"{path} has to be true or false"):
+    with pytest.raises(ConfigError, match=f"{path} must be true or false"):
         load_config(_tree(path, value), {})
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("true", True), ("True", True), ("FALSE", False), ("false", False)]
-)
+@each(("text", "expected"), [("true", True), ("True", True), ("FALSE", False), ("false", False)])
 def test_switch_from_the_environment_is_read_in_any_case(text, expected):
     name = "ISTER_STORAGE__CLOUD_READER__READ_AHEAD"
     assert _load(environment={name: text}).storage.cloud_reader.read_ahead is expected
 
 
-@pytest.mark.parametrize("text", ["1", "yes", "", "on"])
+@each("text", ["1", "yes", "", "on"])
 def test_switch_from_the_environment_of_another_kind_is_refused(text):
-    with pytest.raises(ConfigError, match=r"cloud_reader\.read_ahead has to be true or false"):
+    with pytest.raises(ConfigError, match=r"cloud_reader\.read_ahead must be true or false"):
         _load(environment={"ISTER_STORAGE__CLOUD_READER__READ_AHEAD": text})
 
 
 # -- lists, options, secrets --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "expected"),
     [
         (["a:1"], ("a:1",)),
@@ -357,22 +358,21 @@ def test_switch_from_the_environment_of_another_kind_is_refused(text):
         ([], ()),
         (None, ()),
     ],
-    ids=repr,
 )
 def test_list_is_taken_as_a_list_or_a_text_with_commas(value, expected):
     config = load_config(_tree("storage.metadata.endpoints", value), {})
     assert config.storage.metadata.endpoints == expected
 
 
-@pytest.mark.parametrize("value", [5, True, {"a": 1}, [5], [None], [""], "a,,b", ""], ids=repr)
+@each("value", [5, True, {"a": 1}, [5], [None], [""], "a,,b", ""])
 def test_list_of_another_kind_is_refused(value):
-    with pytest.raises(ConfigError, match=r"metadata\.endpoints has to be a list of texts"):
+    with pytest.raises(ConfigError, match=r"metadata\.endpoints must be a list of texts"):
         load_config(_tree("storage.metadata.endpoints", value), {})
 
 
-@pytest.mark.parametrize("value", ["a:1, ", ["a:1", " "]], ids=repr)
+@each("value", ["a:1, ", ["a:1", " "]])
 def test_list_with_an_item_of_spaces_is_refused(value):
-    with pytest.raises(ConfigError, match=r"metadata\.endpoints has to be a list of texts"):
+    with pytest.raises(ConfigError, match=r"metadata\.endpoints must be a list of texts"):
         load_config(_tree("storage.metadata.endpoints", value), {})
 
 
@@ -400,17 +400,15 @@ def test_options_may_come_from_references_and_from_the_environment():
     assert {type(value) for value in options.values()} == {str}
 
 
-@pytest.mark.parametrize("value", [["a"], {"a": 1}, ("a",)], ids=repr)
+@each("value", [["a"], {"a": 1}, ("a",)])
 def test_option_that_is_no_single_value_is_refused_by_name(value):
-    with pytest.raises(
-        ConfigError, match=r"storage\.cloud\.options\.keys has to be a single value"
-    ):
+    with pytest.raises(ConfigError, match=r"storage\.cloud\.options\.keys must be a single value"):
         load_config(_tree("storage.cloud.options", {"keys": value}), {})
 
 
-@pytest.mark.parametrize("value", ["a=b", 5, ["a"]], ids=repr)
+@each("value", ["a=b", 5, ["a"]])
 def test_options_that_are_no_tree_are_refused_without_showing_them(value):
-    with pytest.raises(ConfigError, match="options has to be a tree of keys") as refused:
+    with pytest.raises(ConfigError, match="options must be a tree of keys") as refused:
         load_config(_tree("storage.cloud.options", value), {})
     assert str(value) not in str(refused.value)
 
@@ -426,7 +424,7 @@ def test_secrets_are_never_shown():
         assert "hidden" not in str(section)
 
 
-@pytest.mark.parametrize("value", [84611, ["84611"], {"a": "84611"}], ids=repr)
+@each("value", [84611, ["84611"], {"a": "84611"}])
 def test_password_of_another_kind_is_refused_without_showing_it(value):
     with pytest.raises(ConfigError, match=r"storage\.metadata\.password") as refused:
         load_config(_tree("storage.metadata.password", value), {})
@@ -439,8 +437,8 @@ def test_password_of_another_kind_is_refused_without_showing_it(value):
 _CHOICES = [path for path, row in _KEYS.items() if isinstance(row[0], StrEnum)]
 
 
-@pytest.mark.parametrize("path", _CHOICES)
-@pytest.mark.parametrize("value", ["sync", "SYNCED", "", None, 1, False, []], ids=repr)
+@each("path", _CHOICES)
+@each("value", ["sync", "SYNCED", "", None, 1, False, []])
 def test_choice_that_does_not_exist_is_refused_with_those_that_do(path, value):
     with pytest.raises(ConfigError, match=f"{path} is .*one of: "):
         load_config(_tree(path, value), {})
@@ -455,14 +453,14 @@ _TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("path", _TEXTS)
-@pytest.mark.parametrize("value", [5, "", "a\0b", ["x"], True], ids=repr)
+@each("path", _TEXTS)
+@each("value", [5, "", "a\0b", ["x"], True])
 def test_text_of_another_kind_is_refused(path, value):
-    with pytest.raises(ConfigError, match=f"{path} has to be a non-empty text"):
+    with pytest.raises(ConfigError, match=f"{path} must be a non-empty text"):
         load_config(_tree(path, value), {})
 
 
-@pytest.mark.parametrize(
+@each(
     ("tree", "path", "hint"),
     [
         ({"storge": {}}, "storge", "did you mean 'storage'"),
@@ -498,7 +496,7 @@ def test_unknown_key_is_refused_with_its_path_and_the_nearest(tree, path, hint):
     assert hint in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@each(
     "tree",
     [
         {"storage": 5},
@@ -507,15 +505,14 @@ def test_unknown_key_is_refused_with_its_path_and_the_nearest(tree, path, hint):
         {"storage": {"wal": {"retention": 5}}},
         {"storage": {"cloud": {"retention": [5]}}},
     ],
-    ids=repr,
 )
 def test_value_where_a_tree_belongs_is_refused(tree):
-    with pytest.raises(ConfigError, match="has to be a tree of keys"):
+    with pytest.raises(ConfigError, match="must be a tree of keys"):
         load_config(tree, {})
 
 
-@pytest.mark.parametrize("section", ["uploader", "cloud", "cloud_reader", "metadata"])
-@pytest.mark.parametrize("mode", list(StorageMode))
+@each("section", ["uploader", "cloud", "cloud_reader", "metadata"])
+@each("mode", list(StorageMode))
 def test_empty_section_is_its_defaults(section, mode):
     wal = {} if mode is StorageMode.MEMORY else {"wal": {"dir": _DIR}}
     for empty in (None, {}):
@@ -523,7 +520,7 @@ def test_empty_section_is_its_defaults(section, mode):
         assert load_config(tree, {}) == load_config({"storage": {"mode": mode.value, **wal}}, {})
 
 
-@pytest.mark.parametrize("tree", [{}, {"storage": None}, {"storage": {"wal": None}}], ids=repr)
+@each("tree", [{}, {"storage": None}, {"storage": {"wal": None}}])
 def test_tree_without_a_directory_is_refused_with_what_to_do(tree):
     with pytest.raises(ConfigError, match=r"storage\.wal\.dir is not set.*wal_cloud") as refused:
         load_config(tree, {})
@@ -533,7 +530,7 @@ def test_tree_without_a_directory_is_refused_with_what_to_do(tree):
 # -- places that follow from the directory ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("directory", "root", "path"),
     [
         ("/home/wal", "/home/objects", "/home/metadata.db"),
@@ -561,13 +558,13 @@ def test_places_that_are_named_stay_as_they_are():
     assert (storage.cloud.root, storage.metadata.path) == ("s3://bucket/prefix", "meta.db")
 
 
-@pytest.mark.parametrize("backend", ["memory", "etcd"])
+@each("backend", ["memory", "etcd"])
 def test_metadata_that_is_no_file_has_no_path(backend):
     tree = _tree("storage.metadata", {"backend": backend, "endpoints": ["a:1"]})
     assert load_config(tree, {}).storage.metadata.path is None
 
 
-@pytest.mark.parametrize("mode", ["local_only", "memory"])
+@each("mode", ["local_only", "memory"])
 def test_mode_without_a_bucket_has_no_places_for_one(mode):
     wal = {} if mode == "memory" else {"wal": {"dir": _DIR}}
     storage = load_config({"storage": {"mode": mode, **wal}}, {}).storage
@@ -591,7 +588,7 @@ def test_directory_gets_logs_objects_and_metadata_below(tmp_path):
         assert storage.metadata.path == str(tmp_path / "metadata.db")
 
 
-@pytest.mark.parametrize("suffix", ["yml", "yaml"])
+@each("suffix", ["yml", "yaml"])
 def test_yaml_file_is_read(tmp_path, suffix):
     path = tmp_path / f"ister.{suffix}"
     path.write_text("storage:\n  ack: written\n  wal: {dir: /x, cache_capacity: 5}\n")
@@ -600,17 +597,16 @@ def test_yaml_file_is_read(tmp_path, suffix):
     assert (config.storage.wal.dir, config.storage.wal.cache_capacity) == ("/x", 5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [
         (b"storage: [", "not valid YAML"),
-        (b"- a\n- b\n", "does not hold a tree"),
-        (b"just text", "does not hold a tree"),
+        (b"- a\n- b\n", "not a tree of keys"),
+        (b"just text", "not a tree of keys"),
         (b"storage:\n  wal:\n    dri: /x\n", "unknown key 'storage.wal.dri'"),
         (b"storage: !!python/object:os.system {}", "not valid YAML"),
         (b"\xff\xfe\xfa", "the config file"),
     ],
-    ids=["broken", "list", "text", "unknown key", "python", "not UTF-8"],
 )
 def test_yaml_file_that_is_wrong_is_refused(tmp_path, content, message):
     path = tmp_path / "ister.yml"
@@ -625,7 +621,7 @@ def _load_text(tmp_path, text, environment=None):
     return load_config(path, environment or {})
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "key", "lines"),
     [
         ("storage:\n  wal: {dir: /x}\n  ack: tiered\n  ack: memory\n", "storage.ack", (3, 4)),
@@ -633,7 +629,6 @@ def _load_text(tmp_path, text, environment=None):
         ('storage: {wal: {dir: /x, "dir": /y}}\n', "storage.wal.dir", (1, 1)),
         ("storage:\n  cloud:\n    options:\n      a: 1\n      a: 1\n", "options.a", (4, 5)),
     ],
-    ids=["level", "section", "quoted", "option"],
 )
 def test_key_that_is_set_twice_is_refused_with_both_lines(tmp_path, text, key, lines):
     first, second = lines
@@ -644,28 +639,26 @@ def test_key_that_is_set_twice_is_refused_with_both_lines(tmp_path, text, key, l
     assert f"on line {first} and on line {second}" in examined.problems[0].message
 
 
-@pytest.mark.parametrize("written", ["0100", "1:30", "0_1", "1__0", "1_00", "0o17", "1.5", "1e3"])
+@each("written", ["0100", "1:30", "0_1", "1__0", "1_00", "0o17", "1.5", "1e3"])
 def test_ambiguous_yaml_number_is_refused_with_its_line(tmp_path, written):
-    with pytest.raises(ConfigError, match="cache_capacity has to be a whole number") as refused:
+    with pytest.raises(ConfigError, match="cache_capacity must be a whole number") as refused:
         _load_text(tmp_path, f"storage:\n  wal:\n    dir: /x\n    cache_capacity: {written}\n")
     assert refused.value.path == f"{tmp_path / 'ister.yml'}:4"
     assert repr(written) in refused.value.message
 
 
-@pytest.mark.parametrize(
-    ("written", "value"), [("100", 100), ("1_000", 1000), ("0x10", 16), ("+5", 5)]
-)
+@each(("written", "value"), [("100", 100), ("1_000", 1000), ("0x10", 16), ("+5", 5)])
 def test_unambiguous_number_is_accepted(tmp_path, written, value):
     text = f"storage: {{wal: {{dir: /x, cache_capacity: {written}}}}}"
     assert _load_text(tmp_path, text).storage.wal.cache_capacity == value
 
 
 def test_number_in_quotes_is_a_text(tmp_path):
-    with pytest.raises(ConfigError, match="has to be a whole number, not '100'"):
+    with pytest.raises(ConfigError, match="must be a whole number, not '100'"):
         _load_text(tmp_path, "storage: {wal: {dir: /x, cache_capacity: '100'}}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "value"),
     [("no", "no"), ("0100", "0100"), ("1:30", "1:30"), ("3.10", "3.10"), ("2024-01-01",) * 2],
 )
@@ -684,7 +677,7 @@ pipeline: {{conf: {{spark.version: {"'no'" if written == "no" else written}}}}}
     assert config.pipeline.conf == {"spark.version": value}
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "value"), [("yes", True), ("on", True), ("True", True), ("no", False), ("Off", 0)]
 )
 def test_boolean_in_a_file_may_be_yes_or_no(tmp_path, written, value):
@@ -692,15 +685,15 @@ def test_boolean_in_a_file_may_be_yes_or_no(tmp_path, written, value):
     assert _load_text(tmp_path, text).storage.cloud_reader.read_ahead is bool(value)
 
 
-@pytest.mark.parametrize("key", ["audit_file", "super_admins"])
+@each("key", ["audit_file", "super_admins"])
 def test_unquoted_true_is_refused_for_a_text(tmp_path, key):
-    with pytest.raises(ConfigError, match=rf"broker\.auth\.{key} has to be a text, not true"):
+    with pytest.raises(ConfigError, match=rf"broker\.auth\.{key} must be a text, not true"):
         _load_text(
             tmp_path, f"broker: {{auth: {{{key}: {'[true]' if key[0] == 's' else 'true'}}}}}"
         )
 
 
-@pytest.mark.parametrize("written", ["yes", "no", "On", "off"])
+@each("written", ["yes", "no", "On", "off"])
 def test_option_that_may_be_a_boolean_or_a_text_is_refused(tmp_path, written):
     text = "storage: {{wal: {{dir: /x}}, cloud: {{options: {{region: {}}}}}}}"
     with pytest.raises(ConfigError, match=r"options\.region is \w+ without quotes"):
@@ -755,7 +748,7 @@ _LAUGHS = "a: &a [x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         _LAUGHS,
@@ -769,7 +762,6 @@ _LAUGHS = "a: &a [x]\n" + "".join(
         "a: !!int '3'\n",
         "a: *b\n",
     ],
-    ids=["laughs", "merge", "circle", "abyss", "deep", "key", "two", "merged text", "tag", "alias"],
 )
 def test_yaml_that_is_not_supported_is_refused_at_once(tmp_path, text):
     with pytest.raises(ConfigError, match="not valid YAML"):
@@ -806,8 +798,8 @@ def test_every_setting_that_sounds_like_a_path_is_one():
     assert named <= set(_PATHS)
 
 
-@pytest.mark.parametrize("way", ["mapping", "file", "reference", "override"])
-@pytest.mark.parametrize("path", _PATHS)
+@each("way", ["mapping", "file", "reference", "override"])
+@each("path", _PATHS)
 def test_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch, path, way):
     monkeypatch.setenv("HOME", "/home/ann")
     environment = {"ISTER_STORAGE__WAL__DIR": _DIR, "H": "~/x"}
@@ -871,7 +863,7 @@ def test_settings_cannot_be_changed():
 # -- environment --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         ("${ROOT}", "/data"),
@@ -900,18 +892,18 @@ def test_reference_without_its_variable_is_refused_with_key_and_name():
         load_config(_tree("storage.wal.dir", "${MISSING}"), {})
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
-        pytest.param("/data/a #1", id="comment sign"),
-        pytest.param("/data: x", id="colon"),
-        pytest.param("null", id="null"),
-        pytest.param("2024", id="digits"),
-        pytest.param("x~", id="tilde at the end"),
-        pytest.param("[", id="bracket"),
+        "/data/a #1",
+        "/data: x",
+        "null",
+        "2024",
+        "x~",
+        "[",
     ],
 )
-@pytest.mark.parametrize("way", ["reference", "override"])
+@each("way", ["reference", "override"])
 def test_directory_from_the_environment_is_taken_as_it_is(value, way):
     if way == "reference":
         config = load_config(_tree("storage.wal.dir", "${X}"), {"X": value})
@@ -934,7 +926,7 @@ def test_override_wins_over_file_and_directory(tmp_path):
     assert load_config(tmp_path, environment).storage.wal.dir == "/y"
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "message"),
     [
         ("ISTER_STORAGE__WAL__DRI", "unknown key 'storage.wal.dri'"),
@@ -947,7 +939,7 @@ def test_override_that_leads_nowhere_is_refused(name, message):
         load_config({"storage": {"ack": "synced"}}, {name: "x"})
 
 
-@pytest.mark.parametrize("key", ["ack", "max_message_size"])
+@each("key", ["ack", "max_message_size"])
 def test_override_that_is_no_value_is_refused_by_name(key):
     with pytest.raises(ConfigError, match=f"(?i)storage(\\.|__){key}"):
         load_config({}, {f"ISTER_STORAGE__{key.upper()}": "["})
@@ -967,7 +959,7 @@ def test_environment_of_the_process_is_the_default(monkeypatch):
 # -- contradictions -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("tree", "message"),
     [
         ({"storage": {"mode": "memory", "wal": {"dir": "/x"}}}, "storage.mode is 'memory'"),
@@ -991,8 +983,8 @@ def test_contradiction_is_refused(tree, message):
     assert refused.value.hint
 
 
-@pytest.mark.parametrize("mode", ["local_only", "memory"])
-@pytest.mark.parametrize(
+@each("mode", ["local_only", "memory"])
+@each(
     ("section", "key", "value"),
     [
         ("uploader", "threads", 1),
@@ -1013,15 +1005,13 @@ def test_level_tiered_is_taken_where_there_is_a_bucket():
     assert load_config(_tree("storage.ack", "tiered"), {}).storage.ack is AckLevel.TIERED
 
 
-@pytest.mark.parametrize(
-    "storage", [{"mode": "memory", "ack": "synced"}, {"mode": "local_only", "ack": "written"}]
-)
+@each("storage", [{"mode": "memory", "ack": "synced"}, {"mode": "local_only", "ack": "written"}])
 def test_level_that_a_log_in_memory_cannot_keep_is_refused(storage):
     with pytest.raises(ConfigError):
         load_config({"storage": storage}, {})
 
 
-@pytest.mark.parametrize("source", [3, b"./data", object()], ids=["number", "bytes", "object"])
+@each("source", [3, b"./data", object()])
 def test_source_of_another_kind_is_refused(source):
     with pytest.raises(ConfigError, match="cannot open"):
         load_config(source, {})
@@ -1069,7 +1059,7 @@ def test_examination_does_not_tell_what_follows_from_a_problem():
     assert problem.key == "storage.wal.dir"
 
 
-@pytest.mark.parametrize("tree", [{"storage": 5}, {"storage": "x"}, {"storage": [1]}])
+@each("tree", [{"storage": 5}, {"storage": "x"}, {"storage": [1]}])
 def test_examination_goes_on_where_a_section_is_none(tree):
     found = examine_config(tree, {})
     assert found.problems[0].key == "storage"

@@ -2,11 +2,11 @@
 
 from dataclasses import fields, is_dataclass
 
-import pytest
 import yaml
 
 from ister.config import Config, load_config
-from ister.config_reference import example, masked, sections, settings, value_of
+from ister.config.reference import example, masked, sections, settings, value_of
+from support.cases import each
 
 SETTINGS = {setting.path: setting for setting in settings()}
 
@@ -25,7 +25,7 @@ def test_every_setting_is_listed_once():
     assert len(settings()) == len(SETTINGS)
 
 
-@pytest.mark.parametrize("path", SETTINGS)
+@each("path", SETTINGS)
 def test_setting_has_a_sentence(path):
     says = SETTINGS[path].says
     assert says[0].isupper() or says.startswith("etcd")
@@ -35,7 +35,7 @@ def test_setting_has_a_sentence(path):
     assert "|" not in says
 
 
-@pytest.mark.parametrize("path", SETTINGS)
+@each("path", SETTINGS)
 def test_default_is_the_one_in_force(path):
     setting = SETTINGS[path]
     assert setting.default == value_of(Config(), path)
@@ -50,7 +50,7 @@ def test_default_is_the_one_in_force(path):
     ) or (setting.default in ([], {}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "shown", "bounds"),
     [
         ("storage.wal.cache_max_bytes", "16 MiB", "at least 1 KiB"),
@@ -67,7 +67,7 @@ def test_default_and_bounds_in_words(path, shown, bounds):
     assert (SETTINGS[path].shown_default, SETTINGS[path].bounds) == (shown, bounds)
 
 
-@pytest.mark.parametrize("path", SETTINGS)
+@each("path", SETTINGS)
 def test_variable_overrides_it(path):
     """Goal: the name that documents give is the one that is read."""
     setting = SETTINGS[path]
@@ -89,7 +89,7 @@ def test_secrets_are_known_as_such():
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "value", "shown"),
     [
         ("storage.metadata.password", "p", "***"),

@@ -24,9 +24,7 @@ import promql_parser
 import pytest
 import yaml
 
-from broker_rig import a_broker, a_record, eventually, run
-from certificates import LOCAL_NAMES, Authority
-from ister.broker.exposition import Exposition
+from ister.broker.observe.prometheus import PrometheusMetrics
 from ister.cli.main import make_parser
 from ister.config import load_config
 from ister.metrics import METRICS
@@ -34,6 +32,9 @@ from ister.subscription.policy import SubscriptionKind
 from servers.broker import BrokerProcess
 from servers.etcd import EtcdServer
 from servers.s3 import ACCESS_KEY, SECRET_KEY, rclone_server
+from support.broker import a_broker, a_record, eventually, run
+from support.cases import each
+from support.certificates import LOCAL_NAMES, Authority
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -96,9 +97,9 @@ def told(tmp_path_factory):
             topic = await broker.topics.get_or_create("/default/t", is_reliable=True)
             await topic.publish(a_record())
             await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
-            await eventually(lambda: broker.health.watch.answered_at is not None)
+            await eventually(lambda: broker.health.probe.answered_at is not None)
             await asyncio.to_thread(topic.topic.upload)
-            figures = Exposition(
+            figures = PrometheusMetrics(
                 broker.config,
                 broker.topics.log,
                 broker.health,
@@ -107,7 +108,7 @@ def told(tmp_path_factory):
                 calls=broker._calls,
                 clock=broker._clock,
             )
-            broker._calls.of("danube.ProducerService", "SendMessage").note_answer(0.001)
+            broker._calls.of("danube.ProducerService", "SendMessage").count_answers(1, 0.001)
             return await figures.text()
 
     text = run(scenario())
@@ -118,7 +119,7 @@ def told(tmp_path_factory):
 # -- metrics that dashboards and alarms ask for -------------------------------------------------
 
 
-@pytest.mark.parametrize(("where", "expression"), expressions(), ids=lambda text: text[:40])
+@each(("where", "expression"), expressions())
 def test_expression_is_promql_over_metrics_that_exist(told, where, expression):
     parsed = str(promql_parser.parse(plain(expression)))
     labels_of = {}
@@ -223,7 +224,7 @@ def test_every_alarm_has_its_section_and_every_section_its_alarm():
     written = {section.partition("\n")[0].strip(): section for section in sections}
     assert set(written) == {rule["alert"] for rule in RULES}
     for name, section in written.items():
-        for part in ("**It means**", "**Look**", "**Do**"):
+        for part in ("**Meaning**", "**Check**", "**Action**"):
             assert part in section, f"{name} does not say: {part}"
 
 
@@ -260,7 +261,7 @@ def settings_files():
     return found
 
 
-@pytest.mark.parametrize("name", sorted(settings_files()))
+@each("name", sorted(settings_files()))
 def test_settings_load(tmp_path, name):
     text = settings_files()[name]
     path = tmp_path / "ister.yml"
@@ -298,6 +299,7 @@ def moved(text, directory):
     return text.replace("/var/lib/ister", str(directory / "var"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(settings_files()))
 def test_settings_pass_config_check(tmp_path, name):
     text = settings_files()[name]
@@ -349,7 +351,7 @@ def ister_commands():
     return found
 
 
-@pytest.mark.parametrize("where", sorted(ister_commands()))
+@each("where", sorted(ister_commands()))
 def test_command_lines_are_those_of_ister(where):
     words = ister_commands()[where]
     assert callable(make_parser().parse_args(words).run), words
@@ -368,6 +370,7 @@ def test_every_file_is_checked_by_a_test_of_its_kind():
         "grafana/provisioning/dashboards/ister.yml",
         "grafana/provisioning/datasources/prometheus.yml",
         "kubernetes/ister.yaml",
+        "nginx/ister.conf",  # tests/integration/test_nginx.py
         "prometheus/alerts.yml",
         "prometheus/prometheus.yml",
         "systemd/ister-pipeline.service",
@@ -376,7 +379,7 @@ def test_every_file_is_checked_by_a_test_of_its_kind():
     }
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: path.name)
+@each("path", sorted(DEPLOY.rglob("*.y*ml")))
 def test_yaml_is_yaml(path):
     assert [one for one in yaml.safe_load_all(path.read_text()) if one], path
 
@@ -485,7 +488,7 @@ def test_docker_compose_reads_it():
 # -- systemd ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unit", ["ister.service", "ister-pipeline.service"])
+@each("unit", ["ister.service", "ister-pipeline.service"])
 def test_systemd_reads_it(tmp_path, unit):
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
@@ -504,7 +507,7 @@ def test_systemd_reads_it(tmp_path, unit):
     assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize("unit", ["ister.service", "ister-pipeline.service"])
+@each("unit", ["ister.service", "ister-pipeline.service"])
 def test_units_are_hardened(unit):
     lines = (DEPLOY / "systemd" / unit).read_text().splitlines()
     for wanted in (
@@ -526,9 +529,7 @@ def test_units_are_hardened(unit):
 # -- Kubernetes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "manifest", MANIFESTS, ids=lambda m: f"{m['kind']} {m['metadata']['name']}"
-)
+@each("manifest", MANIFESTS)
 def test_manifest_fits_kubernetes_schemas(manifest):
     kubernetes_validate.validate(manifest, "1.31", strict=True)
 

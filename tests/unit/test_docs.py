@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
 import re
+import textwrap
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import ister
 from ister.config import Config
 from ister.metrics import METRICS
 from ister.spark.options import READ_OPTIONS, WRITE_OPTIONS
+from support.cases import each
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -64,7 +69,7 @@ def test_spark_lists_every_option_and_no_other() -> None:
         assert listed == set(options)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@each("document", DOCUMENTS)
 def test_named_files_exist(document: Path) -> None:
     text = document.read_text()
     kinds = "tests|docs|src|benchmarks|ister|deploy|examples|tools"
@@ -73,7 +78,7 @@ def test_named_files_exist(document: Path) -> None:
         assert (base / target).exists(), target
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@each("document", DOCUMENTS)
 def test_make_targets_and_modules_exist(document: Path) -> None:
     text = document.read_text()
     makefile = (ROOT / "Makefile").read_text()
@@ -87,3 +92,64 @@ def test_make_targets_and_modules_exist(document: Path) -> None:
         is_member = path.parent.with_suffix(".py").exists()
         is_logger = parts[1] in {"yml", "audit"}
         assert is_public or is_module or is_member or is_logger, module
+
+
+def names_in(path: Path) -> set[str]:
+    """The functions and classes of a module, methods also as `Class.method`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{item.name}" for item in node.body if hasattr(item, "name")}
+    return found
+
+
+def test_architecture_names_functions_that_exist() -> None:
+    """In a table, names stand behind the file that has them; elsewhere any file may have them."""
+    package = ROOT / "src" / "ister"
+    known = set().union(*(names_in(path) for path in package.rglob("*.py")))
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    for path in re.findall(r"`([a-z_]+/[\w/]+\.py)`", text):
+        assert (ROOT if path.startswith("tests/") else package).joinpath(path).exists(), path
+    for path, names in re.findall(r"`([a-z_/]+\.py)`(?: \|)?((?: `[A-Z]?\w[\w.]*`)+)", text):
+        here = names_in(package / path)
+        owner = re.findall(r"`(\w+)\.", names)
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert name in here or any(f"{one}.{name}" in here for one in owner), f"{path}: {name}"
+    for name in re.findall(r"`([A-Z]\w+\.\w+)(?:\(\))?`", text):
+        assert name in known, name
+
+
+def test_named_tests_exist() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for document in DOCUMENTS:
+        for name in re.findall(r"`(test_[a-z0-9_]+)`", document.read_text()):
+            assert f"def {name}(" in text, f"{document}: {name}"
+
+
+def test_headers_of_packages_name_their_modules() -> None:
+    """A line `name   what it is`, or `name, name   what they are`, names modules that exist.
+
+    A package of more than ten modules names all of them.
+    """
+    for path in (ROOT / "src" / "ister").rglob("*/__init__.py"):
+        modules = {file.stem for file in path.parent.glob("[!_]*.py")}
+        modules |= {file.parent.name for file in path.parent.glob("*/__init__.py")}
+        header = ast.get_docstring(ast.parse(path.read_text())) or ""
+        listed = re.findall(r"^((?:[a-z_]+, )*[a-z_]+) {2,}\S", header, re.MULTILINE)
+        unknown = {name for line in listed for name in line.split(", ")} - modules
+        assert not unknown, f"{path}: {sorted(unknown)}"
+        if len(modules) > 10:
+            missing = modules - set(re.findall(r"\w+", header))
+            assert not missing, f"{path} does not name {sorted(missing)}"
+
+
+def test_example_of_help_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = ister.__doc__ or ""
+    example = re.search(r"^    import ister\n(?:(?:    .*)?\n)+", text, re.MULTILINE)
+    assert example is not None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(textwrap.dedent(example[0]), {})
+    assert printed.getvalue() == "0 b'first'\n"

@@ -17,6 +17,7 @@ from ister.errors import (
     OffsetOutOfRangeError,
     check,
 )
+from support.cases import each
 
 # class: (parent, code, retriable, built-in)
 _TREE = {
@@ -46,7 +47,7 @@ _TREE = {
 }
 
 
-@pytest.mark.parametrize("name", _TREE)
+@each("name", _TREE)
 def test_error_has_its_place_code_and_kind(name):
     parent, code, retriable, built_in = _TREE[name]
     kind = getattr(errors, name)
@@ -64,7 +65,7 @@ def test_tree_has_nothing_else():
     assert {name for name in drawn if name != "OSError"} == kinds
 
 
-@pytest.mark.parametrize(
+@each(
     ("context", "text"),
     [
         ({}, "it broke"),
@@ -106,8 +107,8 @@ _FULL = [
 ]
 
 
-@pytest.mark.parametrize("error", _FULL, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("way", ["again", "pickle"])
+@each("error", _FULL)
+@each("way", ["again", "pickle"])
 def test_error_travels_with_all_it_carries(error, way):
     twin = error.again() if way == "again" else pickle.loads(pickle.dumps(error))
     assert twin is not error

@@ -15,8 +15,9 @@ from ister import failpoints
 from ister.errors import InvalidRequestError
 from ister.failpoints import FAILPOINTS, arm, arm_from_environment, disarm, reach
 from ister.format.checkpoint import UploaderCheckpoint, WalState
-from ister.fs.memory import MemoryFileSystem
 from ister.wal.directory import WalDirectory
+from support.cases import each
+from support.memory_fs import MemoryFileSystem
 
 _SOURCE = Path(ister.__file__).resolve().parent
 
@@ -44,7 +45,7 @@ def test_points_in_the_list_are_those_in_the_code():
     assert reached == FAILPOINTS
 
 
-@pytest.mark.parametrize("who", ["wal", "tier"])
+@each("who", ["wal", "tier"])
 def test_checkpoint_reaches_the_points_of_who_replaces_it(who):
     reached = []
     for name in sorted(FAILPOINTS):
@@ -84,7 +85,7 @@ def test_unknown_point_is_refused_with_those_there_are():
         arm("wal.after_writ", lambda: None)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "wal.after_write",

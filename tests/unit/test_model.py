@@ -7,13 +7,12 @@ import pytest
 from ister.errors import InvariantError, TopicNameError
 from ister.limits import NAME_PART_CHARACTERS_MAX
 from ister.model import AckLevel, Codec, TopicName, Watermarks
+from support.cases import each
 
 _LONG = "a" * NAME_PART_CHARACTERS_MAX
 
 
-@pytest.mark.parametrize(
-    "text", ["/default/orders", "/a/b", "/A-1/b_2", "/0/-", f"/{_LONG}/{_LONG}", "/Cur/curs"]
-)
+@each("text", ["/default/orders", "/a/b", "/A-1/b_2", "/0/-", f"/{_LONG}/{_LONG}", "/Cur/curs"])
 def test_name_parses_and_prints_the_same(text):
     name = TopicName.parse(text)
     assert str(name) == text
@@ -59,7 +58,7 @@ _BAD_NAMES = {
 }
 
 
-@pytest.mark.parametrize("text", _BAD_NAMES.values(), ids=_BAD_NAMES)
+@each("text", _BAD_NAMES.values())
 def test_bad_name_is_refused(text):
     with pytest.raises(TopicNameError) as refused:
         TopicName.parse(text)
@@ -69,7 +68,7 @@ def test_bad_name_is_refused(text):
     assert len(str(refused.value)) < 400
 
 
-@pytest.mark.parametrize("value", [None, 5, b"/a/b", ["a", "b"]], ids=repr)
+@each("value", [None, 5, b"/a/b", ["a", "b"]])
 def test_name_that_is_no_text_is_refused(value):
     with pytest.raises(TopicNameError, match="is a string"):
         TopicName.parse(value)

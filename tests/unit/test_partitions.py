@@ -3,9 +3,10 @@
 import pytest
 
 from ister.partitions import base_of_partition, hash_key, partition_of
+from support.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "expected"),
     [("", 0xCBF29CE484222325), ("a", 0xAF63DC4C8601EC8C), ("foobar", 0x85944171F73967E8)],
 )
@@ -21,7 +22,7 @@ def test_keys_go_where_danubes_own_client_sends_them():
             assert partition_of(key, partitions) == made.key_route(key)
 
 
-@pytest.mark.parametrize(
+@each(
     ("topic", "base"),
     [
         ("/default/orders-part-0", "/default/orders"),

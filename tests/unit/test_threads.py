@@ -63,7 +63,7 @@ def test_the_number_of_names_is_bounded():
     assert threads.failures()[-1].thread == "ister-199"
 
 
-@pytest.mark.parametrize("where", ["run", "on_timer", "note_open_file"])
+@pytest.mark.parametrize("where", ["run", "on_timer", "track_open_file"])
 def test_a_commit_that_fails_unexpectedly_stops_that_topic_and_no_other(
     tmp_path, monkeypatch, where
 ):
@@ -122,7 +122,7 @@ def test_retention_that_fails_unexpectedly_is_recorded(tmp_path, monkeypatch):
 
 
 def test_health_tells_of_failed_threads_and_names_no_topic_to_strangers(tmp_path):
-    from ister.broker.health import BrokerHealth  # noqa: PLC0415
+    from ister.broker.observe.health import BrokerHealth  # noqa: PLC0415
 
     check = BrokerHealth._check_threads(names=True)
     assert (check.state, check.words) == ("ok", "no background thread has failed")

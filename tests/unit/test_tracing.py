@@ -14,6 +14,7 @@ import pytest
 
 from ister import logs, tracing
 from servers.collector import Collector
+from support.cases import each
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 
@@ -44,7 +45,7 @@ def test_off_nothing_is_wrapped_and_nothing_is_loaded():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize(
+@each(
     "environment",
     [
         {},
@@ -71,7 +72,7 @@ def test_it_is_on_with_an_endpoint_and_off_when_it_ends():
     tracing.stop()
 
 
-@pytest.mark.parametrize(
+@each(
     "environment",
     [
         {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1/v1/traces"},
@@ -129,6 +130,7 @@ def test_complaints_are_in_our_log_and_seldom():
     assert (complaints.handlers, complaints.propagate) == ([], True)
 
 
+@pytest.mark.nightly
 def test_the_end_does_not_wait_for_a_collector_that_never_answers():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment = {

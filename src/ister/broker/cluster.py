@@ -1,29 +1,27 @@
-"""The brokers that share a metadata store: who they are, and who has a topic.
+"""The brokers that share a metadata store, and which of them has a topic.
 
     <root>/cluster/brokers/<node>   {"broker_url": …, "connect_url": …, "flight_url": …}   leased
 
 Owns: this broker's entry, and the answer to "where is this topic". Does not own: ownership itself,
-which is the log's (`ister.tier.claim`); the log's lease carries the entry.
+which is the log's (`ister.bucket.claim`); the log's lease carries the entry.
 
 A crash leaves an entry that ends with the lease.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+import msgspec
 
 from ister.errors import CorruptDataError, IsterError, UnavailableError
 from ister.format.records import decode_owner
 from ister.metadata.base import Delete, Put
 from ister.model import TopicName
-from ister.topic.tiers import Tiers
-
-__all__ = ["Address", "Cluster"]
+from ister.topic.stores import Tiers
 
 _log = logging.getLogger("ister.broker.cluster")
 
@@ -56,7 +54,7 @@ class Cluster:
         if tiers is None:
             return
         key = self._prefix(tiers) + self.own.node
-        value = json.dumps(asdict(self.own)).encode()
+        value = msgspec.json.encode(self.own)
         try:
             found = tiers.metadata.get(key)
             if found is None or found.value != value:
@@ -64,7 +62,10 @@ class Cluster:
                 put = Put(key, value, tiers.membership.lease)
                 tiers.metadata.transact([tiers.membership.is_here], [put])
         except IsterError as error:
-            _log.warning("this broker is not known to others", extra={"error": str(error)})
+            _log.warning(
+                "broker entry not written; other brokers do not see this one",
+                extra={"error": str(error)},
+            )
 
     def leave(self) -> None:
         """Takes this broker's entry back."""
@@ -74,7 +75,10 @@ class Cluster:
             try:
                 tiers.metadata.transact([tiers.membership.is_here], [Delete(key)])
             except IsterError as error:
-                _log.warning("this broker is still listed", extra={"error": str(error)})
+                _log.warning(
+                    "broker entry not removed; it is listed until its lease expires",
+                    extra={"error": str(error)},
+                )
 
     def brokers(self) -> list[Address]:
         """All brokers that are up, this one among them unless it was replaced."""
@@ -127,7 +131,6 @@ class Cluster:
 
 def _decode(value: bytes) -> Address | None:
     try:
-        content: Any = json.loads(value)
-        return Address(**{name: str(content[name]) for name in Address.__dataclass_fields__})
-    except (ValueError, TypeError, KeyError):
+        return msgspec.json.decode(value, type=Address)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -10,13 +10,11 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import Final
 
 from ister.config import BrokerPoliciesConfig
 from ister.errors import InvalidRequestError
 from ister.limits import MESSAGE_SIZE_BYTES_MAX
-
-__all__ = ["Policies", "Rate", "parse_overrides"]
 
 NAMES: Final = tuple(item.name for item in fields(BrokerPoliciesConfig))
 _NUMBER_MAX: Final = (1 << 31) - 1
@@ -50,25 +48,25 @@ class Policies:
 
 
 def parse_overrides(text: str) -> dict[str, int]:
-    """Reads bounds that somebody wants to set.
+    """Parses policies as JSON.
 
     Raises:
         InvalidRequestError: Not JSON, an unknown name, or not a number in its range.
     """
     try:
-        content: Any = json.loads(text or "{}")
+        content: object = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError("policies are a JSON object") from error
+        raise InvalidRequestError("policies must be a JSON object") from error
     if not isinstance(content, dict):
-        raise InvalidRequestError("policies are a JSON object")
+        raise InvalidRequestError("policies must be a JSON object")
     for name, value in content.items():
         if name not in NAMES:
             raise InvalidRequestError(
-                f"there is no policy {name!r}", hint=f"one of: {', '.join(NAMES)}"
+                f"unknown policy {name!r}", hint=f"use one of: {', '.join(NAMES)}"
             )
         high = MESSAGE_SIZE_BYTES_MAX if name == "max_message_size" else _NUMBER_MAX
         if type(value) is not int or not 0 <= value <= high:
-            raise InvalidRequestError(f"{name} is a number from 0 (no limit) to {high}")
+            raise InvalidRequestError(f"{name} must be a number from 0 (no limit) to {high}")
     return content
 
 

@@ -3,11 +3,8 @@
     open the log ─► recover every topic ─► listen (gRPC and Flight, HTTP) ─► ready
     told to end ─► not ready ─► streams end, calls under way are answered ─► cursors ─► the log
 
-One gRPC server listens on two ports, and serves everything on both: Danube's protocol, Ister's, and
-Flight. So there is one guard and one set of limits.
-
-Owns: the order of these steps, the limits of the server. Does not own: what is served (`services`,
-`flight`, `http`).
+Owns: the order of these steps. Does not own: how calls come in (`rpc`), what is served
+(`services`, `flight`, `http`).
 
 What a crash leaves is what the log leaves: everything acknowledged. Cursors are those last written.
 """
@@ -17,32 +14,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from aiohttp import web
 
 from ister import failpoints, threads
-from ister.broker.api import Api, Served
-from ister.broker.browse import Browser
 from ister.broker.cluster import Address, Cluster
-from ister.broker.counters import Calls
-from ister.broker.exposition import Exposition
+from ister.broker.flight.broker_source import BrokerSource, FlightAccess, FlightLimits
 from ister.broker.flight.failures import explain
 from ister.broker.flight.service import SERVICE as FLIGHT
 from ister.broker.flight.service import FlightService, message_bytes_max
-from ister.broker.flight.source import FlightLimits
-from ister.broker.flight_edge import BrokerSource, FlightAccess
-from ister.broker.health import BrokerHealth, Watch
-from ister.broker.history import History
-from ister.broker.http import Connections, make_application
-from ister.broker.lookers import Lookers
-from ister.broker.principal_limits import PrincipalLimit
-from ister.broker.rpc import Gate, Places
+from ister.broker.observe.api import Api, ApiContext
+from ister.broker.observe.browse import Browser
+from ister.broker.observe.counters import Calls
+from ister.broker.observe.health import BrokerHealth
+from ister.broker.observe.http import Connections, make_application
+from ister.broker.observe.probe import HealthProbe
+from ister.broker.observe.prometheus import PrometheusMetrics
+from ister.broker.observe.query_threads import QueryThreads
+from ister.broker.observe.rates import RateHistory
+from ister.broker.observe.views import Views
+from ister.broker.rpc.handlers import CallGate, ConsumerSlots
+from ister.broker.rpc.methods import methods_of
+from ister.broker.rpc.principal_limits import PrincipalLimit
+from ister.broker.rpc.server import RpcServer
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import Guard
@@ -56,16 +55,13 @@ from ister.broker.services.admin import (
 from ister.broker.services.consumer import ConsumerService
 from ister.broker.services.delivery import DeliveryService
 from ister.broker.services.discovery import DiscoveryService, HealthService, StorageService
-from ister.broker.services.operate import OperateService
+from ister.broker.services.ister_admin import IsterAdminService
 from ister.broker.services.producer import ProducerService
 from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
-from ister.broker.topics import Topics
-from ister.broker.views import Views
-from ister.broker.wire import add_service
+from ister.broker.topics.topics import Topics
 from ister.clock import Clock, SystemClock
 from ister.config import (
-    BrokerLimitsConfig,
     BufferFull,
     Config,
     MetadataBackend,
@@ -76,9 +72,7 @@ from ister.errors import UnavailableError
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metadata.base import MetadataStore
 from ister.topic.log import Log
-from ister.topic.tiers import open_metadata
-
-__all__ = ["Broker", "Listening"]
+from ister.topic.stores import open_metadata
 
 _log = logging.getLogger("ister.broker.server")
 
@@ -88,13 +82,11 @@ _WORKER_THREADS: Final = 48
 _LAST_SECONDS: Final = 0.3
 # How long answers may take to their clients once everything is answered.
 _CUT_SECONDS: Final = 1.0
-# A client that has nothing to say for so long connects again with its next call.
-_IDLE_MS: Final = 60_000
 _FLIGHT_LIMITS: Final = FlightLimits()
 
 
 async def _end_workers(workers: ThreadPoolExecutor) -> None:
-    """Waits for the last ones; whoever uses the loop after this gets threads of its own."""
+    """Waits for running threads; later users of the loop get threads of their own."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     await asyncio.to_thread(workers.shutdown)
 
@@ -103,18 +95,9 @@ async def _close_log(opening: asyncio.Future[Log]) -> None:
     """Closes the log, also one that is still being opened for a start that was given up."""
     try:
         log = await opening
-    except Exception:  # noqa: BLE001 - whoever started the broker has been told
+    except Exception:  # noqa: BLE001 - `start` has raised it
         return
     await asyncio.to_thread(log.close)
-
-
-def _connections_max(limits: BrokerLimitsConfig) -> int:
-    """Connections of one port: of consumers and as many others, if the process may have the files.
-
-    The two ports of gRPC take at most half of them together.
-    """
-    wanted, (files, _) = 2 * limits.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if files == resource.RLIM_INFINITY else max(16, min(wanted, files // 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +135,7 @@ class Broker:
         self.cluster: Cluster
         self.topics: Topics
         self.health: BrokerHealth
-        self.history: History
+        self.history: RateHistory
         self.views: Views
         self._api: Api
         self._flight: FlightService
@@ -160,8 +143,8 @@ class Broker:
         self._is_ready = False
         self._calls = Calls()
         self._leaves_connections = False
-        self._left: grpc.aio.Server | None = None
-        self._gate = Gate()
+        self._left: RpcServer | None = None
+        self._gate = CallGate()
         # What has to be done at the end, in the order in which it was begun.
         self._endings = AsyncExitStack()
 
@@ -173,7 +156,7 @@ class Broker:
         Raises:
             ConfigError: The settings do not make sense.
             DirectoryLockedError: Another process has the directory.
-            UnavailableError: A store does not answer, or a port is taken.
+            UnavailableError: A store does not respond, or a port is taken.
         """
         try:
             return await self._start()
@@ -203,29 +186,28 @@ class Broker:
         self._endings.push_async_callback(asyncio.to_thread, self.schemas.close)
         self._api = Api(self.guard, config.broker)
         http = await self._start_http()
-        server = self._make_grpc()
+        rpc = self._make_rpc_server()
         # First: one port may be taken when the other is bound already.
-        self._endings.push_async_callback(self._unbind, server)
-        ports = config.broker.ports
-        port, flight = self._bind(server, ports.grpc), self._bind(server, ports.flight)
+        self._endings.push_async_callback(rpc.unbind)
+        port, flight = rpc.bind()
         self.cluster = Cluster(self._address(port, flight), self._log.tiers)
         self.topics = Topics(
             self._log, metadata, self.cluster, config=config, clock=clock, schemas=self.schemas
         )
         self.health.topics = self.topics
         self._register_gauges()
-        # First: whoever can connect finds every topic recovered.
+        # First: clients that connect find every topic recovered.
         await self.topics.open_all()
         await self._join()
         self._serve_api(metadata)
-        self._add_services(server)
-        self._add_flight(server)
+        self._add_services(rpc)
+        self._add_flight(rpc.server)
         failpoints.reach("broker.before_ready")
-        await server.start()
-        self._endings.push_async_callback(self._drain, server)
+        await rpc.start()
+        self._endings.push_async_callback(self._drain, rpc)
         listening = Listening(host=config.broker.host, grpc=port, flight=flight, http=http)
         self._is_ready = self.health.has_started = True
-        _log.info("ready", extra=listening.to_json())
+        _log.info("ready", extra={**listening.to_json(), "engine": rpc.engine.value})
         return listening
 
     def _metadata(self) -> MetadataStore:
@@ -242,23 +224,22 @@ class Broker:
             MetadataConfig(backend=backend, path=path),
             self._clock,
             # Consumers go on where the disk is full: what they have read makes room.
-            on_full=disk.give_up if disk is not None else None,
+            on_full=disk.free_reserve if disk is not None else None,
         )
         self._endings.push_async_callback(asyncio.to_thread, metadata.close)
         return metadata
 
     def _watch_health(self, metadata: MetadataStore) -> None:
-        """Has somebody look how the stores and the machine are, until the end."""
+        """Starts the probe of the stores and the machine."""
         directory = self.config.storage.wal.dir if self._log.has_files else None
-        watch = Watch(metadata, self.config, clock=self._clock, directory=directory)
-        self.health = BrokerHealth(self.config, self._log, watch, clock=self._clock)
+        probe = HealthProbe(metadata, self.config, clock=self._clock, directory=directory)
+        self.health = BrokerHealth(self.config, self._log, probe, clock=self._clock)
         self.health.tls = self._tls
-        watch.start()
-        self._endings.push_async_callback(watch.stop)
+        probe.start()
+        self._endings.push_async_callback(probe.stop)
 
-    def _make_grpc(self) -> grpc.aio.Server:
-        limits, storage = self.config.broker.limits, self.config.storage
-        calls_max = limits.max_requests_in_flight + limits.max_connections
+    def _make_rpc_server(self) -> RpcServer:
+        limits = self.config.broker.limits
         streams = PrincipalLimit(
             "streams",
             limits.max_streams_per_principal,
@@ -277,60 +258,16 @@ class Broker:
             arriving=arriving,
             texts={FLIGHT: lambda error: explain(error)[1]},
         )
-        return grpc.aio.server(
-            # Nobody to be asked for: then every call is spared the question.
-            interceptors=(guard,) if self.guard.is_needed else (),
-            maximum_concurrent_rpcs=calls_max,
-            options=[
-                # Of a batch of rows; calls of other services are refused when they have less.
-                (
-                    "grpc.max_receive_message_length",
-                    message_bytes_max(_FLIGHT_LIMITS, storage.max_message_size),
-                ),
-                # What is sent was read in bounded parts.
-                ("grpc.max_send_message_length", -1),
-                # None: a few kilobytes could become as much as the largest message, in every call.
-                ("grpc.compression_enabled_algorithms_bitset", 1),
-                ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
-                ("grpc.max_metadata_size", 16 * KIB),
-                # Calls that wait to be looked at, some 10 KiB each. Beyond that gRPC ends calls of
-                # anybody with CANCELLED; those over our own limit get a status that says why.
-                ("grpc.server.max_pending_requests", 4 * calls_max),
-                ("grpc.server.max_pending_requests_hard_limit", 8 * calls_max),
-                # A connection takes a file descriptor, and topics need theirs.
-                ("grpc.max_allowed_incoming_connections", _connections_max(limits)),
-                # Whoever connects says something within this time, and calls within that one.
-                ("grpc.server_handshake_timeout_ms", 10_000),
-                ("grpc.max_connection_idle_ms", _IDLE_MS),
-                # A client that is gone without a word is found out within half a minute.
-                ("grpc.keepalive_time_ms", 20_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                # gRPC's own pings wait for a minute, and keepalive's wait behind them.
-                ("grpc.http2.ping_timeout_ms", 10_000),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                ("grpc.so_reuseport", 0),
-            ],
+        return RpcServer(
+            self.config.broker,
+            tls=self._tls,
+            guard=guard if self.guard.is_needed else None,
+            gate=self._gate,
+            message_bytes_max=message_bytes_max(
+                _FLIGHT_LIMITS, self.config.storage.max_message_size
+            ),
+            directory=self.config.storage.wal.dir if self._log.has_files else None,
         )
-
-    def _bind(self, server: grpc.aio.Server, port: int) -> int:
-        host = self.config.broker.host
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if self._tls is None:
-                bound: int = server.add_insecure_port(address)
-            else:
-                bound = server.add_secure_port(address, self._tls.grpc_credentials())
-        except RuntimeError as error:
-            raise UnavailableError(
-                f"cannot listen on {address}", hint="is another broker running there?"
-            ) from error
-        return bound
-
-    async def _unbind(self, server: grpc.aio.Server) -> None:
-        """Gives the port back after a start that failed: gRPC does that for servers that ran."""
-        if not self._is_ready:
-            await server.start()
-            await server.stop(None)
 
     def _address(self, port: int, flight_port: int) -> Address:
         config = self.config.broker
@@ -361,7 +298,7 @@ class Broker:
 
         self._endings.push_async_callback(leave)
 
-    def _add_services(self, server: grpc.aio.Server) -> None:
+    def _add_services(self, rpc: RpcServer) -> None:
         topics, guard = self.topics, self.guard
         limits, storage = self.config.broker.limits, self.config.storage
         consumers = PrincipalLimit(
@@ -370,13 +307,13 @@ class Broker:
             self._log.metrics,
             setting="broker.limits.max_consumers_per_principal",
         )
-        places = Places(limits.max_connections, consumers)
+        slots = ConsumerSlots(limits.max_connections, consumers)
         sent_max = limits.max_grpc_message_bytes
-        services: dict[str, Any] = {
+        services: dict[str, object] = {
             "danube.ProducerService": ProducerService(
                 topics, self.schemas, guard, size_max=sent_max
             ),
-            "danube.ConsumerService": ConsumerService(topics, guard, places),
+            "danube.ConsumerService": ConsumerService(topics, guard, slots),
             "danube.Discovery": DiscoveryService(topics, guard),
             "danube.HealthCheck": HealthService(topics, guard),
             "danube.StorageService": StorageService(topics, guard),
@@ -386,12 +323,12 @@ class Broker:
             "danube_admin.NamespaceAdmin": NamespaceAdminService(topics, guard),
             "danube_admin.TopicAdmin": TopicAdminService(topics, guard, self.schemas),
             "danube_admin.SecurityAdmin": SecurityAdmin(guard),
-            "ister.Delivery": DeliveryService(topics, guard, places),
-            "ister.Admin": OperateService(topics, guard, self.views),
+            "ister.Delivery": DeliveryService(topics, guard, slots),
+            "ister.Admin": IsterAdminService(topics, guard, self.views),
         }
         size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
         for name, service in services.items():
-            add_service(server, name, service, self._gate, self._calls, size_max=size_max)
+            rpc.add(methods_of(name, service, self._gate, self._calls, size_max=size_max))
 
     def _add_flight(self, server: grpc.aio.Server) -> None:
         self._source = BrokerSource(self.topics, asyncio.get_running_loop())
@@ -401,21 +338,21 @@ class Broker:
         self._flight.add_to(server, self._calls)
 
     def _serve_api(self, metadata: MetadataStore) -> None:
-        """Has the HTTP port tell about topics, and rates be watched."""
+        """Makes the HTTP port report topics, and starts sampling rates."""
         clock = self._clock
-        self.history = History(self.topics, clock=clock)
-        lookers = Lookers()
+        self.history = RateHistory(self.topics, clock=clock)
+        query_threads = QueryThreads()
         self.views = Views(
             self.topics,
             self.schemas,
             metadata,
             history=self.history,
-            lookers=lookers,
+            query_threads=query_threads,
             health=lambda names: self.health.overview(names=names),
             clock=clock,
         )
-        browser = Browser(self.topics, self.schemas, lookers, clock=clock)
-        served = Served(self.views, browser, metadata, clock=clock)
+        browser = Browser(self.topics, self.schemas, query_threads, clock=clock)
+        served = ApiContext(self.views, browser, metadata, clock=clock)
         self.history.start()
         self._api.serve(served)
 
@@ -423,13 +360,13 @@ class Broker:
             self._api.serve(None)
             await served.stop()
             await self.history.stop()
-            await lookers.close()
+            await query_threads.close()
 
         self._endings.push_async_callback(end)
 
     async def _start_http(self) -> int:
         config = self.config.broker
-        figures = Exposition(
+        figures = PrometheusMetrics(
             self.config,
             self._log,
             self.health,
@@ -463,7 +400,7 @@ class Broker:
         """Whether clients should come: everything is recovered, and it does not end yet."""
         return self._is_ready and self.health.is_ready
 
-    def report(self, *, names: bool = True) -> dict[str, Any]:
+    def report(self, *, names: bool = True) -> dict[str, object]:
         """How things are, with reasons; whether topics are named or only counted."""
         return self.health.report(names=names)
 
@@ -477,7 +414,7 @@ class Broker:
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics
         schemas = self.schemas
-        metrics.register_gauge("broker.schema_misfits", lambda: sum(schemas.misfits().values()))
+        metrics.register_gauge("broker.schema_misfits", schemas.count_mismatches)
         metrics.register_gauge("broker.topics", lambda: len(topics.served))
         budget = topics.budget
         metrics.register_gauge("broker.delivery_bytes", lambda: budget.used)
@@ -507,22 +444,24 @@ class Broker:
             self.health.is_ending = True
         self._leaves_connections = leave_connections
         await self._endings.aclose()
+        if self._left is not None:
+            self._left.leave()
 
-    async def _drain(self, server: grpc.aio.Server) -> None:
+    async def _drain(self, rpc: RpcServer) -> None:
         loop = asyncio.get_running_loop()
         end_at = loop.time() + self.config.broker.drain_seconds - _LAST_SECONDS
         # At the same time: each of them may have clients that do not read their answers.
         self._source.end()
         flight = asyncio.ensure_future(self._flight.close())
-        # Calls under way are answered; later ones are told to come again.
+        # Calls in progress are answered; later ones are UNAVAILABLE, which clients retry.
         await self._gate.close(end_at - loop.time())
         await self.topics.close()
         # Whatever has reached this process by now still gets its answer.
         await asyncio.sleep(_LAST_SECONDS)
         await flight
         if self._leaves_connections:
-            self._left = server
+            self._left = rpc
             return
-        # Nothing is under way any more but answers to those who do not read. Waiting for longer
+        # Only answers to clients that do not read are left. Waiting for longer
         # would be waiting for connections that have not even said what they want.
-        await server.stop(max(0.0, min(_CUT_SECONDS, end_at - loop.time())))
+        await rpc.stop(max(0.0, min(_CUT_SECONDS, end_at - loop.time())))

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator
 
 from ister.partitions import parse_partition
 
-__all__ = ["TopicNames"]
 
-
-class TopicNames:
+class TopicNameIndex:
     """A set of topic names with an index of partitions. Not thread-safe."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:

@@ -1,1 +1,23 @@
-"""The command line: one file per sub-command, thin over the layers below."""
+"""The command line: one file per command, thin over the layers below.
+
+Commands: auth, bench, brokers, completion, config, consume, demo, inspect, namespaces, pipeline,
+produce, recover, repair, serve, subscriptions, topics. What they share:
+
+main            arguments in, exit code out
+parser          the layout of help, hints after wrong usage
+output          tables, errors, progress, questions: the look of all commands
+table           tables in the terminal
+tier_map        a topic's tiers drawn to scale
+errors_out      errors for people and for programs
+location        which log a command works on
+connection      which broker a command talks to
+messages_in     the input of `produce`
+messages_out    the output of `consume`
+topic_reading   reading without a subscription
+stored_topics   topics as files and stores describe them
+inspect_topic, inspect_object    `inspect topic`, `inspect object`
+survey_view     the results of a survey
+config_check    checks of settings: files and stores
+interrupts      SIGINT and SIGTERM
+checkout        finds the checkout, for `bench` and `demo`
+"""

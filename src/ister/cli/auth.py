@@ -1,4 +1,4 @@
-"""`ister auth`: API keys, tokens, and who may do what.
+"""`ister auth`: API keys, tokens and roles.
 
     ister auth key NAME                       a new API key, and its line for the broker
     ister auth token NAME --key-file FILE …   a JWT that a broker with the matching key takes
@@ -13,26 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from types import ModuleType
 
 from ister.cli.connection import add_broker_arguments, connected, print_change
-from ister.cli.look import add_command, print_facts
-from ister.cli.place import parse_topic
-from ister.cli.report import answer, error_as_json
-from ister.errors import ConfigError, IsterError
+from ister.cli.errors_out import answer
+from ister.cli.location import parse_topic
+from ister.cli.output import Subparsers, add_command, print_facts
+from ister.errors import ConfigError
 from ister.extras import missing_extra
 
-__all__ = ["register"]
 
-
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
     parser = add_command(
         commands,
         "auth",
-        help="API keys, tokens, and who may do what",
-        description="Who may call a broker, and for what. Keys and tokens are made here and now; "
-        "rights are given and taken on a running broker.",
+        help="create API keys and tokens, grant and revoke roles",
+        description="Authentication and authorization. Keys and tokens are created locally; "
+        "roles are granted and revoked on a running broker.",
         examples=(
             "ister auth key shop --file keys.txt",
             "ister auth grant service:shop producer --topic /default/orders",
@@ -43,27 +41,26 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     key = add_command(
         actions,
         "key",
-        help="make an API key",
-        description="Makes an API key. It is shown this once; the broker's file holds a line that "
-        "knows it by its SHA-256.",
-        examples=(
-            "ister auth key shop --file keys.txt",
-            "ister auth key shop --json",
-        ),
+        help="create an API key",
+        description="Creates an API key. The key is shown only once; the broker's file "
+        "stores its SHA-256.",
+        examples=("ister auth key shop --file keys.txt", "ister auth key shop --json"),
     )
-    key.add_argument("name", metavar="NAME", help="whose it is")
+    key.add_argument("name", metavar="NAME", help="principal name")
     key.add_argument(
-        "--file", metavar="FILE", help="append its line to this file, broker.auth.api_keys_file"
+        "--file",
+        metavar="FILE",
+        help="append the key's line to this file (broker.auth.api_keys_file)",
     )
-    key.add_argument("--json", action="store_true", help="one JSON object")
+    key.add_argument("--json", action="store_true", help="print one JSON object")
     key.set_defaults(run=_make_key)
 
     token = add_command(
         actions,
         "token",
-        help="make a JWT that a broker with the matching key takes",
-        description="Makes and signs a token, with the key whose other half the broker has. "
-        "For trying things out, and where there is nobody else who signs tokens.",
+        help="create a signed token (JWT)",
+        description="Creates and signs a token with the secret or private key whose "
+        "counterpart the broker has. For tests, and where no identity provider issues tokens.",
         examples=(
             "ister auth token alice --key-file secret.txt --issuer shop --audience ister",
             (
@@ -72,55 +69,57 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
             ),
         ),
     )
-    token.add_argument("name", metavar="NAME", help="whose it is: the claim `sub`")
+    token.add_argument("name", metavar="NAME", help="principal name: the claim `sub`")
     token.add_argument(
-        "--key-file", metavar="FILE", required=True, help="the secret, or the private key (PEM)"
+        "--key-file", metavar="FILE", required=True, help="secret or private key (PEM)"
     )
     token.add_argument(
         "--algorithm",
         metavar="NAME",
         default="HS256",
-        help="as broker.auth.jwt.algorithm (default: %(default)s)",
+        help="must equal broker.auth.jwt.algorithm (default: %(default)s)",
     )
-    token.add_argument("--issuer", metavar="NAME", required=True, help="as broker.auth.jwt.issuer")
     token.add_argument(
-        "--audience", metavar="NAME", required=True, help="as broker.auth.jwt.audience"
+        "--issuer", metavar="NAME", required=True, help="must equal broker.auth.jwt.issuer"
+    )
+    token.add_argument(
+        "--audience", metavar="NAME", required=True, help="must equal broker.auth.jwt.audience"
     )
     token.add_argument(
         "--seconds",
         metavar="N",
         type=int,
         default=3600,
-        help="how long it is good for (default: %(default)s)",
+        help="lifetime of the token (default: %(default)s)",
     )
-    token.add_argument("--json", action="store_true", help="one JSON object")
+    token.add_argument("--json", action="store_true", help="print one JSON object")
     token.set_defaults(run=_make_token)
 
     for name, run, what in (
-        ("grant", _grant, "give a role to somebody"),
-        ("revoke", _revoke, "take a role back"),
+        ("grant", _grant, "grant a role to a principal"),
+        ("revoke", _revoke, "revoke a role of a principal"),
     ):
         action = add_command(
             actions,
             name,
             help=what,
-            description=f"{what[:1].upper()}{what[1:]}, on a running broker: for everything, in a "
-            "namespace, or on a topic.",
+            description=f"{what[:1].upper()}{what[1:]}, on a running broker: for the whole "
+            "cluster, a namespace or a topic.",
             examples=(
                 f"ister auth {name} alice consumer --topic /default/orders",
                 f"ister auth {name} service:shop producer --namespace default",
             ),
         )
         action.add_argument(
-            "name", metavar="NAME", help="a user, or service:NAME for an API key or a program"
+            "name", metavar="NAME", help="user name, or service:NAME for an API key or a program"
         )
         action.add_argument(
-            "role", metavar="ROLE", help="admin, producer, consumer, or one of your own"
+            "role", metavar="ROLE", help="admin, producer, consumer or a role of your own"
         )
         where = action.add_mutually_exclusive_group()
-        where.add_argument("--topic", metavar="TOPIC", type=parse_topic, help="on this topic alone")
-        where.add_argument("--namespace", metavar="NAME", help="in this namespace alone")
-        action.add_argument("--json", action="store_true", help="one JSON object")
+        where.add_argument("--topic", metavar="TOPIC", type=parse_topic, help="only on this topic")
+        where.add_argument("--namespace", metavar="NAME", help="only in this namespace")
+        action.add_argument("--json", action="store_true", help="print one JSON object")
         add_broker_arguments(action)
         action.add_argument("--tls-ca", dest="ca_file", metavar="FILE", help=argparse.SUPPRESS)
         action.set_defaults(run=run)
@@ -135,13 +134,13 @@ def _make_key(options: argparse.Namespace) -> int:
                 file.write(f"{line}\n")
         except OSError as error:
             raise ConfigError(
-                f"the file cannot be written: {error.strerror}", path=options.file
+                f"cannot write the file: {error.strerror}", path=options.file
             ) from error
     if options.json:
         print(json.dumps({"name": options.name, "key": key, "line": line}))
     else:
         print_facts({"key": key, "line": line})
-        print("The key is shown this once; the broker's file holds the line.")
+        print("The key is shown only once; add the line to the broker's key file.")
     return 0
 
 
@@ -151,7 +150,7 @@ def _make_token(options: argparse.Namespace) -> int:
         with open(options.key_file, encoding="utf-8") as file:
             key = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the key file cannot be read", path=options.key_file) from error
+        raise ConfigError("cannot read the key file", path=options.key_file) from error
     token = minting.make_token(
         options.name,
         algorithm=options.algorithm,
@@ -191,13 +190,10 @@ def _change(options: argparse.Namespace, done: str) -> int:
         )
         return 0
 
-    def failed(error: IsterError) -> dict[str, Any]:
-        return {"ok": False, "name": options.name, "errors": [error_as_json(error)]}
-
-    return answer(change, as_json=options.json, on_error=failed)
+    return answer(options, change, {"ok": False, "name": options.name})
 
 
-def _minting() -> Any:  # noqa: ANN401
+def _minting() -> ModuleType:
     try:
         from ister.broker.security import minting  # noqa: PLC0415 - an extra
     except ImportError as error:

@@ -1,22 +1,18 @@
 """`ister brokers list`: the brokers that share a metadata store.
 
-Owns: arguments, output. Does not own: who they are, which a broker tells (`ister.client`).
+Owns: arguments, output. Does not own: the list, which a broker returns (`ister.client`).
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ister.cli.connection import add_broker_arguments, connected
-from ister.cli.look import add_command, print_table
-from ister.cli.report import answer, error_as_json, print_json
-from ister.errors import IsterError
-
-__all__ = ["register"]
+from ister.cli.errors_out import answer, print_json
+from ister.cli.output import Subparsers, add_command, print_table
 
 
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
     parser = add_command(
         commands,
@@ -28,19 +24,16 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     listed = add_command(
         kinds,
         "list",
-        help="all brokers that are up, and what they have",
+        help="list running brokers with their addresses and topics",
         examples=("ister brokers list",),
     )
-    listed.add_argument("--json", action="store_true", help="one JSON object")
+    listed.add_argument("--json", action="store_true", help="print one JSON object")
     add_broker_arguments(listed)
     listed.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    def failed(error: IsterError) -> dict[str, Any]:
-        return {"brokers": [], "errors": [error_as_json(error)]}
-
-    return answer(lambda: _list(options), as_json=options.json, on_error=failed)
+    return answer(options, lambda: _list(options), {"brokers": []})
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -53,12 +46,12 @@ def _list(options: argparse.Namespace) -> int:
         (
             one["node"],
             one["broker_url"],
-            one["connect_url"] if one["connect_url"] != one["broker_url"] else "the same",
+            one["connect_url"],
             one["flight_url"],
             one["topics"],
             one["is_this"],
         )
         for one in brokers
     ]
-    print_table(("node", "broker", "reached by", "flight", "topics", "asked"), rows)
+    print_table(("node", "broker", "connect", "flight", "topics", "this broker"), rows)
     return 0

@@ -1,4 +1,4 @@
-"""`ister completion SHELL`: what a shell needs to complete commands, options and files.
+"""`ister completion SHELL`: prints a completion script for a shell.
 
 Owns: the command, and which arguments are completed as files or directories: those whose metavar
 says so. Does not own: the scripts, which are `shtab`'s.
@@ -7,12 +7,10 @@ says so. Does not own: the scripts, which are `shtab`'s.
 from __future__ import annotations
 
 import argparse
-from typing import Any, Final
+from typing import Final
 
-from ister.cli.look import add_command
+from ister.cli.output import Subparsers, add_command
 from ister.cli.parser import Parser, walk_commands
-
-__all__ = ["register"]
 
 _SHELLS: Final = ("bash", "zsh", "fish", "tcsh")
 _FILES: Final = frozenset({"FILE", "PATH", "URL-or-PATH"})
@@ -27,13 +25,13 @@ where it goes:
 """
 
 
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command."""
     parser = add_command(
         commands,
         "completion",
-        help="completion for your shell",
-        description="Prints a script that makes a shell complete commands, options, choices, "
+        help="print a completion script for a shell",
+        description="Prints a script for a shell that completes commands, options, choices, "
         "files and directories.",
         examples=(
             "ister completion bash > ~/.local/share/bash-completion/completions/ister",
@@ -56,9 +54,7 @@ def _run(options: argparse.Namespace) -> int:
 def make_script(parser: Parser, shell: str) -> str:
     """The script for a shell.
 
-    Args:
-        parser: Of the whole command; it is changed, and good for nothing else afterwards.
-        shell: `bash`, `zsh`, `fish` or `tcsh`.
+    The parser of the whole command is changed, and good for nothing else afterwards.
     """
     import shtab  # noqa: PLC0415 - only this needs it
 

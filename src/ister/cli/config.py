@@ -1,7 +1,7 @@
-"""`ister config check|show|example`: settings, looked at before something is run with them.
+"""`ister config check|show|example`: checks, shows and explains settings.
 
-Owns: arguments, output, exit code. Does not own: what settings mean and say (`ister.config`,
-`ister.config_reference`), the checks (`config_check`).
+Owns: arguments, output, exit code. Does not own: settings (`ister.config`),
+the checks (`config_check`).
 
 Exit code 1 means that the settings cannot be used, or that a store does not answer. Nothing secret
 is ever shown.
@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
 
 from ister.cli.config_check import (
     Connection,
@@ -23,7 +22,10 @@ from ister.cli.config_check import (
     find_deeper_problems,
     try_connections,
 )
-from ister.cli.look import (
+from ister.cli.errors_out import answer, print_json
+from ister.cli.location import CONFIG_VARIABLE, DATA_DEFAULT, check_config_name
+from ister.cli.output import (
+    Subparsers,
     add_command,
     console,
     is_terminal,
@@ -31,26 +33,20 @@ from ister.cli.look import (
     print_facts,
     print_table,
 )
-from ister.cli.report import answer, error_as_json, print_json
 from ister.config import Config, Examined, Origin, Problem, examine_config, find_line
-from ister.config_reference import Setting, example, masked, settings, value_of
-from ister.errors import ConfigError, IsterError
-
-__all__ = ["register"]
-
-_DATA_DEFAULT: Final = "./ister-data"
-_VARIABLE: Final = "ISTER_CONFIG"
-_SUFFIXES: Final = (".yml", ".yaml")
+from ister.config.reference import example, masked, settings, value_of
+from ister.config.settings import Setting
+from ister.errors import ConfigError
 
 
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command."""
     parser = add_command(
         commands,
         "config",
-        help="check, show and explain settings",
-        description="Settings come from a config file, from `ISTER_…` variables of the "
-        "environment, and from defaults, in this order of who wins: environment, file, default.",
+        help="check and show settings, print an example",
+        description="Settings come from the environment (`ISTER_…` variables), the config "
+        "file and the defaults, in this order of precedence.",
         examples=(
             "ister config check ister.yml --connect",
             "ister config show --only-changed",
@@ -62,10 +58,10 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     check = add_command(
         actions,
         "check",
-        help="find what is wrong with a config file",
-        description="Finds every problem of a config file and of the `ISTER_…` variables, with "
-        "the line, the key, and the nearest key that exists; says where things will be if "
-        "there is none. Exit code 1 if there is a problem.",
+        help="find the problems of a config file",
+        description="Reports every problem of a config file and of the `ISTER_…` variables "
+        "with its line, its key and the nearest valid key. If there is none, shows the "
+        "directories, stores and addresses in use. Exit code 1 if there is a problem.",
         examples=(
             "ister config check ister.yml",
             "ister config check ister.yml --connect",
@@ -76,16 +72,16 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     check.add_argument(
         "--connect",
         action="store_true",
-        help="also try the disk, the bucket and the metadata store; leaves nothing behind",
+        help="also connect to the disk, the bucket and the metadata store; leaves nothing behind",
     )
     check.set_defaults(run=_check)
 
     show = add_command(
         actions,
         "show",
-        help="the settings in force, and where each comes from",
-        description="Shows every setting after file and environment, and whether it comes from "
-        "one of them or is the default. Secrets are never shown.",
+        help="show the settings in force and where each comes from",
+        description="Shows every setting and whether it comes from the environment, the file "
+        "or the defaults. Secrets are redacted.",
         examples=(
             "ister config show ister.yml",
             "ister config show ister.yml --only-changed",
@@ -93,19 +89,21 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
         ),
     )
     _add_place(show)
-    show.add_argument("--only-changed", action="store_true", help="leave out what has its default")
+    show.add_argument(
+        "--only-changed", action="store_true", help="leave out settings with their default value"
+    )
     show.set_defaults(run=_show)
 
     sample = add_command(
         actions,
         "example",
-        help="a config file with every setting and its default",
-        description="Prints a config file with every setting, what it is about, what it may be, "
-        "and its default. It can be used as it is.",
+        help="print a config file with every setting and its default",
+        description="Prints a config file with every setting, its description, its allowed "
+        "values and its default. The file can be used unchanged.",
         examples=("ister config example > ister.yml", "ister config example --json"),
     )
     sample.add_argument(
-        "--json", action="store_true", help="the settings as one JSON object, not as YAML"
+        "--json", action="store_true", help="print the settings as one JSON object instead of YAML"
     )
     sample.set_defaults(run=_example)
 
@@ -116,12 +114,12 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
         "file",
         metavar="FILE",
         nargs="?",
-        help=f"the config file, an ister.yml (default: ${_VARIABLE} if set, else the settings "
-        f"for {_DATA_DEFAULT})",
+        help=f"config file (default: ${CONFIG_VARIABLE} if set, "
+        f"else the settings for {DATA_DEFAULT})",
     )
     place.add_argument("--config", metavar="FILE", help="the config file, as FILE")
     place.add_argument("--data", metavar="DIR", help="the settings for this data directory")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _source(options: argparse.Namespace) -> str:
@@ -132,26 +130,17 @@ def _source(options: argparse.Namespace) -> str:
     """
     if options.data is not None:
         return os.path.join(options.data, "")
-    file: str | None = options.file or options.config or os.environ.get(_VARIABLE) or None
-    if file is None:
-        return _DATA_DEFAULT
-    if not file.endswith(_SUFFIXES):
-        raise ConfigError(
-            "a config file has a name that ends with .yml or .yaml",
-            path=file,
-            hint="--data names a directory",
-        )
-    return file
+    file: str | None = options.file or options.config or os.environ.get(CONFIG_VARIABLE) or None
+    return DATA_DEFAULT if file is None else check_config_name(file)
 
 
 # -- check ----------------------------------------------------------------------------------
 
 
 def _check(options: argparse.Namespace) -> int:
-    def failed(error: IsterError) -> Mapping[str, Any]:
-        return {"ok": False, "source": None, "problems": [], "errors": [error_as_json(error)]}
-
-    return answer(lambda: _check_source(options), as_json=options.json, on_error=failed)
+    return answer(
+        options, lambda: _check_source(options), {"ok": False, "source": None, "problems": []}
+    )
 
 
 def _check_source(options: argparse.Namespace) -> int:
@@ -232,10 +221,7 @@ def _print_problem(problem: Problem, source: str, line: int | None) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    def failed(error: IsterError) -> Mapping[str, Any]:
-        return {"source": None, "settings": [], "errors": [error_as_json(error)]}
-
-    return answer(lambda: _show_source(options), as_json=options.json, on_error=failed)
+    return answer(options, lambda: _show_source(options), {"source": None, "settings": []})
 
 
 def _show_source(options: argparse.Namespace) -> int:
@@ -266,11 +252,9 @@ def _show_source(options: argparse.Namespace) -> int:
         )
         return 0
     if not shown:
-        print("every setting has its default")
+        print("all settings have their defaults")
         return 0
-    rows = [
-        (setting.path, _in_words(setting, value), origin.value) for setting, value, origin in shown
-    ]
+    rows = [(setting.path, _in_words(value), origin.value) for setting, value, origin in shown]
     print_table(("setting", "value", "from"), rows)
     return 0
 
@@ -288,7 +272,7 @@ def _is_changed(setting: Setting, config: Config, origin: Origin) -> bool:
     return origin is not Origin.DEFAULT and value_of(config, setting.path) != setting.default
 
 
-def _in_words(setting: Setting, value: Any) -> str | None:  # noqa: ANN401 - of any kind
+def _in_words(value: object) -> str | None:
     if value is None:
         return None
     if isinstance(value, list | dict):

@@ -1,4 +1,4 @@
-"""What can be found out about settings beyond reading them: files, stores.
+"""Checks of settings beyond reading them: files and stores.
 
 Owns: the checks of `ister config check`. Does not own: what settings mean (`ister.config`), the
 checks of the parts themselves (each is asked for its own), or how findings are shown.
@@ -14,13 +14,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ister.cli.look import format_bytes
+from ister.cli.output import format_bytes
 from ister.clock import SystemClock
 from ister.config import (
     AuthMode,
     CloudBackend,
     Config,
     DiskConfig,
+    GrpcEngine,
     MetadataBackend,
     Problem,
     StorageConfig,
@@ -29,19 +30,12 @@ from ister.config import (
 from ister.errors import IsterError
 from ister.objectstore.backends import parse_backend
 from ister.topic.disk import min_free_bytes
-from ister.topic.tiers import open_metadata, open_objects
-
-__all__ = [
-    "Connection",
-    "describe_places",
-    "find_deeper_problems",
-    "try_connections",
-]
+from ister.topic.stores import open_metadata, open_objects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """What came of trying something."""
+    """The result of one check."""
 
     name: str
     is_ok: bool
@@ -49,7 +43,7 @@ class Connection:
     hint: str | None = None
 
 
-# -- what the parts say ---------------------------------------------------------------------
+# -- problems -------------------------------------------------------------------------------
 
 
 def find_deeper_problems(config: Config) -> list[Problem]:
@@ -60,7 +54,7 @@ def find_deeper_problems(config: Config) -> list[Problem]:
         try:
             check()
         except ImportError as error:
-            text = f"{error.name} is not installed, so this was not checked"
+            text = f"not checked: {error.name} is not installed"
             hint = "pip install 'ister[broker]'"
             problems.append(Problem(key=key, message=text, hint=hint))
         except IsterError as error:
@@ -77,6 +71,7 @@ def find_deeper_problems(config: Config) -> list[Problem]:
     ask("broker.host", lambda: _check_exposure(config))
     ask("broker.tls", lambda: _check_tls(config))
     ask("broker.auth", lambda: _check_auth(config))
+    ask("broker.grpc.engine", lambda: _check_engine(config))
     return problems
 
 
@@ -98,11 +93,19 @@ def _check_auth(config: Config) -> None:
     Authenticator(config.broker.auth, clock=SystemClock())
 
 
-# -- where things will be -------------------------------------------------------------------
+def _check_engine(config: Config) -> None:
+    from ister.broker.rpc.native_engine import load_native  # noqa: PLC0415 - an extra
+    from ister.broker.rpc.server import choose_engine  # noqa: PLC0415 - an extra
+
+    if choose_engine(config.broker) is GrpcEngine.NATIVE:
+        load_native()
+
+
+# -- places ---------------------------------------------------------------------------------
 
 
 def describe_places(config: Config) -> dict[str, str]:
-    """Where things will be, for people."""
+    """Where data is stored and where the broker listens, in words."""
     storage, broker = config.storage, config.broker
     ports = broker.ports
     scheme = "https" if broker.tls.cert_file is not None else "http"
@@ -110,25 +113,26 @@ def describe_places(config: Config) -> dict[str, str]:
     places = {
         "messages": {
             StorageMode.WAL_CLOUD: "in local files, then in a bucket",
-            StorageMode.LOCAL_ONLY: "in local files alone",
-            StorageMode.MEMORY: "in memory alone: nothing is kept",
+            StorageMode.LOCAL_ONLY: "in local files only",
+            StorageMode.MEMORY: "in memory only: lost when the process ends",
         }[storage.mode]
     }
     if directory is None and storage.mode is StorageMode.LOCAL_ONLY:
-        places["messages"] = "in memory alone: storage.wal.dir is not set, so nothing is kept"
+        places["messages"] = "in memory only, because storage.wal.dir is not set: lost when "
+        "the process ends"
     if directory is not None:
         places["local files"] = _describe_path(directory)
     if storage.mode is StorageMode.WAL_CLOUD:
         places["bucket"] = _describe_bucket(storage)
         places["metadata"] = _describe_metadata(storage)
     places |= {
-        "acknowledged": f"when {storage.ack.value}, unless a topic says otherwise",
+        "acknowledged": f"when {storage.ack.value}, unless a topic has its own level",
         "gRPC": _describe_port(broker.host, ports.grpc),
         "Flight": _describe_port(broker.host, ports.flight),
         "HTTP": f"{scheme}://{_describe_port(broker.host, ports.http)}/",
-        "callers": "may be anybody who can connect"
+        "callers": "no authentication: anyone who can connect"
         if broker.auth.mode is AuthMode.NONE
-        else "have to say who they are",
+        else "must authenticate",
     }
     return places
 
@@ -162,7 +166,7 @@ def _describe_path(path: str) -> str:
     return path if os.path.exists(path) else f"{path} (does not exist yet)"
 
 
-# -- trying it ------------------------------------------------------------------------------
+# -- connections ----------------------------------------------------------------------------
 
 
 def try_connections(config: Config) -> Iterator[Connection]:
@@ -183,13 +187,13 @@ def _try_directory(name: str, path: str, disk: DiskConfig) -> Connection:
     while not os.path.exists(at):
         at = os.path.dirname(at)
     if not os.path.isdir(at):
-        return Connection(name=name, is_ok=False, says=f"{at} is no directory")
+        return Connection(name=name, is_ok=False, says=f"{at} is not a directory")
     if not os.access(at, os.W_OK | os.X_OK):
         return Connection(
             name=name,
             is_ok=False,
-            says=f"{at} cannot be written to by this user",
-            hint="run as the user of the broker, or change its owner",
+            says=f"{at} is not writable by this user",
+            hint="run as the broker's user, or change the owner",
         )
     usage = shutil.disk_usage(at)
     free, limit = format_bytes(usage.free), min_free_bytes(disk, usage.total)
@@ -198,16 +202,16 @@ def _try_directory(name: str, path: str, disk: DiskConfig) -> Connection:
             name=name,
             is_ok=False,
             says=f"{free} free on the disk of {path}; appends stop below {format_bytes(limit)}",
-            hint="make room, or set storage.disk.min_free lower",
+            hint="free disk space, or lower storage.disk.min_free",
         )
-    what = "can be written to" if at == path else "will be made when first used"
+    what = "is writable" if at == path else "will be created on first use"
     return Connection(name=name, is_ok=True, says=f"{path} {what}; {free} free")
 
 
 def _try_bucket(storage: StorageConfig) -> Connection:
     cloud = storage.cloud
     if cloud.backend is CloudBackend.MEMORY:
-        return Connection(name="bucket", is_ok=True, says="in memory: there is nothing to try")
+        return Connection(name="bucket", is_ok=True, says="in memory: nothing to check")
     if cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
         found = _try_directory("bucket", cloud.root or "", storage.disk)
         if not found.is_ok or not os.path.isdir(cloud.root or ""):
@@ -222,22 +226,20 @@ def _try_bucket(storage: StorageConfig) -> Connection:
         return _failed(
             "bucket",
             error,
-            "does storage.cloud say where it is, and who this is? can this machine reach it?",
+            "check the address and credentials in storage.cloud, and that this machine can "
+            "reach it",
         )
     able = ["write", "read", "delete"]
-    able += ["create only what is not there"] if can.conditional_create else []
+    able += ["create conditionally"] if can.conditional_create else []
     able += ["copy"] if can.copy else []
     missing = [
         text
-        for text, is_there in (
-            ("create only what is not there", can.conditional_create),
-            ("copy", can.copy),
-        )
+        for text, is_there in (("create conditionally", can.conditional_create), ("copy", can.copy))
         if not is_there
     ]
     says = f"{store.location} answers: can {', '.join(able)}"
     if missing:
-        says += f"; cannot {', '.join(missing)}, which Ister does without"
+        says += f"; cannot {', '.join(missing)}, which is not required"
     if can.leftovers:
         says += f"; {can.leftovers}: add a lifecycle rule to the bucket that aborts them"
     return Connection(name="bucket", is_ok=True, says=says)
@@ -246,13 +248,13 @@ def _try_bucket(storage: StorageConfig) -> Connection:
 def _try_metadata(storage: StorageConfig) -> Connection:
     metadata = storage.metadata
     if metadata.backend is MetadataBackend.MEMORY:
-        return Connection(name="metadata", is_ok=True, says="in memory: there is nothing to try")
+        return Connection(name="metadata", is_ok=True, says="in memory: nothing to check")
     path = metadata.path or ""
     if metadata.backend is MetadataBackend.SQLITE and not os.path.exists(path):
         found = _try_directory("metadata", os.path.dirname(os.path.abspath(path)), storage.disk)
         if not found.is_ok:
             return found
-        return Connection(name="metadata", is_ok=True, says=f"{path} will be made when first used")
+        return Connection(name="metadata", is_ok=True, says=f"{path} will be created on first use")
     try:
         store = open_metadata(metadata, SystemClock(), read_only=True)
         try:
@@ -260,9 +262,7 @@ def _try_metadata(storage: StorageConfig) -> Connection:
         finally:
             store.close()
     except IsterError as error:
-        return _failed(
-            "metadata", error, "does storage.metadata say where it is? does it run there?"
-        )
+        return _failed("metadata", error, "check storage.metadata, and that the store is running")
     where = path if metadata.backend is MetadataBackend.SQLITE else f"etcd {metadata.endpoints[0]}"
     holds = "has keys" if is_known else "has no key yet"
     return Connection(

@@ -1,4 +1,4 @@
-"""Which broker a command talks to, and what is said when that does not work.
+"""The broker that a command talks to, and the hints of its errors.
 
 Owns: `--broker`, `--token`, `--tls` and what goes with them, clients made of them, what a command
 prints that changed a broker, and the hints of errors that a broker gives. Does not own: talking
@@ -23,13 +23,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from ister.cli.report import print_json
+from ister.cli.errors_out import print_json
 from ister.clock import SystemClock
 from ister.errors import (
     ConfigError,
+    InvalidRequestError,
     IsterError,
     NotFoundError,
     PermissionDeniedError,
@@ -38,37 +38,18 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.model import Start, TopicName
+from ister.positions import parse_position
 
 if TYPE_CHECKING:
     from ister.client import Client, TlsOptions
     from ister.client.flight import FlightClient
 
-__all__ = [
-    "BROKER_DEFAULT",
-    "ReaderAddress",
-    "add_broker_arguments",
-    "broker_address",
-    "connected",
-    "explained",
-    "locate_readers",
-    "names_broker",
-    "open_reader",
-    "parse_count",
-    "parse_name",
-    "parse_seconds",
-    "parse_start",
-    "print_change",
-]
-
 BROKER_DEFAULT: Final = "127.0.0.1:6650"
 
 _BROKER: Final = "ISTER_BROKER"
 _TOKEN: Final = "ISTER_TOKEN"  # noqa: S105 - the name of a variable
-# Commands that ask one thing end soon where nobody answers.
+# Commands with a single request give up soon.
 _ANSWER_SECONDS: Final = 4.0
-_AGO: Final = re.compile(r"([0-9]+)(s|m|h|d)")
-_AGO_UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-_OFFSET_MAX: Final = (1 << 63) - 1
 _LAST_ERROR: Final = "last error: "
 _HTTP_PORT: Final = 9040
 
@@ -81,72 +62,66 @@ def add_broker_arguments(
 ) -> None:
     """Adds `--broker` and what goes with it.
 
-    Args:
-        parser: Of the command.
-        retry_for: How long brokers may be out of reach, in seconds, unless the user says so.
+    `retry_for` is the default of --retry-for, in seconds.
     """
     group = parser.add_argument_group("broker")
     group.add_argument(
         "--broker",
         metavar="HOST:PORT",
-        help=f"where a broker is (default: ${_BROKER} if set, else {BROKER_DEFAULT})",
+        help=f"broker address (default: ${_BROKER} if set, else {BROKER_DEFAULT})",
     )
     group.add_argument(
         "--token",
         metavar="TOKEN",
-        help=f"a token or an API key (default: ${_TOKEN}, which others on the machine cannot see)",
+        help=f"token or API key (default: ${_TOKEN}; a command line is visible to other users)",
     )
+    group.add_argument("--tls", action="store_true", help="use TLS and the system CA store")
+    group.add_argument("--ca-file", metavar="FILE", help="use TLS and this CA (PEM)")
+    group.add_argument("--cert-file", metavar="FILE", help="client certificate (PEM)")
     group.add_argument(
-        "--tls", action="store_true", help="encrypt, and trust whom this machine trusts"
+        "--key-file", metavar="FILE", help="private key of the client certificate (PEM)"
     )
-    group.add_argument(
-        "--ca-file", metavar="FILE", help="encrypt, and trust brokers signed by this CA (PEM)"
-    )
-    group.add_argument("--cert-file", metavar="FILE", help="this client's certificate (PEM)")
-    group.add_argument("--key-file", metavar="FILE", help="the key of the certificate (PEM)")
-    first = "" if retry_for == _ANSWER_SECONDS else f"; {_ANSWER_SECONDS:g} for the first answer"
+    first = "" if retry_for == _ANSWER_SECONDS else f"; {_ANSWER_SECONDS:g} for the first response"
     group.add_argument(
         "--retry-for",
         metavar="SECONDS",
         type=parse_seconds,
         default=retry_for,
         action=_RetryFor,
-        help=f"how long to go on while no broker answers (default: {retry_for:g}{first})",
+        help=f"retry for this long if no broker responds (default: {retry_for:g}{first})",
     )
-    # An address where nobody ever was is told soon, unless the user wants to wait.
+    # A wrong address is reported soon, unless the user wants to wait.
     parser.set_defaults(answer_within=_ANSWER_SECONDS)
 
 
 class _RetryFor(argparse.Action):
-    """What the user says is for the first answer too."""
+    """Sets the limit for the first response as well."""
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,  # noqa: ANN401 - of any argument
+        values: object,
         option_string: str | None = None,
     ) -> None:
         namespace.retry_for = namespace.answer_within = values
 
 
 def names_broker(options: argparse.Namespace) -> bool:
-    """Whether the user said where a broker is."""
+    """Whether the user named a broker."""
     return bool(options.broker or os.environ.get(_BROKER))
 
 
 def broker_address(options: argparse.Namespace) -> str:
-    """Where the broker is."""
+    """The address of the broker."""
     return options.broker or os.environ.get(_BROKER) or BROKER_DEFAULT
 
 
-def print_change(options: argparse.Namespace, text: str, facts: Mapping[str, Any]) -> None:
+def print_change(options: argparse.Namespace, text: str, facts: Mapping[str, object]) -> None:
     """Prints what a command has changed, and at which broker.
 
-    Args:
-        options: The command's, with `json` and those of `add_broker_arguments`.
-        text: What was done, for people.
-        facts: What was done, for programs.
+    `text` is for people, `facts` for programs; `options` has `json` and those of
+    `add_broker_arguments`.
     """
     if options.json:
         print_json({"ok": True, **facts, "broker": broker_address(options)})
@@ -161,14 +136,14 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 on")
     return seconds
 
 
 def parse_count(text: str) -> int:
     """A number from 1 on, for argparse."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, and at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
 
 
@@ -177,32 +152,16 @@ def parse_name(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a text in Unicode") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid Unicode") from error
     return text
 
 
 def parse_start(text: str) -> Start:
-    """A place in a topic, for argparse: an offset, an end, a point in time, or how long ago."""
-    if text == "earliest":
-        return "earliest"
-    if text == "latest":
-        return "latest"
-    if text.isascii() and text.isdigit() and int(text) <= _OFFSET_MAX:
-        return int(text)
-    ago = _AGO.fullmatch(text)
+    """A position in a topic, for argparse: earliest, latest, an offset, a time or an age."""
     try:
-        if ago is not None:
-            now = datetime.fromtimestamp(SystemClock().now_ns() // 1_000_000_000, UTC)
-            return now - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])})
-        moment = datetime.fromisoformat(text)
-    except (ValueError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no place in a topic: earliest, latest, an offset, a time such as "
-            "2026-01-31T12:00:00Z, or 90s, 15m, 2h, 7d for so long ago"
-        ) from error
-    if moment.tzinfo is None:
-        raise argparse.ArgumentTypeError(f"{text!r} has no time zone: {text}Z is UTC")
-    return moment
+        return parse_position(text, ages_from=SystemClock())
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 # -- clients --------------------------------------------------------------------------------
@@ -233,23 +192,23 @@ def connected(options: argparse.Namespace) -> Iterator[Client]:
 
 
 def _hush() -> None:
-    """Keeps gRPC from writing to standard error by itself; what it has to say comes as errors."""
+    """Silences gRPC's own output to standard error; its errors are raised."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 @contextmanager
 def explained(options: argparse.Namespace) -> Iterator[None]:
-    """Says in errors what to do about them in a shell."""
+    """Adds hints for a shell to errors."""
     try:
         yield
     except UnauthenticatedError as error:
-        error.hint = error.hint or f"--token, or {_TOKEN} in the environment, says who you are"
+        error.hint = error.hint or f"--token, or {_TOKEN} in the environment, authenticates you"
         raise
     except PermissionDeniedError as error:
         error.hint = error.hint or _denied(error.message)
         raise
     except UnsupportedOperationError as error:
-        error.hint = error.hint or "the broker may be older than this command"
+        error.hint = error.hint or "the broker may be older than this client"
         raise
     except UnavailableError as error:
         if "does not answer" not in error.message:
@@ -259,8 +218,8 @@ def explained(options: argparse.Namespace) -> Iterator[None]:
 
 def _denied(message: str) -> str:
     if "is exclusive" in message:
-        return "a subscription made with --type shared or failover has room for several"
-    return f"the owner of this token (--token, {_TOKEN}) may not do that"
+        return "create the subscription with --type shared or failover to allow several consumers"
+    return f"the principal of this token (--token, {_TOKEN}) lacks the permission"
 
 
 def _no_broker(options: argparse.Namespace, error: UnavailableError) -> UnavailableError:
@@ -270,31 +229,32 @@ def _no_broker(options: argparse.Namespace, error: UnavailableError) -> Unavaila
     if "Connection refused" not in reason:
         message += f": {reason}" if reason else ""
     if "http1" in reason or address.endswith(f":{_HTTP_PORT}"):
-        hint = f"is that the port of HTTP? gRPC is at {BROKER_DEFAULT.rpartition(':')[2]}"
-        return UnavailableError(message, hint=f"{hint}, unless the broker is told otherwise")
-    hint = f"is `ister serve` running? --broker or {_BROKER} says where it is"
+        hint = f"this looks like the HTTP port; gRPC is on {BROKER_DEFAULT.rpartition(':')[2]}"
+        return UnavailableError(message, hint=f"{hint} by default")
+    hint = f"is `ister serve` running? set its address with --broker or {_BROKER}"
     if _is_encrypted(options):
-        hint += "; it may not speak TLS, or be signed by somebody whom --ca-file does not name"
+        hint += "; it may not use TLS, or its certificate may not be signed by the CA of "
+        "--ca-file"
     else:
-        hint += "; --tls or --ca-file if it wants encrypted connections"
+        hint += "; pass --tls or --ca-file if it uses TLS"
     return UnavailableError(message, hint=hint)
 
 
 @contextmanager
 def _near_misses(client: Client) -> Iterator[None]:
-    """Names similar topics where there is none of a name."""
+    """Names similar topics if a topic does not exist."""
     try:
         yield
     except NotFoundError as error:
         topic = error.topic or _named_in(error.message)
-        if topic is not None and f"no topic {topic}" in error.message:
+        if topic is not None and f"topic {topic} does not exist" in error.message:
             error.hint = _similar(client, topic)
             error.topic = None  # it is in the text
         raise
 
 
 def _named_in(message: str) -> str | None:
-    found = re.search(r"no topic (/[\w-]+/[\w-]+)", message)
+    found = re.search(r"topic (/[\w-]+/[\w-]+) does not exist", message)
     return found[1] if found is not None else None
 
 
@@ -308,7 +268,7 @@ def _similar(client: Client, topic: str) -> str:
     if near:
         return f"did you mean {', '.join(near)}?"
     shown = ", ".join(sorted(names)[:10])
-    return f"there are: {shown}" if names else "`ister topics create` makes one"
+    return f"existing topics: {shown}" if names else "create it with `ister topics create`"
 
 
 def _nearest(topic: str, names: Iterable[str]) -> list[str]:
@@ -325,8 +285,8 @@ def _token(options: argparse.Namespace) -> str | None:
 
 
 def _is_encrypted(options: argparse.Namespace) -> bool:
-    said = options.tls or options.ca_file or options.cert_file or options.key_file
-    return bool(said) or broker_address(options).startswith(("https://", "grpc+tls://"))
+    given = options.tls or options.ca_file or options.cert_file or options.key_file
+    return bool(given) or broker_address(options).startswith(("https://", "grpc+tls://"))
 
 
 def _tls(options: argparse.Namespace) -> TlsOptions | bool | None:
@@ -361,7 +321,7 @@ def locate_readers(options: argparse.Namespace, topic: str) -> list[ReaderAddres
 
 async def _locate(options: argparse.Namespace, topic: str) -> list[ReaderAddress]:
     _hush()
-    from ister.client.network import Network  # noqa: PLC0415
+    from ister.client.core.network import Network  # noqa: PLC0415
 
     network = Network(
         broker_address(options),
@@ -390,8 +350,8 @@ def open_reader(options: argparse.Namespace, address: str) -> FlightClient:
 
     if options.cert_file:
         raise ConfigError(
-            "without a subscription, a client's certificate cannot be shown",
-            hint="--subscription consumes with one",
+            "client certificates are not supported without a subscription",
+            hint="pass --subscription NAME",
         )
     tls_ca = None
     tls = _tls(options)

@@ -1,11 +1,11 @@
 """`ister consume TOPIC`: messages to standard output, with or without a subscription.
 
-Owns: arguments, when a message is acknowledged, exit codes. Does not own: lines
-(`messages_out`), reading without a subscription (`reading`), the subscription (`ister.client`).
+Owns: arguments, when a message is acknowledged, exit codes. Does not own: lines (`messages_out`),
+reading without a subscription (`topic_reading`), the subscription (`ister.client`).
 
-    --subscription   a cursor at the broker: what was read by whoever reads our output is
-                     acknowledged, and the next `consume` goes on behind it
-    without          nothing is remembered
+    --subscription   a cursor at the broker: messages whose lines were read are acknowledged,
+                     and the next `consume` continues behind them
+    without          no position is kept
 
 Invariant: a message is acknowledged after its line has been written; where the output is a pipe (on
 Linux), after its line has been read. What a crash leaves is delivered again.
@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ister.cli.connection import (
     add_broker_arguments,
@@ -29,9 +29,9 @@ from ister.cli.connection import (
     parse_start,
 )
 from ister.cli.interrupts import Interrupts
-from ister.cli.look import add_command, print_error
-from ister.cli.messages_out import FORMATS, Output, Received, StoppedError, formatter
-from ister.cli.place import parse_topic
+from ister.cli.location import add_topic_argument
+from ister.cli.messages_out import FORMATS, LineOutput, Received, StoppedError, formatter
+from ister.cli.output import Subparsers, add_command, print_error
 from ister.clock import SystemClock
 from ister.config import StorageMode
 from ister.errors import InvalidRequestError, NotFoundError, WaitTimeoutError
@@ -39,8 +39,6 @@ from ister.model import AckLevel, Start
 
 if TYPE_CHECKING:
     from ister.client import Client, Consumer, ReceivedMessage
-
-__all__ = ["register"]
 
 _RETRY_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 0.25
@@ -52,15 +50,15 @@ _QUIET_SECONDS: Final = 2.0
 _TYPES: Final = ("exclusive", "shared", "failover", "key_shared")
 
 _DESCRIPTION: Final = """\
-Prints the messages of a topic, one a line, and goes on with those that come later.
+Prints the messages of a topic, one per line, and waits for new ones.
 
-With --subscription, the broker remembers how far it came, and the next consumer of that name goes
-on there. A message is acknowledged after its line was written; if the output is a pipe, after the
-program behind it has read the line: `ister consume T --subscription S | head -5` takes five
-messages and leaves the rest. Without --subscription nothing is remembered."""
+With --subscription, the broker remembers the position, and the next consumer of the subscription
+continues there. A message is acknowledged after its line was written; if the output is a pipe,
+after the program behind it has read the line: `ister consume T --subscription S | head -5` takes
+five messages and leaves the rest. Without --subscription, no position is kept."""
 
 
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
     parser = add_command(
         commands,
@@ -75,79 +73,83 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
             "ister consume /default/a --no-follow --json | ister produce /default/b --json-lines",
         ),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    add_topic_argument(parser)
     place = parser.add_argument_group("what to read")
     place.add_argument(
         "--from",
         dest="start",
         metavar="WHERE",
         type=parse_start,
-        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or 90s, 15m, 2h, "
-        "7d for so long ago (default: earliest); an existing subscription goes on where it is",
+        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or a "
+        "relative time such as 7d (default: earliest); an existing subscription continues at "
+        "its position",
     )
-    place.add_argument("--limit", metavar="N", type=parse_count, help="end after so many messages")
+    place.add_argument(
+        "--limit", metavar="N", type=parse_count, help="stop after this many messages"
+    )
     place.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=parse_seconds,
-        help="end when there was no message for so long",
+        help="stop after this long without a message",
     )
     place.add_argument(
         "--follow",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="wait for messages that come later (the default), or end with what is there now",
+        help="keep waiting for new messages (default), or stop at the current end",
     )
     cursor = parser.add_argument_group("subscription")
     cursor.add_argument(
         "--subscription",
         metavar="NAME",
         type=parse_name,
-        help="on whose behalf; made if it does not exist",
+        help="subscription name; created if it does not exist",
     )
     cursor.add_argument(
         "--type",
         choices=_TYPES,
         default="exclusive",
-        help="of a new subscription: who of its consumers gets a message (default: exclusive)",
+        help="type of a new subscription: how messages are divided among its consumers "
+        "(default: exclusive)",
     )
-    cursor.add_argument(
-        "--name", metavar="NAME", type=parse_name, help="which of its consumers this is"
-    )
+    cursor.add_argument("--name", metavar="NAME", type=parse_name, help="consumer name")
     cursor.add_argument(
         "--no-ack",
         action="store_true",
-        help="acknowledge nothing: the messages come again, and there are no more than a consumer "
-        "may have unacknowledged",
+        help="do not acknowledge: messages are redelivered later, and at most as many arrive "
+        "as a consumer may have unacknowledged",
     )
     form = parser.add_argument_group("output")
     form.add_argument(
         "--format",
         choices=FORMATS,
         default="payload",
-        help="the payload as it is (the default); full: with topic, offset, time, producer, key "
-        "and attributes before it, tabs between; hex: the payload in hexadecimal digits",
+        help="payload: unchanged bytes (default); full: topic, offset, time, producer, key, "
+        "attributes and payload, separated by tabs; hex: payload as hexadecimal digits",
     )
     ends = form.add_mutually_exclusive_group()
     ends.add_argument(
-        "--delimiter", metavar="TEXT", help="the end of each message (default: a newline)"
+        "--delimiter", metavar="TEXT", help="separator after each message (default: newline)"
     )
-    ends.add_argument("-0", "--null", action="store_true", help="end messages with a zero byte")
-    form.add_argument("--json", action="store_true", help="an object a line, with all fields")
+    ends.add_argument("-0", "--null", action="store_true", help="separate messages by a zero byte")
+    form.add_argument(
+        "--json", action="store_true", help="print one JSON object per line, with all fields"
+    )
     add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     if sys.stdout is None:
-        raise InvalidRequestError("there is no standard output to print messages to")
+        raise InvalidRequestError("standard output is closed")
     fd = sys.stdout.fileno()
     is_careful = options.subscription is not None and not options.no_ack
     with Interrupts() as interrupts:
         work = _Consumption(
             options,
             interrupts,
-            Output(fd, interrupts, is_careful=is_careful),
+            LineOutput(fd, interrupts, is_careful=is_careful),
             formatter(
                 options.format,
                 is_json=options.json,
@@ -161,12 +163,12 @@ def _run(options: argparse.Namespace) -> int:
             else:
                 work.consume()
         except BrokenPipeError:
-            # Whoever reads has enough. Python would flush once more at its end, and complain.
+            # The reader is gone. Python would flush once more at its end, and complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
             return 0
         except StoppedError:
             pass
-    # A signal is how one ends that goes on for ever; with a limit it is too early.
+    # A signal is the normal end without a limit; with a limit it is an interruption.
     is_early = options.limit is not None and work.count < options.limit
     if interrupts.is_set and is_early:
         print_error(f"interrupted after {work.count:,} of {options.limit:,} messages")
@@ -187,7 +189,7 @@ class _Consumption:
         self,
         options: argparse.Namespace,
         interrupts: Interrupts,
-        output: Output,
+        output: LineOutput,
         as_line: Callable[[Received], bytes],
     ) -> None:
         self.count = 0
@@ -202,7 +204,7 @@ class _Consumption:
 
     def read(self) -> None:
         """Prints messages, and leaves nothing behind."""
-        from ister.cli.reading import read_topic  # noqa: PLC0415 - needs an extra
+        from ister.cli.topic_reading import read_topic  # noqa: PLC0415 - needs an extra
 
         options = self._options
         for one in ("no_ack", "name"):
@@ -233,20 +235,20 @@ class _Consumption:
     def _check_readable(self, client: Client) -> None:
         names = client.partitions(self._topic)
         if not names:
-            raise NotFoundError(f"there is no topic {self._topic}", topic=self._topic)
+            raise NotFoundError(f"topic {self._topic} does not exist", topic=self._topic)
         described = client.describe_topic(names[0])
         if not described.is_reliable:
             raise InvalidRequestError(
-                f"{self._topic} keeps no messages to read",
-                hint="--subscription NAME gets those that come from now on",
+                f"{self._topic} stores no messages",
+                hint="use --subscription NAME to receive new messages",
             )
         if described.ack == AckLevel.MEMORY:
             # Only what is in files is read this way, and a log in memory has none.
             mode = client.show_topic(names[0]).get("mode")
             if mode == StorageMode.MEMORY.value:
                 raise InvalidRequestError(
-                    f"{self._topic} is in memory alone, and is not read without a subscription",
-                    hint="--subscription NAME gets its messages",
+                    f"{self._topic} is in memory only and can be read only with a subscription",
+                    hint="use --subscription NAME",
                 )
 
     # -- with one ---------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class _Consumption:
         with connected(self._options) as client:
             names = client.partitions(self._topic)
             if not names:
-                raise NotFoundError(f"there is no topic {self._topic}", topic=self._topic)
+                raise NotFoundError(f"topic {self._topic} does not exist", topic=self._topic)
             start = self._start(client, names)
             with self._interrupts.breaking():  # nothing has come yet
                 consumer = client.consumer(
@@ -282,8 +284,8 @@ class _Consumption:
         if subscription in client.subscriptions(self._topic):
             if options.start is not None:
                 print(
-                    f"ister: subscription {subscription} is there already and goes on where it is "
-                    "(`ister subscriptions seek` moves it)",
+                    f"ister: subscription {subscription} already exists: continuing at its "
+                    "position (move it with `ister subscriptions seek`)",
                     file=sys.stderr,
                 )
             return "latest"

@@ -1,10 +1,10 @@
 """`ister inspect wal|checkpoint PATH`: what is on disk, in words or as JSON.
 
-Owns: arguments, output, exit code. Does not own: finding it out (`survey`), the formats, the other
+Owns: arguments, output, exit code. Does not own: examining files (`ister.topic.survey`), the other
 kinds (`inspect_object`, `inspect_topic`).
 
-Exit code 1 means that damage was found. A torn tail is none: a crash leaves one, and opening the
-topic cuts it off.
+Exit code 1 means damage. A torn tail is not damage: a crash leaves one, and opening the topic cuts
+it off.
 """
 
 from __future__ import annotations
@@ -14,35 +14,29 @@ import json
 import os
 import stat
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
 
 from ister.cli import inspect_object, inspect_topic
-from ister.cli.look import add_command, print_error, print_table
-from ister.cli.survey import FileSurvey, TopicSurvey, find_topics, survey
+from ister.cli.output import Subparsers, add_command, print_error, print_table
 from ister.cli.survey_view import (
     add_listing_arguments,
-    format_published,
-    format_state,
+    file_cells,
     make_listing,
     print_bad_ranges,
     print_frames,
 )
 from ister.errors import CorruptDataError, NotFoundError
-from ister.format.checkpoint import (
+from ister.model import JsonObject
+from ister.topic.survey import (
+    CHECKPOINT_NAME,
+    UPLOADER_CHECKPOINT_NAME,
+    FileSurvey,
+    TopicSurvey,
     UploaderCheckpoint,
     WalState,
-    decode_uploader_checkpoint,
-    decode_wal_checkpoint,
+    find_topics,
+    load_checkpoint,
+    survey,
 )
-from ister.fs.local import LocalFileSystem
-from ister.limits import CHECKPOINT_BYTES_MAX
-from ister.wal.directory import CHECKPOINT_NAME, UPLOADER_CHECKPOINT_NAME
-
-if TYPE_CHECKING:
-    # argparse has no public name for it.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
-
-__all__ = ["register"]
 
 
 def register(commands: Subparsers) -> None:
@@ -50,9 +44,9 @@ def register(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "inspect",
-        help="look at files, objects and topics as they are stored",
-        description="Shows what is on disk and in the bucket, byte by byte if need be. Reads "
-        "only, also while the log is in use.",
+        help="inspect stored files, objects and topics",
+        description="Shows what is stored on disk and in the bucket. Reads only, and can run "
+        "while the log is in use.",
         examples=(
             "ister inspect topic /default/orders",
             "ister inspect wal ./ister-data/wal/default/orders",
@@ -63,30 +57,31 @@ def register(commands: Subparsers) -> None:
     wal = add_command(
         kinds,
         "wal",
-        help="files, frames, offsets and damage of a write-ahead log",
-        description="Reads WAL files without changing them, also while the log is open elsewhere. "
-        "Exit code 1 if there is damage; a torn tail, which a crash leaves, is none.",
+        help="show files, frames, offsets and damage of a write-ahead log",
+        description="Reads WAL files without changing them, even while another process has "
+        "the log open. Exit code 1 if there is damage; a torn tail, which a crash leaves, is "
+        "not damage.",
         examples=(
             "ister inspect wal ./ister-data/wal",
             "ister inspect wal ./ister-data/wal/default/orders --frames --limit 10",
             "ister inspect wal ./ister-data/wal/default/orders/wal.0.log --json",
         ),
     )
-    wal.add_argument("path", metavar="PATH", help="a WAL file, a topic's or a data directory")
-    wal.add_argument("--json", action="store_true", help="one JSON object")
+    wal.add_argument("path", metavar="PATH", help="WAL file, topic directory or data directory")
+    wal.add_argument("--json", action="store_true", help="print one JSON object")
     add_listing_arguments(wal)
     wal.set_defaults(run=_run_wal)
 
     checkpoint = add_command(
         kinds,
         "checkpoint",
-        help="the fields of wal.ckpt or uploader.ckpt",
-        description="Shows a checkpoint; of a topic's directory, both. Exit code 1 if one is "
-        "damaged or of a newer version.",
+        help="show the fields of wal.ckpt or uploader.ckpt",
+        description="Shows a checkpoint file, or both checkpoints of a topic directory. Exit "
+        "code 1 if one is damaged or has a newer version.",
         examples=("ister inspect checkpoint ./ister-data/wal/default/orders",),
     )
-    checkpoint.add_argument("path", metavar="PATH", help="the file, or a topic's directory")
-    checkpoint.add_argument("--json", action="store_true", help="one JSON object")
+    checkpoint.add_argument("path", metavar="PATH", help="checkpoint file or topic directory")
+    checkpoint.add_argument("--json", action="store_true", help="print one JSON object")
     checkpoint.set_defaults(run=_run_checkpoint)
 
     inspect_object.register(kinds)
@@ -103,9 +98,9 @@ def _resolve(path: str) -> str:
     try:
         mode = os.stat(real).st_mode
     except OSError as error:
-        raise NotFoundError(f"cannot look at it: {error.strerror}", path=path) from error
+        raise NotFoundError(f"cannot read {path}: {error.strerror}", path=path) from error
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-        # Opening a pipe would wait for somebody to write to it.
+        # Opening a pipe would wait for a writer.
         raise NotFoundError("neither a file nor a directory", path=path)
     return real
 
@@ -139,7 +134,7 @@ def _run_wal(options: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _file_as_json(file: FileSurvey, *, with_frames: bool) -> dict[str, Any]:
+def _file_as_json(file: FileSurvey, *, with_frames: bool) -> JsonObject:
     fields = asdict(file)
     listed = fields.pop("listed")
     if with_frames:
@@ -147,7 +142,7 @@ def _file_as_json(file: FileSurvey, *, with_frames: bool) -> dict[str, Any]:
     return fields
 
 
-def _topic_as_json(topic: TopicSurvey) -> dict[str, Any]:
+def _topic_as_json(topic: TopicSurvey) -> JsonObject:
     state = topic.state
     return {
         "topic": topic.topic,
@@ -174,27 +169,14 @@ def _print_topics(topics: list[TopicSurvey]) -> None:
             poisoned = ", a sync failed: frames above are not trusted" if state.is_poisoned else ""
             print(f"checkpoint: synced {state.synced}, ack {state.ack}{poisoned}")
         if not topic.files:
-            print("no files: nothing was appended yet")
+            print("no files: the topic is empty")
             continue
         titles = ("file", "codec", "first", "next", "frames", "bytes", "published", "state")
-        print_table(titles, [_file_as_row(file) for file in topic.files])
+        print_table(titles, [(file.name, *file_cells(file)) for file in topic.files])
         for file in topic.files:
             print_bad_ranges(file)
         for file in topic.files:
             print_frames(file)
-
-
-def _file_as_row(file: FileSurvey) -> tuple[object, ...]:
-    return (
-        file.name,
-        file.codec,
-        file.first_offset,
-        file.next_offset,
-        file.frames,
-        file.bytes,
-        format_published(file),
-        format_state(file),
-    )
 
 
 # -- checkpoint -----------------------------------------------------------------------------
@@ -206,17 +188,13 @@ def _run_checkpoint(options: argparse.Namespace) -> int:
     if os.path.isdir(path):
         beside = os.path.join(path, UPLOADER_CHECKPOINT_NAME)
         path = os.path.join(path, CHECKPOINT_NAME)
-    found = _load_checkpoint(path)
-    shown: dict[str, Any] = {
-        "path": path,
-        "damaged": found is None,
-        **_checkpoint_fields(found),
-    }
+    found, uploader = load_checkpoint(path), None
+    shown: JsonObject = {"path": path, "damaged": found is None, **_checkpoint_fields(found)}
     damaged = path if found is None else None
     if beside is not None and not os.path.lexists(beside):
         shown["uploader"] = None  # nothing was uploaded yet
     elif beside is not None:
-        uploader = _load_checkpoint(beside)
+        uploader = load_checkpoint(beside)
         shown["uploader"] = {
             "path": beside,
             "damaged": uploader is None,
@@ -226,37 +204,23 @@ def _run_checkpoint(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(shown))
     else:
-        _print_checkpoints(shown)
+        _print_checkpoints(found, uploader)
     if damaged is not None:
         raise CorruptDataError(
             "the checkpoint is damaged",
             path=damaged,
-            hint="it is a hint: opening the topic works from the files and writes a new one",
+            hint="opening the topic rebuilds it from the files",
         )
     return 0
 
 
-def _load_checkpoint(path: str) -> WalState | UploaderCheckpoint | None:
-    """A checkpoint of either kind; None if it is damaged."""
-    file = LocalFileSystem().open_read(path)
-    try:
-        data = file.read_at(0, CHECKPOINT_BYTES_MAX + 1)
-    finally:
-        file.close()
-    if len(data) > CHECKPOINT_BYTES_MAX:
-        return None
-    return decode_wal_checkpoint(data) or decode_uploader_checkpoint(data)
-
-
-def _print_checkpoints(shown: dict[str, Any]) -> None:
-    uploader = shown.pop("uploader", None)
-    for number, fields in enumerate((shown, uploader)):
-        if fields is None or fields.pop("damaged"):
+def _print_checkpoints(*checkpoints: WalState | UploaderCheckpoint | None) -> None:
+    for number, found in enumerate(checkpoints):
+        if found is None:
             continue
         if number:
             print()
-        del fields["path"]
-        for name, value in fields.items():
+        for name, value in _checkpoint_fields(found).items():
             if isinstance(value, list):
                 print(f"{name}: {len(value)}")
                 for item in value:
@@ -265,7 +229,7 @@ def _print_checkpoints(shown: dict[str, Any]) -> None:
                 print(f"{name}: {'-' if value is None else value}")
 
 
-def _checkpoint_fields(found: WalState | UploaderCheckpoint | None) -> dict[str, Any]:
+def _checkpoint_fields(found: WalState | UploaderCheckpoint | None) -> JsonObject:
     """The fields of either kind, Danube's and Ister's beside each other."""
     if isinstance(found, WalState):
         own = asdict(found)

@@ -1,6 +1,6 @@
 """`ister inspect topic NAME`: one topic in all tiers, in words or as JSON.
 
-Owns: arguments, output, exit code. Does not own: finding it out (`topic_survey`).
+Owns: arguments, output, exit code. Does not own: finding it out (`stored_topics`).
 
 Exit code 1 means that there is no such topic, or that something about it could not be found out:
 the metadata is missing or damaged. What is known is shown all the same.
@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-from ister.cli.look import add_command, print_table
-from ister.cli.place import add_place_arguments, load_place, parse_topic, wal_root
-from ister.cli.report import answer, error_as_json, print_errors, print_json
-from ister.cli.topic_survey import TopicFacts, survey_topic
-from ister.cli.topic_view import ack_of, codec_of, view_of
-from ister.errors import IsterError
-from ister.format.descriptor import count_messages
-
-if TYPE_CHECKING:
-    # argparse has no public name for it.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
-
-__all__ = ["register"]
+from ister.cli.errors_out import answer, print_errors, print_json
+from ister.cli.location import add_place_arguments, load_place, parse_topic, wal_root
+from ister.cli.output import Subparsers, add_command, print_table
+from ister.cli.stored_topics import describe_topic, to_json
+from ister.topic.describe import count_messages
+from ister.topic.offline import TopicFacts
 
 _INDEX_FIELDS: Final = ("offset_index", "publish_time_index")
 
@@ -34,32 +27,33 @@ def register(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "topic",
-        help="a topic in all tiers: watermarks, files, objects, owner, subscriptions",
-        description="Shows a topic without changing or locking anything, also while the log is "
-        "open elsewhere; what that process has not written yet is not seen.",
+        help="show watermarks, files, objects, owner and subscriptions of a topic",
+        description="Shows a topic without changing or locking anything, even while another "
+        "process has the log open; messages that it has not written yet are not shown.",
         examples=(
             "ister inspect topic /default/orders",
             "ister inspect topic /default/orders --config ister.yml --json --index",
         ),
     )
-    parser.add_argument("topic", metavar="NAME", type=parse_topic, help="such as /default/orders")
-    parser.add_argument("--index", action="store_true", help="with --json: objects' indexes too")
+    parser.add_argument(
+        "topic", metavar="NAME", type=parse_topic, help="topic name, such as /default/orders"
+    )
+    parser.add_argument(
+        "--index", action="store_true", help="with --json: include the indexes of objects"
+    )
     add_place_arguments(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    def failed(error: IsterError) -> dict[str, Any]:
-        return {"topic": str(options.topic), "errors": [error_as_json(error)]}
-
-    return answer(lambda: _inspect(options), as_json=options.json, on_error=failed)
+    return answer(options, lambda: _inspect(options), {"topic": str(options.topic)})
 
 
 def _inspect(options: argparse.Namespace) -> int:
     storage = load_place(options).storage
-    facts = survey_topic(storage, wal_root(storage), options.topic)
+    facts = describe_topic(storage, wal_root(storage), options.topic)
     if options.json:
-        print_json(view_of(facts, with_index=options.index))
+        print_json(to_json(facts, with_index=options.index))
     else:
         _print_topic(facts)
     print_errors(facts.errors)
@@ -72,7 +66,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _print_topic(facts: TopicFacts) -> None:
     record = facts.record
     print(facts.topic)
-    about = f"ack {ack_of(facts) or '-'}, codec {codec_of(facts) or '-'}"
+    about = f"ack {facts.ack or '-'}, codec {facts.codec or '-'}"
     if record is not None:
         about += f", epoch {record.epoch}, incarnation {record.incarnation}"
         if not record.is_open:
@@ -81,7 +75,7 @@ def _print_topic(facts: TopicFacts) -> None:
     if facts.owner is not None:
         print(f"owner: node {facts.owner.node}, epoch {facts.owner.epoch}")
     elif record is not None:
-        print("owner: nobody has it open")
+        print("owner: none (no process has the topic open)")
     if facts.sealed is not None:
         print(f"sealed by node {facts.sealed.node} at offset {facts.sealed.next_offset}")
     marks = asdict(facts.watermarks)
@@ -89,7 +83,7 @@ def _print_topic(facts: TopicFacts) -> None:
     print()
     print_table(("tier", "start", "next", "pieces", "bytes"), _tiers(facts))
     if facts.local is not None and not facts.local.is_current:
-        print("the local files are not the newest: another node has written the topic since")
+        print("the local files are outdated: another node has written the topic since")
     if facts.objects:
         print()
         shown = facts.objects[-_OBJECTS_SHOWN:]

@@ -1,11 +1,11 @@
-"""SIGINT and SIGTERM for commands that go on until somebody stops them.
+"""SIGINT and SIGTERM for commands that run until they are stopped.
 
-The first one is noted, and whoever waits is woken: nothing is broken off in the middle. The second
-one ends the command as Python does by itself.
+The first signal sets a flag and wakes the waiting thread, so that nothing is interrupted in the
+middle. The second one ends the command as Python does by default.
 
-Invariant: whoever waits for `fd` is woken by a signal whichever thread the system gives it to, and
-also by one that comes just before the main thread begins to wait: the byte is written by the signal
-handler that Python has in C, not by `_note`, which runs once the main thread is awake.
+Invariant: a thread that waits for `fd` is woken whichever thread receives the signal, also if it
+arrives just before the main thread begins to wait: the byte is written by Python's signal handler
+in C, not by `_on_signal`, which runs once the main thread is awake.
 """
 
 from __future__ import annotations
@@ -16,38 +16,34 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from types import FrameType
+from typing import Final, Self, TypeAlias
 
-__all__ = ["Interrupts"]
+SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.signal` takes and returns."""
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Whether the command is to stop. A context manager, for the main thread."""
+    """Records that the command has to stop. A context manager, for the main thread."""
 
     def __init__(self) -> None:
         self.is_set = False
         self._is_breaking = False
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, SignalHandler] = {}
         self._read_end = self._write_end = self._woken_before = -1
 
     def __enter__(self) -> Self:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        # Elsewhere signals cannot be had, and are for the main thread to see to.
+        # Only the main thread can set signal handlers.
         if threading.current_thread() is threading.main_thread():
             self._woken_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
@@ -55,20 +51,20 @@ class Interrupts:
         os.close(self._read_end)
         os.close(self._write_end)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_set or self._is_breaking:
             raise KeyboardInterrupt
         self.stop()
 
     def stop(self) -> None:
-        """Has the command stop; may be called by any thread."""
+        """Makes the command stop. Thread-safe."""
         self.is_set = True
-        with suppress(BlockingIOError):  # it says so already
+        with suppress(BlockingIOError):  # the pipe is readable already
             os.write(self._write_end, b"!")
 
     @contextmanager
     def breaking(self) -> Iterator[None]:
-        """While nothing is lost by it, the first signal ends the command as the second one does.
+        """Makes the first signal end the command at once, for work that can be interrupted.
 
         Raises:
             KeyboardInterrupt: There was one before, or there is one now.
@@ -82,18 +78,18 @@ class Interrupts:
             self._is_breaking = False
 
     def wait(self, seconds: float) -> bool:
-        """Waits for so long, or until the command is to stop; whether it is."""
+        """Waits for this long, or until the command has to stop; returns whether it has to."""
         if not self.is_set and seconds > 0:
             select.select([self._read_end], [], [], seconds)
         return self.is_set
 
     @property
     def fd(self) -> int:
-        """A file that can be read from once the command is to stop; for those who wait for more."""
+        """A file descriptor that becomes readable when the command has to stop."""
         return self._read_end
 
     def reading(self, fd: int) -> Callable[[int], bytes]:
-        """Reads from a file that may have nothing to give for long; nothing once it is to stop."""
+        """A function that reads from a file until the command has to stop, then returns nothing."""
 
         def read(size: int) -> bytes:
             if not self.is_set:

@@ -4,7 +4,7 @@ Owns: the parser of all sub-commands, how errors are shown, exit codes. Does not
 does; each module of `ister.cli` registers its own parser and sets `run`.
 
 Exit codes: 0 done, 1 failed (or the command found damage), 2 wrong usage. Errors go to standard
-error and say what to do; a traceback is shown for our own faults alone.
+error with a hint; a traceback is shown only for bugs of Ister.
 """
 
 from __future__ import annotations
@@ -34,22 +34,20 @@ from ister.cli import (
     subscriptions,
     topics,
 )
-from ister.cli.look import print_error
+from ister.cli.errors_out import print_errors
+from ister.cli.output import print_error
 from ister.cli.parser import Parser
-from ister.cli.report import print_errors
 from ister.errors import InvariantError, IsterError
-
-__all__ = ["main", "make_parser"]
 
 _EXIT_FAILED: Final = 1
 
 _GROUPS: Final = {
-    "run it": ("serve", "demo"),
+    "run": ("serve", "demo"),
     "messages": ("produce", "consume"),
-    "what there is": ("topics", "subscriptions", "namespaces", "brokers"),
-    "with Spark": ("pipeline",),
-    "look closer and mend": ("inspect", "repair", "recover"),
-    "settings and rights": ("config", "auth", "completion"),
+    "resources": ("topics", "subscriptions", "namespaces", "brokers"),
+    "Spark": ("pipeline",),
+    "inspect and repair": ("inspect", "repair", "recover"),
+    "settings and access": ("config", "auth", "completion"),
     "measure": ("bench",),
 }
 """Commands as the help shows them."""
@@ -58,14 +56,13 @@ _GROUPS: Final = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code.
 
-    Args:
-        arguments: Without the program's name; those of the process by default.
+    `arguments` are without the program's name; those of the process by default.
 
     Raises:
         SystemExit: With 2 after wrong usage, with 0 after `--help` and `--version`.
     """
     options = make_parser().parse_args(arguments)
-    # What commands find is in their output; beside it only what somebody has to see to.
+    # Commands print their findings; the log is only for errors that need attention.
     logs.configure(level="ERROR", as_text=True)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -93,8 +90,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="ister",
         usage="ister COMMAND …",
-        description="A durable topic log: messages go to local files, then to a bucket, and are "
-        "read from both as one. `ister COMMAND --help` shows more about a command.",
+        description="A durable topic log: messages go to local files, then to a bucket, and "
+        "are read from both as one log. Run `ister COMMAND --help` for help on a command.",
         epilog="examples:\n"
         "  ister serve\n"
         "  echo hello | ister produce /default/greetings\n"

@@ -1,4 +1,4 @@
-"""Messages out of bytes: how `ister produce` takes its input apart.
+"""Splits the input of `ister produce` into messages.
 
     lines, or anything else between delimiters ─┐
     JSON, an object a line ─────────────────────┼─► payload, routing key, attributes
@@ -14,16 +14,14 @@ error before it is held whole.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ister.errors import InvalidRequestError, MessageTooLargeError
 from ister.limits import KIB, MESSAGE_SIZE_BYTES_MAX
-
-__all__ = ["InputOptions", "Message", "read_messages"]
+from ister.model import JsonObject
 
 _CHUNK_BYTES: Final = 256 * KIB
 # A message as JSON: base64 makes a third more, and attributes come on top.
@@ -31,7 +29,7 @@ _LINE_BYTES_MAX: Final = 2 * MESSAGE_SIZE_BYTES_MAX
 _SHOWN_CHARACTERS: Final = 60
 
 
-class Message(NamedTuple):
+class InputMessage(NamedTuple):
     """What is published."""
 
     payload: bytes
@@ -56,12 +54,10 @@ class InputOptions:
     """Of all messages; their own come on top."""
 
 
-def read_messages(read: Callable[[int], bytes], options: InputOptions) -> Iterator[Message]:
+def read_messages(read: Callable[[int], bytes], options: InputOptions) -> Iterator[InputMessage]:
     """The messages of an input.
 
-    Args:
-        read: Gives some bytes, at most so many; none at the end.
-        options: How they are meant.
+    `read` returns at most so many bytes, and none at the end.
 
     Raises:
         InvalidRequestError: A line is not what it should be; names it.
@@ -91,7 +87,7 @@ def split(read: Callable[[int], bytes], delimiter: bytes) -> Iterator[bytes]:
         if len(held) > _LINE_BYTES_MAX:
             raise MessageTooLargeError(
                 f"more than {_LINE_BYTES_MAX:,} bytes of input without a delimiter",
-                hint="--delimiter or --null says what is between messages",
+                hint="set the separator with --delimiter or --null",
             )
     if held:
         yield bytes(held)
@@ -111,54 +107,54 @@ def _read_all(read: Callable[[int], bytes]) -> bytes:
     return b"".join(pieces)
 
 
-def _maker(options: InputOptions) -> Callable[[bytes], Message]:
+def _maker(options: InputOptions) -> Callable[[bytes], InputMessage]:
     key, attributes = options.key, dict(options.attributes or {}) or None
     if options.is_json:
         return lambda piece: _of_json(piece, key, attributes)
     field = options.key_field
     if field is not None:
-        return lambda piece: Message(piece, _key_in(piece, field, key), attributes)
-    return lambda piece: Message(piece, key, attributes)
+        return lambda piece: InputMessage(piece, _key_in(piece, field, key), attributes)
+    return lambda piece: InputMessage(piece, key, attributes)
 
 
-def _of_json(line: bytes, key: str | None, attributes: Mapping[str, str] | None) -> Message:
+def _of_json(line: bytes, key: str | None, attributes: Mapping[str, str] | None) -> InputMessage:
     fields = _object(line)
     own = fields.get("attributes") or {}
     if not isinstance(own, dict) or not all(isinstance(value, str) for value in own.values()):
-        raise InvalidRequestError("attributes is not an object of texts")
+        raise InvalidRequestError("attributes must be an object of strings")
     own_key = fields.get("routing_key")
     if own_key is not None and not isinstance(own_key, str):
-        raise InvalidRequestError("routing_key is not a text")
-    return Message(
-        _payload(fields),
-        key if own_key is None else own_key,
-        {**(attributes or {}), **own} or None,
+        raise InvalidRequestError("routing_key must be a string")
+    return InputMessage(
+        _payload(fields), key if own_key is None else own_key, {**(attributes or {}), **own} or None
     )
 
 
-def _payload(fields: Mapping[str, Any]) -> bytes:
+def _payload(fields: JsonObject) -> bytes:
     encoded = fields.get("payload_base64")
     if encoded is not None:
+        if not isinstance(encoded, str):
+            raise InvalidRequestError("payload_base64 is not valid base64")
         try:
             return base64.b64decode(encoded, validate=True)
-        except (binascii.Error, ValueError, TypeError) as error:
-            raise InvalidRequestError("payload_base64 is not base64") from error
+        except ValueError as error:
+            raise InvalidRequestError("payload_base64 is not valid base64") from error
     if fields.get("payload") is None:
         raise InvalidRequestError(
-            "an object without a payload", hint="payload, or payload_base64 for what is no text"
+            "the object has no payload", hint="add payload, or payload_base64 for binary data"
         )
     payload = fields["payload"]
     if not isinstance(payload, str):
         payload = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
     try:
-        return bytes(payload.encode())
+        return payload.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError("payload is not a text in Unicode") from error
+        raise InvalidRequestError("payload is not valid Unicode") from error
 
 
 def _key_in(line: bytes, field: str, otherwise: str | None) -> str | None:
     """The routing key in a line of JSON; a name with dots leads into objects."""
-    value: Any = _object(line)
+    value: object = _object(line)
     for part in field.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     if value is None:
@@ -166,12 +162,12 @@ def _key_in(line: bytes, field: str, otherwise: str | None) -> str | None:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: bytes) -> JsonObject:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         shown = line[:_SHOWN_CHARACTERS].decode(errors="replace")
         raise InvalidRequestError(f"{shown!r} is not JSON") from error
     if not isinstance(fields, dict):
-        raise InvalidRequestError("JSON, but not an object")
+        raise InvalidRequestError("the JSON value is not an object")
     return fields

@@ -1,9 +1,9 @@
-"""Messages as lines, and lines to whoever reads them: the output of `ister consume`.
+"""The output of `ister consume`: formats messages as lines, and writes them.
 
 Owns: the forms of a message, and knowing when a line has arrived. Does not own: where messages come
 from, acknowledging them.
 
-A line that was written to a pipe is not a line that somebody has read: a pipe holds 64 KiB, and
+A line that was written to a pipe was not necessarily read: a pipe holds 64 KiB, and
 what is in it when `head` ends is lost. So where it matters, a pipe is made as small as it gets and
 lines go into it one at a time: it has room again only when the reader has taken all of it. Nothing
 but Linux has this; elsewhere, and for sockets, what is written counts as read.
@@ -18,19 +18,18 @@ import os
 import select
 import stat
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple
+from datetime import timedelta
+from typing import Final, NamedTuple
 
 from ister.cli.interrupts import Interrupts
 from ister.errors import DiskError
-
-__all__ = ["FORMATS", "Output", "Received", "StoppedError", "as_fields", "formatter"]
+from ister.model import JsonObject
+from ister.positions import EPOCH
 
 FORMATS: Final = ("payload", "full", "hex")
 
 _PIPE_BYTES: Final = 4096
 _SET_PIPE_SIZE: Final = getattr(fcntl, "F_SETPIPE_SZ", None)
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 # What would move the cursor of a terminal, or worse.
 _UNPRINTABLE: Final = {
     number: f"\\x{number:02x}" for number in (*range(32), *range(0x7F, 0xA0)) if number != 9
@@ -51,13 +50,13 @@ class Received(NamedTuple):
     schema_version: int | None = None
 
 
-def as_fields(message: Received) -> dict[str, Any]:
+def as_fields(message: Received) -> JsonObject:
     """The message for `--json`; `payload` is None if it is no text."""
     try:
         text: str | None = message.payload.decode()
     except UnicodeDecodeError:
         text = None
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "topic": message.topic,
         "offset": message.offset,
         "publish_time": message.publish_time_ms,
@@ -81,7 +80,7 @@ def formatter(
         form: One of `FORMATS`.
         is_json: JSON instead.
         delimiter: The end of a line; of JSON it is always a newline.
-        is_terminal: Somebody looks at it: what would change the terminal is shown as numbers.
+        is_terminal: The output is a terminal: control characters are shown as numbers.
     """
     if is_json:
         return lambda message: json.dumps(as_fields(message)).encode() + b"\n"
@@ -94,7 +93,7 @@ def formatter(
 
 
 def _full(message: Received) -> bytes:
-    when = _EPOCH + timedelta(milliseconds=min(message.publish_time_ms, 253_402_300_799_999))
+    when = EPOCH + timedelta(milliseconds=min(message.publish_time_ms, 253_402_300_799_999))
     about = [
         message.topic,
         str(message.offset),
@@ -111,25 +110,22 @@ def _printable(data: bytes) -> bytes:
 
 
 class StoppedError(Exception):
-    """The command was stopped while it waited for whoever reads its output."""
+    """The command was stopped while it waited for the reader of its output."""
 
 
-class Output:
+class LineOutput:
     """Where lines go. Waits for room, and for readers, in a way that a signal ends."""
 
     def __init__(self, fd: int, interrupts: Interrupts, *, is_careful: bool) -> None:
-        """Looks at what it is.
+        """Examines the file.
 
-        Args:
-            fd: Where to write.
-            interrupts: What ends waiting.
-            is_careful: It matters whether a line was read.
+        `interrupts` end waiting; with `is_careful` it matters whether a line was read.
         """
         self._fd = fd
         self._interrupts = interrupts
         self._is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
         self.is_stepwise = is_careful and self._is_pipe and self._shrink()
-        """Whether lines go one at a time, and `taken` tells when one was read."""
+        """Whether lines are written one at a time, and `taken` waits until one was read."""
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self._poll.register(interrupts.fd, select.POLLIN)
@@ -146,7 +142,7 @@ class Output:
         """Writes all of it.
 
         Raises:
-            BrokenPipeError: Nobody reads it any more.
+            BrokenPipeError: The reader is gone.
             DiskError: It cannot be written.
             StoppedError: A signal came first; some of it may be written.
         """
@@ -162,24 +158,24 @@ class Output:
         except BrokenPipeError:
             raise
         except OSError as error:
-            text = f"the output cannot be written: {error.strerror}"
+            text = f"cannot write the output: {error.strerror}"
             raise DiskError(text, errno=error.errno) from error
 
     def taken(self) -> None:
         """Returns when all that was written has been read, if that can be known.
 
         Raises:
-            BrokenPipeError: It never will be.
+            BrokenPipeError: The reader is gone.
             StoppedError: A signal came first.
         """
         if self.is_stepwise:
             self._wait_for_room()
 
     def check_reader(self) -> None:
-        """Looks whether somebody reads, for those who have nothing to write at the moment.
+        """Checks that there is still a reader, without writing.
 
         Raises:
-            BrokenPipeError: Nobody does any more.
+            BrokenPipeError: The reader is gone.
         """
         poll = select.poll()
         poll.register(self._fd, 0)

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 from ister.cli.connection import add_broker_arguments, connected, parse_name, print_change
-from ister.cli.look import add_command, print_table
-from ister.cli.report import answer, error_as_json, print_json
-from ister.errors import IsterError
-
-__all__ = ["register"]
+from ister.cli.errors_out import answer, print_json
+from ister.cli.output import Subparsers, add_command, print_table
 
 
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
     parser = add_command(
         commands,
         "namespaces",
-        help="list, make and remove namespaces, which topics are in",
-        description="The topic /shop/orders is in the namespace shop. The namespace default is "
-        "always there; others have to be made before topics can be in them.",
+        help="list, create and delete namespaces",
+        description="The topic /shop/orders is in the namespace shop. The namespace default "
+        "always exists; create others before creating topics in them.",
         examples=("ister namespaces list", "ister namespaces create shop"),
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
@@ -32,31 +28,28 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     listed = add_command(
         actions,
         "list",
-        help="the names of all namespaces",
+        help="list the names of all namespaces",
         examples=("ister namespaces list", "ister namespaces list --json"),
     )
     listed.set_defaults(run=_run_list)
 
     created = add_command(
-        actions,
-        "create",
-        help="make a namespace",
-        examples=("ister namespaces create shop",),
+        actions, "create", help="create a namespace", examples=("ister namespaces create shop",)
     )
     created.set_defaults(run=_run_create)
 
     deleted = add_command(
         actions,
         "delete",
-        help="remove a namespace that has no topics",
+        help="delete a namespace without topics",
         examples=("ister namespaces delete shop",),
     )
     deleted.set_defaults(run=_run_delete)
 
     for action in (created, deleted):
-        action.add_argument("name", metavar="NAME", type=parse_name, help="such as shop")
+        action.add_argument("name", metavar="NAME", type=parse_name, help="namespace, such as shop")
     for action in (listed, created, deleted):
-        action.add_argument("--json", action="store_true", help="one JSON object")
+        action.add_argument("--json", action="store_true", help="print one JSON object")
         add_broker_arguments(action)
 
 
@@ -70,17 +63,14 @@ def _run_list(options: argparse.Namespace) -> int:
             print_table(("namespace",), [(name,) for name in names])
         return 0
 
-    def failed(error: IsterError) -> dict[str, Any]:
-        return {"namespaces": [], "errors": [error_as_json(error)]}
-
-    return answer(show, as_json=options.json, on_error=failed)
+    return answer(options, show, {"namespaces": []})
 
 
 def _run_create(options: argparse.Namespace) -> int:
     def create() -> str:
         with connected(options) as client:
             client.create_namespace(options.name)
-        return f"{options.name} is a new namespace"
+        return f"created {options.name}"
 
     return _changed(options, create)
 
@@ -89,7 +79,7 @@ def _run_delete(options: argparse.Namespace) -> int:
     def delete() -> str:
         with connected(options) as client:
             client.delete_namespace(options.name)
-        return f"{options.name} is deleted"
+        return f"deleted {options.name}"
 
     return _changed(options, delete)
 
@@ -99,7 +89,4 @@ def _changed(options: argparse.Namespace, change: Callable[[], str]) -> int:
         print_change(options, change(), {"namespace": options.name})
         return 0
 
-    def failed(error: IsterError) -> dict[str, Any]:
-        return {"ok": False, "namespace": options.name, "errors": [error_as_json(error)]}
-
-    return answer(work, as_json=options.json, on_error=failed)
+    return answer(options, work, {"ok": False, "namespace": options.name})

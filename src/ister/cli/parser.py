@@ -1,7 +1,7 @@
-"""The parser of all commands: help in one look, and wrong usage answered with what was meant.
+"""The parser of all commands: the layout of help, and hints after wrong usage.
 
-Owns: how help looks, how wrong usage is said. Does not own: which commands there are (`main`), or
-what else is shown (`look`).
+Owns: the layout of help, errors of usage. Does not own: the commands (`main`), other output
+(`output`).
 
 Wrong usage ends with exit code 2, the usage and one sentence on standard error, and the nearest
 known word where there is one. A command that is given without its sub-command shows its help. Help
@@ -16,13 +16,11 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, TextIO
 
-from ister.cli.look import is_terminal, print_error
+from ister.cli.output import is_terminal, print_error
 from ister.config import expand_home
 from ister.errors import ConfigError
-
-__all__ = ["Parser", "walk_commands"]
 
 _EXIT_USAGE: Final = 2
 _PATHS: Final = ("DIR", "FILE", "PATH", "TABLE", "URL-or-PATH")
@@ -72,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
     # -- help -------------------------------------------------------------------------------
 
-    def print_help(self, file: Any = None) -> None:  # noqa: ANN401 - anything that is written to
+    def print_help(self, file: TextIO | None = None) -> None:  # type: ignore[override]
         """Shows the help, in colours where `file` is a terminal."""
         file = sys.stdout if file is None else file
         file.write(self._format_help(file))
@@ -81,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         """The help as plain text."""
         return self._format_help(None)
 
-    def _format_help(self, file: Any) -> str:  # noqa: ANN401
+    def _format_help(self, file: TextIO | None) -> str:
         width = _width(file)
         if file is not None and is_terminal(file):
             formatter = _rich_formatter(self.prog, width, file)
@@ -134,17 +132,15 @@ class Parser(argparse.ArgumentParser):
             SystemExit: With 2.
         """
         self.print_usage(sys.stderr)
-        print_error(message, hint=hint or f"`{self.prog} --help` shows how it is used")
+        print_error(message, hint=hint or f"`{self.prog} --help` shows its usage")
         raise SystemExit(_EXIT_USAGE)
 
     def parse_known_args(  # type: ignore[override]
-        self,
-        args: Sequence[str] | None = None,
-        namespace: argparse.Namespace | None = None,
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parses; what is left over is wrong usage already here, where it is known of what."""
         self._given = sys.argv[1:] if args is None else list(args)
-        # `-0` would have argparse take `-1` for an option, and say that a number is missing.
+        # `-0` would have argparse take `-1` for an option, and complain that a number is missing.
         self._has_negative_number_optionals.clear()
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -174,7 +170,7 @@ class Parser(argparse.ArgumentParser):
     def _is_unknown(self, item: str) -> bool:
         return item.partition("=")[0] not in self._option_string_actions
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         """Argparse's check of choices, with the nearest one."""
         choices = action.choices
         if choices is None or value in choices:
@@ -187,7 +183,7 @@ class Parser(argparse.ArgumentParser):
                 hint=near or f"known: {', '.join(known)}",
             )
         name = "/".join(action.option_strings) or action.metavar or action.dest
-        self.refuse(f"{name}: {value!r} is none of {', '.join(known)}", hint=near)
+        self.refuse(f"{name}: {value!r} is not one of {', '.join(known)}", hint=near)
 
     def _sub_commands(self) -> argparse._SubParsersAction[Parser] | None:
         for action in self._actions:
@@ -208,7 +204,7 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
     return f"did you mean {near[0]!r}?" if near else None
 
 
-def _width(file: Any) -> int:  # noqa: ANN401
+def _width(file: TextIO | None) -> int:
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdecimal() else 0
     if not width and file is not None and is_terminal(file):
@@ -229,8 +225,8 @@ def _plain_formatter(prog: str, width: int) -> argparse.HelpFormatter:
     )
 
 
-def _rich_formatter(prog: str, width: int, file: Any) -> argparse.HelpFormatter:  # noqa: ANN401
-    # These take a tenth of a second, which only those who look at help have to wait for.
+def _rich_formatter(prog: str, width: int, file: TextIO) -> argparse.HelpFormatter:
+    # Imported late: these take a tenth of a second.
     from rich.console import Console  # noqa: PLC0415
     from rich.theme import Theme  # noqa: PLC0415
     from rich_argparse import RawDescriptionRichHelpFormatter  # noqa: PLC0415

@@ -7,8 +7,8 @@ publishing (`ister.client`).
 
 Exit code 0 means that every message of the input is acknowledged. When it is stopped by a signal,
 by a reader of its output that went away or by an error, what was accepted is waited for a while,
-and standard error says how many messages are in the topic for sure. The rest may be there too:
-whoever sends them again may have them twice.
+and standard error says how many messages were acknowledged. The others may be in the topic as well:
+sending them again may duplicate them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ister.cli.connection import (
     add_broker_arguments,
@@ -32,9 +32,16 @@ from ister.cli.connection import (
     parse_name,
 )
 from ister.cli.interrupts import Interrupts
-from ister.cli.look import Progress, add_command, format_bytes, print_error, progress
-from ister.cli.messages_in import InputOptions, Message, read_messages
-from ister.cli.place import parse_topic
+from ister.cli.location import add_topic_argument
+from ister.cli.messages_in import InputMessage, InputOptions, read_messages
+from ister.cli.output import (
+    ProgressBar,
+    Subparsers,
+    add_command,
+    format_bytes,
+    print_error,
+    progress,
+)
 from ister.clock import SystemClock
 from ister.errors import CapacityError, InvalidRequestError, IsterError, NotFoundError
 from ister.model import AckLevel
@@ -42,29 +49,27 @@ from ister.model import AckLevel
 if TYPE_CHECKING:
     from ister.client import Client, Producer, SentMessage
 
-__all__ = ["register"]
-
 _RETRY_SECONDS: Final = 60.0
-# What was accepted when a signal comes is waited for so long.
+# After a signal, accepted messages have this long to be acknowledged.
 _GRACE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.25
 _UNREPORTED_MAX: Final = 100_000
 _ERRORS_SHOWN: Final = 5
 _PROGRESS_EVERY: Final = 500
-# A pipe that has room for anything has room for so much.
+# A pipe with any room has room for this much.
 _WRITE_BYTES: Final = 4096
 
 
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command to the parser."""
     parser = add_command(
         commands,
         "produce",
         help="publish messages from standard input, a file or the command line",
-        description="Publishes what comes on standard input, one message a line, until it ends. "
-        "The topic is made if it does not exist and the broker allows that.\n\n"
-        "Every message is acknowledged by the broker before the command ends with 0. After "
-        "anything else, standard error says how many were.",
+        description="Publishes each line of standard input as a message, until the input "
+        "ends. The topic is created if it does not exist and the broker allows that.\n\nThe "
+        "command ends with 0 only if the broker acknowledged every message; otherwise "
+        "standard error says how many were acknowledged.",
         examples=(
             "ister produce /default/orders --message 'hello'",
             "ister produce /default/orders < orders.jsonl",
@@ -72,28 +77,30 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
             "ister consume /default/a --no-follow --json | ister produce /default/b --json-lines",
         ),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    add_topic_argument(parser)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--file", metavar="FILE", help="read this instead of standard input")
-    source.add_argument("--message", metavar="TEXT", help="publish this one message")
+    source.add_argument("--file", metavar="FILE", help="read this file instead of standard input")
+    source.add_argument("--message", metavar="TEXT", help="publish this text as one message")
     form = parser.add_argument_group("messages")
     ends = form.add_mutually_exclusive_group()
     ends.add_argument(
         "--delimiter", metavar="TEXT", help="the separator between messages (default: newline)"
     )
-    ends.add_argument("-0", "--null", action="store_true", help="messages end with a zero byte")
-    ends.add_argument("--whole", action="store_true", help="all of the input is one message")
+    ends.add_argument(
+        "-0", "--null", action="store_true", help="messages are separated by a zero byte"
+    )
+    ends.add_argument("--whole", action="store_true", help="publish the whole input as one message")
     ends.add_argument(
         "--json-lines",
         action="store_true",
-        help="an object a line, as `ister consume --json` prints them: payload or payload_base64, "
-        "routing_key, attributes",
+        help="input is one JSON object per line, as printed by `ister consume --json`: "
+        "payload or payload_base64, routing_key, attributes",
     )
-    form.add_argument("--key", metavar="KEY", help="the routing key of messages without one")
+    form.add_argument("--key", metavar="KEY", help="routing key of messages without one")
     form.add_argument(
         "--key-field",
         metavar="FIELD",
-        help="messages are JSON objects, and this field is the routing key; a.b for one inside",
+        help="take the routing key from this field of each JSON message; a.b for a nested field",
     )
     form.add_argument(
         "--attribute",
@@ -101,30 +108,27 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
         action="append",
         default=[],
         type=_parse_attribute,
-        help="goes with every message; may be given several times",
+        help="attribute of every message; repeatable",
     )
     form.add_argument(
         "--name",
         metavar="NAME",
         type=parse_name,
-        help="who publishes; nobody else may meanwhile",
+        help="producer name; only one producer may use it at a time",
     )
-    form.add_argument(
-        "--rate", metavar="N", type=parse_count, help="at most so many messages a second"
-    )
-    made = parser.add_argument_group("a topic that does not exist")
+    form.add_argument("--rate", metavar="N", type=parse_count, help="maximum messages per second")
+    made = parser.add_argument_group("if the topic does not exist")
     made.add_argument(
         "--create",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="make it, also where brokers do not do so by themselves; or never",
+        help="create the topic even if brokers do not create topics automatically, or never "
+        "create it",
     )
-    made.add_argument("--ack", choices=list(AckLevel), help="what an acknowledged message survives")
-    made.add_argument(
-        "--partitions", metavar="N", type=parse_count, help="make it of so many partitions"
-    )
+    made.add_argument("--ack", choices=list(AckLevel), help="durability level of acknowledgements")
+    made.add_argument("--partitions", metavar="N", type=parse_count, help="number of partitions")
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object a message, with its offset"
+        "--json", action="store_true", help="print one JSON object per message, with its offset"
     )
     add_broker_arguments(parser, retry_for=_RETRY_SECONDS)
     parser.set_defaults(run=_run)
@@ -154,7 +158,7 @@ def _run(options: argparse.Namespace) -> int:
             )
         if is_new:
             where = f"(broker {broker_address(options)})"
-            print(f"ister: {options.topic} is a new topic {where}", file=sys.stderr)
+            print(f"ister: {options.topic} created {where}", file=sys.stderr)
         shown = stack.enter_context(_progress(options))
         report = _Report(
             is_json=options.json,
@@ -169,8 +173,8 @@ def _run(options: argparse.Namespace) -> int:
     return _conclude(report, failure, is_interrupted=interrupts.is_set)
 
 
-def _counted(messages: Iterator[Message], report: _Report) -> Iterator[Message]:
-    """The same messages; how many of them have no key is noted."""
+def _counted(messages: Iterator[InputMessage], report: _Report) -> Iterator[InputMessage]:
+    """Passes messages on and counts those without a key."""
     for message in messages:
         report.keyless += message.routing_key is None
         yield message
@@ -179,7 +183,7 @@ def _counted(messages: Iterator[Message], report: _Report) -> Iterator[Message]:
 def _input_options(options: argparse.Namespace) -> InputOptions:
     if options.json_lines and options.key_field:
         raise InvalidRequestError(
-            "--json-lines and --key-field", hint="with --json-lines, routing_key is the key"
+            "--key-field cannot be used with --json-lines", hint="there, routing_key is the key"
         )
     # Any bytes may be given, and Python has those that are no text as surrogates.
     between = (options.delimiter or "\n").encode(errors="surrogateescape")
@@ -209,9 +213,9 @@ def _open_input(
         stack.callback(os.close, fd)
         return _readable(interrupts.reading(fd), options.file)
     if sys.stdin is None:
-        raise InvalidRequestError("there is no standard input", hint="--file or --message")
+        raise InvalidRequestError("standard input is closed", hint="--file or --message")
     if sys.stdin.isatty():
-        print("one message a line; Ctrl-D ends", file=sys.stderr)
+        print("one message per line; press Ctrl-D to stop", file=sys.stderr)
     return _readable(interrupts.reading(sys.stdin.fileno()), "standard input")
 
 
@@ -231,7 +235,7 @@ def _prepare_topic(client: Client, options: argparse.Namespace) -> bool:
     if client.partitions(topic):
         return False
     if options.create is False:
-        raise NotFoundError(f"there is no topic {topic}", topic=topic)
+        raise NotFoundError(f"topic {topic} does not exist", topic=topic)
     if options.create or options.partitions:
         client.create_topic(topic, partitions=options.partitions or 0, ack=options.ack)
     return True
@@ -243,7 +247,7 @@ def _is_partitioned(client: Client, options: argparse.Namespace) -> bool:
 
 
 @contextlib.contextmanager
-def _progress(options: argparse.Namespace) -> Iterator[Progress | None]:
+def _progress(options: argparse.Namespace) -> Iterator[ProgressBar | None]:
     # A bar would run into lines that are typed, or printed.
     is_in_the_way = options.json and sys.stdout is not None and sys.stdout.isatty()
     is_typed = options.file is None and sys.stdin is not None and sys.stdin.isatty()
@@ -267,7 +271,7 @@ class _Production:
         report: _Report,
         *,
         rate: int | None,
-        shown: Progress | None,
+        shown: ProgressBar | None,
     ) -> None:
         self._producer = producer
         self._interrupts = interrupts
@@ -278,7 +282,7 @@ class _Production:
         self._sent: SimpleQueue[SentMessage | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._collect, name="ister-outcomes", daemon=True)
 
-    def run(self, messages: Iterator[Message]) -> IsterError | None:
+    def run(self, messages: Iterator[InputMessage]) -> IsterError | None:
         """Publishes all of them; returns why it could not."""
         self._thread.start()
         failure: IsterError | None = None
@@ -288,7 +292,7 @@ class _Production:
             failure = error
         self._sent.put(None)
         self._await_outcomes()
-        # Whatever has no outcome now is given up, and its outcome says so.
+        # Messages without an outcome by now fail.
         self._report.is_given_up = self._thread.is_alive()
         with contextlib.suppress(IsterError):
             self._producer.close(_LOOK_SECONDS if self._thread.is_alive() else None)
@@ -296,7 +300,7 @@ class _Production:
         self._report.end(self._clock.monotonic())
         return failure
 
-    def _send_all(self, messages: Iterator[Message]) -> None:
+    def _send_all(self, messages: Iterator[InputMessage]) -> None:
         report, sent, stopped = self._report, self._sent, self._interrupts
         began = self._clock.monotonic()
         report.began = began
@@ -316,7 +320,7 @@ class _Production:
             if self._shown is not None and report.accepted % _PROGRESS_EVERY == 0:
                 self._shown.advance(_PROGRESS_EVERY)
 
-    def _send(self, message: Message) -> SentMessage | None:
+    def _send(self, message: InputMessage) -> SentMessage | None:
         """Waits for room; None once the command is to stop."""
         while not self._interrupts.is_set:
             try:
@@ -374,7 +378,7 @@ class _Report:
         self.output_error: str | None = None
         """Why offsets are not printed any more."""
         self.is_given_up = False
-        """Whether nobody waits any longer for whoever reads the offsets."""
+        """Whether offsets are no longer printed because they were not read in time."""
         self._is_json = is_json
         self._is_partitioned = is_partitioned
         self.broker = broker
@@ -412,12 +416,12 @@ class _Report:
         try:
             self._write("\n".join(lines) + "\n")
         except BrokenPipeError:
-            self.output_error = "nobody reads the offsets any more"
+            self.output_error = "the reader of the offsets closed the pipe"
         except OSError as error:
-            self.output_error = f"the offsets cannot be written: {error.strerror}"
+            self.output_error = f"cannot write the offsets: {error.strerror}"
 
     def _write(self, text: str) -> None:
-        """Writes in a way that a reader who never reads cannot hold up for ever."""
+        """Writes without waiting forever for a reader that never reads."""
         if sys.stdout is None:
             return
         sys.stdout.flush()
@@ -465,10 +469,7 @@ def _conclude(report: _Report, failure: IsterError | None, *, is_interrupted: bo
         print_error(report.output_error)
     elif is_interrupted:
         print_error("interrupted before the end of the input")
-    print(
-        f"ister: {report.words()}" + (f"; {unknown:,} not" if unknown else ""),
-        file=sys.stderr,
-    )
+    print(f"ister: {report.words()}" + (f"; {unknown:,} not" if unknown else ""), file=sys.stderr)
     return 1
 
 

@@ -1,7 +1,8 @@
-"""`ister serve`: a broker, until it is told to end.
+"""`ister serve`: runs a broker until it is stopped.
 
-Owns: arguments, signals, and what is said at the start. SIGTERM and SIGINT end it in order; a
-second one at once. With `--pipeline` a process beside it runs the pipeline (`pipeline.beside`).
+Owns: arguments, signals, and the greeting. SIGTERM and SIGINT stop it in order; a
+second one stops it at once. With `--pipeline`, a second process runs the pipeline
+(`pipeline.beside`).
 """
 
 from __future__ import annotations
@@ -17,36 +18,33 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from ister import failpoints, logs, tracing
-from ister.cli.look import add_command, console, is_terminal
-from ister.cli.pipeline.beside import PipelineBeside, check_requirements, make_command
+from ister.allocator import keep_freed_buffers
+from ister.cli.location import CONFIG_VARIABLE, DATA_DEFAULT
+from ister.cli.output import Subparsers, add_command, console, is_terminal
+from ister.cli.pipeline.child_process import PipelineBeside, check_requirements, make_command
 from ister.config import Config, load_config
 from ister.errors import ConfigError, UnavailableError
 from ister.extras import missing_extra
 
-__all__ = ["register"]
-
 _log = logging.getLogger("ister.cli.serve")
 
-_DATA_DEFAULT = "./ister-data"
-_VARIABLE = "ISTER_CONFIG"
 _PORT_DEFAULT = ":6650"
-_EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - a word, nobody listens
+_EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - only compared
 
 
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command."""
     parser = add_command(
         commands,
         "serve",
         help="run a broker, with a dashboard",
-        description="Serves topics by gRPC (Danube's protocol), Arrow Flight and HTTP, where the "
-        "dashboard is. Without arguments: on ./ister-data, for this machine alone. SIGTERM and "
-        "Ctrl-C end it in order.",
+        description="Serves topics over gRPC (Danube's protocol), Arrow Flight and HTTP, "
+        "with a dashboard. Without arguments, uses ./ister-data and listens on this machine "
+        "only. SIGTERM or Ctrl-C stops it in order.",
         examples=(
             "ister serve",
             "ister serve --data-dir /var/lib/ister --pipeline",
@@ -56,41 +54,43 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     )
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
-        "--config", metavar="FILE", help=f"the config file, an ister.yml (default: ${_VARIABLE})"
+        "--config", metavar="FILE", help=f"config file (default: ${CONFIG_VARIABLE})"
     )
     place.add_argument(
-        "--data-dir", metavar="DIR", help=f"where data goes (default: {_DATA_DEFAULT})"
+        "--data-dir", metavar="DIR", help=f"data directory (default: {DATA_DEFAULT})"
+    )
+    parser.add_argument("--host", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", metavar="N", type=int, help="gRPC port, 0 for any free one (default: 6650)"
     )
     parser.add_argument(
-        "--host", metavar="HOST", help="the address to listen on (default: 127.0.0.1)"
+        "--flight-port", metavar="N", type=int, help="Arrow Flight port (default: 6651)"
     )
-    parser.add_argument(
-        "--port", metavar="N", type=int, help="gRPC; 0 takes any free one (default: 6650)"
-    )
-    parser.add_argument("--flight-port", metavar="N", type=int, help="Arrow Flight (default: 6651)")
-    parser.add_argument("--http-port", metavar="N", type=int, help="HTTP (default: 9040)")
+    parser.add_argument("--http-port", metavar="N", type=int, help="HTTP port (default: 9040)")
     parser.add_argument(
         "--pipeline",
         action="store_true",
-        help="run the pipeline beside it, as `ister pipeline run` does, on this machine",
+        help="also run the pipeline on this machine, as `ister pipeline run` does",
     )
     parser.add_argument(
         "--allow-insecure",
         action="store_true",
-        help="listen beyond this machine although callers need not say who they are",
+        help="listen on other addresses than localhost without authentication",
     )
     parser.add_argument(
         "--log-level",
         metavar="LEVEL",
         default="INFO",
-        help="DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
+        help="log level: DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="say where it listens as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the addresses as JSON, and log as JSON"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until told to end."""
+    """Serves until a signal stops it."""
     # Arrow's own allocator keeps what one large batch took; the system's gives it back.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     try:
@@ -105,29 +105,30 @@ def run(options: argparse.Namespace) -> int:
     _raise_file_limit()
     tracing.start("ister-broker", os.environ)
     _set_aside_modules()
+    keep_freed_buffers()
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         broker = Broker(config)
-        told = asyncio.Event()
+        stopping = asyncio.Event()
 
-        def tell() -> None:
-            if told.is_set():
+        def stop() -> None:
+            if stopping.is_set():
                 os._exit(1)
-            told.set()
-            _log.info("ending")
+            stopping.set()
+            _log.info("stopping")
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, tell)
+            loop.add_signal_handler(number, stop)
         starting = asyncio.ensure_future(broker.start())
-        waiting = asyncio.ensure_future(told.wait())
+        waiting = asyncio.ensure_future(stopping.wait())
         await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            _log.info("ended")
+            _log.info("stopped")
             return
         listening = starting.result().to_json()
         pipeline = _start_pipeline(options, config, listening)
@@ -140,14 +141,14 @@ def run(options: argparse.Namespace) -> int:
             # First: it gives the lease back, and the broker uploads its last messages by itself.
             await pipeline.stop()
         await broker.stop(leave_connections=True)
-        # The loop waits for it: whatever it went on with, callers would hear from a broker that is
-        # no more.
+        # On the loop, so that no call is answered after the broker has stopped.
         tracing.stop()
-        _log.info("ended")
+        _log.info("stopped")
         _exit()
 
     try:
-        asyncio.run(serve())
+        with asyncio.Runner(loop_factory=_loop_factory(config)) as runner:
+            runner.run(serve())
     finally:
         tracing.stop()
     return 0
@@ -170,11 +171,27 @@ def _start_pipeline(
     return pipeline
 
 
-def _set_aside_modules() -> None:
-    """Has the collector pass over what is loaded by now, all of which stays.
+def _loop_factory(config: Config) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Returns uvloop's loop factory, which costs less per call; None for asyncio's own loop.
 
-    It stops every thread while it looks at that, for 50 ms and more, and what is delivered then is
-    late. Before topics are opened: those may go, and what was set aside never does.
+    None if uvloop is not installed, and with TLS: uvloop reads from a connection before its
+    handshake has begun, and what it read is lost. `broker.observe.http` begins handshakes later, to
+    limit how many are in progress.
+    """
+    if config.broker.tls.cert_file is not None:
+        return None
+    try:
+        import uvloop  # noqa: PLC0415 - only where there are wheels of it
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _set_aside_modules() -> None:
+    """Excludes loaded modules from garbage collection, which stops every thread for 50 ms and more.
+
+    Called before topics are opened: frozen objects are never collected.
     """
     gc.collect()
     gc.freeze()
@@ -191,15 +208,19 @@ def _exit() -> None:
 def _raise_file_limit() -> None:
     """Takes all the file handles that this process may have: each connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A process that is not allowed to goes on with what it has.
+    # Without the permission, the current limit stays.
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _greet(config: Config, listening: dict[str, str]) -> None:
-    """Says where everything is; on a terminal, and what to try next."""
+    """Prints the addresses; on a terminal, also what to try next."""
     where = config.storage.wal.dir
     scheme = "https" if config.broker.tls.cert_file is not None else "http"
+    advertised = config.broker.advertised
+    connect_to = (
+        advertised.connect_url or advertised.broker_url or f"{scheme}://{listening['grpc']}"
+    )
     facts = {
         "gRPC": listening["grpc"],
         "Flight": listening["flight"],
@@ -207,15 +228,15 @@ def _greet(config: Config, listening: dict[str, str]) -> None:
         "data": os.path.dirname(os.path.abspath(where)) if where else "in memory",
     }
     if is_terminal(sys.stdout):
-        # Every address is none that a browser goes to.
+        # A browser cannot open the address 0.0.0.0.
         address = listening["http"].replace(_EVERY_ADDRESS, "127.0.0.1")
         _show_panel(facts | {"HTTP": f"{scheme}://{address}/"})
     else:
         print("Ister is ready.")
         for name, value in facts.items():
-            beside = f"   Danube's clients: {scheme}://{value}" if name == "gRPC" else ""
+            beside = f"   Danube's clients: {connect_to}" if name == "gRPC" else ""
             print(f"  {name:<6}  {value}{beside}")
-        print("Ctrl-C ends it.")
+        print("Press Ctrl-C to stop it.")
     sys.stdout.flush()
 
 
@@ -288,7 +309,7 @@ def _check_ports(config: Config) -> None:
             try:
                 one.bind((host, port))
             except OSError as error:
-                # Whatever else it is, the broker finds it too, and says so.
+                # The broker reports all other errors.
                 if error.errno == errno.EADDRINUSE:
                     raise UnavailableError(
                         f"cannot listen on {host}:{port}: {error.strerror}",
@@ -298,5 +319,7 @@ def _check_ports(config: Config) -> None:
 
 def find_source(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
     """The config file or the data directory that the arguments name."""
-    source: str = options.config or options.data_dir or environment.get(_VARIABLE) or _DATA_DEFAULT
+    source: str = (
+        options.config or options.data_dir or environment.get(CONFIG_VARIABLE) or DATA_DEFAULT
+    )
     return source

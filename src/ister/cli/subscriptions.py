@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ister.cli.connection import (
     add_broker_arguments,
@@ -23,24 +22,24 @@ from ister.cli.connection import (
     parse_start,
     print_change,
 )
-from ister.cli.look import add_command, confirm, print_facts, print_table
-from ister.cli.place import parse_topic
-from ister.cli.report import answer, error_as_json, print_json
-from ister.errors import IsterError, NotFoundError
+from ister.cli.errors_out import answer, print_json
+from ister.cli.location import add_topic_argument, parse_topic
+from ister.cli.output import Subparsers, add_command, confirm, print_facts, print_table
+from ister.errors import NotFoundError
+from ister.model import JsonObject
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
+from ister.wire.views import SubscriptionJson
 
 if TYPE_CHECKING:
     from ister.client import Client
 
-__all__ = ["print_subscriptions", "register"]
 
-
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command and its parts to the parser."""
     parser = add_command(
         commands,
         "subscriptions",
-        help="list, describe, move and remove subscriptions",
+        help="list, describe, seek and remove subscriptions",
         examples=(
             "ister subscriptions list /default/orders",
             "ister subscriptions seek /default/orders billing --to 2h",
@@ -56,33 +55,33 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     _register_restrict(kinds)
 
 
-def _register_list(kinds: Any) -> None:  # noqa: ANN401
+def _register_list(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "list",
-        help="the subscriptions of a topic",
+        help="list the subscriptions of a topic",
         examples=("ister subscriptions list /default/orders",),
     )
     _add_arguments(parser, _run_list, has_name=False)
 
 
-def _register_describe(kinds: Any) -> None:  # noqa: ANN401
+def _register_describe(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "describe",
-        help="where a subscription is, who has it, and what holds it up",
+        help="show the position, consumers and state of a subscription",
         examples=("ister subscriptions describe /default/orders billing",),
     )
     _add_arguments(parser, _run_describe)
 
 
-def _register_seek(kinds: Any) -> None:  # noqa: ANN401
+def _register_seek(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "seek",
-        help="have a subscription go on from elsewhere",
-        description="Moves a subscription, for all its consumers. Those that are connected may "
-        "still hand out some messages that they had got before.",
+        help="move a subscription to another position",
+        description="Moves a subscription, for all its consumers. Connected consumers may "
+        "still return some messages that they received before.",
         examples=(
             "ister subscriptions seek /default/orders billing --to earliest",
             "ister subscriptions seek /default/orders billing --to 12000",
@@ -96,31 +95,31 @@ def _register_seek(kinds: Any) -> None:  # noqa: ANN401
         metavar="WHERE",
         type=parse_start,
         required=True,
-        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or 90s, 15m, 2h, "
-        "7d for so long ago",
+        help="earliest, latest, an offset, a time such as 2026-01-31T12:00:00Z, or a "
+        "relative time such as 7d",
     )
 
 
-def _register_remove(kinds: Any) -> None:  # noqa: ANN401
+def _register_remove(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "remove",
         help="remove a subscription without consumers",
-        description="Removes a subscription, and with it how far it came. It must have no "
-        "consumers.",
+        description="Removes a subscription and its position. It must have no consumers.",
         examples=("ister subscriptions remove /default/orders billing --yes",),
     )
     _add_arguments(parser, _run_remove)
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--yes", action="store_true", help="skip the confirmation")
 
 
-def _register_policy(kinds: Any) -> None:  # noqa: ANN401
+def _register_policy(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "policy",
-        help="show or change what happens to messages that fail",
-        description="Shows what happens to messages that a consumer refuses or does not "
-        "acknowledge in time. What is given is changed, from now on; the rest stays.",
+        help="show or change the failure policy of a subscription",
+        description="Shows what happens to messages that a consumer rejects or does not "
+        "acknowledge in time. Options that are given change the policy; the others stay "
+        "unchanged.",
         examples=(
             "ister subscriptions policy /default/orders billing",
             "ister subscriptions policy /default/orders billing --max-redelivery-count 3",
@@ -130,28 +129,30 @@ def _register_policy(kinds: Any) -> None:  # noqa: ANN401
     _add_arguments(parser, _run_policy)
     change = parser.add_argument_group("changes")
     for name, what in (
-        ("max-redelivery-count", "how often a message comes again"),
-        ("ack-timeout-ms", "how long a consumer may take"),
-        ("base-redelivery-delay-ms", "the first pause before a message comes again"),
-        ("max-redelivery-delay-ms", "the longest one"),
+        ("max-redelivery-count", "maximum number of redeliveries of a message"),
+        ("ack-timeout-ms", "time a consumer has to acknowledge a message"),
+        ("base-redelivery-delay-ms", "delay before the first redelivery"),
+        ("max-redelivery-delay-ms", "maximum delay between redeliveries"),
     ):
         change.add_argument(f"--{name}", metavar="N", type=_parse_number, help=what)
-    change.add_argument("--backoff", choices=list(Backoff), help="how pauses grow")
+    change.add_argument("--backoff", choices=list(Backoff), help="how delays grow")
     change.add_argument(
-        "--poison", choices=list(PoisonPolicy), help="what becomes of one that failed too often"
+        "--poison",
+        choices=list(PoisonPolicy),
+        help="what to do with a message after its last redelivery",
     )
     change.add_argument(
-        "--dead-letter-topic", metavar="TOPIC", type=parse_topic, help="where it goes then"
+        "--dead-letter-topic", metavar="TOPIC", type=parse_topic, help="dead-letter topic"
     )
     change.add_argument(
         "--max-unacked-messages",
         metavar="N",
         type=parse_count,
-        help="how many a consumer may have and not have acknowledged",
+        help="maximum unacknowledged messages per consumer",
     )
 
 
-def _register_restrict(kinds: Any) -> None:  # noqa: ANN401
+def _register_restrict(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "restrict",
@@ -171,7 +172,7 @@ def _register_restrict(kinds: Any) -> None:  # noqa: ANN401
         "--to",
         metavar="PRINCIPAL",
         action="append",
-        help="user:NAME or service:NAME (a name alone is a user); may be given several times",
+        help="user:NAME or service:NAME (default: user); repeatable",
     )
     who.add_argument("--lift", action="store_true", help="remove the restriction")
 
@@ -182,19 +183,16 @@ def _add_arguments(
     *,
     has_name: bool = True,
 ) -> None:
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    add_topic_argument(parser)
     if has_name:
         parser.add_argument(
-            "subscription", metavar="NAME", type=parse_name, help="of the subscription"
+            "subscription", metavar="NAME", type=parse_name, help="subscription name"
         )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_broker_arguments(parser)
 
     def answered(options: argparse.Namespace) -> int:
-        def failed(error: IsterError) -> dict[str, Any]:
-            return {"topic": str(options.topic), "errors": [error_as_json(error)]}
-
-        return answer(lambda: run(options), as_json=options.json, on_error=failed)
+        return answer(options, lambda: run(options), {"topic": str(options.topic)})
 
     parser.set_defaults(run=answered)
 
@@ -208,14 +206,14 @@ def _parse_number(text: str) -> int:
 # -- looking --------------------------------------------------------------------------------
 
 
-def _all_of(client: Client, topic: str) -> list[dict[str, Any]]:
+def _all_of(client: Client, topic: str) -> list[SubscriptionJson]:
     """The subscriptions of a topic, or of all its partitions."""
     view = client.show_topic(topic)
     views = [client.show_topic(name) for name in view["partitions"]] or [view]
     return [{"topic": one["topic"], **found} for one in views for found in one["subscriptions"]]
 
 
-def _one_of(client: Client, topic: str, name: str) -> list[dict[str, Any]]:
+def _one_of(client: Client, topic: str, name: str) -> list[SubscriptionJson]:
     """One subscription, once for each partition.
 
     Raises:
@@ -229,14 +227,18 @@ def _one_of(client: Client, topic: str, name: str) -> list[dict[str, Any]]:
     if not mine:
         names = sorted({one["name"] for one in found})
         near = difflib.get_close_matches(name, names) or names[:10]
-        hint = f"there are: {', '.join(near)}" if near else "the topic has none"
+        hint = (
+            f"existing subscriptions: {', '.join(near)}"
+            if near
+            else "the topic has no subscriptions"
+        )
         raise NotFoundError(f"{topic} has no subscription {name}", hint=hint)
     return mine
 
 
-def _described(client: Client, topic: str, name: str) -> list[dict[str, Any]]:
-    """One subscription among very many, asked for by itself."""
-    found: list[dict[str, Any]] = []
+def _described(client: Client, topic: str, name: str) -> list[SubscriptionJson]:
+    """Finds one subscription among very many."""
+    found: list[SubscriptionJson] = []
     for part in client.partitions(topic):
         for one in client.describe_topic(part).subscriptions:
             if one.subscription != name:
@@ -276,11 +278,10 @@ def _run_list(options: argparse.Namespace) -> int:
     return 0
 
 
-def print_subscriptions(found: Sequence[Mapping[str, Any]]) -> None:
+def print_subscriptions(found: Sequence[SubscriptionJson]) -> None:
     """A table of subscriptions; those of several topics with their topics.
 
-    Args:
-        found: As in a topic's view. `topic` may be missing where all are of one.
+    `topic` may be missing where all are of one.
     """
     is_partitioned = len({one.get("topic") for one in found}) > 1
     headers = (
@@ -292,7 +293,7 @@ def print_subscriptions(found: Sequence[Mapping[str, Any]]) -> None:
         "in flight",
         "waiting",
         "consumers",
-        "what holds it up",
+        "blocked by",
     )
     rows = [
         (
@@ -330,21 +331,21 @@ def _run_describe(options: argparse.Namespace) -> int:
         "waiting": one["waiting"],
         "consumers": ", ".join(one["consumers"]) or "none",
         "active": one["active"],
-        "unacked at most": one["max_unacked_messages"],
+        "max unacked": one["max_unacked_messages"],
         "access": _principals(one),
-        "what holds it up": one["blocked_reason"] or "nothing",
+        "blocked by": one["blocked_reason"] or "nothing",
         **{name.replace("_", " "): value for name, value in (one["failure_policy"] or {}).items()},
     }
     print_facts(facts, title=f"{one['name']} of {topic}")
     return 0
 
 
-def _principals(one: Mapping[str, Any]) -> str:
+def _principals(one: SubscriptionJson) -> str:
     principals = one.get("principals")
     return "not restricted" if principals is None else f"restricted to {', '.join(principals)}"
 
 
-def _together(topic: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def _together(topic: str, found: list[SubscriptionJson]) -> JsonObject:
     """A subscription of all partitions as one; theirs are in `partitions`."""
     return {
         "topic": topic,
@@ -372,7 +373,7 @@ def _run_seek(options: argparse.Namespace) -> int:
     lines = []
     for move in moves:
         of = f" of {move['topic']}" if len(moves) > 1 else ""
-        lines.append(f"{name}{of} goes on from offset {move['cursor']}; it was at {move['before']}")
+        lines.append(f"{name}{of} moved to offset {move['cursor']} from {move['before']}")
     cursor = moves[0]["cursor"] if len(moves) == 1 else None
     facts = {"topic": topic, "subscription": name, "cursor": cursor, "moves": moves}
     print_change(options, "\n".join(lines), facts)
@@ -388,7 +389,7 @@ def _run_remove(options: argparse.Namespace) -> int:
         if not confirm(question, is_confirmed=options.yes):
             return 1
         client.unsubscribe(topic, name)
-    print_change(options, f"{name} is removed from {topic}", {"topic": topic, "subscription": name})
+    print_change(options, f"removed {name} from {topic}", {"topic": topic, "subscription": name})
     return 0
 
 
@@ -410,7 +411,7 @@ def _run_policy(options: argparse.Namespace) -> int:
         policy = client.failure_policy(one["topic"], name)
         changes = _changes(options)
         if changes:
-            policy = replace(policy, **changes)
+            policy = FailurePolicy.from_json({**policy.to_json(), **changes})
             client.set_failure_policy(topic, name, policy)
         if options.max_unacked_messages is not None:
             client.set_max_unacked_messages(topic, name, options.max_unacked_messages)
@@ -426,7 +427,7 @@ def _run_policy(options: argparse.Namespace) -> int:
     return 0
 
 
-def _changes(options: argparse.Namespace) -> dict[str, Any]:
+def _changes(options: argparse.Namespace) -> JsonObject:
     given = {
         "max_redelivery_count": options.max_redelivery_count,
         "ack_timeout_ms": options.ack_timeout_ms,
@@ -439,5 +440,5 @@ def _changes(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _policy(policy: FailurePolicy, one: Mapping[str, Any]) -> dict[str, Any]:
+def _policy(policy: FailurePolicy, one: SubscriptionJson) -> JsonObject:
     return {**policy.to_json(), "max_unacked_messages": one["max_unacked_messages"]}

@@ -1,4 +1,4 @@
-"""What a survey found, in words: bad ranges, single frames, points in time; and which to list."""
+"""Prints the results of a survey: bad ranges, single frames, times."""
 
 from __future__ import annotations
 
@@ -6,26 +6,16 @@ import argparse
 from datetime import UTC, datetime
 from typing import Final
 
-from ister.cli.look import print_table
-from ister.cli.survey import FileSurvey, Kind, Listing
-
-__all__ = [
-    "add_listing_arguments",
-    "format_published",
-    "format_state",
-    "format_time",
-    "make_listing",
-    "print_bad_ranges",
-    "print_frames",
-]
+from ister.cli.output import print_table
+from ister.topic.survey import FileSurvey, Kind, Listing
 
 _LISTED_FRAMES_DEFAULT: Final = 1000
-"""Enough to look at, and a list that fits into memory and onto a screen with a pager."""
+"""A list of this length fits into memory."""
 
 
 def add_listing_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--frames`, `--limit` and `--from`."""
-    parser.add_argument("--frames", action="store_true", help="list single frames too")
+    parser.add_argument("--frames", action="store_true", help="also list single frames")
     parser.add_argument(
         "--limit",
         type=_count,
@@ -39,7 +29,7 @@ def add_listing_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=0,
         metavar="OFFSET",
-        help="with --frames: begin at this offset",
+        help="with --frames: start at this offset",
     )
 
 
@@ -53,11 +43,24 @@ def make_listing(options: argparse.Namespace) -> Listing:
 def _count(text: str) -> int:
     """A number of frames or an offset, for argparse."""
     if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 on")
     return int(text)
 
 
-def format_state(file: FileSurvey) -> str:
+def file_cells(file: FileSurvey) -> tuple[object, ...]:
+    """The cells of a file's row: codec, first, next, frames, bytes, published, state."""
+    return (
+        file.codec,
+        file.first_offset,
+        file.next_offset,
+        file.frames,
+        file.bytes,
+        _format_published(file),
+        _format_state(file),
+    )
+
+
+def _format_state(file: FileSurvey) -> str:
     """Whether a file is whole, in a word or two."""
     kinds = {bad.kind for bad in file.damage}
     if file.is_missing:
@@ -67,11 +70,11 @@ def format_state(file: FileSurvey) -> str:
     else:
         state = "torn tail" if kinds else "whole"
     if file.undecodable:
-        state += f", {file.undecodable} bodies are no {file.codec or ''} messages"
+        state += f", {file.undecodable} bodies cannot be decoded as {file.codec or 'messages'}"
     return state
 
 
-def format_published(file: FileSurvey) -> str | None:
+def _format_published(file: FileSurvey) -> str | None:
     """From when to when the messages of a file were published."""
     if file.publish_time_min is None:
         return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_cell", "format_table", "is_number_column"]
-
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """The rows below their titles; None is shown as `-`, a column of numbers stands right."""

@@ -21,12 +21,12 @@ are one block: where objects are wide enough, half a column is left between them
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-__all__ = ["Line", "Span", "column_of", "draw", "draw_spans"]
+from ister.wire.views import TopicJson
 
 WIDTH_MIN: Final = 40
 
@@ -37,6 +37,7 @@ _MARKS: Final = ("trimmed", "tiered", "synced", "written", "next")
 # Columns that an object needs for half of the last one to be left empty.
 _SPLIT_COLUMNS: Final = 2
 _TICK_COLUMNS: Final = 12
+_STYLES: Final = {"bucket": "cyan", "files": "green", "cache": "yellow"}
 
 
 class Span(NamedTuple):
@@ -91,31 +92,29 @@ _ASCII: Final = _Pens(
 )
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Offsets that lie together: an object, a file, the cache."""
 
     start: int
     end: int
     is_parquet: bool = False
     messages: int | None = None
-    """How many of its offsets are there; None for all of them."""
+    """How many of its offsets have messages; None for all."""
     span: int = 1
     """How many it has, on the axis and beyond."""
 
 
-def draw(view: Mapping[str, Any], width: int, *, ascii: bool = False) -> list[str]:
+def draw(view: TopicJson, width: int, *, ascii: bool = False) -> list[str]:
     """The drawing, as lines that are no longer than `width`.
 
-    Args:
-        view: The topic view.
-        width: Columns of the terminal; fewer than 40 are taken for 40.
-        ascii: Use no other characters than those of ASCII.
+    A terminal of fewer than 40 columns is taken for 40. `ascii` uses no other characters than those
+    of ASCII.
     """
     lines = draw_spans(view, width, ascii=ascii)
     return ["".join(span.text for span in line).rstrip() for line in lines]
 
 
-def draw_spans(view: Mapping[str, Any], width: int, *, ascii: bool = False) -> list[Line]:
+def draw_spans(view: TopicJson, width: int, *, ascii: bool = False) -> list[Line]:
     """As `draw`, with the colours."""
     pens = _ASCII if ascii else _UNICODE
     if view.get("partitions"):
@@ -149,14 +148,14 @@ class _Axis:
     pens: _Pens
 
     @classmethod
-    def of(cls, view: Mapping[str, Any], width: int, pens: _Pens) -> _Axis:
+    def of(cls, view: TopicJson, width: int, pens: _Pens) -> _Axis:
         marks = view["watermarks"]
-        start = int(view.get("earliest") or 0)
-        end = max(int(marks["next"]), start)
+        start = view.get("earliest") or 0
+        end = max(marks["next"], start)
         cursors = [sub["name"] for sub in view.get("subscriptions") or ()]
         labels = [*_MARKS, "bucket", "files", "cache", *cursors[:_CURSORS_MAX]]
         label_columns = min(max(map(len, labels)), _LABEL_MAX)
-        number_columns = len(f"{max([end, *_cursors(view).values()]):,}")
+        number_columns = len(f"{max([end, *cursors_of(view).values()]):,}")
         columns = width - label_columns - 2 - number_columns - 1
         return cls(
             start=start,
@@ -229,50 +228,48 @@ def _round_up(number: int) -> int:
 # -- rows -----------------------------------------------------------------------------------
 
 
-def _tiers(view: Mapping[str, Any], axis: _Axis) -> Iterator[Line]:
-    for label, pieces, style in _rows(view):
+def _tiers(view: TopicJson, axis: _Axis) -> Iterator[Line]:
+    for tier, pieces in pieces_of(view).items():
         cells = _cells(pieces, axis)
-        yield (Span(axis.label(label), "bold"), *_styled(cells, style, axis.pens))
+        yield (Span(axis.label(tier), "bold"), *_styled(cells, _STYLES[tier], axis.pens))
 
 
-def _rows(view: Mapping[str, Any]) -> list[tuple[str, list[_Piece], str]]:
-    return [
-        ("bucket", _objects(view), "cyan"),
-        ("files", _files(view), "green"),
-        ("cache", _cache(view), "yellow"),
-    ]
+def pieces_of(view: TopicJson) -> dict[str, list[Piece]]:
+    """What each tier has of a topic: bucket, files, cache."""
+    return {"bucket": _objects(view), "files": _files(view), "cache": _cache(view)}
 
 
-def _objects(view: Mapping[str, Any]) -> list[_Piece]:
+def _objects(view: TopicJson) -> list[Piece]:
     # `end_offset` of a descriptor is the last offset, as Danube's is.
     return [
-        _Piece(
-            int(one["start_offset"]),
-            int(one["end_offset"]) + 1,
+        Piece(
+            one["start_offset"],
+            one["end_offset"] + 1,
             one.get("format") == "parquet",
-            # Many objects that a broker tells of as one may have gaps between them.
-            int(one["messages"]) if one.get("merged_objects") else None,
+            # Objects that a broker reports as one may have gaps between them.
+            one["messages"] if one.get("merged_objects") else None,
         )
         for one in view.get("objects") or ()
     ]
 
 
-def _files(view: Mapping[str, Any]) -> list[_Piece]:
+def _files(view: TopicJson) -> list[Piece]:
     return [
-        _Piece(int(one["first_offset"]), int(one["next_offset"]))
+        Piece(start, end)
         for one in view.get("files") or ()
-        if one.get("first_offset") is not None and one.get("next_offset") is not None
+        if (start := one.get("first_offset")) is not None
+        if (end := one.get("next_offset")) is not None
     ]
 
 
-def _cache(view: Mapping[str, Any]) -> list[_Piece]:
+def _cache(view: TopicJson) -> list[Piece]:
     cache = view.get("cache")
     if not cache or cache.get("start") is None:
         return []
-    return [_Piece(int(cache["start"]), int(cache["next"]))]
+    return [Piece(cache["start"], cache["next"])]
 
 
-def _cells(pieces: Sequence[_Piece], axis: _Axis) -> str:
+def _cells(pieces: Sequence[Piece], axis: _Axis) -> str:
     """One character for each column."""
     pieces = _apart(pieces, axis)
     if not pieces:
@@ -294,12 +291,12 @@ def _cells(pieces: Sequence[_Piece], axis: _Axis) -> str:
     return "".join(_split(cells, pieces, axis))
 
 
-def _apart(pieces: Iterable[_Piece], axis: _Axis) -> list[_Piece]:
+def _apart(pieces: Iterable[Piece], axis: _Axis) -> list[Piece]:
     """What of the pieces is on the axis, in order, each offset once.
 
     Objects overlap while some are being merged.
     """
-    apart: list[_Piece] = []
+    apart: list[Piece] = []
     reached = axis.start
     for piece in sorted(pieces, key=lambda one: (one.start, -one.end)):
         start, end = max(piece.start, reached), min(piece.end, axis.end)
@@ -309,8 +306,8 @@ def _apart(pieces: Iterable[_Piece], axis: _Axis) -> list[_Piece]:
     return apart
 
 
-def _cell(pieces: Sequence[_Piece], starts: Sequence[int], low: int, high: int, pens: _Pens) -> str:
-    """How much of the offsets `low` up to `high` is there."""
+def _cell(pieces: Sequence[Piece], starts: Sequence[int], low: int, high: int, pens: _Pens) -> str:
+    """Returns the share of the offsets `low` to `high` that is stored."""
     covered = parquet = 0
     at = max(bisect_right(starts, low) - 1, 0)
     while at < len(pieces) and pieces[at].start < high:
@@ -328,7 +325,7 @@ def _cell(pieces: Sequence[_Piece], starts: Sequence[int], low: int, high: int, 
     return pens.parquet if 2 * parquet > covered else pens.full
 
 
-def _split(cells: list[str], pieces: Sequence[_Piece], axis: _Axis) -> list[str]:
+def _split(cells: list[str], pieces: Sequence[Piece], axis: _Axis) -> list[str]:
     """Leaves half a column between pieces that are wide enough."""
     pens = axis.pens
     split = {pens.full: pens.full_split, pens.parquet: pens.parquet_split}
@@ -363,21 +360,21 @@ def _styled(cells: str, style: str, pens: _Pens) -> Iterator[Span]:
 # -- pointers -------------------------------------------------------------------------------
 
 
-def _cursors(view: Mapping[str, Any]) -> dict[str, int]:
+def cursors_of(view: TopicJson) -> dict[str, int]:
     """Where subscriptions are, if that is known; the one that is farthest behind first."""
     found = {
-        str(one["name"]): int(one["cursor"])
+        one["name"]: cursor
         for one in view.get("subscriptions") or ()
-        if one.get("cursor") is not None
+        if (cursor := one.get("cursor")) is not None
     }
     return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
 
-def _pointers(view: Mapping[str, Any], axis: _Axis) -> Iterator[Line]:
+def _pointers(view: TopicJson, axis: _Axis) -> Iterator[Line]:
     marks = view["watermarks"]
     for name in _MARKS:
-        yield _pointer(axis, name, int(marks[name]), "bold")
-    cursors = _cursors(view)
+        yield _pointer(axis, name, marks[name], "bold")
+    cursors = cursors_of(view)
     for name in list(cursors)[:_CURSORS_MAX]:
         yield _pointer(axis, name, cursors[name], "blue")
     if len(cursors) > _CURSORS_MAX:
@@ -395,24 +392,24 @@ def _pointer(axis: _Axis, label: str, offset: int, style: str) -> Line:
     )
 
 
-def _legend(view: Mapping[str, Any], axis: _Axis) -> Iterator[Line]:
-    """What the characters mean that are there and do not speak for themselves."""
+def _legend(view: TopicJson, axis: _Axis) -> Iterator[Line]:
+    """The legend of the characters in use that need an explanation."""
     pens = axis.pens
     if axis.is_empty:
         yield _plain("no messages yet" if not axis.end else "no messages any more")
         return
-    shown = {cell for _, pieces, _ in _rows(view) for cell in _cells(pieces, axis)}
-    said = []
+    shown = {cell for pieces in pieces_of(view).values() for cell in _cells(pieces, axis)}
+    words = []
     if shown & {pens.parquet, pens.parquet_split} and any(p.is_parquet for p in _objects(view)):
-        said.append(f"{pens.parquet} parquet")
+        words.append(f"{pens.parquet} parquet")
     if shown & set(pens.shades):
-        said.append(f"{''.join(pens.shades)} partly there")
+        words.append(f"{''.join(pens.shades)} partly there")
     if pens.gap in shown:
-        said.append(f"{pens.gap} gap")
+        words.append(f"{pens.gap} gap")
     # Below the axis, or from the left where that is too narrow.
-    text = "  ".join(said)
+    text = "  ".join(words)
     indent = axis.label("") if len(text) <= axis.columns + axis.number_columns else ""
-    if said:
+    if words:
         yield (Span(indent + text, "dim"),)
 
 

@@ -1,11 +1,11 @@
-"""`ister topics`: which topics there are, what each is in all tiers, and changes to them.
+"""`ister topics`: lists, describes and changes topics.
 
 Owns: arguments, output, exit codes. Does not own: the drawing (`tier_map`), what is known about a
-topic: a broker tells (`ister.client`), or the data directory does (`topic_survey`).
+topic: from a broker (`ister.client`) or a data directory (`stored_topics`).
 
-`list` and `describe` ask a broker, or look at a log without one (`--data`, `--config`), read-only.
-If neither is named, and no broker answers where one is by default, `./ister-data` is looked at if
-it is there; standard error says so.
+`list` and `describe` ask a broker, or read a log without one (`--data`, `--config`). If neither is
+given and no broker answers at the default address, they read `./ister-data` if it exists, and
+standard error says so.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ister.cli.connection import (
     add_broker_arguments,
@@ -26,7 +26,17 @@ from ister.cli.connection import (
     parse_count,
     print_change,
 )
-from ister.cli.look import (
+from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
+from ister.cli.location import (
+    CONFIG_VARIABLE,
+    DATA_DEFAULT,
+    add_place_arguments,
+    add_topic_argument,
+    load_place,
+    wal_root,
+)
+from ister.cli.output import (
+    Subparsers,
     add_command,
     confirm,
     console,
@@ -36,22 +46,17 @@ from ister.cli.look import (
     print_facts,
     print_table,
 )
-from ister.cli.place import add_place_arguments, load_place, parse_topic, wal_root
-from ister.cli.report import answer, error_as_json, print_errors, print_json
 from ister.cli.subscriptions import print_subscriptions
 from ister.cli.tier_map import draw_spans
 from ister.errors import IsterError, NotFoundError, UnavailableError
-from ister.model import AckLevel, Codec
+from ister.model import AckLevel, Codec, JsonObject
+from ister.wire.views import TopicJson
 
 if TYPE_CHECKING:
     from ister.client import Client
     from ister.config import StorageConfig
 
-__all__ = ["register"]
-
-_DATA_DEFAULT: Final = "./ister-data"
-_CONFIG: Final = "ISTER_CONFIG"
-# Where the user has named nothing, nobody waits long for a broker that may not be there.
+# The default broker may not exist: if the user named none, it has less time to answer.
 _GUESS_SECONDS: Final = 1.5
 _CALLS: Final = 8
 _WIDTH_DEFAULT: Final = 80
@@ -59,12 +64,12 @@ _WIDTH_DEFAULT: Final = 80
 T = TypeVar("T")
 
 
-def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers have no public type
+def register(commands: Subparsers) -> None:
     """Adds the command and its parts to the parser."""
     parser = add_command(
         commands,
         "topics",
-        help="list, describe, make, delete and hand over topics",
+        help="list, describe, create, delete and unload topics",
         examples=(
             "ister topics list",
             "ister topics describe /default/orders",
@@ -83,73 +88,78 @@ def register(commands: Any) -> None:  # noqa: ANN401 - argparse's sub-parsers ha
     _register_release_producer(kinds)
 
 
-def _register_list(kinds: Any) -> None:  # noqa: ANN401
+def _register_list(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "list",
-        help="all topics: how far they are, and who is behind",
-        description="Lists topics, of a broker or of a data directory. With --json, each is as "
-        "`describe` shows it; --short leaves out files and objects, and is quicker where there are "
-        "very many topics.",
+        help="list topics with their offsets, sizes and lags",
+        description="Lists the topics of a broker or of a data directory. With --json, each "
+        "topic has the fields of `describe`; --short leaves out files and objects, which is "
+        "faster with very many topics.",
         examples=("ister topics list", "ister topics list --namespace default --json --short"),
     )
-    parser.add_argument("--namespace", metavar="NAME", help="only those of one namespace")
-    parser.add_argument("--short", action="store_true", help="with --json: no files, no objects")
+    parser.add_argument("--namespace", metavar="NAME", help="only topics of this namespace")
+    parser.add_argument(
+        "--short", action="store_true", help="with --json: leave out files and objects"
+    )
     _add_sources(parser)
     parser.set_defaults(run=_run_list)
 
 
-def _register_describe(kinds: Any) -> None:  # noqa: ANN401
+def _register_describe(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "describe",
-        help="a topic in all tiers, drawn to scale",
-        description="Shows a topic: its tiers over one axis of offsets (the bucket's objects, "
-        "local files, the cache), watermarks and cursors below them, then its subscriptions and "
-        "what holds them up.",
+        help="show a topic in all tiers, drawn to scale",
+        description="Shows a topic: its tiers over one axis of offsets (objects in the "
+        "bucket, local files, cache), watermarks and cursors, then its subscriptions and "
+        "what blocks them.",
         examples=(
             "ister topics describe /default/orders",
             "ister topics describe /default/orders --ascii --width 120",
             "ister topics describe /default/orders --config ister.yml --json",
         ),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
-    parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters alone")
+    add_topic_argument(parser)
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     parser.add_argument(
-        "--width", metavar="N", type=parse_count, help="columns to draw in (default: all)"
+        "--width",
+        metavar="N",
+        type=parse_count,
+        help="width of the drawing in columns (default: the terminal's)",
     )
     _add_sources(parser)
     parser.set_defaults(run=_run_describe)
 
 
-def _register_create(kinds: Any) -> None:  # noqa: ANN401
+def _register_create(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "create",
-        help="make a topic",
-        description="Makes a topic, plain or of several partitions. One that already exists is "
-        "not changed: if it is not what was asked for, the command fails.",
+        help="create a topic",
+        description="Creates a topic, with or without partitions. A topic that already "
+        "exists is left unchanged; the command fails if it differs from what was requested.",
         examples=(
             "ister topics create /default/orders",
             "ister topics create /default/orders --partitions 4 --ack tiered",
         ),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    add_topic_argument(parser)
     parser.add_argument(
         "--partitions", metavar="N", type=parse_count, default=0, help="number of partitions"
     )
     parser.add_argument(
         "--ack",
         choices=list(AckLevel),
-        help="what an acknowledged message survives (default: the broker's)",
+        help="durability level of acknowledgements (default: the broker's)",
     )
     parser.add_argument(
-        "--codec", choices=list(Codec), help="how messages are stored (default: the broker's)"
+        "--codec", choices=list(Codec), help="encoding of stored messages (default: the broker's)"
     )
     _add_broker(parser, _run_create)
 
 
-def _register_grow(kinds: Any) -> None:  # noqa: ANN401
+def _register_grow(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "grow",
@@ -161,7 +171,7 @@ def _register_grow(kinds: Any) -> None:  # noqa: ANN401
         "producers, let consumers reach the end, then grow.",
         examples=("ister topics grow /default/orders --partitions 8",),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    add_topic_argument(parser)
     parser.add_argument(
         "--partitions",
         metavar="N",
@@ -169,63 +179,65 @@ def _register_grow(kinds: Any) -> None:  # noqa: ANN401
         required=True,
         help="new number of partitions",
     )
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--yes", action="store_true", help="skip the confirmation")
     _add_broker(parser, _run_grow)
 
 
-def _register_delete(kinds: Any) -> None:  # noqa: ANN401
+def _register_delete(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "delete",
-        help="delete a topic for good",
-        description="Deletes a topic with all its messages, objects and subscriptions, for good.",
+        help="delete a topic and all its messages",
+        description="Deletes a topic with all its messages, objects and subscriptions. This "
+        "cannot be undone.",
         examples=("ister topics delete /default/orders --yes",),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    add_topic_argument(parser)
+    parser.add_argument("--yes", action="store_true", help="skip the confirmation")
     _add_broker(parser, _run_delete)
 
 
-def _register_unload(kinds: Any) -> None:  # noqa: ANN401
+def _register_unload(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "unload",
-        help="have a broker hand a topic over",
-        description="Has the broker of a topic upload what is left, and hand it over: to another "
-        "broker if there is one. Producers and consumers follow by themselves.",
+        help="hand a topic over to another broker",
+        description="Makes the broker of a topic upload the rest of its messages and release "
+        "it to another broker, if there is one. Producers and consumers reconnect "
+        "automatically.",
         examples=("ister topics unload /default/orders",),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    add_topic_argument(parser)
     _add_broker(parser, _run_unload)
 
 
-def _register_policies(kinds: Any) -> None:  # noqa: ANN401
+def _register_policies(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "policies",
-        help="show or replace a topic's bounds",
-        description="Shows the bounds that are in force for a topic. With --set, these become its "
-        "own, and replace those it had; all others come from its namespace or the broker.",
+        help="show or replace a topic's limits",
+        description="Shows the limits in force for a topic. With --set, the given limits "
+        "replace the topic's own; the others come from its namespace or the broker.",
         examples=(
             "ister topics policies /default/orders",
             "ister topics policies /default/orders --set max_publish_rate=1000",
             "ister topics policies /default/orders --reset",
         ),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    add_topic_argument(parser)
     change = parser.add_mutually_exclusive_group()
     change.add_argument(
         "--set",
         metavar="NAME=NUMBER",
         action="append",
         type=_parse_policy,
-        help="a bound of its own, 0 for none; may be given several times",
+        help="set one of the topic's own limits, 0 for unlimited; repeatable",
     )
-    change.add_argument("--reset", action="store_true", help="it has none of its own")
+    change.add_argument("--reset", action="store_true", help="clear the topic's own limits")
     _add_broker(parser, _run_policies)
 
 
-def _register_release_producer(kinds: Any) -> None:  # noqa: ANN401
+def _register_release_producer(kinds: Subparsers) -> None:
     parser = add_command(
         kinds,
         "release-producer",
@@ -235,7 +247,7 @@ def _register_release_producer(kinds: Any) -> None:  # noqa: ANN401
         "producer that uses it: its next message would claim the name again.",
         examples=("ister topics release-producer /default/orders shop",),
     )
-    parser.add_argument("topic", metavar="TOPIC", type=parse_topic, help="such as /default/orders")
+    add_topic_argument(parser)
     parser.add_argument("producer", metavar="NAME", help="producer name")
     _add_broker(parser, _run_release_producer)
 
@@ -247,7 +259,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_broker(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_broker_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -267,18 +279,18 @@ def _from_somewhere(
     by_broker: Callable[[Client], T],
     by_data: Callable[[StorageConfig, str], T],
 ) -> T:
-    """Asks a broker, or looks at a data directory: see the module header."""
+    """Asks a broker, or reads a data directory, as the module header says."""
 
-    def look() -> T:
+    def read() -> T:
         storage = load_place(options).storage
         return by_data(storage, wal_root(storage))
 
     is_place_named = bool(options.data or options.config)
     if is_place_named and options.broker:
-        options.wrong_usage("--broker asks a broker, --data and --config do without: choose one")
-    if is_place_named or (os.environ.get(_CONFIG) and not names_broker(options)):
-        return look()
-    is_guess = not names_broker(options) and os.path.isdir(_DATA_DEFAULT)
+        options.wrong_usage("--broker cannot be combined with --data or --config")
+    if is_place_named or (os.environ.get(CONFIG_VARIABLE) and not names_broker(options)):
+        return read()
+    is_guess = not names_broker(options) and os.path.isdir(DATA_DEFAULT)
     if is_guess:
         options.retry_for = min(options.retry_for, _GUESS_SECONDS)
     try:
@@ -288,63 +300,60 @@ def _from_somewhere(
         if not (is_guess and error.message.startswith("no broker answers")):
             raise
     print(
-        f"ister: no broker answers at {broker_address(options)}: this is {_DATA_DEFAULT}, looked "
-        "at from outside",
+        f"ister: no broker answers at {broker_address(options)}: reading {DATA_DEFAULT} directly",
         file=sys.stderr,
     )
-    return look()
+    return read()
 
 
 # -- list -----------------------------------------------------------------------------------
 
 
 def _run_list(options: argparse.Namespace) -> int:
-    return _answered(options, lambda: _list(options), {"topics": []})
+    return answer(options, lambda: _list(options), {"topics": []})
 
 
 def _list(options: argparse.Namespace) -> int:
     is_short = options.short or not options.json
     silent: list[IsterError] = []
 
-    def ask(client: Client) -> list[dict[str, Any]]:
+    def ask(client: Client) -> list[TopicJson]:
         views = client.list_topics(options.namespace)
         return views if is_short else _show_all(client, views, silent)
 
-    def look(storage: StorageConfig, root: str) -> list[dict[str, Any]]:
-        from ister.cli.topic_survey import survey_topics  # noqa: PLC0415 - only if needed
-        from ister.cli.topic_view import shorten, view_of  # noqa: PLC0415
+    def read(storage: StorageConfig, root: str) -> list[TopicJson]:
+        from ister.cli.stored_topics import describe_topics, to_json  # noqa: PLC0415 - if needed
+        from ister.topic.describe import shorten  # noqa: PLC0415
 
-        views = [view_of(facts) for facts in survey_topics(storage, root, options.namespace)]
+        views = [to_json(facts) for facts in describe_topics(storage, root, options.namespace)]
         return [shorten(view) for view in views] if is_short else views
 
-    views = _from_somewhere(options, ask, look)
+    views = _from_somewhere(options, ask, read)
     if options.json:
         print_json({"topics": views})
     elif views:
         _print_list(views)
     else:
-        print("no topics yet; `ister produce /default/NAME` makes one", file=sys.stderr)
+        print("no topics yet; create one with `ister produce /default/NAME`", file=sys.stderr)
     print_errors(silent)
     return 1 if silent else 0
 
 
 def _show_all(
-    client: Client, views: Iterable[dict[str, Any]], silent: list[IsterError]
-) -> list[dict[str, Any]]:
-    """All about many topics; those that are gone by now are left out.
+    client: Client, views: Iterable[TopicJson], silent: list[IsterError]
+) -> list[TopicJson]:
+    """The full views of topics; topics that no longer exist are left out.
 
-    One whose broker does not answer stays as it was known in short: the others are well.
+    A topic whose broker does not answer keeps its short view.
 
-    Args:
-        client: Who asks.
-        views: Topics in short, or their names alone.
-        silent: Gets why some are not told of whole.
+    `views` are topics in short, or their names alone; `silent` receives the errors of brokers that
+    do not answer.
 
     Raises:
-        UnavailableError: Nothing is known of one whose broker does not answer.
+        UnavailableError: A broker does not answer, and there is no short view of its topic.
     """
 
-    def show(view: dict[str, Any]) -> dict[str, Any] | None:
+    def show(view: TopicJson) -> TopicJson | None:
         try:
             return client.show_topic(view["topic"])
         except NotFoundError:
@@ -354,14 +363,20 @@ def _show_all(
                 raise
             silent.append(error)
             errors = [*view["errors"], error_as_json(error)]
-            unknown: dict[str, Any] = {"files": [], "objects": [], "policies": {}, "schema": None}
-            return {**unknown, **view, "errors": errors}
+            return {
+                "files": [],
+                "objects": [],
+                "policies": {},
+                "schema": None,
+                **view,
+                "errors": errors,
+            }
 
     with ThreadPoolExecutor(_CALLS, thread_name_prefix="ister-show") as pool:
         return [view for view in pool.map(show, views) if view is not None]
 
 
-def _print_list(views: Sequence[Mapping[str, Any]]) -> None:
+def _print_list(views: Sequence[TopicJson]) -> None:
     headers = (
         "topic",
         "ack",
@@ -377,12 +392,12 @@ def _print_list(views: Sequence[Mapping[str, Any]]) -> None:
     print_table(headers, [_list_row(view) for view in views])
 
 
-def _list_row(view: Mapping[str, Any]) -> tuple[object, ...]:
+def _list_row(view: TopicJson) -> tuple[object, ...]:
     marks, subscriptions = view["watermarks"], view["subscriptions"]
     lags = [one["lag"] for one in subscriptions if one["lag"] is not None]
     return (
         view["topic"],
-        view["ack"] if view["is_reliable"] else "keeps nothing",
+        view["ack"] if view["is_reliable"] else "not stored",
         marks["next"],
         marks["tiered"],
         view["upload_lag"]["messages"],
@@ -398,42 +413,42 @@ def _list_row(view: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _run_describe(options: argparse.Namespace) -> int:
-    return _answered(options, lambda: _describe(options), {"topic": str(options.topic)})
+    return answer(options, lambda: _describe(options), {"topic": str(options.topic)})
 
 
 def _describe(options: argparse.Namespace) -> int:
     topic = str(options.topic)
 
-    def ask(client: Client) -> tuple[dict[str, Any], bool]:
+    def ask(client: Client) -> tuple[TopicJson, bool]:
         view = client.show_topic(topic)
         if view["partitions"]:
-            parts = [{"topic": name} for name in view["partitions"]]
+            parts: list[TopicJson] = [{"topic": name} for name in view["partitions"]]
             view = {**view, "topics": _show_all(client, parts, [])}
         return view, False
 
-    def look(storage: StorageConfig, root: str) -> tuple[dict[str, Any], bool]:
-        view = _look_at(storage, root, options)
+    def read(storage: StorageConfig, root: str) -> tuple[TopicJson, bool]:
+        view = _read_stored(storage, root, options)
         return view, bool(view.get("errors"))
 
-    view, has_failed = _from_somewhere(options, ask, look)
+    view, has_failed = _from_somewhere(options, ask, read)
     if options.json:
         print_json(view)
     else:
         _print_topic(view, options)
     for error in view.get("errors") or ():
-        print_error(error["message"], hint=error.get("hint"))
+        hint = error.get("hint")
+        print_error(str(error["message"]), hint=None if hint is None else str(hint))
     return 1 if has_failed else 0
 
 
-def _look_at(storage: StorageConfig, root: str, options: argparse.Namespace) -> dict[str, Any]:
-    from ister.cli.topic_survey import survey_topic, survey_topics  # noqa: PLC0415
-    from ister.cli.topic_view import view_of  # noqa: PLC0415
+def _read_stored(storage: StorageConfig, root: str, options: argparse.Namespace) -> TopicJson:
+    from ister.cli.stored_topics import describe_topic, describe_topics, to_json  # noqa: PLC0415
 
     topic = str(options.topic)
     try:
-        return view_of(survey_topic(storage, root, options.topic))
+        return to_json(describe_topic(storage, root, options.topic))
     except NotFoundError:
-        views = map(view_of, survey_topics(storage, root, options.topic.namespace))
+        views = map(to_json, describe_topics(storage, root, options.topic.namespace))
         parts = [view for view in views if view["parent"] == topic]
         if not parts:
             raise
@@ -442,7 +457,7 @@ def _look_at(storage: StorageConfig, root: str, options: argparse.Namespace) -> 
     return {"topic": topic, "parent": None, "partitions": names, "topics": parts}
 
 
-def _print_topic(view: Mapping[str, Any], options: argparse.Namespace) -> None:
+def _print_topic(view: TopicJson, options: argparse.Namespace) -> None:
     if view["partitions"]:
         print(f"{view['topic']}, of {len(view['partitions'])} partitions")
         _print_list(view["topics"])
@@ -457,12 +472,12 @@ def _print_topic(view: Mapping[str, Any], options: argparse.Namespace) -> None:
         print_subscriptions(view["subscriptions"])
 
 
-def _print_head(view: Mapping[str, Any]) -> None:
+def _print_head(view: TopicJson) -> None:
     about = [view["state"] or "state unknown"]
     if view["is_reliable"]:
         about += [f"ack {view['ack'] or '?'}", f"codec {view['codec'] or '?'}"]
     else:
-        about.append("keeps no messages")
+        about.append("stores no messages")
     if view["epoch"] is not None:
         about.append(f"epoch {view['epoch']}")
     head, rest = view["topic"], ", ".join(about)
@@ -474,7 +489,7 @@ def _print_head(view: Mapping[str, Any]) -> None:
     console().print(Text.assemble((head, "bold"), f"  {rest}"))
 
 
-def _print_map(view: Mapping[str, Any], options: argparse.Namespace) -> None:
+def _print_map(view: TopicJson, options: argparse.Namespace) -> None:
     width = options.width or shutil.get_terminal_size((_WIDTH_DEFAULT, 24)).columns
     is_plain = options.ascii or not (sys.stdout.encoding or "").lower().startswith("utf")
     lines = draw_spans(view, width, ascii=is_plain)
@@ -489,8 +504,8 @@ def _print_map(view: Mapping[str, Any], options: argparse.Namespace) -> None:
         shown.print(Text.assemble(*((span.text, span.style) for span in line)))
 
 
-def _facts(view: Mapping[str, Any]) -> dict[str, object]:
-    """What the drawing does not tell."""
+def _facts(view: TopicJson) -> dict[str, object]:
+    """Facts that are not part of the drawing."""
     facts: dict[str, object] = {}
     parquet = sum(one.get("format") == "parquet" for one in view["objects"])
     facts["bucket"] = f"{_count(view['objects_total'], 'object')}"
@@ -503,11 +518,11 @@ def _facts(view: Mapping[str, Any]) -> dict[str, object]:
         facts["cache"] = f"{_count(cache['messages'], 'message')}, {format_bytes(cache['bytes'])}"
     lag = view["upload_lag"]
     if lag["messages"]:
-        facts["not in the bucket yet"] = (
+        facts["not uploaded yet"] = (
             f"{_count(lag['messages'], 'message')}, {format_bytes(lag['bytes'])}"
         )
     owner = view["owner"]
-    facts["owner"] = "nobody has it open"
+    facts["owner"] = "none: no broker has the topic open"
     if owner is not None:
         where = f" at {owner['broker_url']}" if owner.get("broker_url") else ""
         facts["owner"] = f"node {owner['node']}{where}"
@@ -549,11 +564,11 @@ def _run_create(options: argparse.Namespace) -> int:
         partitions = [] if names == [topic] else names
         facts = {"topic": topic, "created": is_new, "partitions": partitions}
         parts = f" of {len(names)} partitions" if partitions else ""
-        said = f"is a new topic{parts}" if is_new else "already exists; unchanged"
-        print_change(options, f"{topic} {said}", facts)
+        text = f"created{parts}" if is_new else "already exists; unchanged"
+        print_change(options, f"{topic} {text}", facts)
         return 0
 
-    return _answered(options, create, _failed_change(options))
+    return answer(options, create, _failed_change(options))
 
 
 def _run_grow(options: argparse.Namespace) -> int:
@@ -573,16 +588,16 @@ def _run_grow(options: argparse.Namespace) -> int:
             names = client.grow_topic(topic, options.partitions)
         facts = {"topic": topic, "before": len(before), "partitions": names}
         if len(names) == len(before):
-            said = f"{topic} has {len(names)} partitions; unchanged"
+            text = f"{topic} has {len(names)} partitions; unchanged"
         else:
-            said = (
+            text = (
                 f"{topic} has {len(names)} partitions, up from {len(before)}; most routing keys go "
                 "to another partition from now on"
             )
-        print_change(options, said, facts)
+        print_change(options, text, facts)
         return 0
 
-    return _answered(options, grow, _failed_change(options))
+    return answer(options, grow, _failed_change(options))
 
 
 def _run_delete(options: argparse.Namespace) -> int:
@@ -591,17 +606,17 @@ def _run_delete(options: argparse.Namespace) -> int:
         with connected(options) as client:
             names = client.partitions(topic)
             if not names:
-                raise NotFoundError(f"there is no topic {topic}", topic=topic)
+                raise NotFoundError(f"topic {topic} does not exist", topic=topic)
             of = f" and its {len(names)} partitions" if names != [topic] else ""
             where = f"at broker {broker_address(options)}"
-            question = f"Delete {topic}{of} {where} with all messages, for good?"
+            question = f"Delete {topic}{of} {where} with all messages? This cannot be undone."
             if not confirm(question, is_confirmed=options.yes):
                 return 1
             client.delete_topic(topic)
-        print_change(options, f"{topic} is deleted", {"topic": topic, "deleted": names})
+        print_change(options, f"deleted {topic}", {"topic": topic, "deleted": names})
         return 0
 
-    return _answered(options, delete, _failed_change(options))
+    return answer(options, delete, _failed_change(options))
 
 
 def _run_unload(options: argparse.Namespace) -> int:
@@ -609,10 +624,10 @@ def _run_unload(options: argparse.Namespace) -> int:
         topic = str(options.topic)
         with connected(options) as client:
             client.unload_topic(topic)
-        print_change(options, f"{topic} is handed over", {"topic": topic})
+        print_change(options, f"handed over {topic}", {"topic": topic})
         return 0
 
-    return _answered(options, unload, _failed_change(options))
+    return answer(options, unload, _failed_change(options))
 
 
 def _run_policies(options: argparse.Namespace) -> int:
@@ -624,7 +639,7 @@ def _run_policies(options: argparse.Namespace) -> int:
             else:
                 names = client.partitions(topic)
                 if not names:
-                    raise NotFoundError(f"there is no topic {topic}", topic=topic)
+                    raise NotFoundError(f"topic {topic} does not exist", topic=topic)
                 in_force = dict(client.describe_topic(names[0]).policies)
         is_changed = bool(options.set or options.reset)
         changed = {"broker": broker_address(options)} if is_changed else {}
@@ -632,14 +647,13 @@ def _run_policies(options: argparse.Namespace) -> int:
             print_json({"topic": topic, "policies": in_force, **changed})
         else:
             if is_changed:
-                print(f"bounds of {topic} at broker {broker_address(options)}")
+                print(f"limits of {topic} at broker {broker_address(options)}")
             print_table(
-                ("bound", "value"),
-                [(name, value or "none") for name, value in in_force.items()],
+                ("bound", "value"), [(name, value or "none") for name, value in in_force.items()]
             )
         return 0
 
-    return _answered(options, policies, _failed_change(options))
+    return answer(options, policies, _failed_change(options))
 
 
 def _run_release_producer(options: argparse.Namespace) -> int:
@@ -647,25 +661,16 @@ def _run_release_producer(options: argparse.Namespace) -> int:
         topic, producer = str(options.topic), str(options.producer)
         with connected(options) as client:
             owner = client.release_producer(topic, producer)
-        said = (
-            f"{producer} belongs to nobody in {topic}; unchanged"
+        text = (
+            f"{producer} has no owner in {topic}; unchanged"
             if owner is None
             else f"{producer} is released in {topic}; it belonged to {owner}"
         )
-        print_change(options, said, {"topic": topic, "producer": producer, "principal": owner})
+        print_change(options, text, {"topic": topic, "producer": producer, "principal": owner})
         return 0
 
-    return _answered(options, release, _failed_change(options))
+    return answer(options, release, _failed_change(options))
 
 
-def _failed_change(options: argparse.Namespace) -> dict[str, Any]:
+def _failed_change(options: argparse.Namespace) -> JsonObject:
     return {"ok": False, "topic": str(options.topic)}
-
-
-def _answered(
-    options: argparse.Namespace, work: Callable[[], int], otherwise: Mapping[str, Any]
-) -> int:
-    def failed(error: IsterError) -> dict[str, Any]:
-        return {**otherwise, "errors": [error_as_json(error)]}
-
-    return answer(work, as_json=options.json, on_error=failed)

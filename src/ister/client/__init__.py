@@ -6,8 +6,9 @@
     aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
                                                       └ ister.Admin, danube_admin
 
-`contract`, `flight` and `publisher` are beside that: they read ranges and publish tables, for
-those who have Arrow data.
+`messages` has what a consumer gets, `options` how a client reaches brokers, `admin` the calls for
+operators. Besides, for Arrow data: `flight` reads ranges, `publisher` publishes tables, `frames`
+fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
 """
@@ -15,7 +16,7 @@ Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from ister.client.admin import SubscriptionDescription, TopicDescription
@@ -55,7 +56,7 @@ _HOMES: Final = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the module has under that name
+def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,27 +13,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
-from ister.client.network import Network
-from ister.client.starts import milliseconds_of
+from ister import wire
+from ister.client.core.network import Network
 from ister.errors import AlreadyExistsError, InvalidRequestError, NotFoundError
 from ister.model import AckLevel, Codec, Start, TopicName
+from ister.positions import to_milliseconds
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
-
-__all__ = ["AdminCalls", "SubscriptionDescription", "TopicDescription"]
+from ister.wire.views import BrokerJson, TopicJson
 
 _BACKOFFS: Final = (Backoff.FIXED, Backoff.EXPONENTIAL)
 _POISONS: Final = (PoisonPolicy.DEAD_LETTER, PoisonPolicy.BLOCK, PoisonPolicy.DROP)
-_ADMIN: Final = "ister.Admin"
-_TOPICS: Final = "danube_admin.TopicAdmin"
-_SECURITY: Final = "danube_admin.SecurityAdmin"
-_NAMESPACES: Final = "danube_admin.NamespaceAdmin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionDescription:
-    """Where a subscription is, and what holds it up."""
+    """Position and state of a subscription, and what blocks it."""
 
     topic: str
     subscription: str
@@ -44,7 +40,7 @@ class SubscriptionDescription:
     """Messages from the cursor to the end."""
     in_flight: int
     waiting: int
-    """Messages that come again, now or later."""
+    """Messages that are pending redelivery."""
     blocked: int | None
     """The offset that stops the subscription; None if it is not stopped."""
     consumers: tuple[str, ...]
@@ -52,12 +48,12 @@ class SubscriptionDescription:
     """The consumer that gets the messages of an exclusive or failover subscription."""
     max_unacked_messages: int
     principals: tuple[str, ...] | None = None
-    """Those who may use it; None for all who may consume the topic."""
+    """Principals that may use it; None for all that may consume the topic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicDescription:
-    """How far a topic has come, and who uses it. The watermarks are those of `ister.Watermarks`."""
+    """Watermarks of a topic (see `ister.Watermarks`), its producers and subscriptions."""
 
     topic: str
     partitions: tuple[str, ...]
@@ -74,7 +70,7 @@ class TopicDescription:
     next: int
     producers: int
     subscriptions: tuple[SubscriptionDescription, ...]
-    policies: Mapping[str, Any] = field(default_factory=dict)
+    policies: Mapping[str, int] = field(default_factory=dict)
 
 
 class AdminCalls:
@@ -93,7 +89,7 @@ class AdminCalls:
         ack: AckLevel | str | None = None,
         codec: Codec | str | None = None,
     ) -> TopicDescription:
-        """Makes a topic, unless it is there.
+        """Creates a topic, unless it exists.
 
         Args:
             topic: Its name.
@@ -108,14 +104,14 @@ class AdminCalls:
         """
         TopicName.parse(topic)
         if not 0 <= partitions < 1 << 32:
-            raise InvalidRequestError(f"{partitions} partitions")
-        request = self._api.CreateTopicRequest(
+            raise InvalidRequestError(f"invalid number of partitions: {partitions}")
+        request = wire.ister_api.CreateTopicRequest(
             topic=topic,
             partitions=partitions,
             ack=str(ack) if ack is not None else "",
             codec=str(codec) if codec is not None else "",
         )
-        return _topic(await self._network.call(_ADMIN, "CreateTopic", request))
+        return _topic(await self._network.call(wire.services.Admin.CreateTopic, request))
 
     async def grow_topic(self, topic: str, partitions: int) -> list[str]:
         """Adds partitions to a partitioned topic; returns all of them.
@@ -137,7 +133,7 @@ class AdminCalls:
         if names == [topic]:
             raise NotFoundError(f"{topic} is a topic without partitions", topic=topic)
         first = await self.describe_topic(names[0])
-        request = self._api.CreateTopicRequest(
+        request = wire.ister_api.CreateTopicRequest(
             topic=topic,
             partitions=partitions,
             ack=first.ack,
@@ -145,11 +141,11 @@ class AdminCalls:
             non_reliable=not first.is_reliable,
             grow=True,
         )
-        grown = await self._network.call(_ADMIN, "CreateTopic", request)
+        grown = await self._network.call(wire.services.Admin.CreateTopic, request)
         return list(grown.partitions)
 
     async def describe_topic(self, topic: str) -> TopicDescription:
-        """How far a topic has come, and who uses it.
+        """Returns a topic's watermarks, producers and subscriptions.
 
         Raises:
             NotFoundError: There is none.
@@ -157,9 +153,11 @@ class AdminCalls:
         """
         names = await self._partitions(topic)
         if names != [topic]:
-            return _topic(self._api.TopicDescription(topic=topic, partitions=names))
-        request = self._api.TopicName(topic=topic)
-        return _topic(await self._network.call(_ADMIN, "DescribeTopic", request, topic=topic))
+            return _topic(wire.ister_api.TopicDescription(topic=topic, partitions=names))
+        request = wire.ister_api.TopicName(topic=topic)
+        return _topic(
+            await self._network.call(wire.services.Admin.DescribeTopic, request, topic=topic)
+        )
 
     async def topics(self, namespace: str = "default") -> list[str]:
         """The names of the topics of a namespace, partitions among them.
@@ -168,14 +166,14 @@ class AdminCalls:
             NotFoundError: There is no such namespace.
             IsterError: It is refused, or no broker has answered in time.
         """
-        request = self._danube.NamespaceRequest(name=namespace)
-        found = await self._network.call(_NAMESPACES, "GetNamespaceTopics", request)
+        request = wire.danube_admin.NamespaceRequest(name=namespace)
+        found = await self._network.call(wire.services.NamespaceAdmin.GetNamespaceTopics, request)
         return list(found.topics)
 
     async def list_topics(
         self, namespace: str | None = None, *, with_partitions: bool = True
-    ) -> list[dict[str, Any]]:
-        """The topics that this client may know of, in short, by their names.
+    ) -> list[TopicJson]:
+        """Returns short descriptions of the topics that this client may see, by name.
 
         Each is as `show_topic` has it, but for files, objects, policies and schema: of those there
         are the numbers alone (`files_total`, `objects_bytes`, ...). What another broker than the
@@ -189,24 +187,25 @@ class AdminCalls:
         Raises:
             IsterError: It is refused, or no broker has answered in time.
         """
-        found: list[dict[str, Any]] = []
+        found: list[TopicJson] = []
         after = ""
         while True:
-            request = self._api.ListTopicsRequest(
+            request = wire.ister_api.ListTopicsRequest(
                 namespace=namespace or "", with_partitions=with_partitions, after=after
             )
-            answer = await self._network.call(_ADMIN, "ListTopics", request)
+            answer = await self._network.call(wire.services.Admin.ListTopics, request)
             page = json.loads(answer.json)
             found += page["topics"]
             after = page["next"] or ""
             if not after:
                 return found
 
-    async def show_topic(self, topic: str) -> dict[str, Any]:
-        """All about a topic: tiers, watermarks, rates, subscriptions, policies, schema.
+    async def show_topic(self, topic: str) -> TopicJson:
+        """Describes a topic: tiers, watermarks, rates, subscriptions, policies, schema.
 
-        The same dictionary as that of the HTTP API and of `ister topics describe --json`. Of a
-        partitioned topic, the names in `partitions` and nothing else.
+        The same dictionary as that of the HTTP API and of `ister topics describe --json`;
+        `ister.wire.views` names its fields. Of a partitioned topic, the names in `partitions` and
+        nothing else.
 
         Raises:
             NotFoundError: There is none.
@@ -215,23 +214,25 @@ class AdminCalls:
         names = await self._partitions(topic)
         if names != [topic]:
             return {"topic": topic, "parent": None, "partitions": names}
-        request = self._api.TopicName(topic=topic)
-        answer = await self._network.call(_ADMIN, "ShowTopic", request, topic=topic)
-        view: dict[str, Any] = json.loads(answer.json)
+        request = wire.ister_api.TopicName(topic=topic)
+        answer = await self._network.call(wire.services.Admin.ShowTopic, request, topic=topic)
+        view: TopicJson = json.loads(answer.json)
         return view
 
-    async def brokers(self) -> list[dict[str, Any]]:
+    async def brokers(self) -> list[BrokerJson]:
         """All brokers that are up, the one that answers first.
 
         Raises:
             IsterError: It is refused, or no broker has answered in time.
         """
-        answer = await self._network.call(_ADMIN, "ShowBrokers", self._api.InfoRequest())
-        brokers: list[dict[str, Any]] = json.loads(answer.json)["brokers"]
+        answer = await self._network.call(
+            wire.services.Admin.ShowBrokers, wire.ister_api.InfoRequest()
+        )
+        brokers: list[BrokerJson] = json.loads(answer.json)["brokers"]
         return brokers
 
     async def partitions(self, topic: str) -> list[str]:
-        """The topics behind a name: itself, or its partitions in order; none if there is none.
+        """Returns the topic itself, or its partitions in order; empty if it does not exist.
 
         Raises:
             IsterError: It is refused, or no broker has answered in time.
@@ -246,34 +247,38 @@ class AdminCalls:
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):
-            request = self._danube.TopicRequest(name=name)
+            request = wire.danube_admin.TopicRequest(name=name)
             await self._network.call(
-                _TOPICS, "DeleteTopic", request, topic=name, done_before=NotFoundError
+                wire.services.TopicAdmin.DeleteTopic, request, topic=name, done_before=NotFoundError
             )
 
     async def unload_topic(self, topic: str) -> None:
-        """Has the broker of a topic hand it over, to another one where there is one.
+        """Makes the broker of a topic hand it over to another broker, if there is one.
 
         Raises:
             NotFoundError: There is none.
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):
-            request = self._danube.TopicRequest(name=name)
-            await self._network.call(_TOPICS, "UnloadTopic", request, topic=name)
+            request = wire.danube_admin.TopicRequest(name=name)
+            await self._network.call(wire.services.TopicAdmin.UnloadTopic, request, topic=name)
 
-    async def set_topic_policies(self, topic: str, policies: Mapping[str, int]) -> dict[str, Any]:
-        """Replaces a topic's own bounds, by the names of `broker.policies`; those in force.
+    async def set_topic_policies(self, topic: str, policies: Mapping[str, int]) -> dict[str, int]:
+        """Replaces a topic's own policies (see `broker.policies`); returns those in force.
 
         Raises:
             NotFoundError: There is no such topic.
             InvalidRequestError: There is no such bound.
             IsterError: It is refused, or no broker has answered in time.
         """
-        in_force: dict[str, Any] = {}
+        in_force: dict[str, int] = {}
         for name in await self._partitions(topic):
-            request = self._api.SetPoliciesRequest(name=name, policies=json.dumps(dict(policies)))
-            found = await self._network.call(_ADMIN, "SetTopicPolicies", request, topic=name)
+            request = wire.ister_api.SetPoliciesRequest(
+                name=name, policies=json.dumps(dict(policies))
+            )
+            found = await self._network.call(
+                wire.services.Admin.SetTopicPolicies, request, topic=name
+            )
             in_force = json.loads(found.policies)
         return in_force
 
@@ -293,8 +298,10 @@ class AdminCalls:
         """
         owner = None
         for name in await self._partitions(topic):
-            request = self._api.ProducerName(topic=name, producer=producer)
-            found = await self._network.call(_ADMIN, "ReleaseProducer", request, topic=name)
+            request = wire.ister_api.ProducerName(topic=name, producer=producer)
+            found = await self._network.call(
+                wire.services.Admin.ReleaseProducer, request, topic=name
+            )
             owner = found.principal or owner
         return owner
 
@@ -309,25 +316,27 @@ class AdminCalls:
         """
         found: set[str] = set()
         for name in await self._partitions(topic):
-            request = self._danube.TopicRequest(name=name)
-            answer = await self._network.call(_TOPICS, "ListSubscriptions", request, topic=name)
+            request = wire.danube_admin.TopicRequest(name=name)
+            answer = await self._network.call(
+                wire.services.TopicAdmin.ListSubscriptions, request, topic=name
+            )
             found.update(answer.subscriptions)
         return sorted(found)
 
     async def describe_subscription(self, topic: str, subscription: str) -> SubscriptionDescription:
-        """Where a subscription is, and what holds it up.
+        """Returns the position and state of a subscription, and what blocks it.
 
         Raises:
             NotFoundError: There is none; or the topic is partitioned, and this asks for one.
             IsterError: It is refused, or no broker has answered in time.
         """
-        request = self._api.SubscriptionName(topic=topic, subscription=subscription)
+        request = wire.ister_api.SubscriptionName(topic=topic, subscription=subscription)
         return _subscription(
-            await self._network.call(_ADMIN, "DescribeSubscription", request, topic=topic)
+            await self._network.call(wire.services.Admin.DescribeSubscription, request, topic=topic)
         )
 
     async def seek(self, topic: str, subscription: str, *, to: Start) -> None:
-        """Has a subscription go on from elsewhere, for all its consumers.
+        """Moves a subscription to another position, for all its consumers.
 
         Consumers that are connected may still hand out some messages that they had got before.
 
@@ -342,25 +351,27 @@ class AdminCalls:
             InvalidRequestError: An offset in a partitioned topic, or no place at all.
             IsterError: It is refused, or no broker has answered in time.
         """
-        where: dict[str, Any]
-        if to in ("earliest", "latest"):
-            where = {str(to): True}
+        request = wire.ister_api.SeekRequest(subscription=subscription)
+        if to == "earliest":
+            request.earliest = True
+        elif to == "latest":
+            request.latest = True
         elif isinstance(to, datetime):
-            where = {"publish_time_ms": milliseconds_of(to)}
+            request.publish_time_ms = to_milliseconds(to)
         elif isinstance(to, int) and not isinstance(to, bool) and 0 <= to < 1 << 63:
-            where = {"offset": to}
+            request.offset = to
         else:
             raise InvalidRequestError(
-                f"a subscription cannot go to {to!r}", hint="an offset, a time, earliest or latest"
+                f"invalid position {to!r}", hint="use an offset, a time, earliest or latest"
             )
         names = await self._partitions(topic)
-        if "offset" in where and names != [topic]:
+        if isinstance(to, int) and names != [topic]:
             raise InvalidRequestError(
                 "each partition has offsets of its own", topic=topic, hint="seek in one of them"
             )
         for name in names:
-            request = self._api.SeekRequest(topic=name, subscription=subscription, **where)
-            await self._network.call(_ADMIN, "Seek", request, topic=name)
+            request.topic = name
+            await self._network.call(wire.services.Admin.Seek, request, topic=name)
 
     async def unsubscribe(self, topic: str, subscription: str) -> None:
         """Removes a subscription without consumers.
@@ -371,23 +382,23 @@ class AdminCalls:
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):
-            request = self._danube.SubscriptionRequest(topic=name, subscription=subscription)
+            request = wire.danube_admin.SubscriptionRequest(topic=name, subscription=subscription)
             await self._network.call(
-                _TOPICS, "Unsubscribe", request, topic=name, done_before=NotFoundError
+                wire.services.TopicAdmin.Unsubscribe, request, topic=name, done_before=NotFoundError
             )
 
     async def failure_policy(self, topic: str, subscription: str) -> FailurePolicy:
-        """What happens to messages that fail.
+        """Returns the failure policy of a subscription.
 
         Raises:
             NotFoundError: There is no such topic or subscription.
             IsterError: It is refused, or no broker has answered in time.
         """
-        request = self._danube.GetSubscriptionFailurePolicyRequest(
+        request = wire.danube_admin.GetSubscriptionFailurePolicyRequest(
             topic=topic, subscription=subscription
         )
         found = await self._network.call(
-            _TOPICS, "GetSubscriptionFailurePolicy", request, topic=topic
+            wire.services.TopicAdmin.GetSubscriptionFailurePolicy, request, topic=topic
         )
         policy = found.failure_policy
         return FailurePolicy(
@@ -403,17 +414,17 @@ class AdminCalls:
     async def set_failure_policy(
         self, topic: str, subscription: str, policy: FailurePolicy
     ) -> None:
-        """Changes what happens to messages that fail, from now on.
+        """Changes the failure policy of a subscription.
 
         Raises:
             NotFoundError: There is no such topic or subscription.
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):
-            request = self._danube.SetSubscriptionFailurePolicyRequest(
+            request = wire.danube_admin.SetSubscriptionFailurePolicyRequest(
                 topic=name,
                 subscription=subscription,
-                failure_policy=self._danube.SubscriptionFailurePolicy(
+                failure_policy=wire.danube_admin.SubscriptionFailurePolicy(
                     max_redelivery_count=policy.max_redelivery_count,
                     ack_timeout_ms=policy.ack_timeout_ms,
                     base_redelivery_delay_ms=policy.base_redelivery_delay_ms,
@@ -423,29 +434,33 @@ class AdminCalls:
                     dead_letter_topic=policy.dead_letter_topic,
                 ),
             )
-            await self._network.call(_TOPICS, "SetSubscriptionFailurePolicy", request, topic=name)
+            await self._network.call(
+                wire.services.TopicAdmin.SetSubscriptionFailurePolicy, request, topic=name
+            )
 
     async def set_max_unacked_messages(self, topic: str, subscription: str, messages: int) -> None:
-        """Changes how many messages each consumer may have and not have acknowledged.
+        """Changes the maximum of unacknowledged messages per consumer.
 
         Raises:
             NotFoundError: There is no such topic or subscription.
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):
-            request = self._danube.SetSubscriptionDispatchConfigRequest(
+            request = wire.danube_admin.SetSubscriptionDispatchConfigRequest(
                 topic=name,
                 subscription=subscription,
-                dispatch_config=self._danube.SubscriptionDispatchConfig(
+                dispatch_config=wire.danube_admin.SubscriptionDispatchConfig(
                     max_unacked_messages=messages
                 ),
             )
-            await self._network.call(_TOPICS, "SetSubscriptionDispatchConfig", request, topic=name)
+            await self._network.call(
+                wire.services.TopicAdmin.SetSubscriptionDispatchConfig, request, topic=name
+            )
 
     async def restrict_subscription(
         self, topic: str, subscription: str, principals: Sequence[str] | None
     ) -> None:
-        """Restricts who may consume, acknowledge, seek, change and remove a subscription.
+        """Restricts a subscription to some principals.
 
         Principals with `manage_namespace` always may. Streams of others end within a second.
 
@@ -453,20 +468,20 @@ class AdminCalls:
             topic: The topic, or a partitioned one.
             subscription: Its name.
             principals: `user:NAME` or `service:NAME` (a name alone is a user); None removes the
-                restriction: all who may consume the topic may use the subscription.
+                restriction: all that may consume the topic may use the subscription.
 
         Raises:
             NotFoundError: There is no such topic or subscription.
             IsterError: It is refused, or no broker has answered in time.
         """
         for name in await self._partitions(topic):
-            request = self._api.RestrictSubscriptionRequest(
+            request = wire.ister_api.RestrictSubscriptionRequest(
                 topic=name,
                 subscription=subscription,
                 principals=principals or (),
                 unrestricted=principals is None,
             )
-            await self._network.call(_ADMIN, "RestrictSubscription", request, topic=name)
+            await self._network.call(wire.services.Admin.RestrictSubscription, request, topic=name)
 
     # -- namespaces -------------------------------------------------------------------------
 
@@ -477,20 +492,20 @@ class AdminCalls:
             IsterError: It is refused, or no broker has answered in time.
         """
         found = await self._network.call(
-            "danube_admin.BrokerAdmin", "ListNamespaces", self._danube.Empty()
+            wire.services.BrokerAdmin.ListNamespaces, wire.danube_admin.Empty()
         )
         return list(found.namespaces)
 
     async def create_namespace(self, name: str) -> None:
-        """Makes a namespace.
+        """Creates a namespace.
 
         Raises:
             AlreadyExistsError: There is one of that name.
             IsterError: It is refused, or no broker has answered in time.
         """
-        request = self._danube.NamespaceRequest(name=name)
+        request = wire.danube_admin.NamespaceRequest(name=name)
         await self._network.call(
-            _NAMESPACES, "CreateNamespace", request, done_before=AlreadyExistsError
+            wire.services.NamespaceAdmin.CreateNamespace, request, done_before=AlreadyExistsError
         )
 
     async def delete_namespace(self, name: str) -> None:
@@ -501,15 +516,17 @@ class AdminCalls:
             ConflictError: It has topics.
             IsterError: It is refused, or no broker has answered in time.
         """
-        request = self._danube.NamespaceRequest(name=name)
-        await self._network.call(_NAMESPACES, "DeleteNamespace", request, done_before=NotFoundError)
+        request = wire.danube_admin.NamespaceRequest(name=name)
+        await self._network.call(
+            wire.services.NamespaceAdmin.DeleteNamespace, request, done_before=NotFoundError
+        )
 
     # -- rights -----------------------------------------------------------------------------
 
     async def grant_role(
         self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
     ) -> None:
-        """Gives a role to somebody: on a topic, in a namespace, or for everything.
+        """Grants a role to a principal: on a topic, in a namespace, or for the cluster.
 
         Args:
             principal: A user's name, or `service:NAME` for an API key or a program.
@@ -523,8 +540,8 @@ class AdminCalls:
         """
         kind, name = _principal(principal)
         scope, resource = _scope(topic, namespace)
-        request = self._danube.CreateBindingRequest(
-            binding=self._danube.BindingDefinition(
+        request = wire.danube_admin.CreateBindingRequest(
+            binding=wire.danube_admin.BindingDefinition(
                 id=_binding_id(kind, name, role),
                 principal_type=kind,
                 principal_name=name,
@@ -533,7 +550,7 @@ class AdminCalls:
                 resource_name=resource,
             )
         )
-        await self._network.call(_SECURITY, "CreateBinding", request)
+        await self._network.call(wire.services.SecurityAdmin.CreateBinding, request)
 
     async def revoke_role(
         self, principal: str, role: str, *, topic: str | None = None, namespace: str | None = None
@@ -546,25 +563,19 @@ class AdminCalls:
         """
         kind, name = _principal(principal)
         scope, resource = _scope(topic, namespace)
-        request = self._danube.DeleteBindingRequest(
+        request = wire.danube_admin.DeleteBindingRequest(
             scope=scope, resource_name=resource, binding_id=_binding_id(kind, name, role)
         )
-        await self._network.call(_SECURITY, "DeleteBinding", request, done_before=NotFoundError)
+        await self._network.call(
+            wire.services.SecurityAdmin.DeleteBinding, request, done_before=NotFoundError
+        )
 
     # -- inside -----------------------------------------------------------------------------
-
-    @property
-    def _api(self) -> Any:  # noqa: ANN401 - protobuf's messages have no types
-        return self._network.wire.ister_api
-
-    @property
-    def _danube(self) -> Any:  # noqa: ANN401
-        return self._network.wire.danube_admin
 
     async def _partitions(self, topic: str) -> list[str]:
         names = await self._network.partitions(topic)
         if not names:
-            raise NotFoundError(f"there is no topic {topic}", topic=topic)
+            raise NotFoundError(f"topic {topic} does not exist", topic=topic)
         return names
 
 
@@ -575,18 +586,18 @@ def _principal(text: str) -> tuple[str, str]:
 
 def _scope(topic: str | None, namespace: str | None) -> tuple[str, str]:
     if topic is not None and namespace is not None:
-        raise InvalidRequestError("a role is given on a topic or in a namespace, not both")
+        raise InvalidRequestError("pass topic or namespace, not both")
     if topic is not None:
         return "topic", str(TopicName.parse(topic))
     return ("cluster", "") if namespace is None else ("namespace", namespace)
 
 
 def _binding_id(kind: str, name: str, role: str) -> str:
-    """The same for the same three, so that it can be taken back."""
+    """Returns the binding's id, derived from its arguments, so that it can be revoked."""
     return hashlib.sha256(f"{kind}\n{name}\n{role}".encode()).hexdigest()[:16]
 
 
-def _topic(found: Any) -> TopicDescription:  # noqa: ANN401
+def _topic(found: wire.ister_api.TopicDescription) -> TopicDescription:
     return TopicDescription(
         topic=found.topic,
         partitions=tuple(found.partitions),
@@ -606,7 +617,7 @@ def _topic(found: Any) -> TopicDescription:  # noqa: ANN401
     )
 
 
-def _subscription(found: Any) -> SubscriptionDescription:  # noqa: ANN401
+def _subscription(found: wire.ister_api.SubscriptionDescription) -> SubscriptionDescription:
     return SubscriptionDescription(
         topic=found.topic,
         subscription=found.subscription,

@@ -8,8 +8,8 @@
             async for message in consumer:
                 consumer.ack(message)
 
-Everything runs on the loop that uses it; there is no thread. No logic of its own: see `producing`,
-`consuming` and `admin`. Cancelling a call that waits takes back nothing that was accepted.
+Everything runs on the loop that uses it, without threads. The logic is in `ister.client.core` and
+`admin`. Cancelling a call that waits does not take back what was accepted.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from ister.client.admin import AdminCalls
-from ister.client.batches import Batch
-from ister.client.consuming import ConsumerCore, ConsumerOptions
+from ister.client.core.batches import Batch
+from ister.client.core.consumer import ConsumerCore, ConsumerOptions
+from ister.client.core.network import Network
+from ister.client.core.producer import Post, ProducerCore, ProducerOptions
 from ister.client.messages import ReceivedMessage
-from ister.client.network import Network
 from ister.client.options import TlsOptions, Token
-from ister.client.producing import ProducerCore, ProducerOptions
 from ister.errors import ClosedError, IsterError, WaitTimeoutError
 from ister.limits import MIB
 from ister.model import AckLevel, Start
 from ister.subscription.policy import SubscriptionKind
 
-__all__ = ["AsyncClient", "AsyncConsumer", "AsyncProducer", "AsyncSentMessage"]
-
 _log = logging.getLogger("ister.client")
 
-# What is not acknowledged when a block ends with an error is waited for so long.
+# How long an `async with` block that ends with an error waits for acknowledgements.
 _ERROR_EXIT_SECONDS: Final = 5.0
 
 
@@ -46,7 +43,7 @@ def _post(wake: Callable[[], object]) -> None:
 
 
 class AsyncSentMessage:
-    """A message that was accepted. Await it for its offset, as often as you like."""
+    """A message that was accepted. Awaiting it, any number of times, gives its offset."""
 
     __slots__ = ("_batch", "_core", "_row")
 
@@ -57,18 +54,18 @@ class AsyncSentMessage:
 
     @property
     def topic(self) -> str:
-        """Where it goes: the topic, or the partition of one."""
+        """The topic, or the partition, that the message goes to."""
         return self._batch.topic
 
     def done(self) -> bool:
-        """Whether it has an offset, or never will have one."""
+        """Whether the message is acknowledged or was given up."""
         return self._batch.is_done
 
     async def offset(self) -> int:
-        """Its offset, once the broker has acknowledged it.
+        """Waits until the broker has acknowledged the message, and returns its offset.
 
         Raises:
-            IsterError: It was given up, and why.
+            IsterError: The message was given up.
         """
         if not self._batch.is_done:
             done = asyncio.Event()
@@ -79,32 +76,42 @@ class AsyncSentMessage:
                     self._core.forget(self._batch, done.set)
         return self._core.outcome(self._batch, self._row)
 
-    def __await__(self) -> Generator[Any, None, int]:
+    def __await__(self) -> Generator[object, None, int]:
         return self.offset().__await__()
 
 
-class AsyncProducer:
-    """Publishes to a topic. Made by `AsyncClient.producer`; await it, or enter it, to open it."""
+class ProducerView:
+    """What producers of both clients show."""
 
-    def __init__(self, client: AsyncClient, core: ProducerCore) -> None:
-        self._client = client
+    def __init__(self, core: ProducerCore) -> None:
         self._core = core
-        self._is_open = False
 
     @property
     def topic(self) -> str:
-        """Where messages go."""
+        """The topic that messages go to."""
         return self._core.topic
 
     @property
     def name(self) -> str:
-        """Who they are from."""
+        """Producer name."""
         return self._core.name
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of messages that are accepted and not acknowledged."""
         return self._core.pending_bytes
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.topic} name={self.name}>"
+
+
+class AsyncProducer(ProducerView):
+    """Publishes to a topic. Made by `AsyncClient.producer`; await it, or enter it, to open it."""
+
+    def __init__(self, client: AsyncClient, core: ProducerCore) -> None:
+        super().__init__(core)
+        self._client = client
+        self._is_open = False
 
     async def send(
         self,
@@ -116,21 +123,21 @@ class AsyncProducer:
         schema_version: int | None = None,
         timeout: float | None = None,
     ) -> AsyncSentMessage:
-        """Accepts a message; waits while too much is pending.
+        """Accepts a message; waits while `max_pending_bytes` are pending.
 
         Args:
-            payload: The message.
-            attributes: Goes with it.
+            payload: The message body.
+            attributes: Message attributes, as key/value strings.
             routing_key: Chooses the partition, and the consumer of a key-shared subscription.
             schema_id: The schema of the payload.
-            schema_version: Its version.
-            timeout: How long to wait for room; None for ever.
+            schema_version: The version of that schema.
+            timeout: Seconds to wait for room; None to wait forever.
 
         Raises:
-            InvalidRequestError: It is not a message.
+            InvalidRequestError: The payload, an attribute or the key has the wrong type.
             CapacityError: There was no room in time.
             ClosedError: The producer is closed.
-            IsterError: Nothing can be published any more, and why.
+            IsterError: The producer has failed and publishes nothing any more.
         """
         core = self._core
         message = (payload, attributes, routing_key, schema_id, schema_version)
@@ -153,7 +160,7 @@ class AsyncProducer:
         schema_id: int | None = None,
         schema_version: int | None = None,
     ) -> int:
-        """`send`, and wait: the offset of the message once it is acknowledged."""
+        """Sends a message, waits until it is acknowledged, and returns its offset."""
         return await (
             await self.send(
                 payload,
@@ -165,19 +172,19 @@ class AsyncProducer:
         )
 
     async def flush(self, timeout: float | None = None) -> None:
-        """Waits until each message that was accepted so far is acknowledged.
+        """Waits until all messages accepted so far are acknowledged.
 
         Raises:
             WaitTimeoutError: It takes longer; the messages stay accepted.
-            IsterError: One has failed, and nobody was told yet.
+            IsterError: A message failed whose error was not raised yet.
         """
         await self._core.flush(timeout)
 
     async def close(self, timeout: float | None = None) -> None:
-        """Flushes, and ends. May be called twice.
+        """Flushes and closes the producer. May be called twice.
 
         Raises:
-            As `flush`; it is closed all the same, and what is not acknowledged is given up.
+            As `flush`. The producer is closed anyway; unacknowledged messages are given up.
         """
         self._client.left(self)
         await self._core.close(timeout)
@@ -189,64 +196,96 @@ class AsyncProducer:
             self._client.joined(self)
         return self
 
-    def __await__(self) -> Generator[Any, None, Self]:
+    def __await__(self) -> Generator[object, None, Self]:
         return self._open().__await__()
 
     async def __aenter__(self) -> Self:
         return await self._open()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             await self.close()
             return
         try:
             await self.close(_ERROR_EXIT_SECONDS)
         except IsterError as failure:
-            _log.warning("messages were given up", extra={"error": str(failure)})
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.topic} name={self.name}>"
+            _log.warning("unacknowledged messages were given up", extra={"error": str(failure)})
 
 
-class AsyncConsumer:
-    """Gets a topic's messages. Made by `AsyncClient.consumer`; await it, or enter it, to open it.
+class ConsumerView:
+    """What consumers of both clients show, and their acknowledgements."""
 
-    What it gives and is never acknowledged comes again: after the ack timeout of the subscription,
-    or to the next consumer when this one is closed.
-    """
-
-    def __init__(self, client: AsyncClient, core: ConsumerCore) -> None:
-        self._client = client
+    def __init__(self, core: ConsumerCore) -> None:
         self._core = core
-        self._is_open = False
 
     @property
     def topic(self) -> str:
-        """Where messages come from."""
+        """The topic that messages come from."""
         return self._core.topic
 
     @property
     def subscription(self) -> str:
-        """On whose behalf."""
+        """Subscription name."""
         return self._core.subscription
 
     @property
     def name(self) -> str:
-        """Which of the subscription's consumers."""
+        """Consumer name."""
         return self._core.name
 
-    async def receive(self, timeout: float | None = None) -> ReceivedMessage:
-        """The next message.
+    def ack(self, message: ReceivedMessage) -> None:
+        """Acknowledges a message. It is sent to the broker soon; `flush` waits for that.
 
         Raises:
-            WaitTimeoutError: None came in time.
+            InvalidRequestError: Another consumer received the message.
             ClosedError: The consumer is closed.
-            IsterError: There will be no more, and why.
+        """
+        self._check_process()
+        self._core.ack(message)
+
+    def nack(
+        self, message: ReceivedMessage, *, delay: float | None = None, reason: str | None = None
+    ) -> None:
+        """Rejects a message: it is delivered again, by the subscription's failure policy.
+
+        Args:
+            message: A message that could not be processed.
+            delay: Seconds until the redelivery, at least; by default the subscription's.
+            reason: Stored with the message if it goes to a dead-letter topic.
+
+        Raises:
+            InvalidRequestError: Another consumer received the message, or the delay is invalid.
+            ClosedError: The consumer is closed.
+        """
+        self._check_process()
+        self._core.nack(message, delay=delay, reason=reason)
+
+    def _check_process(self) -> None:
+        """Refuses to be used in a forked child; `Consumer` does."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.topic} {self.subscription} name={self.name}>"
+
+
+class AsyncConsumer(ConsumerView):
+    """Receives a topic's messages. Made by `AsyncClient.consumer`; await it, or enter it, to open.
+
+    A message that is not acknowledged is delivered again: after the subscription's ack timeout, or
+    to the next consumer when this one is closed.
+    """
+
+    def __init__(self, client: AsyncClient, core: ConsumerCore) -> None:
+        super().__init__(core)
+        self._client = client
+        self._is_open = False
+
+    async def receive(self, timeout: float | None = None) -> ReceivedMessage:
+        """Returns the next message.
+
+        Raises:
+            WaitTimeoutError: No message came in time.
+            ClosedError: The consumer is closed.
+            IsterError: The consumer has failed and receives nothing any more.
         """
         core = self._core
         message = core.try_take()
@@ -264,14 +303,14 @@ class AsyncConsumer:
     async def messages(
         self, *, limit: int | None = None, timeout: float | None = None
     ) -> AsyncIterator[ReceivedMessage]:
-        """Messages as they come, until the consumer is closed.
+        """Yields messages as they arrive, until the consumer is closed.
 
         Args:
-            limit: Ends after so many.
-            timeout: Ends when there is none for so many seconds.
+            limit: Stop after this many messages.
+            timeout: Stop when no message arrives for this many seconds.
 
         Raises:
-            IsterError: There will be no more, and why.
+            IsterError: The consumer has failed and receives nothing any more.
         """
         given = 0
         while limit is None or given < limit:
@@ -285,46 +324,21 @@ class AsyncConsumer:
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
         return self.messages()
 
-    def ack(self, message: ReceivedMessage) -> None:
-        """Says that a message is done with. The broker is told soon; `flush` waits for that.
-
-        Raises:
-            InvalidRequestError: The message is another consumer's.
-            ClosedError: The consumer is closed.
-        """
-        self._core.ack(message)
-
-    def nack(
-        self, message: ReceivedMessage, *, delay: float | None = None, reason: str | None = None
-    ) -> None:
-        """Has a message come again, by the rules of the subscription.
-
-        Args:
-            message: One that could not be dealt with.
-            delay: After how many seconds at the earliest; the subscription's default.
-            reason: Goes with it into a dead-letter topic.
-
-        Raises:
-            InvalidRequestError: The message is another consumer's, or the delay is none.
-            ClosedError: The consumer is closed.
-        """
-        self._core.nack(message, delay=delay, reason=reason)
-
     async def flush(self, timeout: float | None = None) -> None:
         """Waits until the broker has confirmed every acknowledgement.
 
         Raises:
-            WaitTimeoutError: It takes longer; they go on being sent.
+            WaitTimeoutError: It takes longer; the client keeps sending them.
             IsterError: The consumer has failed.
         """
         await self._core.flush(timeout)
 
     async def close(self, timeout: float | None = None) -> None:
-        """Flushes, and ends. May be called twice.
+        """Flushes and closes the consumer. May be called twice.
 
         Raises:
-            WaitTimeoutError: Acknowledgements were not confirmed in time; it is closed all the
-                same, and those messages may come again.
+            WaitTimeoutError: Acknowledgements were not confirmed in time. The consumer is closed
+                anyway, and those messages may be delivered again.
         """
         self._client.left(self)
         await self._core.close(timeout)
@@ -336,30 +350,22 @@ class AsyncConsumer:
             self._client.joined(self)
         return self
 
-    def __await__(self) -> Generator[Any, None, Self]:
+    def __await__(self) -> Generator[object, None, Self]:
         return self._open().__await__()
 
     async def __aenter__(self) -> Self:
         return await self._open()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             await self.close()
             return
         with contextlib.suppress(IsterError):
             await self.close(_ERROR_EXIT_SECONDS)
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.topic} {self.subscription} name={self.name}>"
-
 
 class AsyncClient(AdminCalls):
-    """Brokers, as far as they can be reached. Belongs to the loop that first uses it."""
+    """A connection to brokers. Belongs to the loop that first uses it."""
 
     def __init__(
         self,
@@ -369,23 +375,24 @@ class AsyncClient(AdminCalls):
         tls: TlsOptions | bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Connects when it is first needed.
+        """Makes a client; it connects when it is first used.
 
         Args:
-            address: `host:port` of a broker, or several with commas between them; any one that
-                answers leads to the others.
-            token: A bearer token or an API key; or a function that gives one whenever something is
-                opened, for tokens that expire.
-            tls: True, or which certificates to use; False or None for none, unless the address
-                begins with `https://`.
-            timeout: How long brokers may be out of reach, in seconds, until calls, messages and
-                consumers fail; None for ever.
+            address: `host:port` of a broker, or several separated by commas; any that responds
+                leads to the others.
+            token: A bearer token or an API key; or a function that returns a fresh one whenever
+                something is opened, for tokens that expire.
+            tls: True, or the certificates to use; False or None for no encryption, unless the
+                address starts with `https://`.
+            timeout: How many seconds brokers may be unreachable until calls, messages and
+                consumers fail; None to retry forever.
 
         Raises:
             ConfigError: The extra `ister[client]` is not installed, or a file cannot be read.
-            InvalidRequestError: An address or the timeout is none.
+            InvalidRequestError: An address or the timeout is invalid.
         """
         super().__init__(Network(address, token=token, tls=tls, timeout=timeout))
+        self._post: Post = _post
         self._open: set[AsyncProducer | AsyncConsumer] = set()
 
     def producer(
@@ -401,26 +408,27 @@ class AsyncClient(AdminCalls):
         max_pending_bytes: int = 64 * MIB,
         timeout: float | None = None,
     ) -> AsyncProducer:
-        """Publishes to a topic, each message once.
+        """Makes a producer, which publishes each message to a topic exactly once.
 
-        A name belongs to one program at a time: the next one that publishes under it takes it
-        over, and the one before is refused from then on.
+        Only one producer may use a name at a time: the next one that publishes under it fences
+        the one before.
 
         Args:
-            topic: Where to; all partitions of a partitioned one, in turn or by routing key.
-            name: Who publishes; one that nobody else has by default.
-            create: Make the topic if it does not exist.
-            ack: Its level then; the broker's default.
-            max_batch_messages: Messages that go together, at the most.
-            max_batch_bytes: The same in bytes; a larger message goes alone.
-            linger_ms: How long a message waits for others while some are on their way.
-            max_pending_bytes: How much may be accepted and not acknowledged.
-            timeout: In place of the client's.
+            topic: Topic name; of a partitioned topic, each message goes to a partition, in turn
+                or by its routing key.
+            name: Producer name; a unique one by default.
+            create: Create the topic if it does not exist.
+            ack: Ack level of the topic if it is created; the broker's default.
+            max_batch_messages: Messages in a batch, at most.
+            max_batch_bytes: Bytes in a batch, at most; a larger message is sent alone.
+            linger_ms: How long a batch waits for more messages while another one is in flight.
+            max_pending_bytes: Bytes that may be accepted and not acknowledged.
+            timeout: Overrides the client's timeout.
 
         Raises:
-            InvalidRequestError: A value makes no sense.
-            NotFoundError: When it is opened: there is no such topic.
-            IsterError: When it is opened: it is refused, or no broker has answered in time.
+            InvalidRequestError: An argument is invalid.
+            NotFoundError: The topic does not exist (raised when the producer is opened).
+            IsterError: The broker refused, or none responded in time (when it is opened).
         """
         options = ProducerOptions(
             topic=topic,
@@ -433,7 +441,7 @@ class AsyncClient(AdminCalls):
             max_pending_bytes=max_pending_bytes,
             timeout=self._network.timeout if timeout is None else timeout,
         )
-        return AsyncProducer(self, ProducerCore(self._network, options, post=_post))
+        return AsyncProducer(self, ProducerCore(self._network, options, post=self._post))
 
     def consumer(
         self,
@@ -448,24 +456,24 @@ class AsyncClient(AdminCalls):
         buffer_bytes: int = 32 * MIB,
         timeout: float | None = None,
     ) -> AsyncConsumer:
-        """Gets the messages of a topic, each at least once.
+        """Makes a consumer, which receives each message of a topic at least once.
 
         Args:
-            topic: Where from; all partitions of a partitioned one.
-            subscription: On whose behalf; made where it does not exist.
-            name: Which of its consumers; one that nobody else has by default.
+            topic: Topic name; all partitions of a partitioned topic.
+            subscription: Subscription name; created if it does not exist.
+            name: Consumer name; a unique one by default.
             kind: `exclusive`, `shared`, `failover` or `key_shared`.
-            start: Where a new subscription begins: `earliest`, `latest`, an offset, or a point in
-                time, with its time zone; one that is still to come is as `latest`.
-            key_filters: Routing keys to take, with `*` and `?`; for `key_shared`.
-            create: Make the topic if it does not exist.
-            buffer_bytes: How much to have ready before it is asked for.
-            timeout: In place of the client's.
+            start: Where a new subscription starts: `earliest`, `latest`, an offset, or a time with
+                its time zone (a future time means `latest`).
+            key_filters: Routing keys to receive, with `*` and `?`; for `key_shared`.
+            create: Create the topic if it does not exist.
+            buffer_bytes: Bytes to prefetch.
+            timeout: Overrides the client's timeout.
 
         Raises:
-            InvalidRequestError: A value makes no sense.
-            NotFoundError: When it is opened: there is no such topic.
-            IsterError: When it is opened: it is refused, or no broker has answered in time.
+            InvalidRequestError: An argument is invalid.
+            NotFoundError: The topic does not exist (raised when the consumer is opened).
+            IsterError: The broker refused, or none responded in time (when it is opened).
         """
         options = ConsumerOptions(
             topic=topic,
@@ -478,21 +486,21 @@ class AsyncClient(AdminCalls):
             buffer_bytes=buffer_bytes,
             timeout=self._network.timeout if timeout is None else timeout,
         )
-        return AsyncConsumer(self, ConsumerCore(self._network, options, post=_post))
+        return AsyncConsumer(self, ConsumerCore(self._network, options, post=self._post))
 
     def joined(self, one: AsyncProducer | AsyncConsumer) -> None:
-        """Something of this client was opened; it is closed with the client."""
+        """Remembers an open producer or consumer, to close it with the client."""
         self._open.add(one)
 
     def left(self, one: AsyncProducer | AsyncConsumer) -> None:
-        """It was closed."""
+        """Forgets a closed producer or consumer."""
         self._open.discard(one)
 
     async def close(self, timeout: float | None = None) -> None:
         """Closes all producers and consumers, then the connections. May be called twice.
 
         Raises:
-            As `AsyncProducer.close` and `AsyncConsumer.close`; everything is closed all the same.
+            As `AsyncProducer.close` and `AsyncConsumer.close`; everything is closed anyway.
         """
         outcomes = await asyncio.gather(
             *(one.close(timeout) for one in list(self._open)), return_exceptions=True
@@ -505,13 +513,8 @@ class AsyncClient(AdminCalls):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             await self.close()
             return
         with contextlib.suppress(IsterError):

@@ -7,7 +7,7 @@
         for batch in client.read(ticket): ...
 
 Owns: the connection, deadlines, and whether an answer is what was asked for. Does not own: the
-messages (`ister.client.contract`), and retries: a call that failed with an UnavailableError may be
+messages (`ister.wire.contract`), and retries: a call that failed with an UnavailableError may be
 repeated by whoever made it, and a read goes on from the first offset that has not come out.
 
 Nothing that comes out of `read` is taken on trust: the columns are those asked for, every batch is
@@ -22,11 +22,23 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from ister import forks, threads
-from ister.client.contract import (
+from ister.client.publisher import Publisher
+from ister.errors import (
+    ClosedError,
+    CorruptDataError,
+    InvalidRequestError,
+    IsterError,
+    MessageTooLargeError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from ister.extras import missing_extra
+from ister.format.frame import FrameBatch, scan_frames
+from ister.model import AckLevel, Codec, JsonObject
+from ister.wire.contract import (
     FRAMES_COLUMN,
     HOLES,
     Action,
@@ -42,32 +54,16 @@ from ister.client.contract import (
     TopicStatus,
     UploadPlanned,
     WatermarksRequest,
-    carries_error,
     decode_appended,
-    decode_error,
-    decode_settings,
 )
-from ister.client.publisher import Publisher
-from ister.client.statuses import is_too_large
-from ister.errors import (
-    ClosedError,
-    CorruptDataError,
-    InvalidRequestError,
-    IsterError,
-    MessageTooLargeError,
-    PermissionDeniedError,
-    UnavailableError,
-)
-from ister.extras import missing_extra
-from ister.format.frame import FrameBatch, scan_frames
-from ister.model import AckLevel, Codec
+from ister.wire.errors import carries_error, decode_error, is_too_large
+from ister.wire.settings import decode_settings
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import flight
 
     from ister.topic.batches import AppendedBatch, StagedBatch
-
-__all__ = ["FlightClient"]
 
 _ADDRESS: Final = re.compile(
     r"(?:(?P<scheme>grpc|grpc\+tcp|grpc\+tls)://)?"
@@ -93,7 +89,7 @@ _Answer = TypeVar("_Answer")
 
 
 class FlightClient:
-    """The owner of topics, as far as it can be reached. Thread-safe."""
+    """A connection to the owner of topics. Thread-safe."""
 
     def __init__(
         self,
@@ -108,7 +104,7 @@ class FlightClient:
         Args:
             address: `host:port`, or with `grpc://` or, encrypted, `grpc+tls://` before it.
             timeout_seconds: How long a call may take, and a read may go without a batch.
-            token: A JWT or an API key, for a broker that wants to know who calls.
+            token: A JWT or an API key, for a broker with authentication.
             tls_ca: Who signs the server's certificate, PEM; those that the system trusts if not
                 given.
 
@@ -120,11 +116,11 @@ class FlightClient:
             import pyarrow  # noqa: PLC0415 - an extra
             from pyarrow import flight  # noqa: PLC0415
 
-            from ister.format.columnar import arrow_schema  # noqa: PLC0415
+            from ister.format.arrow.schema import arrow_schema  # noqa: PLC0415
         except ImportError as error:
             raise missing_extra("reading from a topic's owner", "arrow", error) from error
         if not timeout_seconds > 0:
-            raise InvalidRequestError(f"a timeout of {timeout_seconds} seconds")
+            raise InvalidRequestError(f"timeout must be above 0 seconds, not {timeout_seconds}")
         self.address = address
         self._timeout = timeout_seconds
         self._flight = flight
@@ -147,7 +143,7 @@ class FlightClient:
     # -- calls ------------------------------------------------------------------------------
 
     def watermarks(self, topics: Iterable[str]) -> dict[str, TopicStatus]:
-        """How far topics have come, all of them.
+        """Returns the watermarks of topics.
 
         Raises:
             NotFoundError: One does not exist.
@@ -194,7 +190,7 @@ class FlightClient:
         codec: Codec | None = None,
         timeout_seconds: float | None = None,
     ) -> AppendedBatch:
-        """Has the owner append a staged batch; as `Log.append_staged`, so it may be repeated.
+        """Makes the owner append a staged batch; as `Log.append_staged`, so it may be repeated.
 
         Args:
             topic: Where to.
@@ -237,7 +233,7 @@ class FlightClient:
             raise self._strange("another plan", topic=asked.topic)
         return planned
 
-    def storage(self) -> dict[str, Any]:
+    def storage(self) -> JsonObject:
         """The settings of the server's stores, for `ister.load_config`; without credentials.
 
         Raises:
@@ -273,7 +269,7 @@ class FlightClient:
             results = self._client.do_action(self._flight.Action(str(action), body), options)
             return [result.body.to_pybytes() for result in results]
 
-    def _options(self, timeout_seconds: float | None = None) -> Any:  # noqa: ANN401 - untyped
+    def _options(self, timeout_seconds: float | None = None) -> flight.FlightCallOptions:
         return self._flight.FlightCallOptions(timeout=timeout_seconds, headers=self._headers)
 
     # -- reading ----------------------------------------------------------------------------
@@ -288,7 +284,7 @@ class FlightClient:
             InvalidRequestError: There is no such column.
             NotFoundError: There is no such topic.
             ConflictError: The topic is not the one of that incarnation.
-            OffsetOutOfRangeError: Not all of the range is there and synced.
+            OffsetOutOfRangeError: The range is not wholly stored and synced.
             UnavailableError: The server does not answer, or has ended before the end of the range:
                 also where messages were left out on purpose after it had begun.
             CorruptDataError: A message is damaged, or the answer is not what was asked for.
@@ -320,7 +316,7 @@ class FlightClient:
             f"the answer ended before offset {ticket.end}",
             topic=ticket.topic,
             offset=offset,
-            hint="ask again from this offset on",
+            hint="retry from this offset",
         )
 
     def frames(self, ticket: FramesTicket) -> Iterator[FrameBatch]:
@@ -362,10 +358,7 @@ class FlightClient:
         self, batch: pa.RecordBatch, ticket: FramesTicket, start: int
     ) -> Iterator[FrameBatch]:
         codec = self._codec_of(batch.schema, ticket)
-        try:
-            batch.validate(full=True)
-        except self._errors as error:
-            raise self._strange(f"a broken batch: {error}", topic=ticket.topic) from error
+        self._validate(batch, ticket.topic)
         for row in batch.column(0):
             data = row.as_py() or b""
             scan = scan_frames(data, expected_offset=start, end_offset=ticket.end)
@@ -375,6 +368,12 @@ class FlightClient:
             start = frames.next_offset
             yield frames
 
+    def _validate(self, batch: pa.RecordBatch, topic: str) -> None:
+        try:
+            batch.validate(full=True)
+        except self._errors as error:
+            raise self._strange(f"a broken batch: {error}", topic=topic) from error
+
     def _codec_of(self, schema: pa.Schema, ticket: FramesTicket) -> Codec:
         name = (schema.metadata or {}).get(b"codec", b"").decode(errors="replace")
         try:
@@ -382,8 +381,10 @@ class FlightClient:
         except ValueError as error:
             raise self._strange(f"the codec {name!r}", topic=ticket.topic) from error
 
-    def _open(self, ticket: RangeTicket | FramesTicket, schema: pa.Schema | None) -> Any:  # noqa: ANN401 - untyped
-        """Asks for a range. Without a deadline: that would be one for whoever takes the batches."""
+    def _open(
+        self, ticket: RangeTicket | FramesTicket, schema: pa.Schema | None
+    ) -> flight.FlightStreamReader:
+        """Requests a range, without a deadline, which would also limit the caller."""
         reader = self._client.do_get(self._flight.Ticket(ticket.to_json()), self._options())
         is_expected = (
             reader.schema.equals(schema)
@@ -399,10 +400,7 @@ class FlightClient:
         self, batch: pa.RecordBatch, ticket: RangeTicket, start: int, *, has_holes: bool
     ) -> int:
         """Makes sure that a batch is what was asked for; the first offset that comes after it."""
-        try:
-            batch.validate(full=True)
-        except self._errors as error:
-            raise self._strange(f"a broken batch: {error}", topic=ticket.topic) from error
+        self._validate(batch, ticket.topic)
         if batch.num_rows > ticket.end - start:
             raise self._strange(f"offsets from {ticket.end} on", topic=ticket.topic)
         end: int = start + batch.num_rows
@@ -492,12 +490,12 @@ class FlightClient:
             return UnavailableError(
                 f"{self.address} has not answered in time",
                 topic=topic,
-                hint="ask again, or allow more time",
+                hint="retry, or allow more time",
             )
         return UnavailableError(
             f"{self.address} does not answer: {text}",
             topic=topic,
-            hint="see that the server runs and can be reached, then ask again",
+            hint="check that the server runs and can be reached, then retry",
         )
 
     def _strange(
@@ -507,7 +505,7 @@ class FlightClient:
             f"{self.address} answers with {what}",
             topic=topic,
             offset=offset,
-            hint="see that an Ister server of this version listens there",
+            hint="check that an Ister server of this version listens there",
         )
 
     def _decoded(self, decode: Callable[[bytes], _Answer], answer: bytes) -> _Answer:
@@ -533,12 +531,7 @@ class FlightClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -552,11 +545,11 @@ class _Stream:
     is left alone. It ends with the connection.
     """
 
-    def __init__(self, open_reader: Callable[[], Any]) -> None:
+    def __init__(self, open_reader: Callable[[], flight.FlightStreamReader]) -> None:
         self._open_reader = open_reader
         self._waiting: queue.Queue[pa.RecordBatch | Exception | None] = queue.Queue(_AHEAD)
         self._lock = threading.Lock()
-        self._reader: Any = None
+        self._reader: flight.FlightStreamReader | None = None
         self._is_closed = False
         self._thread = threads.start("ister-flight-read", self._run)
 
@@ -564,7 +557,7 @@ class _Stream:
         """The next batch; None at the end.
 
         Raises:
-            TimeoutError: None has come in time.
+            TimeoutError: No batch arrived in time.
             Exception: Whatever the transport has raised.
         """
         try:
@@ -617,8 +610,8 @@ def _as_location(address: str) -> str:
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None or not 0 < int(match["port"]) <= _PORT_MAX:
         raise InvalidRequestError(
-            f"{address!r} is not an address",
-            hint="host:port, with grpc:// or grpc+tls:// before it if need be",
+            f"invalid Flight address {address!r}",
+            hint="use HOST:PORT, with grpc:// or grpc+tls:// before it if needed",
         )
     return f"{match['scheme'] or 'grpc'}://{match['host']}:{match['port']}"
 

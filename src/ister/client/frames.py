@@ -14,16 +14,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import cast
 
-from ister.client.contract import FramesTicket, PlanUpload
 from ister.client.flight import FlightClient
 from ister.errors import UnavailableError
 from ister.format.frame import FrameBatch
-
-__all__ = ["BrokerFrames"]
+from ister.wire.contract import FramesTicket, PlanUpload
 
 
 class BrokerFrames:
-    """A `ister.tier.object_maker.FrameSource`. Used by one thread at a time."""
+    """A `ister.bucket.object_maker.FrameSource`. Used by one thread at a time."""
 
     def __init__(self, client: FlightClient, topic: str, incarnation: str, epoch: int) -> None:
         self._client = client

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ister.client.intakes import Intake
+    from ister.client.core.receiver import Receiver
+    from ister.wire import ister_api
 
-__all__ = ["ReceivedMessage"]
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+from ister.positions import EPOCH
 
 
 class ReceivedMessage:
@@ -19,12 +18,12 @@ class ReceivedMessage:
     __slots__ = (
         "attempt",
         "attributes",
-        "intake",
         "life",
         "offset",
         "payload",
         "producer_name",
         "publish_time_ms",
+        "receiver",
         "routing_key",
         "schema_id",
         "schema_version",
@@ -32,15 +31,15 @@ class ReceivedMessage:
         "topic",
     )
 
-    def __init__(self, delivered: Any, intake: Intake, life: int) -> None:  # noqa: ANN401
+    def __init__(self, delivered: ister_api.Delivered, receiver: Receiver, life: int) -> None:
         """Takes over what the broker has sent.
 
         Args:
             delivered: The protocol's message.
-            intake: Where it came from.
-            life: Which of the intake's streams it came by.
+            receiver: Where it came from.
+            life: Which of the receiver's streams it came by.
         """
-        self.topic: str = intake.topic
+        self.topic: str = receiver.topic
         """The topic, or the partition of one."""
         self.offset: int = delivered.offset
         self.payload: bytes = delivered.payload
@@ -61,14 +60,14 @@ class ReceivedMessage:
         """1 for the first delivery; one more for each that has failed."""
         self.token: int = delivered.token
         """The receipt that the broker wants back with the acknowledgement."""
-        self.intake = intake
+        self.receiver = receiver
         self.life = life
 
     @property
     def publish_time(self) -> datetime:
         """When the producer published it, in UTC."""
         try:
-            return _EPOCH + timedelta(milliseconds=self.publish_time_ms)
+            return EPOCH + timedelta(milliseconds=self.publish_time_ms)
         except OverflowError:  # written by another program; no calendar goes that far
             return datetime.max.replace(tzinfo=UTC)
 

@@ -1,4 +1,4 @@
-"""How a client reaches brokers: addresses, encryption, who it is.
+"""How a client reaches brokers: addresses, encryption, credentials.
 
 Values only, checked when they are made. A token is never part of a text that is made here.
 """
@@ -12,8 +12,6 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ister.errors import ConfigError, InvalidRequestError
-
-__all__ = ["TlsOptions", "Token", "parse_addresses", "parse_token", "parse_url", "reachable"]
 
 Token = str | Callable[[], str]
 """A bearer token or an API key; or what gives a fresh one whenever something is opened."""
@@ -35,7 +33,7 @@ class TlsOptions:
     """
 
     ca: bytes | str | None = None
-    """Who may have signed the broker's certificate; those that gRPC trusts by default."""
+    """CA of the broker's certificate; gRPC's default CAs if None."""
     cert: bytes | str | None = None
     """The client's own certificate, for brokers that ask for one."""
     key: bytes | str | None = field(default=None, repr=False)
@@ -44,10 +42,10 @@ class TlsOptions:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise ConfigError("a client's certificate and its key go together")
+            raise ConfigError("cert and key must be set together")
 
     def texts(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """The CA, the certificate and the key, read from their files where they are in some.
+        """Returns the CA, the certificate and the key, read from files where needed.
 
         Raises:
             ConfigError: A file cannot be read.
@@ -87,7 +85,7 @@ def parse_addresses(
         said.add(tls is not False)
     if len(said) > 1:
         raise InvalidRequestError(
-            "addresses and tls contradict each other", hint="http:// is not encrypted"
+            "addresses and tls contradict each other", hint="http:// means without TLS"
         )
     options = tls if isinstance(tls, TlsOptions) else None
     if True in said and options is None:
@@ -111,7 +109,8 @@ def parse_url(text: str) -> tuple[str, bool | None]:
     is_known = not has_scheme or parts.scheme in _SCHEMES
     if not (is_known and port and _HOST.fullmatch(host) and parts.path in ("", "/")):
         raise InvalidRequestError(
-            f"{text!r} is not an address", hint="host:port, with http:// or https:// if need be"
+            f"invalid broker address {text!r}",
+            hint="use HOST:PORT, with http:// or https:// before it if needed",
         )
     return f"{host}:{port}", _SCHEMES[parts.scheme] if has_scheme else None
 
@@ -119,7 +118,7 @@ def parse_url(text: str) -> tuple[str, bool | None]:
 def reachable(url: str, through: str) -> str:
     """The address of another port of a broker that is reached by `through`.
 
-    A broker that was not told its name speaks of itself as of this machine.
+    A broker without an advertised name reports itself as on this machine.
     """
     address, _ = parse_url(url)
     host, _, port = address.rpartition(":")
@@ -135,5 +134,5 @@ def parse_token(token: str) -> str:
         ConfigError: It cannot.
     """
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
-        raise ConfigError("the token is not one: letters, digits and signs without spaces")
+        raise ConfigError("invalid token: use printable ASCII without spaces")
     return token

@@ -16,11 +16,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias
 
 from ister import forks, threads
-from ister.client.contract import PutAck, PutBatch, carries_error, decode_error
 from ister.errors import (
     ClosedError,
     CorruptDataError,
@@ -31,17 +29,18 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.limits import MIB
+from ister.wire.contract import PutAck, PutBatch
+from ister.wire.errors import carries_error, decode_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-__all__ = ["Publisher", "Unanswered"]
+    from pyarrow import flight
 
 _UNANSWERED_BYTES_MAX: Final = 32 * MIB
 # Threads that have to be left alone are waited for so long.
 _END_SECONDS: Final = 1.0
 
-Stream = tuple[Any, Any]
+Stream: TypeAlias = "tuple[flight.FlightStreamWriter, flight.FlightMetadataReader]"
 
 
 class Unanswered(NamedTuple):
@@ -138,7 +137,7 @@ class Publisher:
         if not batch.schema.equals(self.schema):
             raise InvalidRequestError("the batch has other columns than the stream")
         if not batch.num_rows:
-            raise InvalidRequestError("a batch without rows")
+            raise InvalidRequestError("the batch has no rows")
         with self._changed:
             size = batch.nbytes
 
@@ -231,7 +230,9 @@ class Publisher:
                 and self._answered == answered
             ):
                 raise WaitTimeoutError(
-                    f"no answer for {timeout} seconds", topic=self.topic, hint="wait on, or abort"
+                    f"no answer for {timeout} seconds",
+                    topic=self.topic,
+                    hint="wait longer, or abort",
                 )
 
     # -- the threads ------------------------------------------------------------------------
@@ -274,7 +275,7 @@ class Publisher:
                 return None
             return self._to_send.popleft()
 
-    def _take_all(self, reader: Any) -> None:  # noqa: ANN401 - pyarrow has no types
+    def _take_all(self, reader: flight.FlightMetadataReader) -> None:
         try:
             while (answer := reader.read()) is not None:
                 self._take(answer.to_pybytes())
@@ -323,13 +324,8 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.abort()

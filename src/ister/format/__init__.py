@@ -1,1 +1,21 @@
-"""Bytes to values and back, without any I/O."""
+"""Bytes ⇄ values, without I/O. docs/FORMAT.md describes the formats.
+
+frame           a message body with offset, length and crc
+frame_encoder   many messages as frames
+frame_search    the next whole frame behind a damaged one
+message         message bodies in bincode
+bincode         the two bincode encodings
+body_parts      parts of a body, without decoding all of it
+checkpoint      checkpoints of the log and the uploader
+sparse_index    the index beside each file
+descriptor      what makes an object part of a topic
+archive, archive_writer    Parquet objects
+records         records in the metadata store
+staged_rows     rows on their way from Spark to a topic
+manifest        which staged files make up a batch
+payloads        rows that have only a payload
+crc             crc32
+compiled        calls the compiled loops over frames
+scan_kernel     these loops
+arrow           frames ⇄ Arrow columns
+"""

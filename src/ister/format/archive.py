@@ -6,9 +6,8 @@
 Parquet's footer has no checksum of its own, and a library that is given a damaged one may end the
 process. So the crc32 of all that follows lies before it, where Parquet allows for anything.
 
-Any tool that reads Parquet sees the table that `ister.format.columnar.COLUMNS` describes, and some
-columns more: the rows can be made into the very frames that they were decoded from
-(`restore_frames`). What an archive says about itself, as metadata of the file:
+Any tool that reads Parquet sees the columns `ister.format.arrow.schema.EVERY_FIELD`, from which the
+original frames can be restored (`restore_frames`). The file's own metadata:
 
     ister.format_version   1
     ister.topic            /default/orders
@@ -24,7 +23,7 @@ Invariants: rows ascend by offset; without `kept` there is no hole. Every page h
 group has one more over all of its bytes; both are checked when it is read, and so are offsets and
 counts. What does not check out is a `CorruptDataError` with position and offset.
 
-Memory: one row group, writing or reading. A file that is not finished has no footer and is none.
+Memory: one row group, writing or reading. An unfinished file has no footer and is invalid.
 """
 
 from __future__ import annotations
@@ -33,77 +32,34 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ister.errors import CorruptDataError, InvalidRequestError, UnsupportedVersionError
-from ister.format.columnar import (
-    EVERY_FIELD,
-    ColumnarDecoder,
-    RestoredFrames,
-    arrow_schema,
-    restore_frames,
-)
-from ister.format.crc import Buffer, crc32
+from ister.errors import CorruptDataError, UnsupportedVersionError
+from ister.format.arrow.encode import RestoredFrames, restore_frames
+from ister.format.arrow.schema import EVERY_FIELD, arrow_schema, make_batch
+from ister.format.crc import crc32
 from ister.format.descriptor import (
     FORMAT_PARQUET,
     ObjectDescriptor,
     format_checksum,
 )
-from ister.format.frame import FrameBatch
-from ister.limits import KIB, MIB, OBJECT_INDEX_ENTRIES_MAX
+from ister.limits import KIB, OBJECT_INDEX_ENTRIES_MAX
 from ister.model import Codec
 
-__all__ = [
-    "ROW_GROUP_BYTES",
-    "ZSTD_LEVEL",
-    "ArchiveReader",
-    "ArchiveWriter",
-    "ArchivedRows",
-    "Fetched",
-    "RowGroup",
-    "WrittenArchive",
-]
-
-ROW_GROUP_BYTES: Final = 8 * MIB
-"""About how many bytes of messages a row group has at least, before compression."""
-ZSTD_LEVEL: Final = 3
-
-_VERSION: Final = 1
+ARCHIVE_VERSION: Final = 1
 _MAGIC: Final = b"PAR1"
-_FOOTER_MAGIC: Final = b"ISTR"
+FOOTER_MAGIC: Final = b"ISTR"
 """With four bytes of crc32, before the footer."""
 _TAIL_BYTES: Final = 64 * KIB
 """How much of a file's end is fetched at once: most footers are smaller."""
 _COALESCED_BYTES: Final = 256 * KIB
 """Columns that lie closer to each other than this are fetched together."""
-_TIME_US_CLAMPED: Final = 253_402_300_799_999_999
-_TIME_MS_END: Final = 1 << 63
 
-_DICTIONARIES: Final = [
-    "topic",
-    "producer_name",
-    "attributes.key_value.key",
-    "schema_id",
-    "schema_version",
-    "producer_id",
-    "message_topic",
-    "broker_addr",
-    "subscription_name",
-]
-_DELTAS: Final = dict.fromkeys(("offset", "publish_time", "request_id"), "DELTA_BINARY_PACKED")
 _DAMAGE: Final = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError)
-
-
-class Sink(Protocol):
-    """Where an archive is written to."""
-
-    def write(self, data: Buffer, /) -> object:
-        """Takes the next bytes."""
-        ...
 
 
 class RowGroup(NamedTuple):
@@ -186,264 +142,11 @@ class WrittenArchive:
         )
 
 
-# -- writing --------------------------------------------------------------------------------
-
-
-class ArchiveWriter:
-    """Writes one archive. Used by one thread at a time.
-
-    Nothing needs to be closed: an archive that is given up is one that was never finished.
-    """
-
-    def __init__(
-        self,
-        sink: Sink,
-        *,
-        topic: str,
-        codec: Codec,
-        zstd_level: int = ZSTD_LEVEL,
-        row_group_bytes: int = ROW_GROUP_BYTES,
-        on_row_group: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begins an archive.
-
-        Args:
-            sink: Takes the file's bytes, a row group at a time.
-            topic: The topic's name.
-            codec: Of the frames that the rows come from, and can be made into again.
-            zstd_level: How hard to compress.
-            row_group_bytes: About the least size of a row group, before compression.
-            on_row_group: Called when one has been handed over.
-        """
-        self._topic = topic
-        self._codec = codec
-        self._schema = arrow_schema(EVERY_FIELD)
-        self._row_group_bytes = row_group_bytes
-        self._on_row_group = on_row_group
-        self._sink = sink
-        self._file = _Pieces()
-        self._writer: Any = pq.ParquetWriter(
-            pa.PythonFile(self._file, mode="w"),
-            self._schema,
-            compression="zstd",
-            compression_level=zstd_level,
-            use_dictionary=_DICTIONARIES,
-            column_encoding=_DELTAS,
-            write_statistics=["offset", "publish_time"],
-            write_page_checksum=True,
-            version="2.6",
-        )
-        self._decoder: ColumnarDecoder | None = None
-        self._batches: list[pa.RecordBatch] = []
-        self._held_bytes = 0
-        self._row_groups: list[RowGroup] = []
-        self._size_bytes = 0
-        self._crc = 0
-        self._next = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """What is held until the row group is large enough."""
-        return self._held_bytes
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Takes the next rows, which have the columns `EVERY_FIELD`.
-
-        Raises:
-            InvalidRequestError: They have other ones, or offsets that do not ascend.
-        """
-        if not batch.schema.equals(self._schema):
-            raise InvalidRequestError("the columns are not those of messages", topic=self._topic)
-        if not batch.num_rows:
-            return
-        first, last = _check_ascending(batch.column("offset"), self._topic)
-        if first < self._next:
-            raise InvalidRequestError(
-                f"offset {first} after {self._next - 1}", topic=self._topic, offset=first
-            )
-        self._next = last + 1
-        # A batch of any size, in parts that fit into row groups.
-        parts = max(1, batch.nbytes // self._row_group_bytes)
-        rows = -(-batch.num_rows // parts)
-        for start in range(0, batch.num_rows, rows):
-            part = batch.slice(start, rows)
-            self._batches.append(part)
-            self._held_bytes += part.nbytes
-            if self._held_bytes >= self._row_group_bytes:
-                self._flush()
-
-    def write_frames(self, frames: FrameBatch) -> None:
-        """Takes the next frames, which are whole and checked.
-
-        Raises:
-            CorruptDataError: A body is not a message.
-            InvalidRequestError: They are of another codec.
-        """
-        if frames.codec is not self._codec:
-            raise InvalidRequestError(f"frames of {frames.codec} in an archive of {self._codec}")
-        if self._decoder is None:
-            self._decoder = ColumnarDecoder(self._topic, self._codec, EVERY_FIELD)
-        decoded = self._decoder.decode(
-            memoryview(frames.chunk)[: frames.end],
-            frames.starts[0],
-            expected_offset=frames.first_offset,
-            end_offset=frames.next_offset,
-        )
-        self.write(decoded.batch)
-
-    def finish(self, *, start: int, end: int, kept: str = "") -> WrittenArchive:
-        """Writes what is left and the footer.
-
-        Args:
-            start: Where the archive's range begins.
-            end: Where it ends.
-            kept: Which messages of the range are there, if not all of them.
-
-        Raises:
-            InvalidRequestError: The rows are not those of the range.
-        """
-        if self._batches:
-            self._flush()
-        groups = tuple(self._row_groups)
-        rows = sum(group.rows for group in groups)
-        if groups and not start <= groups[0].first_offset <= groups[-1].next_offset <= end:
-            raise InvalidRequestError(
-                f"rows from {groups[0].first_offset} up to {groups[-1].next_offset} in an archive "
-                f"of {start} up to {end}",
-                topic=self._topic,
-            )
-        if not kept and rows != end - start:
-            raise InvalidRequestError(
-                f"{rows} messages in an archive of {end - start}", topic=self._topic
-            )
-        self._writer.add_key_value_metadata(
-            {
-                "ister.format_version": str(_VERSION),
-                "ister.topic": self._topic,
-                "ister.start": str(start),
-                "ister.end": str(end),
-                "ister.codec": str(self._codec),
-                "ister.kept": kept,
-                "ister.row_groups": json.dumps(groups, separators=(",", ":")),
-            }
-        )
-        if not groups:
-            self._hand_over()  # the magic number
-        self._writer.close()
-        footer = self._file.take()
-        self._file.write(_FOOTER_MAGIC + crc32(footer).to_bytes(4, "little") + footer)
-        self._hand_over()
-        return WrittenArchive(
-            start=start,
-            end=end,
-            size_bytes=self._size_bytes,
-            crc=self._crc,
-            codec=self._codec,
-            kept=kept,
-            row_groups=groups,
-        )
-
-    def _flush(self) -> None:
-        """Writes what is held as one row group."""
-        table = pa.Table.from_batches(self._batches, self._schema)
-        self._batches, self._held_bytes = [], 0
-        if not self._row_groups:
-            self._hand_over()  # the magic number before the first row group
-        position = self._size_bytes
-        self._writer.write_table(table, row_group_size=table.num_rows)
-        crc = self._hand_over()
-        offsets = table.column("offset")
-        lowest, highest = _publish_times(table)
-        self._row_groups.append(
-            RowGroup(
-                offsets[0].as_py(),
-                offsets[-1].as_py() + 1,
-                table.num_rows,
-                position,
-                self._size_bytes - position,
-                crc,
-                lowest,
-                highest,
-            )
-        )
-        if len(self._row_groups) % OBJECT_INDEX_ENTRIES_MAX == 0:
-            # An index has only so many entries: larger row groups from here on.
-            self._row_group_bytes = min(2 * self._row_group_bytes, 128 * MIB)
-        self._on_row_group()
-
-    def _hand_over(self) -> int:
-        """Gives the sink what has been written; returns the crc of that."""
-        data = self._file.take()
-        self._crc = crc32(data, self._crc)
-        self._size_bytes += len(data)
-        self._sink.write(data)
-        return crc32(data)
-
-
-class _Pieces:
-    """A file that only grows; what is in it can be taken out."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._position = 0
-
-    def write(self, data: bytes) -> int:
-        self._pieces.append(bytes(data))
-        self._position += len(data)
-        return len(data)
-
-    def take(self) -> bytes:
-        data = b"".join(self._pieces)
-        self._pieces.clear()
-        return data
-
-    def tell(self) -> int:
-        return self._position
-
-    def flush(self) -> None:
-        """There is nothing to wait for."""
-
-    def close(self) -> None:
-        """The sink is closed by whoever opened it."""
-
-
-def _check_ascending(offsets: pa.Array, topic: str) -> tuple[int, int]:
-    """The first and the last of some offsets, each larger than the one before.
-
-    Raises:
-        InvalidRequestError: They are not.
-    """
-    first, last = offsets[0].as_py(), offsets[-1].as_py()
-    if offsets.null_count or not _ascend(offsets):
-        raise InvalidRequestError("offsets do not ascend", topic=topic, offset=first)
-    return first, last
-
-
-def _ascend(offsets: pa.Array) -> bool:
+def offsets_ascend(offsets: pa.Array) -> bool:
+    """Whether each offset is larger than the one before."""
     if len(offsets) < 2:
         return True
     return bool(pc.min(pc.pairwise_diff(offsets)).as_py() > 0)
-
-
-def _publish_times(table: pa.Table | pa.RecordBatch) -> tuple[int | None, int | None]:
-    """The lowest and the highest publish time in milliseconds; None if no clock gives one."""
-    times = table.column("publish_time").cast(pa.int64())
-    found = pc.min_max(times).as_py()
-    lowest, highest = found["min"] // 1000, found["max"] // 1000
-    exact = table.column("publish_time_ms")
-    if exact.null_count < len(exact):
-        beyond = pc.min_max(exact).as_py()
-        highest = beyond["max"]
-        if found["min"] == _TIME_US_CLAMPED:
-            lowest = beyond["min"]
-        if highest >= _TIME_MS_END:
-            return None, None
-    return lowest, highest
-
-
-# -- reading --------------------------------------------------------------------------------
 
 
 class Fetched(NamedTuple):
@@ -479,7 +182,7 @@ class ArchiveReader:
             read: (position, size) → bytes of the file, fewer only at its end.
             size_bytes: The size of the file.
             path: For errors.
-            topic: Which topic's it has to be; not looked at if empty.
+            topic: The expected topic; not checked if empty.
 
         Raises:
             CorruptDataError: It is not an archive.
@@ -498,9 +201,9 @@ class ArchiveReader:
         version = facts.get("ister.format_version", "")
         if not version.isascii() or not version.isdigit():
             raise self._damage("a Parquet file that is no archive of messages")
-        if int(version) > _VERSION:
+        if int(version) > ARCHIVE_VERSION:
             raise UnsupportedVersionError(
-                f"an archive of version {version}",
+                f"unsupported archive version {version}",
                 path=path,
                 hint="read it with the newer Ister that wrote it",
             )
@@ -511,7 +214,7 @@ class ArchiveReader:
             self.codec = Codec(facts["ister.codec"])
             """Of the frames that the rows were."""
             self.kept = facts["ister.kept"]
-            """Which messages of the range are there; empty for all of them."""
+            """Which messages of the range were kept; empty for all."""
             self.row_groups = tuple(
                 RowGroup(*group) for group in json.loads(facts["ister.row_groups"])
             )
@@ -627,7 +330,7 @@ class ArchiveReader:
 
     # -- checks -----------------------------------------------------------------------------
 
-    def _read_footer(self) -> Any:  # noqa: ANN401 - pyarrow has no types
+    def _read_footer(self) -> pq.FileMetaData:
         size = self._size_bytes
         begin = max(0, size - _TAIL_BYTES)
         tail = self._read(begin, size - begin)
@@ -641,7 +344,7 @@ class ArchiveReader:
             tail = self._read(begin - missing, missing) + tail
         footer = tail[-footer_bytes:]
         before = tail[-footer_bytes - 8 : -footer_bytes]
-        if before != _FOOTER_MAGIC + crc32(footer).to_bytes(4, "little"):
+        if before != FOOTER_MAGIC + crc32(footer).to_bytes(4, "little"):
             raise self._damage("the footer is damaged, or not that of an archive")
         try:
             window = _Window(Fetched([size - len(tail)], [tail]), size)
@@ -690,7 +393,8 @@ class ArchiveReader:
         if batch.num_rows != group.rows or offsets.null_count:
             raise self._damage(f"{batch.num_rows} rows instead of {group.rows}", group)
         first, last = offsets[0].as_py(), offsets[-1].as_py()
-        if (first, last + 1) != (group.first_offset, group.next_offset) or not _ascend(offsets):
+        is_range = (first, last + 1) == (group.first_offset, group.next_offset)
+        if not is_range or not offsets_ascend(offsets):
             raise self._damage(f"offsets {first} to {last} are not those of the row group", group)
 
     def _damage(self, reason: str, group: RowGroup | None = None) -> CorruptDataError:
@@ -708,7 +412,7 @@ def _insist(is_so: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def _column_position(column: Any) -> int:  # noqa: ANN401 - pyarrow has no types
+def _column_position(column: pq.ColumnChunkMetaData) -> int:
     """Where the first page of a column chunk begins."""
     data: int = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset is not None:
@@ -717,19 +421,13 @@ def _column_position(column: Any) -> int:  # noqa: ANN401 - pyarrow has no types
 
 
 def _select(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The columns of a schema; without any, what is left is how many rows there are."""
-    if schema.names:
-        return pa.RecordBatch.from_arrays(
-            [batch.column(name).cast(schema.field(name).type) for name in schema.names],
-            schema=schema,
-        )
-    return pa.RecordBatch.from_struct_array(
-        pa.StructArray.from_buffers(pa.struct([]), batch.num_rows, [None])
-    )
+    """The columns of a schema."""
+    columns = [batch.column(name).cast(schema.field(name).type) for name in schema.names]
+    return make_batch(columns, schema, batch.num_rows)
 
 
 class _Window:
-    """A file of which only some pieces are there."""
+    """A file of which only some pieces are loaded."""
 
     closed = False
 
@@ -752,7 +450,7 @@ class _Window:
         return self._position
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Has no resources to release."""
 
     def read(self, size: int = -1) -> bytes:
         if size < 0:

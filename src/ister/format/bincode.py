@@ -19,17 +19,6 @@ from typing import Final, Protocol, Self
 
 from ister.format.crc import Buffer
 
-__all__ = [
-    "BincodeError",
-    "FixintReader",
-    "FixintWriter",
-    "Reader",
-    "VarintReader",
-    "VarintWriter",
-    "Writer",
-    "encode_varint",
-]
-
 _U16: Final = struct.Struct("<H")
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
@@ -52,6 +41,17 @@ def encode_varint(value: int) -> bytes:
     if value < 1 << 32:
         return b"\xfc" + _U32.pack(value)
     return b"\xfd" + _U64.pack(value)
+
+
+def varint_form(value: int) -> tuple[int, int, bytes, str]:
+    """For a value: the range of values in its varint form, that form's tag and struct letter."""
+    if value < 0xFB:
+        return 0, 0xFB, b"", "B"
+    if value < 1 << 16:
+        return 0xFB, 1 << 16, b"\xfb", "H"
+    if value < 1 << 32:
+        return 1 << 16, 1 << 32, b"\xfc", "I"
+    return 1 << 32, 1 << 64, b"\xfd", "Q"
 
 
 class Writer(Protocol):
@@ -138,7 +138,7 @@ def _utf8(value: str) -> bytes:
         raise BincodeError(f"{value!r} is not valid Unicode text") from error
 
 
-class Reader(Protocol):
+class BodyReader(Protocol):
     """Takes one value apart, from the front. Every method raises BincodeError on bad bytes."""
 
     position: int

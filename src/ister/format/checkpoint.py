@@ -27,30 +27,15 @@ from typing import Final
 from ister.errors import UnsupportedVersionError
 from ister.format.bincode import (
     BincodeError,
+    BodyReader,
     FixintReader,
     FixintWriter,
-    Reader,
     VarintReader,
     VarintWriter,
     Writer,
 )
 from ister.format.crc import crc32
 from ister.model import Codec
-
-__all__ = [
-    "RotatedFile",
-    "UploaderCheckpoint",
-    "WalCheckpoint",
-    "WalState",
-    "decode_uploader_body",
-    "decode_uploader_checkpoint",
-    "decode_wal_body",
-    "decode_wal_checkpoint",
-    "encode_uploader_body",
-    "encode_uploader_checkpoint",
-    "encode_wal_body",
-    "encode_wal_checkpoint",
-]
 
 _MAGIC: Final = b"ISTC"
 _VERSION: Final = 1
@@ -108,7 +93,7 @@ class WalState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploaderCheckpoint:
-    """How far the uploader has come, and where it would read on."""
+    """The uploader's progress, and where it continues to read."""
 
     last_committed_offset: int
     last_read_file_seq: int
@@ -273,7 +258,7 @@ def _open(kind: _Kind, data: bytes) -> tuple[bytes, bytes] | None:
         return None
     if version > _VERSION:
         raise UnsupportedVersionError(
-            f"checkpoint version {version}, this Ister knows up to {_VERSION}",
+            f"unsupported checkpoint version {version}; this Ister supports up to {_VERSION}",
             hint="open the log with the newer Ister that wrote it",
         )
     if found_kind != kind or len(content) != _ENVELOPE.size + body_size + extra_size:
@@ -286,7 +271,7 @@ def _writer(codec: Codec) -> Writer:
     return VarintWriter() if codec is Codec.BINCODE2 else FixintWriter()
 
 
-def _reader(body: bytes, codec: Codec) -> Reader:
+def _reader(body: bytes, codec: Codec) -> BodyReader:
     return VarintReader(body) if codec is Codec.BINCODE2 else FixintReader(body)
 
 
@@ -296,6 +281,6 @@ def _write_optional_u64(writer: Writer, value: int | None) -> None:
         writer.u64(value)
 
 
-def _expect_end(reader: Reader) -> None:
+def _expect_end(reader: BodyReader) -> None:
     if not reader.at_end():
         raise BincodeError(f"bytes left over from {reader.position} on")

@@ -1,21 +1,23 @@
-"""The loops over frames as machine code, for those who move long histories.
+"""Calls the compiled loops over frames.
 
-Same results as the loops in `ister.format.frame` and `ister.format.message`, several times as
-fast and without holding the interpreter lock. They need the extra `ister[fast]` (numba) and isal,
-whose crc32 is called directly. `ister.kernels` loads them.
+Their results equal those of the loops in `ister.format.frame` and `ister.format.message`, several
+times as fast and without holding the interpreter lock. They need the extra `ister[fast]`
+(numba) and isal, whose crc32 is called directly. `ister.kernels` loads them.
 
 Owns: how the loops are called. Does not own: what their results mean.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Final, cast
 
 from ister import kernels
 from ister.format.crc import Buffer
 from ister.limits import FRAME_BODY_BYTES_MAX
 
-__all__ = ["is_loaded", "publish_times", "scan"]
+if TYPE_CHECKING:
+    from ister.format.arrow.loops import IntArray
 
 _FRAME_BYTES_MIN: Final = 17
 
@@ -35,7 +37,7 @@ def scan(
     numpy = loaded.numpy
     data = _as_bytes(numpy, buffer)
     # Pages of this array that no frame needs are never touched.
-    starts = numpy.empty(len(data) // _FRAME_BYTES_MIN + 1, dtype=numpy.int64)
+    starts = numpy.empty(data.shape[0] // _FRAME_BYTES_MIN + 1, dtype=numpy.int64)
     count, end = loaded.scan.scan(
         data, position, expected_offset, end_offset, FRAME_BODY_BYTES_MAX, starts
     )
@@ -62,8 +64,19 @@ def publish_times(
     return found if count == len(starts) else None
 
 
-def _as_bytes(numpy: Any, buffer: Buffer) -> Any:  # noqa: ANN401 - numpy is an extra
+def fill(
+    data: bytearray, first_offset: int, count: int, prefix_size: int, *, is_varint: bool
+) -> int:
+    """Writes offsets and crcs into blank frames; returns where they end."""
+    loaded = kernels.current()
+    if loaded is None:
+        raise RuntimeError("the compiled loops are not loaded")
+    frames = loaded.numpy.frombuffer(data, dtype=loaded.numpy.uint8)
+    return int(loaded.scan.fill(frames, first_offset, count, prefix_size, is_varint))
+
+
+def _as_bytes(numpy: ModuleType, buffer: Buffer) -> IntArray:
     data = numpy.frombuffer(buffer, dtype=numpy.uint8)
     # The loops are compiled for read-only arrays.
     data.flags.writeable = False
-    return data
+    return cast("IntArray", data)

@@ -7,9 +7,7 @@ numbers, so a log written with one is read with the other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-__all__ = ["CRC32_LIBRARY", "crc32"]
+from typing import TypeAlias
 
 # The buffer protocol has no name in the type system of Python 3.11.
 crc32: Callable[..., int]
@@ -18,12 +16,10 @@ try:
     from isal import isal_zlib
 
     crc32 = isal_zlib.crc32
-    CRC32_LIBRARY = "isal"
 except ImportError:  # pragma: no cover - depends on the platform's wheels
     import zlib
 
     crc32 = zlib.crc32
-    CRC32_LIBRARY = "zlib"
 
-Buffer = Any
-"""bytes, bytearray or memoryview of bytes."""
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Contiguous bytes."""

@@ -29,22 +29,11 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ister.errors import CorruptDataError, UnsupportedVersionError, check
 from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
 from ister.model import Codec
-
-__all__ = [
-    "FORMAT_FRAMES",
-    "FORMAT_PARQUET",
-    "KEPT_LATEST",
-    "ObjectDescriptor",
-    "count_messages",
-    "decode_descriptor",
-    "encode_descriptor",
-    "format_checksum",
-]
 
 FORMAT_FRAMES: Final = "dnb1"
 """Frames; see `ister.format.frame`."""
@@ -82,7 +71,7 @@ class ObjectDescriptor:
     checksum: str | None = None
     """Of the whole object, as `crc32:` and eight digits; None where another program wrote it."""
     kept: str = ""
-    """Which messages are there: all of the range if empty; else some were left out on purpose."""
+    """Which messages were kept: all of the range if empty; else compaction removed some."""
     arrival_time_max: int | None = None
     """In milliseconds since the Unix epoch."""
 
@@ -123,7 +112,7 @@ def encode_descriptor(descriptor: ObjectDescriptor) -> bytes:
         and len(descriptor.offset_index) <= OBJECT_INDEX_ENTRIES_MAX,
         f"not a descriptor: {descriptor}",
     )
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "object_id": descriptor.object_id,
         "start_offset": descriptor.start,
         "end_offset": descriptor.end - 1,
@@ -166,7 +155,7 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
         kind = fields.get("format", FORMAT_FRAMES)
         if _text(kind) not in _FORMATS:
             raise UnsupportedVersionError(
-                f"an object of the format {kind!r}",
+                f"unsupported object format {kind!r}",
                 path=key,
                 hint="read it with the newer Ister that wrote it",
             )
@@ -195,7 +184,7 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"not a descriptor: {error!r}", path=key) from error
     if descriptor.start >= descriptor.end or "/" in descriptor.object_id:
-        raise CorruptDataError("a descriptor with an impossible range or name", path=key)
+        raise CorruptDataError("a descriptor with an invalid range or name", path=key)
     return descriptor
 
 

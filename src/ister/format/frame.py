@@ -20,7 +20,6 @@ Whether a bad frame is a torn tail or damage is not decided here: only the durab
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
@@ -31,22 +30,6 @@ from ister.format import compiled
 from ister.format.crc import Buffer, crc32
 from ister.limits import FRAME_BODY_BYTES_MAX, KIB
 from ister.model import Codec
-
-__all__ = [
-    "FRAME_HEADER_SIZE",
-    "Corrupt",
-    "CorruptReason",
-    "Frame",
-    "FrameBatch",
-    "FrameParser",
-    "NeedMore",
-    "Scan",
-    "decode_frame",
-    "encode_frame",
-    "find_frame",
-    "pack_header",
-    "scan_frames",
-]
 
 _HEADER = struct.Struct("<QII")
 _unpack_header = _HEADER.unpack_from
@@ -85,7 +68,7 @@ class NeedMore(NamedTuple):
 
 
 class Corrupt(NamedTuple):
-    """The bytes cannot be the expected frame, whatever follows them."""
+    """The bytes cannot be the expected frame."""
 
     reason: CorruptReason
     detail: str
@@ -107,10 +90,20 @@ def encode_frame(offset: int, body: bytes) -> bytes:
     return pack_header(offset, len(body), crc32(body)) + body
 
 
+def frame_starts(data: Buffer, count: int) -> list[int]:
+    """Where frames begin that this process has encoded, and where the last one ends; unchecked."""
+    starts = [0]
+    position = 0
+    for _ in range(count):
+        position += FRAME_HEADER_SIZE + _unpack_header(data, position)[1]
+        starts.append(position)
+    return starts
+
+
 def decode_frame(
     buffer: Buffer, position: int = 0, *, expected_offset: int | None = None
 ) -> Decoded:
-    """Decodes the frame that begins at `position`. Never raises on bad bytes, whatever they are."""
+    """Decodes the frame that begins at `position`. Never raises on bad bytes."""
     available = len(buffer) - position
     if available < FRAME_HEADER_SIZE:
         return NeedMore(FRAME_HEADER_SIZE)
@@ -182,11 +175,8 @@ def scan_frames(
 ) -> Scan:
     """Finds the frames in `buffer`, each checked by crc and continuity.
 
-    Args:
-        buffer: Bytes that hold frames from `position` on.
-        position: Where the first frame begins.
-        expected_offset: The first frame's offset; None takes it from the first frame.
-        end_offset: Stop before this offset; goes with `expected_offset`.
+    Frames begin at `position`. The first has `expected_offset`; None takes it from the frame. The
+    scan stops before `end_offset`, which goes with `expected_offset`.
     """
     check(end_offset is None or expected_offset is not None, "an end needs a beginning")
     starts: list[int] = []
@@ -254,58 +244,3 @@ def find_frame(
             return position, offset
         position += 1
     return None
-
-
-class FrameParser:
-    """Turns a stream of chunks of any size into frames, carrying the unfinished one over.
-
-    Holds at most one partial frame, so at most `FRAME_BODY_BYTES_MAX` bytes and one chunk. After
-    `corrupt` is set nothing more comes out: what follows damage cannot be trusted to be aligned.
-    """
-
-    def __init__(self, *, expected_offset: int | None = None) -> None:
-        self._carry = bytearray()
-        self._needed = FRAME_HEADER_SIZE
-        self.expected_offset = expected_offset
-        """The next frame's offset, once known."""
-        self.position = 0
-        """Bytes of whole frames so far: the safe boundary in the stream."""
-        self.corrupt: Corrupt | None = None
-        """Why parsing ended, if it did."""
-
-    @property
-    def carried_bytes(self) -> int:
-        """The size of the partial frame held."""
-        return len(self._carry)
-
-    def feed(self, chunk: Buffer) -> Iterator[Frame]:
-        """Takes the next bytes and yields the frames that they complete.
-
-        The iterator has to be exhausted before the next call.
-        """
-        if self.corrupt is not None:
-            return
-        carry = self._carry
-        carry += chunk
-        # Nothing can come of it yet: without this, a frame fed byte by byte would be judged anew
-        # at every byte.
-        if len(carry) < self._needed:
-            return
-        base = 0
-        while True:
-            decoded = decode_frame(carry, base, expected_offset=self.expected_offset)
-            if isinstance(decoded, Frame):
-                size = decoded.end - base
-                base = decoded.end
-                self.position += size
-                self.expected_offset = decoded.offset + 1
-                yield Frame(decoded.offset, decoded.body, self.position)
-                continue
-            if isinstance(decoded, NeedMore):
-                self._needed = decoded.size_bytes
-            else:
-                self.corrupt = decoded
-            break
-        del carry[:base]
-        if self.corrupt is not None:
-            carry.clear()

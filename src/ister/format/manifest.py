@@ -2,7 +2,7 @@
 
     {"version": 1, "files": [{"key": …, "rows": …, "size": …}]}        in the order of the rows
 
-What is in the files is `ister.format.staging`'s.
+What is in the files is `ister.format.staged_rows`'s.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ister.errors import CorruptDataError, UnsupportedVersionError
-
-__all__ = ["StagedFile", "decode_manifest", "encode_manifest"]
 
 _VERSION: Final = 1
 

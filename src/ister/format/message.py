@@ -11,45 +11,38 @@ bodies without such a record.
 The order of attributes is the mapping's own; Danube's is random per process, so equal messages may
 have unequal bytes and only decoded values are compared.
 
-Owns: the encodings, and `BodyEncoder`, the hot path's way to build a body around a payload from
-parts that are encoded once. Does not own: frames, offsets, size limits of messages.
+Owns: the encodings, and two ways to build a body around a payload from parts that are encoded once:
+`BodyEncoder` for messages of this process, `RecordEncoder` for those that came over a wire with
+their own ids. Does not own: frames, offsets, size limits of messages.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.format import compiled
 from ister.format.bincode import (
     BincodeError,
+    BodyReader,
     FixintReader,
     FixintWriter,
-    Reader,
     VarintReader,
     VarintWriter,
     Writer,
     encode_varint,
+    varint_form,
 )
 from ister.format.crc import Buffer
 from ister.format.frame import FRAME_HEADER_SIZE
+from ister.limits import SUFFIX_CACHE_ENTRIES_MAX
 from ister.model import Codec, MessageId, StreamMessage
 
-__all__ = [
-    "BodyEncoder",
-    "Codec",
-    "decode_message",
-    "decode_payload",
-    "decode_publish_time",
-    "decode_publish_times",
-    "encode_message",
-    "first_at_or_after",
-    "recognise",
-]
-
 _U64: Final = struct.Struct("<Q")
+# Parts of a body that are kept for the next one are no larger than this.
+_KEPT_BYTES_MAX: Final = 4096
 
 # What encoding raises for a value out of range, or of another type than its field's.
 _MISFITS: Final = (BincodeError, AttributeError, TypeError, struct.error)
@@ -59,7 +52,7 @@ _MISFITS: Final = (BincodeError, AttributeError, TypeError, struct.error)
 _FIELDS_BEFORE_PAYLOAD: Final = (False, False, True, True, False, False)
 _VARINT_WIDTHS: Final = {0xFB: 2, 0xFC: 4, 0xFD: 8}
 
-_READERS: Final[dict[Codec, Callable[[Buffer], Reader]]] = {
+_READERS: Final[dict[Codec, Callable[[Buffer], BodyReader]]] = {
     Codec.BINCODE1: FixintReader,
     Codec.BINCODE2: VarintReader,
 }
@@ -140,6 +133,13 @@ def _encode_suffix(
     return writer.finish()
 
 
+def encode_prefix(topic_name: str, codec: Codec) -> bytes:
+    """Everything before the offset, of a message that was appended in this process."""
+    # request_id and producer_id name a producer's connection and broker_addr the broker;
+    # a log opened in-process has none of them.
+    return _writer(codec).u64(0).u64(0).text(topic_name).text("").finish()
+
+
 def decode_message(body: Buffer, codec: Codec) -> StreamMessage:
     """The message in `body`, all of it and nothing behind it.
 
@@ -163,6 +163,38 @@ def _decode(body: Buffer, codec: Codec) -> StreamMessage:
     )
     payload = reader.blob()
     publish_time = reader.u64()
+    suffix = decode_suffix(reader, codec)
+    return StreamMessage(
+        request_id=request_id,
+        msg_id=msg_id,
+        payload=payload,
+        publish_time=publish_time,
+        producer_name=suffix.producer_name,
+        subscription_name=suffix.subscription_name,
+        attributes=suffix.attributes,
+        schema_id=suffix.schema_id,
+        schema_version=suffix.schema_version,
+        routing_key=suffix.routing_key,
+    )
+
+
+class Suffix(NamedTuple):
+    """The fields of a body behind its publish time: the same for many messages."""
+
+    producer_name: str
+    subscription_name: str | None
+    attributes: dict[str, str]
+    schema_id: int | None
+    schema_version: int | None
+    routing_key: str | None
+
+
+def decode_suffix(reader: BodyReader, codec: Codec) -> Suffix:
+    """The fields behind the publish time, up to the end of the body.
+
+    Raises:
+        BincodeError: The bytes are not those fields, or go on behind them.
+    """
     producer_name = reader.text()
     subscription_name = reader.text() if reader.some() else None
     attributes = _decode_attributes(reader)
@@ -175,21 +207,12 @@ def _decode(body: Buffer, codec: Codec) -> StreamMessage:
         routing_key = reader.text() if reader.some() else None
     if not reader.at_end():
         raise BincodeError(f"bytes left over from {reader.position} on")
-    return StreamMessage(
-        request_id=request_id,
-        msg_id=msg_id,
-        payload=payload,
-        publish_time=publish_time,
-        producer_name=producer_name,
-        subscription_name=subscription_name,
-        attributes=attributes,
-        schema_id=schema_id,
-        schema_version=schema_version,
-        routing_key=routing_key,
+    return Suffix(
+        producer_name, subscription_name, attributes, schema_id, schema_version, routing_key
     )
 
 
-def _decode_attributes(reader: Reader) -> dict[str, str]:
+def _decode_attributes(reader: BodyReader) -> dict[str, str]:
     count = reader.u64()
     attributes: dict[str, str] = {}
     # A count bomb ends at the first missing key: nothing is allocated ahead.
@@ -206,11 +229,7 @@ def decode_payload(body: Buffer, codec: Codec, *, start: int = 0, end: int | Non
 
     Looks no further than it has to: what follows may still turn out to be no message.
 
-    Args:
-        body: A buffer that holds the body.
-        codec: How it is encoded.
-        start: Where in the buffer it begins.
-        end: Where it ends; at the end of the buffer by default.
+    The body is in `body[start:end]`, by default all of it.
 
     Raises:
         CorruptDataError: The bytes up to the payload are not those of a message in this codec.
@@ -247,11 +266,7 @@ def decode_publish_times(
 
     None if one of them has none, or one that no clock gives (it does not fit into 63 bits).
 
-    Args:
-        chunk: Bytes with whole frames.
-        starts: Where each begins.
-        end: Where the last one ends.
-        codec: Of all of them.
+    `starts` has where each frame begins, `end` where the last one ends.
     """
     if compiled.is_loaded():
         return compiled.publish_times(chunk, starts, end, is_varint=codec is Codec.BINCODE2)
@@ -266,7 +281,7 @@ def decode_publish_times(
 
 
 def first_at_or_after(times: list[int], publish_time: int) -> int | None:
-    """The place of the first time that is not before `publish_time`; None if there is none."""
+    """Returns the index of the first time at or after `publish_time`, or None."""
     # Most lists have none, and `max` does not run as Python.
     if max(times, default=publish_time - 1) < publish_time:
         return None
@@ -333,9 +348,7 @@ class BodyEncoder:
 
     def __init__(self, *, topic_name: str, codec: Codec) -> None:
         self._codec = codec
-        # request_id and producer_id name a producer's connection and broker_addr the broker;
-        # a log opened in-process has none of them.
-        prefix = _writer(codec).u64(0).u64(0).text(topic_name).text("").finish()
+        prefix = encode_prefix(topic_name, codec)
         self.encode: Callable[[int, bytes, int, bytes], bytes]
         """(offset, payload, publish_time_ms, suffix) -> body. Not thread-safe."""
         if codec is Codec.BINCODE1:
@@ -371,6 +384,102 @@ class BodyEncoder:
             raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
 
 
+class RecordEncoder:
+    """Builds the bodies of records: a head and a tail, both without the offset, around a payload.
+
+    Heads and tails are the same for many messages of a producer, except for `request_id`; those
+    parts are kept. Thread-safe.
+    """
+
+    __slots__ = ("_codec", "_identities", "_number", "_tails")
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._number: Callable[[int], bytes] = (
+            encode_varint if codec is Codec.BINCODE2 else _U64.pack
+        )
+        self._identities: dict[tuple[int, str, str], bytes] = {}
+        self._tails: dict[tuple[str, str | None], bytes] = {}
+
+    def head(self, request_id: int, producer_id: int, topic_name: str, broker_addr: str) -> bytes:
+        """The fields before the offset.
+
+        Raises:
+            InvalidRequestError: A field does not fit its type.
+        """
+        key = (producer_id, topic_name, broker_addr)
+        try:
+            identity = self._identities.get(key)
+            if identity is None:
+                writer = _writer(self._codec).u64(producer_id).text(topic_name).text(broker_addr)
+                identity = _keep(self._identities, key, writer.finish())
+            return self._number(request_id) + identity
+        except _MISFITS as error:
+            raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
+
+    def tail(
+        self,
+        producer_name: str,
+        subscription_name: str | None,
+        attributes: Mapping[str, str],
+        *,
+        schema_id: int | None,
+        schema_version: int | None,
+        routing_key: str | None,
+    ) -> bytes:
+        """The fields after the publish time.
+
+        Raises:
+            InvalidRequestError: A field does not fit its type, or the codec has no such field.
+        """
+        is_plain = (
+            not attributes and schema_id is None and schema_version is None and routing_key is None
+        )
+        try:
+            key = (producer_name, subscription_name)
+            found = self._tails.get(key) if is_plain else None
+            if found is None:
+                found = _encode_suffix(
+                    self._codec,
+                    producer_name=producer_name,
+                    subscription_name=subscription_name,
+                    attributes=attributes,
+                    schema_id=schema_id,
+                    schema_version=schema_version,
+                    routing_key=routing_key,
+                )
+                if is_plain:
+                    _keep(self._tails, key, found)
+        except _MISFITS as error:
+            raise InvalidRequestError(f"the message cannot be encoded: {error}") from error
+        return found
+
+    def body(
+        self, head: bytes, offset: int, payload: bytes, publish_time: int, tail: bytes
+    ) -> bytes:
+        """The body of a message with an offset.
+
+        Raises:
+            BincodeError, struct.error: The publish time is not an unsigned 64-bit integer.
+        """
+        number = self._number
+        return b"".join(
+            (head, number(offset), number(len(payload)), payload, number(publish_time), tail)
+        )
+
+
+_Key = TypeVar("_Key")
+
+
+def _keep(kept: dict[_Key, bytes], key: _Key, encoded: bytes) -> bytes:
+    """Keeps an encoded part for the next message, unless it is large; forgets all of too many."""
+    if len(encoded) <= _KEPT_BYTES_MAX:
+        if len(kept) >= SUFFIX_CACHE_ENTRIES_MAX:
+            kept.clear()
+        kept[key] = encoded
+    return encoded
+
+
 def _fixint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
     pack_head = struct.Struct(f"<{len(prefix)}sQQ").pack
     join = b"".join
@@ -399,8 +508,8 @@ def _varint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
         # No size matches until the last line: an exception from a signal handler in between must
         # not leave the new ranges with the old struct.
         size_end = 0
-        offset_start, offset_end, offset_tag, offset_letter = _varint_form(offset)
-        size_start, end, size_tag, size_letter = _varint_form(size)
+        offset_start, offset_end, offset_tag, offset_letter = varint_form(offset)
+        size_start, end, size_tag, size_letter = varint_form(size)
         head_constant = prefix + offset_tag
         pack_head = struct.Struct(
             f"<{len(head_constant)}s{offset_letter}{len(size_tag)}s{size_letter}"
@@ -418,14 +527,3 @@ def _varint_encoder(prefix: bytes) -> Callable[[int, bytes, int, bytes], bytes]:
         return join((pack_head(head_constant, offset, size_tag, size), payload, time, suffix))
 
     return encode
-
-
-def _varint_form(value: int) -> tuple[int, int, bytes, str]:
-    """For a value: the range of values in its varint form, that form's tag and struct letter."""
-    if value < 0xFB:
-        return 0, 0xFB, b"", "B"
-    if value < 1 << 16:
-        return 0xFB, 1 << 16, b"\xfb", "H"
-    if value < 1 << 32:
-        return 1 << 16, 1 << 32, b"\xfc", "I"
-    return 1 << 32, 1 << 64, b"\xfd", "Q"

@@ -1,4 +1,4 @@
-"""The other values in the metadata store: topics, owners, uploads under way, seals, cursors.
+"""The records in the metadata store: topics, owners, running uploads, seals, cursors.
 
     /topics/<ns>/<topic>                      TopicRecord
     /cluster/owners/<ns>/<topic>              OwnerRecord, with the owner's lease
@@ -10,8 +10,9 @@
     /storage/topics/<ns>/<topic>/retired/<object>  RetiredObjects
     /subscriptions/<ns>/<topic>/<sub>/progress    Progress
 
-All are JSON. Fields that this code does not know are kept when a topic's record is written again,
-so that an older Ister beside a newer one loses nothing.
+All are JSON. Decoding raises CorruptDataError, which names the key, for anything else. Unknown
+fields of topics and cursors are kept when they are written again (`more`), so that an older Ister
+beside a newer one loses nothing.
 
 `SealedState.last_committed_offset` is inclusive, as Danube's is, and cannot tell an empty topic
 from one with a single message; `next_offset` beside it can, and is what counts.
@@ -21,47 +22,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
 
 from ister.errors import CorruptDataError
 from ister.model import AckLevel, Codec
 
-__all__ = [
-    "Lineage",
-    "NodeProcess",
-    "OwnerRecord",
-    "Progress",
-    "RetiredObjects",
-    "SealedState",
-    "TopicRecord",
-    "UploadSession",
-    "WriterRecord",
-    "decode_current",
-    "decode_latest",
-    "decode_node_process",
-    "decode_owner",
-    "decode_progress",
-    "decode_retired",
-    "decode_sealed",
-    "decode_session",
-    "decode_topic",
-    "decode_writer",
-    "encode_current",
-    "encode_latest",
-    "encode_node_process",
-    "encode_owner",
-    "encode_progress",
-    "encode_retired",
-    "encode_sealed",
-    "encode_session",
-    "encode_topic",
-    "encode_writer",
-]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _OPEN: Final = "open"
-# What a field of another kind, or a missing one, raises. OverflowError: JSON knows infinity.
-_MISFITS: Final = (ValueError, TypeError, KeyError, OverflowError)
+_Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,33 +48,33 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicRecord:
-    """A topic as all of its owners know it."""
+    """What all owners of a topic share."""
 
     epoch: int
     """Rises with every opening for writing; a commit under a lower one is refused."""
     incarnation: str
-    """Another one when a topic is deleted and made again."""
+    """Changes when a topic is deleted and created again."""
     ack: AckLevel
     codec: Codec
     created_at: int
     """Seconds since the Unix epoch."""
     expired_before: int = 0
-    """Messages below this offset that no object holds were taken out of the bucket by retention:
-    nobody owes them. Objects below it are there only while an expiry is under way, or after one
-    that was interrupted, and are part of the topic until their descriptors are gone."""
+    """Retention removed the messages below this offset that no object holds. Objects below it exist
+    only during an expiry, or after an interrupted one, and belong to the topic until their
+    descriptors are gone."""
     claim: str = ""
-    """Another one for every claim: tells two owners apart whose epochs are the same, as they may be
-    after an older copy of the metadata was restored."""
+    """Changes with every claim: distinguishes two owners with the same epoch, as there can be after
+    an older copy of the metadata was restored."""
     state: str = _OPEN
-    """`open`, `deleting`, or `deleted`: the name is free, and its epoch goes on from here."""
+    """`open`, `deleting`, or `deleted`: the name is free, and its next epoch is one higher."""
     lineage: tuple[Lineage, ...] = ()
-    """Who wrote from where on; the last one is the owner, or was the last."""
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """What others keep in the same record."""
+    """The nodes that wrote the topic, by first offset; the last one is the latest owner."""
+    more: Mapping[str, object] = field(default_factory=dict)
+    """The fields of others in the same record."""
 
     @property
     def node(self) -> str:
-        """Who wrote the topic last; empty if nobody did."""
+        """The node that wrote the topic last; empty if there is none."""
         return self.lineage[-1].node if self.lineage else ""
 
     @property
@@ -112,7 +85,7 @@ class TopicRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerRecord:
-    """Who has a topic open for writing now."""
+    """The node that has a topic open for writing."""
 
     node: str
     epoch: int
@@ -136,7 +109,7 @@ class NodeProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadSession:
-    """The object under way: what a crash may leave in the bucket."""
+    """A running upload: the object that a crash may leave in the bucket."""
 
     object_id: str
     start: int
@@ -147,7 +120,7 @@ class UploadSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedState:
-    """A topic that was handed over: everything is in the bucket, and nobody writes."""
+    """A topic that was handed over: everything is in the bucket, and it has no writer."""
 
     next_offset: int
     node: str
@@ -157,11 +130,11 @@ class SealedState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetiredObjects:
-    """Objects that another one has taken the place of; readers may still be at them."""
+    """Objects that another one replaced; readers may still use them."""
 
     objects: tuple[str, ...]
     until: int
-    """Seconds since the Unix epoch: from then on nobody needs them."""
+    """When they may be deleted, in seconds since the Unix epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,121 +143,61 @@ class Progress:
 
     offset: int
     timestamp: int
-    """Milliseconds since the Unix epoch, when it last moved or was seen alive."""
+    """When it last moved or was active, in milliseconds since the Unix epoch."""
     incarnation: str = ""
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterRecord:
-    """The newest batch of a writer whose batches count once, such as a streaming query."""
+    """The newest batch of a writer with exactly-once batches, such as a streaming query."""
 
     batch: int
-    """Its number; the writer's numbers only rise."""
+    """Its number; a writer's numbers only rise."""
     is_done: bool
-    """Whether all of its rows are in the topic; else some may be."""
+    """Whether all of its rows are in the topic; otherwise some may be."""
     start: int
-    """No row of it has a lower offset."""
+    """The lowest possible offset of its rows."""
     end: int
-    """No row of it has this offset or a higher one; `start` while it is not done."""
+    """All of its rows are below this offset; equals `start` while it is not done."""
     rows: int
     manifest: str
-    """The object that lists the staged files it is made of."""
+    """The object that lists its staged files."""
     epoch: int
-    """Of the owner that wrote this."""
+    """The epoch of the owner that wrote this record."""
     incarnation: str
     updated_at: int
     """Seconds since the Unix epoch."""
 
 
 def encode_topic(record: TopicRecord) -> bytes:
-    """The record's JSON."""
-    return _dump(
-        {
-            **record.more,
-            "epoch": record.epoch,
-            "incarnation": record.incarnation,
-            "ack": record.ack,
-            "codec": record.codec,
-            "created_at": record.created_at,
-            "expired_before": record.expired_before,
-            "claim": record.claim,
-            "state": record.state,
-            "lineage": [
-                {"epoch": item.epoch, "start": item.start, "node": item.node}
-                for item in record.lineage
-            ],
-        }
-    )
+    """Encodes a topic's record, with the fields of others before its own."""
+    return _encode(record)
 
 
 def decode_topic(data: bytes, *, key: str) -> TopicRecord:
-    """Reads a topic's record.
-
-    Raises:
-        CorruptDataError: It is something else; names the key.
-    """
-    fields = _load(data, key)
-    try:
-        record = TopicRecord(
-            epoch=int(fields.pop("epoch")),
-            incarnation=str(fields.pop("incarnation")),
-            ack=AckLevel(fields.pop("ack")),
-            codec=Codec(fields.pop("codec")),
-            created_at=int(fields.pop("created_at")),
-            expired_before=int(fields.pop("expired_before", 0)),
-            claim=str(fields.pop("claim", "")),
-            state=str(fields.pop("state", _OPEN)),
-            lineage=tuple(
-                Lineage(epoch=int(i["epoch"]), start=int(i["start"]), node=str(i["node"]))
-                for i in fields.pop("lineage", ())
-            ),
-        )
-    except _MISFITS as error:
-        raise _corrupt("topic record", error, key) from error
-    return replace(record, more=fields)
+    """Decodes a topic's record."""
+    return _decode(TopicRecord, "topic record", data, key)
 
 
 def encode_owner(record: OwnerRecord) -> bytes:
-    """The record's JSON."""
-    return _dump({"node": record.node, "epoch": record.epoch})
+    """Encodes an owner's record."""
+    return _encode(record)
 
 
 def decode_owner(data: bytes, *, key: str) -> OwnerRecord:
-    """Reads an owner's record.
-
-    Raises:
-        CorruptDataError: It is something else; names the key.
-    """
-    fields = _load(data, key)
-    try:
-        return OwnerRecord(node=str(fields["node"]), epoch=int(fields["epoch"]))
-    except _MISFITS as error:
-        raise _corrupt("owner record", error, key) from error
+    """Decodes an owner's record."""
+    return _decode(OwnerRecord, "owner record", data, key)
 
 
 def encode_node_process(process: NodeProcess) -> bytes:
-    """The record's JSON."""
-    return _dump(asdict(process))
+    """Encodes the process that has a node's data directory open."""
+    return _encode(process)
 
 
 def decode_node_process(data: bytes, *, key: str) -> NodeProcess:
-    """Decodes a `NodeProcess`.
-
-    Raises:
-        CorruptDataError: The record is invalid; names the key.
-    """
-    fields = _load(data, key)
-    try:
-        return NodeProcess(
-            instance=str(fields["instance"]),
-            directory=str(fields["directory"]),
-            holder=str(fields["holder"]),
-            since=int(fields["since"]),
-            ttl_seconds=float(fields["ttl_seconds"]),
-        )
-    except _MISFITS as error:
-        raise _corrupt("node record", error, key) from error
+    """Decodes the process that has a node's data directory open."""
+    return _decode(NodeProcess, "node record", data, key)
 
 
 def encode_latest(instance: str) -> bytes:
@@ -293,70 +206,37 @@ def encode_latest(instance: str) -> bytes:
 
 
 def decode_latest(data: bytes, *, key: str) -> str:
-    """Decodes the instance that had a node last.
-
-    Raises:
-        CorruptDataError: The record is invalid; names the key.
-    """
-    fields = _load(data, key)
-    try:
-        return str(fields["instance"])
-    except _MISFITS as error:
-        raise _corrupt("node record", error, key) from error
+    """Decodes the instance that had a node last."""
+    return _decode(_Latest, "node record", data, key).instance
 
 
 def encode_current(start: int) -> bytes:
-    """The pointer to the newest descriptor, by its start."""
+    """Encodes the pointer to the newest descriptor, by its start."""
     return _dump({"start": f"{start:020d}"})
 
 
 def decode_current(data: bytes, *, key: str) -> int:
-    """The start of the newest descriptor.
-
-    Raises:
-        CorruptDataError: It is something else; names the key.
-    """
-    fields = _load(data, key)
+    """Decodes the start of the newest descriptor."""
+    start = _decode(_Current, "pointer", data, key).start
     try:
-        return int(fields["start"])
-    except _MISFITS as error:
-        raise _corrupt("pointer", error, key) from error
+        return int(start)
+    except ValueError as error:
+        raise CorruptDataError(f"not a pointer: {start!r}", path=key) from error
 
 
 def encode_session(session: UploadSession) -> bytes:
-    """The session's JSON."""
-    return _dump(
-        {
-            "object_id": session.object_id,
-            "start_offset": session.start,
-            "end_offset": session.end - 1,
-            "epoch": session.epoch,
-            "started_at": session.started_at,
-        }
-    )
+    """Encodes an upload session; its end is inclusive in JSON."""
+    return _encode(replace(session, end=session.end - 1))
 
 
 def decode_session(data: bytes, *, key: str) -> UploadSession:
-    """Reads an upload session.
-
-    Raises:
-        CorruptDataError: It is something else; names the key.
-    """
-    fields = _load(data, key)
-    try:
-        return UploadSession(
-            object_id=str(fields["object_id"]),
-            start=int(fields["start_offset"]),
-            end=int(fields["end_offset"]) + 1,
-            epoch=int(fields["epoch"]),
-            started_at=int(fields["started_at"]),
-        )
-    except _MISFITS as error:
-        raise _corrupt("upload session", error, key) from error
+    """Decodes an upload session."""
+    session = _decode(UploadSession, "upload session", data, key)
+    return replace(session, end=session.end + 1)
 
 
 def encode_sealed(state: SealedState) -> bytes:
-    """The sealed state's JSON: Danube's fields, and ours."""
+    """Encodes a sealed state: Danube's fields, and ours."""
     return _dump(
         {
             "sealed": True,
@@ -370,128 +250,113 @@ def encode_sealed(state: SealedState) -> bytes:
 
 
 def decode_sealed(data: bytes, *, key: str) -> SealedState | None:
-    """Reads a sealed state; None if the record says that the topic is not sealed.
-
-    Raises:
-        CorruptDataError: It is something else; names the key.
-    """
-    fields = _load(data, key)
-    try:
-        if not fields["sealed"]:
-            return None
-        return SealedState(
-            next_offset=int(fields.get("next_offset", int(fields["last_committed_offset"]) + 1)),
-            node=str(fields["broker_id"]),
-            epoch=int(fields.get("epoch", 0)),
-            sealed_at=int(fields["timestamp"]),
-        )
-    except _MISFITS as error:
-        raise _corrupt("sealed state", error, key) from error
+    """Decodes a sealed state; None if the record says that the topic is not sealed."""
+    if not _decode(_IsSealed, "sealed state", data, key).sealed:
+        return None
+    found = _decode(_Sealed, "sealed state", data, key)
+    return SealedState(
+        next_offset=found.last_committed_offset + 1
+        if found.next_offset is None
+        else found.next_offset,
+        node=str(found.broker_id),
+        epoch=found.epoch,
+        sealed_at=found.timestamp,
+    )
 
 
 def encode_retired(retired: RetiredObjects) -> bytes:
-    """The record's JSON."""
-    return _dump({"objects": retired.objects, "until": retired.until})
+    """Encodes the list of retired objects."""
+    return _encode(retired)
 
 
 def decode_retired(data: bytes, *, key: str) -> RetiredObjects:
-    """Reads which objects were retired.
-
-    Raises:
-        CorruptDataError: It is something else; names the key.
-    """
-    fields = _load(data, key)
-    try:
-        return RetiredObjects(
-            objects=tuple(str(item) for item in fields["objects"]), until=int(fields["until"])
-        )
-    except _MISFITS as error:
-        raise _corrupt("record of retired objects", error, key) from error
+    """Decodes the list of retired objects."""
+    return _decode(RetiredObjects, "record of retired objects", data, key)
 
 
 def encode_progress(progress: Progress) -> bytes:
-    """The cursor's JSON."""
-    return _dump(
-        {
-            **progress.more,
-            "offset": progress.offset,
-            "timestamp": progress.timestamp,
-            "incarnation": progress.incarnation,
-        }
-    )
+    """Encodes a cursor, with the fields of others before its own."""
+    return _encode(progress)
 
 
 def decode_progress(data: bytes, *, key: str) -> Progress:
-    """Reads a cursor.
-
-    Raises:
-        CorruptDataError: It is something else; names the key.
-    """
-    fields = _load(data, key)
-    try:
-        return Progress(
-            offset=int(fields.pop("offset")),
-            timestamp=int(fields.pop("timestamp")),
-            incarnation=str(fields.pop("incarnation", "")),
-            more=fields,
-        )
-    except _MISFITS as error:
-        raise _corrupt("cursor", error, key) from error
+    """Decodes a cursor."""
+    return _decode(Progress, "cursor", data, key)
 
 
 def encode_writer(record: WriterRecord) -> bytes:
-    """The record's JSON."""
-    return _dump(
-        {
-            "batch": record.batch,
-            "done": record.is_done,
-            "start_offset": record.start,
-            "next_offset": record.end,
-            "rows": record.rows,
-            "manifest": record.manifest,
-            "epoch": record.epoch,
-            "incarnation": record.incarnation,
-            "updated_at": record.updated_at,
-        }
-    )
+    """Encodes a writer's record."""
+    return _encode(record)
 
 
 def decode_writer(data: bytes, *, key: str) -> WriterRecord:
-    """Reads a writer's record.
+    """Decodes a writer's record."""
+    return _decode(WriterRecord, "writer's record", data, key)
 
-    Raises:
-        CorruptDataError: It is something else; names the key.
-    """
-    fields = _load(data, key)
+
+# -- JSON -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Latest:
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Current:
+    start: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class _IsSealed:
+    sealed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    last_committed_offset: int
+    broker_id: int | str
+    """Danube's are numbers."""
+    timestamp: int
+    next_offset: int | None = None
+    epoch: int = 0
+
+
+_NAMES: Final[dict[type, dict[str, str]]] = {
+    UploadSession: {"start": "start_offset", "end": "end_offset"},
+    WriterRecord: {"is_done": "done", "start": "start_offset", "end": "next_offset"},
+}
+"""The fields whose names differ in JSON."""
+
+
+def _encode(record: DataclassInstance) -> bytes:
+    names = _NAMES.get(type(record), {})
+    values = asdict(record)
+    others = values.pop("more", {})
+    return _dump({**others, **{names.get(name, name): value for name, value in values.items()}})
+
+
+def _decode(kind: type[_Record], what: str, data: bytes, key: str) -> _Record:
     try:
-        return WriterRecord(
-            batch=int(fields["batch"]),
-            is_done=bool(fields["done"]),
-            start=int(fields["start_offset"]),
-            end=int(fields["next_offset"]),
-            rows=int(fields["rows"]),
-            manifest=str(fields["manifest"]),
-            epoch=int(fields["epoch"]),
-            incarnation=str(fields["incarnation"]),
-            updated_at=int(fields["updated_at"]),
-        )
-    except _MISFITS as error:
-        raise _corrupt("writer's record", error, key) from error
-
-
-def _dump(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def _load(data: bytes, key: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptDataError("not JSON", path=key) from error
-    if not isinstance(fields, dict):
+    if not isinstance(found, dict):
         raise CorruptDataError("not a JSON object", path=key)
-    return fields
+    names = _NAMES.get(kind, {})
+    own = [field.name for field in fields(kind)]
+    values = {
+        name: found.pop(names.get(name, name))
+        for name in own
+        if name != "more" and names.get(name, name) in found
+    }
+    if "more" in own:
+        values["more"] = found
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except (ValueError, OverflowError) as error:
+        raise CorruptDataError(f"not a {what}: {error}", path=key) from error
 
 
-def _corrupt(what: str, error: Exception, key: str) -> CorruptDataError:
-    return CorruptDataError(f"not a {what}: {error!r}", path=key)
+def _dump(values: Mapping[str, object]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode()

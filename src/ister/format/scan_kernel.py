@@ -10,31 +10,32 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from isal import isal_zlib
 from llvmlite import binding
 from numba import types
 
-__all__ = ["LOOPS", "prove", "publish_times", "scan"]
-
 # isal's wheel exports its crc32 as a plain C function, which compiled code can call.
 binding.load_library_permanently(isal_zlib.__file__)
 _FRAME: Final = struct.pack("<QII", 0, 1, zlib.crc32(b"\xff")) + b"\xff"
 """A frame at offset 0, for `prove`."""
-_crc32: Any = types.ExternalFunction(
-    "crc32_gzip_refl", types.uint32(types.uint32, types.uintp, types.uint64)
+_Array: TypeAlias = Any  # numpy's, with elements that numba types as it compiles
+_t: Any = types  # numba's stubs do not cover signatures
+_crc32: Callable[[np.uint32, int, np.uint64], np.uint32] = _t.ExternalFunction(
+    "crc32_gzip_refl", _t.uint32(_t.uint32, _t.uintp, _t.uint64)
 )
 
 
 def scan(  # noqa: PLR0917 - numba compiles positional arguments
-    data: Any,  # noqa: ANN401 - an array of bytes
+    data: _Array,
     position: int,
     expected: int,
     end_offset: int,
     body_max: int,
-    starts: Any,  # noqa: ANN401 - an array of integers
+    starts: _Array,
 ) -> tuple[int, int]:
     """How many frames there are, with their positions in `starts`, and where they end."""
     size = data.shape[0]
@@ -67,11 +68,11 @@ def scan(  # noqa: PLR0917 - numba compiles positional arguments
 
 
 def publish_times(
-    data: Any,  # noqa: ANN401 - an array of bytes
-    starts: Any,  # noqa: ANN401 - an array of integers
+    data: _Array,
+    starts: _Array,
     end: int,
     is_varint: bool,
-    times: Any,  # noqa: ANN401 - an array of integers
+    times: _Array,
 ) -> int:
     """The publish time of each frame's message, in `times`; how many could be read."""
     count: int = starts.shape[0]
@@ -113,15 +114,59 @@ def publish_times(
     return count
 
 
+def fill(
+    data: _Array,
+    first_offset: int,
+    count: int,
+    prefix_size: int,
+    is_varint: bool,
+) -> int:
+    """Writes offsets and crcs into frames that have all else; returns where they end.
+
+    Stops before a frame that is not whole, or whose body has no room for the offset.
+    """
+    size = data.shape[0]
+    base = data.ctypes.data
+    position = 0
+    for offset in range(first_offset, first_offset + count):
+        body = position + 16
+        if body > size:
+            return position
+        length = 0
+        for byte in range(4):
+            length |= int(data[position + 8 + byte]) << (8 * byte)
+        place = body + prefix_size
+        width = 8
+        if is_varint:
+            if offset < 251:
+                width = 1
+            elif offset < 1 << 16:
+                width = 2
+            elif offset < 1 << 32:
+                width = 4
+            if width > 1:
+                place += 1
+        if place + width > body + length or body + length > size:
+            return position
+        for byte in range(width):
+            data[place + byte] = (offset >> (8 * byte)) & 0xFF
+        crc = _crc32(np.uint32(0), base + body, np.uint64(length))
+        for byte in range(8):
+            data[position + byte] = (offset >> (8 * byte)) & 0xFF
+        for byte in range(4):
+            data[position + 12 + byte] = (crc >> np.uint32(8 * byte)) & np.uint32(0xFF)
+        position = body + length
+    return position
+
+
 # To numba, read-only arrays are a separate type; the loops are called with these only.
-_BYTES: Any = types.Array(types.uint8, 1, "C", readonly=True)
-_NUMBERS: Any = types.int64[::1]
-_INT: Any = types.int64
-_TWO_INTS: Any = types.UniTuple(_INT, 2)  # type: ignore[no-untyped-call]
+_BYTES = _t.Array(_t.uint8, 1, "C", readonly=True)
+_NUMBERS, _INT = _t.int64[::1], _t.int64
 
 LOOPS: Final = {
-    "scan": (scan, _TWO_INTS(_BYTES, _INT, _INT, _INT, _INT, _NUMBERS)),
-    "publish_times": (publish_times, _INT(_BYTES, _NUMBERS, _INT, types.boolean, _NUMBERS)),
+    "scan": (scan, _t.UniTuple(_INT, 2)(_BYTES, _INT, _INT, _INT, _INT, _NUMBERS)),
+    "fill": (fill, _INT(_t.uint8[::1], _INT, _INT, _INT, _t.boolean)),
+    "publish_times": (publish_times, _INT(_BYTES, _NUMBERS, _INT, _t.boolean, _NUMBERS)),
 }
 """The functions to compile, each with its signature; `ister.kernels` replaces them here."""
 
@@ -136,6 +181,11 @@ def prove() -> None:
     numbers = np.zeros(4, dtype=np.int64)
     if scan(data, 0, 0, 1, len(_FRAME), numbers) != (1, len(_FRAME)):
         raise RuntimeError("the compiled scan does not find a frame")
+    blank = np.frombuffer(bytearray(struct.pack("<QII", 0, 1, 0) + b"\0"), dtype=np.uint8)
+    if fill(blank, 255, 1, 0, False) != 0 or fill(blank, 7, 1, 0, True) != len(blank):
+        raise RuntimeError("the compiled loop finishes frames that it should not, or none")
+    if blank.tobytes() != struct.pack("<QII", 7, 1, zlib.crc32(b"\7")) + b"\7":
+        raise RuntimeError("the compiled loop does not finish a frame")
     # The frame's body is not a message.
     if publish_times(data, numbers[:1], len(_FRAME), True, numbers[1:2]) != 0:
         raise RuntimeError("the compiled loop finds a publish time in an invalid message")

@@ -21,8 +21,6 @@ from typing import Final, NamedTuple
 from ister.format.crc import Buffer, crc32
 from ister.limits import INDEX_ENTRIES_MAX
 
-__all__ = ["INDEX_ENTRY_SIZE", "IndexEntry", "decode_index", "encode_index"]
-
 _BODY: Final = struct.Struct("<QQQ4s")
 _CRC: Final = struct.Struct("<I")
 _MARK: Final = b"ISIX"

@@ -1,1 +1,1 @@
-"""The seam to the file system: a small Protocol, the real one, and one that crashes on demand."""
+"""The seam to the file system: a small Protocol and its implementation."""

@@ -29,8 +29,6 @@ from typing import Protocol
 
 from ister.format.crc import Buffer
 
-__all__ = ["DiskUsage", "File", "FileLock", "FileSystem"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUsage:

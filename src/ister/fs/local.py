@@ -27,8 +27,6 @@ from ister.errors import (
 from ister.format.crc import Buffer
 from ister.fs.base import DiskUsage, File, FileLock
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "LocalFileSystem", "boot_id"]
-
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 FILE_MODE = 0o640
@@ -63,7 +61,7 @@ def map_os_error(
     """Turns an error of the operating system into one of ours; see `ister.fs.base`."""
     text = f"{action} failed: {error.strerror}"
     if error.errno in _FULL:
-        return CapacityError(text, path=path, hint="make room on the disk; writing goes on then")
+        return CapacityError(text, path=path, hint="free disk space; writing then resumes")
     if error.errno in _EXHAUSTED:
         return CapacityError(text, path=path, hint="raise the process's limits")
     if error.errno == errno.ENOENT:

@@ -36,7 +36,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from types import ModuleType
+from typing import Final
 
 from ister import forks, threads
 from ister.errors import DirectoryLockedError, IsterError
@@ -57,7 +58,9 @@ __all__ = [
 _log = logging.getLogger("ister.kernels")
 
 CACHE_VARIABLE: Final = "ISTER_CACHE_DIR"
-_MODULES: Final = ("ister.format.scan_kernel", "ister.format.columnar_kernel")
+_MODULES: Final = ("ister.format.scan_kernel", "ister.format.arrow.kernel")
+_COMPILED_INTO: Final = ("ister.format.arrow.kernel_parts", "ister.format.arrow.loops")
+"""Other modules whose functions and constants the loops contain."""
 _LIBRARIES: Final = ("numba", "llvmlite", "numpy", "isal")
 _SOURCES: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIST_NAME: Final = "compiled.json"
@@ -71,9 +74,9 @@ _LOCK_LOOK_SECONDS: Final = 0.2
 class Kernels:
     """The modules whose loops are compiled."""
 
-    scan: Any
-    columnar: Any
-    numpy: Any
+    scan: ModuleType
+    arrow: ModuleType
+    numpy: ModuleType
 
 
 _lock = threading.Lock()
@@ -219,7 +222,7 @@ def _fingerprint() -> str:
     """A hash of everything that the compiled code depends on."""
     found: list[object] = [sys.version, sys.executable, platform.machine(), _processor()]
     found += [(name, importlib.metadata.version(name)) for name in _LIBRARIES]
-    for module in _MODULES:
+    for module in (*_MODULES, *_COMPILED_INTO):
         path = os.path.join(_SOURCES, *module.split(".")[1:]) + ".py"
         with open(path, "rb") as file:
             # numba's index includes the modification time.
@@ -284,8 +287,8 @@ def _build(directory: str, *, is_compiling: bool) -> Kernels:
                 setattr(module, name, loop)
     for module in modules:
         module.prove()
-    scan, columnar = modules
-    return Kernels(scan, columnar, importlib.import_module("numpy"))
+    scan, arrow = modules
+    return Kernels(scan, arrow, importlib.import_module("numpy"))
 
 
 def _refuse_to_compile(*_: object) -> None:
@@ -293,7 +296,7 @@ def _refuse_to_compile(*_: object) -> None:
 
 
 @contextmanager
-def _numba_cache(numba: Any, directory: str) -> Iterator[None]:  # noqa: ANN401 - no types
+def _numba_cache(numba: ModuleType, directory: str) -> Iterator[None]:
     """Points numba's cache to our directory meanwhile; the program's own functions keep theirs."""
     kept, numba.config.CACHE_DIR = numba.config.CACHE_DIR, directory
     try:

@@ -1,1 +1,9 @@
-"""Small values that have to be right: who owns a topic, which objects it consists of, cursors."""
+"""The metadata store: topic ownership, object descriptors, cursors and other small values.
+
+base            what a metadata store has to do
+checks          what every store refuses
+leases          a lease as its holder has it
+sqlite, sqlite_change, sqlite_file              SQLite, for one machine
+etcd, etcd_endpoint, etcd_errors, etcd_tls      etcd, for several
+memory          in memory; can lose answers and delay them, for tests
+"""

@@ -24,21 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-__all__ = [
-    "VALUE_BYTES_MAX",
-    "Absent",
-    "Compare",
-    "Delete",
-    "KeyValue",
-    "Lease",
-    "MetadataStore",
-    "Operation",
-    "Put",
-    "RevisionIs",
-    "ValueIs",
-    "Watch",
-]
-
 VALUE_BYTES_MAX = 1024 * 1024
 """The largest value that any backend takes: etcd refuses requests of 1.5 MiB."""
 
@@ -100,7 +85,7 @@ class Lease(Protocol):
     """A promise to be there: keys put with it vanish when it is not renewed in time.
 
     Time is measured on the holder's own clock, from before a renewal was asked for, so that the
-    holder knows of the end before anybody else does.
+    holder knows of the end before all others do.
     """
 
     ttl_seconds: float
@@ -139,7 +124,7 @@ class MetadataStore(Protocol):
     """For people: backend and place, without credentials."""
 
     def get(self, key: str) -> KeyValue | None:
-        """A key, or None if there is none."""
+        """Returns a key, or None."""
         ...
 
     def range(
@@ -161,7 +146,7 @@ class MetadataStore(Protocol):
         ...
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """Sets a key, whatever it was; returns the revision.
+        """Sets a key unconditionally; returns the revision.
 
         Raises:
             CommitUnknownError: The answer was lost.

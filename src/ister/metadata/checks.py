@@ -14,21 +14,16 @@ from collections.abc import Sequence
 from typing import Final
 
 from ister.errors import CapacityError, InvalidRequestError
-from ister.metadata.base import VALUE_BYTES_MAX, Compare, Operation, Put, ValueIs
-
-__all__ = [
-    "KEY_BYTES_MAX",
-    "TRANSACTION_BYTES_MAX",
-    "TRANSACTION_PARTS_MAX",
-    "change_prefix",
-    "check_lease_time",
-    "check_put",
-    "check_transaction",
-    "encode_key",
-    "encode_prefix",
-    "key_bounds",
-    "prefix_end",
-]
+from ister.metadata.base import (
+    VALUE_BYTES_MAX,
+    Absent,
+    Compare,
+    KeyValue,
+    Operation,
+    Put,
+    RevisionIs,
+    ValueIs,
+)
 
 KEY_BYTES_MAX: Final = 4096
 """Far above any key of ours; a key becomes part of each page and each error text."""
@@ -113,7 +108,7 @@ def check_put(key: str, value: bytes) -> bytes:
     """The bytes of a key that is to be set to `value`.
 
     Raises:
-        InvalidRequestError: The key is none.
+        InvalidRequestError: The key is invalid.
         CapacityError: The value is over the limit.
     """
     if len(value) > VALUE_BYTES_MAX:
@@ -127,7 +122,7 @@ def check_transaction(compares: Sequence[Compare], operations: Sequence[Operatio
     """Refuses a transaction that some backend could not do.
 
     Raises:
-        InvalidRequestError: Too many parts, a key that is none, or one that is changed twice.
+        InvalidRequestError: Too many parts, an invalid key, or one that is changed twice.
         CapacityError: A value, or all of it together, is over the limit.
     """
     if max(len(compares), len(operations)) > TRANSACTION_PARTS_MAX:
@@ -164,3 +159,14 @@ def check_lease_time(ttl_seconds: float) -> None:
     """
     if not (math.isfinite(ttl_seconds) and ttl_seconds > 0):
         raise InvalidRequestError(f"a lease of {ttl_seconds} seconds")
+
+
+def holds(compare: Compare, found: KeyValue | None) -> bool:
+    """Whether a compare of a transaction holds for what is stored under its key."""
+    if isinstance(compare, Absent):
+        return found is None
+    if found is None:
+        return False
+    if isinstance(compare, RevisionIs):
+        return found.revision == compare.revision
+    return found.value == compare.value

@@ -1,7 +1,7 @@
 """Metadata in an etcd cluster, through the messages and stubs of `aetcd`.
 
 Owns: going from one endpoint to the next, which failure of a change means "unknown", and turning
-gRPC's errors into ours. Does not own: what the keys mean, and who may repeat a change.
+gRPC's errors into ours. Does not own: what the keys mean, and which changes may be retried.
 
 Commit point: etcd's answer. What a failure says about a change:
 
@@ -30,18 +30,13 @@ deadline. Nothing connects before the first call. A process that forks must open
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import math
-import os
-import random
-import re
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError as FutureCancelledError
 from contextlib import suppress
-from enum import Enum
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 from ister import forks, threads
 from ister.clock import Clock
@@ -51,11 +46,8 @@ from ister.errors import (
     ClosedError,
     CommitUnknownError,
     ConfigError,
-    CorruptDataError,
-    InvalidRequestError,
     InvariantError,
     NotFoundError,
-    PermissionDeniedError,
     UnavailableError,
 )
 from ister.metadata.base import (
@@ -78,20 +70,23 @@ from ister.metadata.checks import (
     key_bounds,
     prefix_end,
 )
-from ister.metadata.etcd_tls import ClientTls, explain_refusal
-from ister.metadata.leases import HeldLease
-
-__all__ = ["EtcdMetadata"]
+from ister.metadata.etcd_endpoint import Endpoint, Message, load_rpc, parse_endpoints
+from ister.metadata.etcd_errors import (
+    CompactedError,
+    FailureOutcome,
+    NotConnectedError,
+    describe,
+    judge,
+    map_refusal,
+)
+from ister.metadata.leases import HeldLease, number_of
+from ister.retry import backoff_seconds
 
 _log = logging.getLogger("ister.metadata.etcd")
 
 _T = TypeVar("_T")
-_Message: TypeAlias = Any
-"""Messages, stubs and modules of a library without types; they do not leave this file."""
 
 _PAGE_KEYS: Final = 1000
-_ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Sixteen times gRPC's default. A page of large values that is still over it is asked smaller."""
 
 _TOTAL_FACTOR: Final = 3
 """Call timeouts after which a read gives up: long enough for an election and two dead endpoints."""
@@ -99,44 +94,11 @@ _TOTAL_FACTOR: Final = 3
 _RESTARTS_MAX: Final = 5
 _PAUSE_SECONDS_MIN: Final = 0.02
 _PAUSE_SECONDS_MAX: Final = 0.5
-_CONNECT_SECONDS_MAX: Final = 2.0
 _WATCH_PAUSE_SECONDS: Final = 0.5
-_RETIRE_SECONDS: Final = 30.0
-"""How long calls on a replaced channel may still take; longer than any timeout."""
 
 _STOP_SECONDS: Final = 5.0
 _MARGIN_SECONDS: Final = 1.0
 _MARGIN_SHARE: Final = 0.1
-
-_CHANNEL_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
-    # A repeated change would break the promise that a store never repeats one.
-    ("grpc.enable_retries", 0),
-    # A server that came back is found soon; the pauses between calls are ours.
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    # Connections that died without a word are noticed while a watch is all that uses them.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # Two stores of one process do not share the fate of a connection.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
-# A member without a leader refuses at once what carries this, before it proposes anything.
-_REQUIRE_LEADER: Final = ("hasleader", "true")
-
-_ENDPOINT: Final = re.compile(
-    r"(?:(?P<scheme>https?)://)?(?P<target>(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):\d+)/?"
-)
-
-_NOT_PROPOSED: Final = (
-    "failed to connect to all addresses",
-    "etcdserver: no leader",
-    "etcdserver: rpc not supported for learner",
-)
-_TOKEN_TOO_OLD: Final = ("invalid auth token", "revision of auth store is old")
-_CREDENTIALS: Final = ("authentication failed", "user name is empty", "user name not found")
 
 
 class EtcdMetadata:
@@ -169,15 +131,15 @@ class EtcdMetadata:
             raise ConfigError("etcd: a user name and a password come together")
         if not endpoints:
             raise ConfigError("etcd: no endpoint")
-        targets, certificates = _parse_endpoints(endpoints, tls or EtcdTlsConfig(), clock)
+        targets, certificates = parse_endpoints(endpoints, tls or EtcdTlsConfig(), clock)
         self.location = f"etcd {','.join(targets)}"
-        self._rpc = _load_rpc()
+        self._rpc = load_rpc()
         self._clock = clock
         self._call_timeout_seconds = call_timeout_seconds
         self._total_seconds = _TOTAL_FACTOR * call_timeout_seconds
         credentials = None if username is None or password is None else (username, password)
         self._endpoints = [
-            _Endpoint(self._rpc, target, credentials, certificates) for target in targets
+            Endpoint(self._rpc, target, credentials, certificates) for target in targets
         ]
         self._current = 0
         self._closing = threading.Lock()
@@ -192,7 +154,6 @@ class EtcdMetadata:
     # -- the seam ---------------------------------------------------------------------------
 
     def get(self, key: str) -> KeyValue | None:
-        """A key, or None if there is none."""
         request = self._rpc.RangeRequest(key=encode_key(key))
         answer = self._read("get", _range_method, request)
         return _key_value(answer.kvs[0]) if answer.kvs else None
@@ -205,7 +166,6 @@ class EtcdMetadata:
         end: str | None = None,
         limit: int | None = None,
     ) -> list[KeyValue]:
-        """The keys that begin with `prefix`, sorted; see `MetadataStore.range`."""
         bounds = key_bounds(prefix, start, end, limit)
         if bounds is None:
             self._check_open()
@@ -216,25 +176,22 @@ class EtcdMetadata:
             try:
                 while (request := pages.next_request()) is not None:
                     pages.take(self._read_page(request, pages))
-            except _CompactedError:
+            except CompactedError:
                 continue
             return [_key_value(pair) for pair in pages.found]
         raise UnavailableError(f"range {prefix}: etcd compacts faster than it can be read")
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """Sets a key, whatever it was; returns the revision."""
         request = self._put_request(check_put(key, value), value, lease)
         answer = self._write(f"put {key}", lambda endpoint: endpoint.kv.Put, request)
         return int(answer.header.revision)
 
     def delete(self, key: str) -> bool:
-        """Removes a key; whether it existed."""
         request = self._rpc.DeleteRangeRequest(key=encode_key(key))
         answer = self._write(f"delete {key}", lambda endpoint: endpoint.kv.DeleteRange, request)
         return int(answer.deleted) > 0
 
     def delete_prefix(self, prefix: str) -> int:
-        """Removes every key that begins with `prefix`, which is not empty; how many there were."""
         low = change_prefix(prefix)
         request = self._rpc.DeleteRangeRequest(key=low, range_end=prefix_end(low))
         answer = self._write(
@@ -243,7 +200,6 @@ class EtcdMetadata:
         return int(answer.deleted)
 
     def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
-        """Does all of `operations` at once if all of `compares` hold."""
         check_transaction(compares, operations)
         request = self._rpc.TxnRequest(
             compare=[self._compare(compare) for compare in compares],
@@ -258,7 +214,7 @@ class EtcdMetadata:
         request = self._rpc.LeaseGrantRequest(TTL=math.ceil(ttl_seconds))
         asked_at = 0.0
 
-        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+        async def ask(endpoint: Endpoint, timeout: float) -> Message:
             nonlocal asked_at
             # Before each attempt: a lease whose answer was lost ends unused.
             asked_at = self._clock.boottime()
@@ -269,7 +225,6 @@ class EtcdMetadata:
         return HeldLease(self, int(answer.ID), ttl, asked_at + ttl - _margin(ttl))
 
     def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
-        """Has `on_change(key)` called some time after a key below `prefix` changed: a hint."""
         watch = _EtcdWatch(self, encode_prefix(prefix), on_change)
 
         async def start() -> None:
@@ -327,7 +282,9 @@ class EtcdMetadata:
         if self._is_closed:
             raise ClosedError("the metadata store was closed")
 
-    def _run(self, action: str, coroutine: Coroutine[Any, Any, _T], *, change: bool = False) -> _T:
+    def _run(
+        self, action: str, coroutine: Coroutine[None, None, _T], *, change: bool = False
+    ) -> _T:
         """Runs on the loop's thread and waits for it; the coroutine keeps its own deadline."""
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -360,15 +317,15 @@ class EtcdMetadata:
     def _read(
         self,
         action: str,
-        method: Callable[[_Endpoint], _Message],
-        request: _Message,
-    ) -> _Message:
-        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+        method: Callable[[Endpoint], Message],
+        request: Message,
+    ) -> Message:
+        async def ask(endpoint: Endpoint, timeout: float) -> Message:
             return await endpoint.call(method(endpoint), request, timeout)
 
         return self._run(action, self._repeat(action, ask))
 
-    def _read_page(self, request: _Message, pages: _Pages) -> _Message:
+    def _read_page(self, request: Message, pages: _Pages) -> Message:
         try:
             return self._read("range", _range_method, request)
         except CapacityError:
@@ -380,10 +337,10 @@ class EtcdMetadata:
     def _write(
         self,
         action: str,
-        method: Callable[[_Endpoint], _Message],
-        request: _Message,
-    ) -> _Message:
-        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+        method: Callable[[Endpoint], Message],
+        request: Message,
+    ) -> Message:
+        async def ask(endpoint: Endpoint, timeout: float) -> Message:
             return await endpoint.call(method(endpoint), request, timeout)
 
         return self._run(action, self._repeat(action, ask, change=True), change=True)
@@ -391,11 +348,11 @@ class EtcdMetadata:
     async def _repeat(
         self,
         action: str,
-        ask: Callable[[_Endpoint, float], Coroutine[Any, Any, Any]],
+        ask: Callable[[Endpoint, float], Coroutine[None, None, Message]],
         *,
         change: bool = False,
         total_seconds: float | None = None,
-    ) -> _Message:
+    ) -> Message:
         """Asks one endpoint after the other until one answers or the time is over.
 
         A change goes to the next one only if the failure proves that it was not proposed.
@@ -403,7 +360,7 @@ class EtcdMetadata:
         loop = asyncio.get_running_loop()
         total = self._total_seconds if total_seconds is None else total_seconds
         deadline = loop.time() + total
-        pause = _PAUSE_SECONDS_MIN
+        pauses = 0
         refreshed = False
         attempts = 0
         while True:
@@ -415,53 +372,52 @@ class EtcdMetadata:
                 await endpoint.connect(timeout)
                 return await ask(endpoint, timeout)
             except Exception as error:  # sorted out by what it proves
-                verdict = _judge(error)
-                if verdict is _Verdict.TOKEN and not refreshed:
+                verdict = judge(error)
+                if verdict is FailureOutcome.TOKEN and not refreshed:
                     refreshed = True
                     endpoint.forget_token()
                     continue
-                refusal = _refusal(error, action, verdict)
+                refusal = map_refusal(error, action, verdict)
                 if refusal is not None:
                     raise refusal from error
                 # Also after an unknown outcome: the caller reads back, and not here again. Another
                 # call may have moved on already.
                 if self._current == index:
                     self._current = (index + 1) % len(self._endpoints)
-                if change and verdict is not _Verdict.NOT_PROPOSED:
+                if change and verdict is not FailureOutcome.NOT_PROPOSED:
                     raise CommitUnknownError(
-                        f"{action}: {_text(error)}",
+                        f"{action}: {describe(error)}",
                         hint="read back whether it happened",
                     ) from error
+                pause = backoff_seconds(
+                    pauses + 1, first=_PAUSE_SECONDS_MIN, most=_PAUSE_SECONDS_MAX
+                )
                 if loop.time() + pause >= deadline:
-                    why = _text(error)
-                    if isinstance(error, _NotConnectedError):
+                    why = describe(error)
+                    if isinstance(error, NotConnectedError):
                         why = await endpoint.explain() or why
                     raise UnavailableError(
                         f"{action}: no answer from {self.location} in {total:.1f} s: {why}"
                     ) from error
             # The first round goes through all endpoints without a pause.
             if attempts >= len(self._endpoints):
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads calls
-                pause = min(pause * 2, _PAUSE_SECONDS_MAX)
+                await asyncio.sleep(pause)
+                pauses += 1
 
     # -- messages ---------------------------------------------------------------------------
 
-    def _put_request(self, key: bytes, value: bytes, lease: Lease | None) -> _Message:
-        lease_id = 0
-        if lease is not None:
-            if not isinstance(lease, HeldLease) or lease.store is not self:
-                raise InvalidRequestError("the lease is of another metadata store")
-            lease_id = lease.id
+    def _put_request(self, key: bytes, value: bytes, lease: Lease | None) -> Message:
+        lease_id = 0 if lease is None else number_of(lease, self)
         return self._rpc.PutRequest(key=key, value=bytes(value), lease=lease_id)
 
-    def _operation(self, operation: Operation) -> _Message:
+    def _operation(self, operation: Operation) -> Message:
         key = encode_key(operation.key)
         if isinstance(operation, Put):
             put = self._put_request(key, operation.value, operation.lease)
             return self._rpc.RequestOp(request_put=put)
         return self._rpc.RequestOp(request_delete_range=self._rpc.DeleteRangeRequest(key=key))
 
-    def _compare(self, compare: Compare) -> _Message:
+    def _compare(self, compare: Compare) -> Message:
         kinds = self._rpc.Compare
         key = encode_key(compare.key)
         if isinstance(compare, Absent):
@@ -482,7 +438,7 @@ class EtcdMetadata:
         """
         asked_at = 0.0
 
-        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+        async def ask(endpoint: Endpoint, timeout: float) -> Message:
             nonlocal asked_at
             asked_at = self._clock.boottime()
             return await endpoint.keep_alive(lease.id, timeout)
@@ -501,7 +457,7 @@ class EtcdMetadata:
         """Ends a lease and removes its keys, if etcd answers; see `Lease.revoke`."""
         request = self._rpc.LeaseRevokeRequest(ID=lease_id)
 
-        async def ask(endpoint: _Endpoint, timeout: float) -> _Message:
+        async def ask(endpoint: Endpoint, timeout: float) -> Message:
             return await endpoint.call(endpoint.lease.LeaseRevoke, request, timeout)
 
         # Ending it twice is harmless, so this is repeated like a read, but not for long.
@@ -532,9 +488,11 @@ class EtcdMetadata:
                 _log.debug("watch interrupted; reconnecting", exc_info=True)
             if self._current == index:
                 self._current = (index + 1) % len(self._endpoints)
-            await asyncio.sleep(_WATCH_PAUSE_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311
+            await asyncio.sleep(
+                backoff_seconds(1, first=_WATCH_PAUSE_SECONDS, most=_WATCH_PAUSE_SECONDS)
+            )
 
-    async def _follow_once(self, watch: _EtcdWatch, endpoint: _Endpoint) -> None:
+    async def _follow_once(self, watch: _EtcdWatch, endpoint: Endpoint) -> None:
         await endpoint.connect(self._call_timeout_seconds)
         create = self._rpc.WatchCreateRequest(
             key=watch.prefix or b"\0",
@@ -546,9 +504,9 @@ class EtcdMetadata:
             await stream.write(self._rpc.WatchRequest(create_request=create))
             while answer := await stream.read():
                 if answer.compact_revision:
-                    # The changes in between are gone: everything that is there may be new.
+                    # The changes in between are compacted: every key may be new.
                     watch.next_revision = 0
-                    await self._tell_all(watch, endpoint)
+                    await self._notify_all(watch, endpoint)
                     return
                 if answer.canceled:
                     endpoint.forget_token()
@@ -556,17 +514,17 @@ class EtcdMetadata:
                 watch.next_revision = int(answer.header.revision) + 1
                 watch.is_started.set()
                 for key in dict.fromkeys(event.kv.key for event in answer.events):
-                    threads.run("ister-metadata-watch", watch.tell, key)
+                    threads.run("ister-metadata-watch", watch.notify, key)
         finally:
             stream.cancel()
 
-    async def _tell_all(self, watch: _EtcdWatch, endpoint: _Endpoint) -> None:
+    async def _notify_all(self, watch: _EtcdWatch, endpoint: Endpoint) -> None:
         request = self._rpc.RangeRequest(
             key=watch.prefix or b"\0", range_end=prefix_end(watch.prefix) or b"\0", keys_only=True
         )
         answer = await endpoint.call(endpoint.kv.Range, request, self._call_timeout_seconds)
         for pair in answer.kvs:
-            threads.run("ister-metadata-watch", watch.tell, pair.key)
+            threads.run("ister-metadata-watch", watch.notify, pair.key)
 
     def end_watch(self, watch: _EtcdWatch) -> None:
         """Called by a watch that ends."""
@@ -581,129 +539,6 @@ class EtcdMetadata:
                 self._loop.call_soon_threadsafe(end)
 
 
-class _Endpoint:
-    """One member: its channel, and the token that it gave. Used on the loop's thread alone."""
-
-    def __init__(
-        self,
-        rpc: _Message,
-        target: str,
-        credentials: tuple[str, str] | None,
-        tls: ClientTls | None,
-    ) -> None:
-        self._rpc = rpc
-        self._target = target
-        self._credentials = credentials
-        self._tls = tls
-        self._tls_serial = 0
-        self._retiring: set[asyncio.Task[None]] = set()
-        self._channel: Any = None
-        self._token: str | None = None
-        self.kv: Any = None
-        self.lease: Any = None
-        self.watch: Any = None
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries."""
-        if self._token is None:
-            return (_REQUIRE_LEADER,)
-        return (_REQUIRE_LEADER, ("token", self._token))
-
-    async def connect(self, timeout: float) -> None:
-        """Returns when calls can be sent.
-
-        Raises:
-            _NotConnectedError: The endpoint does not take a connection.
-        """
-        if self._tls is not None and self._tls.material().serial != self._tls_serial:
-            # A channel keeps the certificates that it was created with.
-            self._retire_channel()
-        if self._channel is None:
-            self._channel = self._open_channel()
-            self.kv = self._rpc.KVStub(self._channel)
-            self.lease = self._rpc.LeaseStub(self._channel)
-            self.watch = self._rpc.WatchStub(self._channel)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(timeout, _CONNECT_SECONDS_MAX)
-        pause = 0.001
-        # Asked again and again, because gRPC's own wait for a change of state does not end when
-        # it is cancelled.
-        while (state := self._channel.get_state(try_to_connect=True).name) != "READY":
-            if state in ("TRANSIENT_FAILURE", "SHUTDOWN") or loop.time() >= deadline:
-                raise _NotConnectedError(f"no connection to {self._target}")
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 0.05)
-        if self._credentials is not None and self._token is None:
-            await self._authenticate(timeout)
-
-    def _open_channel(self) -> _Message:
-        if self._tls is None:
-            return self._rpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
-        material = self._tls.material()
-        self._tls_serial = material.serial
-        credentials = importlib.import_module("grpc").ssl_channel_credentials(
-            root_certificates=material.authorities,
-            private_key=material.key,
-            certificate_chain=material.certificates,
-        )
-        return self._rpc.secure_channel(self._target, credentials, options=_CHANNEL_OPTIONS)
-
-    def _retire_channel(self) -> None:
-        """Closes the channel once its calls have ended; watches continue on the next one."""
-        if self._channel is not None:
-            channel, self._channel = self._channel, None
-            task = asyncio.get_running_loop().create_task(channel.close(_RETIRE_SECONDS))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
-
-    async def explain(self) -> str | None:
-        """The reason for a missing connection if it is TLS, else None."""
-        why = await explain_refusal(self._target, self._tls)
-        return None if why is None else f"{self._target}: {why}"
-
-    async def _authenticate(self, timeout: float) -> None:
-        name, password = self._credentials or ("", "")
-        request = self._rpc.AuthenticateRequest(name=name, password=password)
-        try:
-            answer = await self._rpc.AuthStub(self._channel).Authenticate(request, timeout=timeout)
-        except self._rpc.AioRpcError as error:
-            if "authentication is not enabled" in (error.details() or ""):
-                return
-            if _refusal(error, "log in", _judge(error)) is not None:
-                raise
-            # Whatever was to be asked after this has not been sent.
-            raise _NotConnectedError(f"no log-in at {self._target}: {error.details()}") from error
-        self._token = answer.token
-
-    def forget_token(self) -> None:
-        """Has the next call log in again."""
-        self._token = None
-
-    async def call(self, method: _Message, request: _Message, timeout: float) -> _Message:
-        """One request and its answer."""
-        return await method(request, timeout=timeout, metadata=self.metadata)
-
-    async def keep_alive(self, lease_id: int, timeout: float) -> _Message:
-        """One renewal, on a stream of its own."""
-        stream = self.lease.LeaseKeepAlive(timeout=timeout, metadata=self.metadata)
-        try:
-            await stream.write(self._rpc.LeaseKeepAliveRequest(ID=lease_id))
-            answer = await stream.read()
-            if not hasattr(answer, "TTL"):
-                # The end of the stream, without an answer: its status says why.
-                raise _StreamEndedError(f"renewal ended: {await stream.details()}")
-            return answer
-        finally:
-            stream.cancel()
-
-    async def close(self) -> None:
-        """Lets go of the connection."""
-        if self._channel is not None:
-            channel, self._channel = self._channel, None
-            await channel.close()
-
-
 class _EtcdWatch:
     def __init__(
         self, store: EtcdMetadata, prefix: bytes, on_change: Callable[[str], None]
@@ -716,7 +551,7 @@ class _EtcdWatch:
         self.is_started = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
-    def tell(self, key: bytes) -> None:
+    def notify(self, key: bytes) -> None:
         if not self._is_closed:
             self._on_change(key.decode())
 
@@ -731,12 +566,12 @@ class _Pages:
 
     def __init__(
         self,
-        rpc: _Message,
+        rpc: Message,
         low: bytes,
         high: bytes | None,
         limit: int | None,
     ) -> None:
-        self.found: list[Any] = []
+        self.found: list[Message] = []
         self._rpc = rpc
         # Both ends in etcd's words: there is no empty key, and \0 as an end means all the rest.
         self._low = low or b"\0"
@@ -746,8 +581,8 @@ class _Pages:
         self._revision = 0
         self._is_done = False
 
-    def next_request(self) -> _Message:
-        """The request for the next page; None when there is none."""
+    def next_request(self) -> Message:
+        """Returns the request for the next page, or None."""
         if self._is_done:
             return None
         wanted = self._page_keys
@@ -760,7 +595,7 @@ class _Pages:
             revision=self._revision,
         )
 
-    def take(self, answer: _Message) -> None:
+    def take(self, answer: Message) -> None:
         """Adds a page; None asks for it again."""
         if answer is None:
             return
@@ -778,133 +613,13 @@ class _Pages:
         return True
 
 
-class _NotConnectedError(Exception):
-    """Nothing was sent."""
-
-
-class _StreamEndedError(Exception):
-    """A stream ended before its answer."""
-
-
-class _CompactedError(Exception):
-    """The revision of the first page is gone; the range is read anew."""
-
-
-class _Verdict(Enum):
-    """What a failure proves."""
-
-    NOT_PROPOSED = "another endpoint may do it"
-    TOKEN = "not done: log in again"  # noqa: S105 - no secret
-    REFUSED = "an answer"
-    UNKNOWN = "it may have been done"
-
-
-_REFUSING: Final = frozenset(
-    {
-        "INVALID_ARGUMENT",
-        "FAILED_PRECONDITION",
-        "NOT_FOUND",
-        "OUT_OF_RANGE",
-        "PERMISSION_DENIED",
-        "UNAUTHENTICATED",
-        "RESOURCE_EXHAUSTED",
-        "UNIMPLEMENTED",
-        "DATA_LOSS",
-    }
-)
-
-
-def _judge(error: Exception) -> _Verdict:
-    if isinstance(error, _NotConnectedError):
-        return _Verdict.NOT_PROPOSED
-    text = _text(error)
-    if any(part in text for part in _TOKEN_TOO_OLD):
-        return _Verdict.TOKEN
-    if any(part in text for part in _NOT_PROPOSED):
-        return _Verdict.NOT_PROPOSED
-    return _Verdict.REFUSED if _code(error) in _REFUSING else _Verdict.UNKNOWN
-
-
-def _refusal(error: Exception, action: str, verdict: _Verdict) -> Exception | None:
-    """Our error for an answer of etcd's that says no; None for what is not an answer."""
-    if verdict not in (_Verdict.REFUSED, _Verdict.TOKEN):
-        return None
-    code, text = _code(error), _text(error)
-    message = f"{action}: {text}"
-    if code in ("PERMISSION_DENIED", "UNAUTHENTICATED") or verdict is _Verdict.TOKEN:
-        return PermissionDeniedError(message)
-    if any(part in text for part in _CREDENTIALS):
-        return PermissionDeniedError(message)
-    if "database space exceeded" in text:
-        return CapacityError(
-            message, hint="compact and defragment etcd, raise its quota, disarm its alarm"
-        )
-    if code == "RESOURCE_EXHAUSTED" or "too large" in text:
-        return CapacityError(message)
-    if code == "NOT_FOUND":
-        return NotFoundError(message)
-    if "compacted" in text:
-        return _CompactedError(message)
-    if code == "DATA_LOSS":
-        return CorruptDataError(message)
-    if code == "UNIMPLEMENTED":
-        return ConfigError(message, hint="the endpoint must be an etcd of version 3")
-    return InvalidRequestError(message)
-
-
-def _code(error: Exception) -> str:
-    code = getattr(error, "code", None)
-    return str(code().name) if callable(code) else ""
-
-
-def _text(error: Exception) -> str:
-    details = getattr(error, "details", None)
-    said = details() if callable(details) else str(error)
-    return f"{_code(error)} {said}".strip() or type(error).__name__
-
-
 def _margin(ttl_seconds: float) -> float:
     return min(max(_MARGIN_SECONDS, _MARGIN_SHARE * ttl_seconds), ttl_seconds / 2)
 
 
-def _range_method(endpoint: _Endpoint) -> _Message:
+def _range_method(endpoint: Endpoint) -> Message:
     return endpoint.kv.Range
 
 
-def _key_value(pair: _Message) -> KeyValue:
+def _key_value(pair: Message) -> KeyValue:
     return KeyValue(pair.key.decode(), pair.value, pair.mod_revision)
-
-
-def _parse_endpoints(
-    endpoints: Sequence[str], config: EtcdTlsConfig, clock: Clock
-) -> tuple[list[str], ClientTls | None]:
-    """Parses endpoints into host:port targets and certificates; None without TLS."""
-    schemes, targets = set(), []
-    for endpoint in endpoints:
-        match = _ENDPOINT.fullmatch(endpoint)
-        if match is None:
-            # Not repeated here: it may hold a password.
-            raise ConfigError("etcd: an endpoint does not have the form host:port")
-        schemes.add(match["scheme"])
-        targets.append(match["target"])
-    has_files = config != EtcdTlsConfig()
-    if not has_files and "https" not in schemes:
-        return targets, None
-    if "http" in schemes:
-        raise ConfigError(
-            "etcd: an endpoint begins with http://, but "
-            + ("storage.metadata.tls is set" if has_files else "another one begins with https://"),
-            hint="use https:// for all endpoints; or http://, and remove storage.metadata.tls",
-        )
-    return targets, ClientTls(config, clock=clock)
-
-
-def _load_rpc() -> _Message:
-    # gRPC's fork handlers complain on stderr about forks that only start another program.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    try:
-        return importlib.import_module("aetcd.rpc")
-    except ImportError as error:
-        raise ConfigError(
-            "etcd: the package aetcd is not installed", hint="pip install 'ister[etcd]'"
-        ) from error

@@ -1,8 +1,6 @@
 """TLS to etcd: the certificates of `storage.metadata.tls`, and reasons for failed handshakes.
 
-Owns: reading the certificates, and reading them again when the files change. A key that does not
-belong to its certificate is an error at the start. Later it is logged, and the previous files stay
-in use: while an operator replaces two files, they do not match for a moment.
+Does not own: reading the files again when they change (`ister.certificates`).
 
 gRPC says little about a failed handshake, so it is repeated with `ssl`, which gives the reason.
 """
@@ -11,24 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
+from ister.certificates import CertificateFiles, Loaded
 from ister.clock import Clock
 from ister.config import EtcdTlsConfig
 from ister.errors import ConfigError
 
-__all__ = ["ClientTls", "Material", "explain_refusal"]
-
 _log = logging.getLogger("ister.metadata.etcd_tls")
 
-_RELOAD_SECONDS: Final = 1.0
-_FILE_BYTES_MAX: Final = 4 * 1024 * 1024
-_READS_MAX: Final = 3
 _EXPLAIN_SECONDS: Final = 2.0
 
 _NOT_TLS: Final = frozenset(
@@ -38,11 +31,9 @@ _NOT_TLS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
+class EtcdTlsFiles:
     """Certificates and key, as read from the files."""
 
-    serial: int
-    """Incremented whenever a file has changed."""
     authorities: bytes | None
     """CA certificates for etcd's members; None for those that come with gRPC."""
     certificates: bytes | None
@@ -52,11 +43,9 @@ class Material:
 
 
 class ClientTls:
-    """The client's certificates, reloaded when the files change. Not thread-safe.
+    """The client's certificates, reloaded when the files change.
 
-    Args:
-        config: `storage.metadata.tls`.
-        clock: Measures when to check the files again.
+    `config` is `storage.metadata.tls`; `clock` measures when to check the files again.
 
     Raises:
         ConfigError: A file is missing or invalid, or the key does not match the certificate.
@@ -69,70 +58,22 @@ class ClientTls:
                 hint="set both if etcd asks for a client certificate",
             )
         self._config = config
-        self._clock = clock
-        self._version, self._material = self._read(serial=1)
-        self._checked_at = clock.monotonic()
-        self._logged_error = ""
-
-    def material(self) -> Material:
-        """The certificates in use; checks the files at most once a second."""
-        now = self._clock.monotonic()
-        if now - self._checked_at >= _RELOAD_SECONDS:
-            self._checked_at = now
-            self._reload()
-        return self._material
-
-    def _reload(self) -> None:
-        try:
-            if self._stat() == self._version:
-                return
-            self._version, self._material = self._read(serial=self._material.serial + 1)
-        except ConfigError as error:
-            # Log each error once, not every second.
-            if self._logged_error != str(error):
-                _log.error(
-                    "cannot load new certificates; the previous ones stay in use",
-                    extra={"error": str(error)},
-                )
-            self._logged_error = str(error)
-            return
-        self._logged_error = ""
-        _log.info("new certificates loaded", extra={"serial": self._material.serial})
-
-    def _files(self) -> Sequence[tuple[str, str]]:
-        named = (
-            ("ca_file", self._config.ca_file),
-            ("cert_file", self._config.cert_file),
-            ("key_file", self._config.key_file),
+        files = {name: getattr(config, name) for name in ("ca_file", "cert_file", "key_file")}
+        self._files = CertificateFiles(
+            "storage.metadata.tls", files, self._parse, clock=clock, log=_log
         )
-        return [(name, path) for name, path in named if path is not None]
 
-    def _stat(self) -> tuple[tuple[int, int, int], ...]:
-        found = []
-        for name, path in self._files():
-            try:
-                status = os.stat(path)
-            except OSError as error:
-                raise _unreadable(name, path, error) from error
-            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-        return tuple(found)
+    def material(self) -> Loaded[EtcdTlsFiles]:
+        """The certificates in use; checks the files at most once a second."""
+        return self._files.current()
 
-    def _read(self, *, serial: int) -> tuple[tuple[tuple[int, int, int], ...], Material]:
-        # `ssl` loads a key only from a file, so the content read here is the content that `ssl`
-        # checked only if the files did not change meanwhile.
-        for _ in range(_READS_MAX):
-            version = self._stat()
-            content = {name: _read_file(name, path) for name, path in self._files()}
-            context = self._make_context()
-            if self._stat() == version:
-                return version, Material(
-                    serial=serial,
-                    authorities=content.get("ca_file"),
-                    certificates=content.get("cert_file"),
-                    key=content.get("key_file"),
-                    context=context,
-                )
-        raise ConfigError("the files of storage.metadata.tls changed while they were read")
+    def _parse(self, content: Mapping[str, bytes]) -> EtcdTlsFiles:
+        return EtcdTlsFiles(
+            authorities=content.get("ca_file"),
+            certificates=content.get("cert_file"),
+            key=content.get("key_file"),
+            context=self._make_context(),
+        )
 
     def _make_context(self) -> ssl.SSLContext:
         config = self._config
@@ -166,19 +107,20 @@ class ClientTls:
                 path=config.cert_file,
             ) from error
         except OSError as error:
-            raise _unreadable("cert_file", config.cert_file, error) from error
+            raise ConfigError(
+                f"cannot read storage.metadata.tls.cert_file: {error.strerror or error}",
+                path=config.cert_file,
+            ) from error
         return context
 
 
 async def explain_refusal(target: str, tls: ClientTls | None) -> str | None:
     """The TLS reason why an endpoint refuses connections; None if TLS is not the reason.
 
-    Args:
-        target: host:port.
-        tls: The certificates that were used; None without TLS.
+    `target` is host:port; `tls` has the certificates that were used, None without TLS.
     """
     if tls is not None:
-        context = tls.material().context
+        context = tls.material().value.context
     else:
         # Only finds out whether the other side uses TLS; no data is sent.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -213,7 +155,7 @@ async def explain_refusal(target: str, tls: ClientTls | None) -> str | None:
             return None if reason in _NOT_TLS else "it uses TLS; use https://"
         if reason in _NOT_TLS:
             return "it does not use TLS; use http:// and remove storage.metadata.tls"
-        if tls.material().certificates is None:
+        if tls.material().value.certificates is None:
             return (
                 f"it requires a client certificate ({reason}); "
                 "set storage.metadata.tls.cert_file and key_file"
@@ -228,17 +170,3 @@ async def explain_refusal(target: str, tls: ClientTls | None) -> str | None:
         return "it closed the connection during the TLS handshake; if it has no TLS, use http://"
     except (OSError, TimeoutError):
         return None
-
-
-def _unreadable(name: str, path: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot read storage.metadata.tls.{name}: {error.strerror or error}", path=path
-    )
-
-
-def _read_file(name: str, path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read(_FILE_BYTES_MAX)
-    except OSError as error:
-        raise _unreadable(name, path, error) from error

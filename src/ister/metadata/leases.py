@@ -1,26 +1,29 @@
 """A lease as its holder has it, the same for every backend.
 
-Owns: the holder's own idea of how long the lease surely holds. Does not own: the lease itself,
-which the store keeps. The idea only ever errs on the early side: it is set from before a renewal
-was asked for, and it ends before the lease is given back.
+Owns: until when the holder may rely on its lease. Does not own: the lease itself, which the store
+keeps; when it is renewed (`ister.topic.background` calls `ister.bucket.membership`).
+
+The holder's end of a lease is never later than the store's: it counts from before the renewal was
+sent, and ends before the lease is revoked.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["HeldLease", "LeaseKeeper"]
+from ister.errors import InvalidRequestError
+from ister.metadata.base import Lease
 
 
-class LeaseKeeper(Protocol):
-    """What a lease needs of its store."""
+class LeaseStore(Protocol):
+    """The methods of a store that a lease uses."""
 
     def boottime(self) -> float:
         """The store's clock."""
         ...
 
     def renew_lease(self, lease: HeldLease) -> float:
-        """Asks for a lease's whole time again; the second up to which it now surely holds."""
+        """Renews a lease; returns the second up to which it surely holds."""
         ...
 
     def revoke_lease(self, lease_id: int) -> None:
@@ -32,7 +35,7 @@ class HeldLease:
     """See `ister.metadata.base.Lease`."""
 
     def __init__(
-        self, store: LeaseKeeper, lease_id: int, ttl_seconds: float, valid_until: float
+        self, store: LeaseStore, lease_id: int, ttl_seconds: float, valid_until: float
     ) -> None:
         self.store = store
         self.id = lease_id
@@ -47,9 +50,20 @@ class HeldLease:
         self._valid_until = max(self._valid_until, self.store.renew_lease(self))
 
     def revoke(self) -> None:
-        # The holder stops believing in it before anybody else can see the keys gone.
+        # The holder treats it as expired before others can see the keys gone.
         self._valid_until = min(self._valid_until, self.store.boottime())
         try:
             self.store.revoke_lease(self.id)
-        except Exception:  # noqa: BLE001 - revoking raises nothing; the lease ends by itself
+        except Exception:  # noqa: BLE001 - revoking raises nothing; the lease expires
             return
+
+
+def number_of(lease: Lease, store: LeaseStore) -> int:
+    """The number of a lease that `store` granted.
+
+    Raises:
+        InvalidRequestError: Another store granted it.
+    """
+    if not isinstance(lease, HeldLease) or lease.store is not store:
+        raise InvalidRequestError("the lease belongs to another metadata store")
+    return lease.id

@@ -31,15 +31,13 @@ from typing import Final, TypeVar
 
 from ister import threads
 from ister.clock import Clock, SystemClock
-from ister.errors import ClosedError, CommitUnknownError, InvalidRequestError, NotFoundError
+from ister.errors import ClosedError, CommitUnknownError, NotFoundError
 from ister.metadata.base import (
-    Absent,
     Compare,
     KeyValue,
     Lease,
     Operation,
     Put,
-    RevisionIs,
     Watch,
 )
 from ister.metadata.checks import (
@@ -49,11 +47,10 @@ from ister.metadata.checks import (
     check_transaction,
     encode_key,
     encode_prefix,
+    holds,
     key_bounds,
 )
-from ister.metadata.leases import HeldLease
-
-__all__ = ["MemoryMetadata"]
+from ister.metadata.leases import HeldLease, number_of
 
 _T = TypeVar("_T")
 
@@ -103,7 +100,6 @@ class MemoryMetadata:
     # -- the seam ---------------------------------------------------------------------------
 
     def get(self, key: str) -> KeyValue | None:
-        """A key, or None if there is none."""
         encode_key(key)
         return self._read("get", key, lambda: self._find(key))
 
@@ -115,12 +111,10 @@ class MemoryMetadata:
         end: str | None = None,
         limit: int | None = None,
     ) -> list[KeyValue]:
-        """The keys that begin with `prefix`, sorted; see `MetadataStore.range`."""
         bounds = key_bounds(prefix, start, end, limit)
         return self._read("range", prefix, lambda: self._select(bounds, limit))
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """Sets a key, whatever it was; returns the revision."""
         check_put(key, value)
         operation = Put(key, bytes(value), lease)
 
@@ -131,12 +125,10 @@ class MemoryMetadata:
         return self._change("put", key, change)
 
     def delete(self, key: str) -> bool:
-        """Removes a key; whether it existed."""
         encode_key(key)
         return self._change("delete", key, lambda: self._remove([key]) == 1)
 
     def delete_prefix(self, prefix: str) -> int:
-        """Removes every key that begins with `prefix`, which is not empty; how many there were."""
         change_prefix(prefix)
         bounds = key_bounds(prefix, None, None, None)
         return self._change(
@@ -146,13 +138,12 @@ class MemoryMetadata:
         )
 
     def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
-        """Does all of `operations` at once if all of `compares` hold."""
         compares, operations = tuple(compares), tuple(operations)
         check_transaction(compares, operations)
         parts = (*operations, *compares)
 
         def change() -> int | None:
-            if not all(map(self._holds, compares)):
+            if not all(holds(compare, self._find(compare.key)) for compare in compares):
                 return None
             self._apply(operations)
             return self.revision
@@ -160,7 +151,6 @@ class MemoryMetadata:
         return self._change("transact", parts[0].key if parts else "", change)
 
     def grant_lease(self, ttl_seconds: float) -> Lease:
-        """A new lease."""
         check_lease_time(ttl_seconds)
         asked_at = self._clock.boottime()
         self.before("grant_lease", "")
@@ -173,7 +163,6 @@ class MemoryMetadata:
         return HeldLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
 
     def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
-        """Has `on_change(key)` called some time after a key below `prefix` changed: a hint."""
         with self._lock:
             self._check_open()
             encode_prefix(prefix)
@@ -269,16 +258,6 @@ class MemoryMetadata:
                     break
         return found
 
-    def _holds(self, compare: Compare) -> bool:
-        found = self._find(compare.key)
-        if isinstance(compare, Absent):
-            return found is None
-        if found is None:
-            return False
-        if isinstance(compare, RevisionIs):
-            return found.revision == compare.revision
-        return found.value == compare.value
-
     def _apply(self, operations: Sequence[Operation]) -> None:
         """Does all operations under one revision, or raises and does none."""
         leases = [
@@ -298,22 +277,21 @@ class MemoryMetadata:
                 changed.append(key)
         if changed:
             self.revision = revision
-            self._tell(changed)
+            self._notify(changed)
 
     def _lease_id(self, lease: Lease | None) -> int | None:
         if lease is None:
             return None
-        if not isinstance(lease, HeldLease) or lease.store is not self:
-            raise InvalidRequestError("the lease is of another metadata store")
-        if lease.id not in self._lease_ends:
-            raise NotFoundError(f"the lease {lease.id} has ended")
-        return lease.id
+        number = number_of(lease, self)
+        if number not in self._lease_ends:
+            raise NotFoundError(f"the lease {number} has ended")
+        return number
 
     def _remove(self, keys: Sequence[str]) -> int:
         removed = [key for key in keys if self._drop(key)]
         if removed:
             self.revision += 1
-            self._tell(removed)
+            self._notify(removed)
         return len(removed)
 
     def _drop(self, key: str) -> bool:
@@ -334,7 +312,7 @@ class MemoryMetadata:
             self._lease_ends.pop(lease_id, None)
         self._remove([key for key, entry in self._entries.items() if entry.lease_id in ended])
 
-    def _tell(self, keys: Sequence[str]) -> None:
+    def _notify(self, keys: Sequence[str]) -> None:
         for watch in self._watches:
             watch.offer(keys)
 
@@ -371,7 +349,7 @@ class MemoryMetadata:
 
 
 class _MemoryWatch:
-    """Calls back on a thread of its own, so that no caller's lock is held while it does."""
+    """Calls back on a separate thread, so that no caller's lock is held."""
 
     def __init__(
         self, store: MemoryMetadata, prefix: str, on_change: Callable[[str], None]

@@ -19,7 +19,7 @@ the order of commits over all processes. A key whose lease has ended is absent f
 compare from that moment on; the next change removes it, under a revision of its own. A lease of
 another boot has ended: the machine went down, and its holder with it.
 
-Writers wait for each other, at most `busy_timeout_seconds`; readers wait for nobody. The clock
+Writers wait for each other, at most `busy_timeout_seconds`; readers do not wait. The clock
 must be one that all processes share (`SystemClock`: CLOCK_BOOTTIME).
 
 SQLite connections must not be used after a fork. A child neither uses nor closes its parent's
@@ -36,35 +36,26 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, TypeVar
-from urllib.parse import quote
+from typing import Final, TypeVar
 
 from ister import forks, threads
-from ister.clock import Clock, SystemClock
+from ister.clock import Clock
 from ister.errors import (
     CapacityError,
     ClosedError,
     CommitUnknownError,
-    ConfigError,
-    CorruptDataError,
-    DiskError,
-    InvalidRequestError,
     IsterError,
     NotFoundError,
-    PermissionDeniedError,
     UnavailableError,
     UnsupportedOperationError,
-    UnsupportedVersionError,
 )
-from ister.fs.local import LocalFileSystem, boot_id, map_os_error
+from ister.fs.local import LocalFileSystem, boot_id
 from ister.metadata.base import (
-    Absent,
     Compare,
     KeyValue,
     Lease,
     Operation,
     Put,
-    RevisionIs,
     Watch,
 )
 from ister.metadata.checks import (
@@ -74,54 +65,19 @@ from ister.metadata.checks import (
     check_transaction,
     encode_key,
     encode_prefix,
+    holds,
     key_bounds,
     prefix_end,
 )
 from ister.metadata.leases import HeldLease
-
-__all__ = ["SqliteMetadata"]
+from ister.metadata.sqlite_change import CHANGES_KEPT, Change, last_revision
+from ister.metadata.sqlite_file import SqliteFile, rolled_back_on_error
 
 _T = TypeVar("_T")
 
-SCHEMA_VERSION: Final = 1
-_APPLICATION_ID: Final = 0x49535452
-"""`ISTR` in the file's header: whose database it is."""
 
-# A lease's number is never given out twice (AUTOINCREMENT): a late renewal must not keep a
-# stranger's lease.
-_SCHEMA: Final = """
-CREATE TABLE entries (
-    key BLOB NOT NULL PRIMARY KEY,
-    value BLOB NOT NULL,
-    revision INTEGER NOT NULL,
-    lease INTEGER
-);
-CREATE INDEX entries_of_leases ON entries (lease) WHERE lease IS NOT NULL;
-CREATE TABLE leases (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    boot TEXT NOT NULL,
-    ends REAL NOT NULL,
-    ttl REAL NOT NULL
-);
-CREATE TABLE changes (
-    revision INTEGER NOT NULL,
-    key BLOB NOT NULL,
-    PRIMARY KEY (revision, key)
-) WITHOUT ROWID;
-CREATE TABLE state (name TEXT NOT NULL PRIMARY KEY, value INTEGER NOT NULL);
-INSERT INTO state VALUES ('revision', 0);
-"""
-
-_CHANGES_KEPT: Final = 1000
-"""Revisions that a watch may be late by before it is told of every key instead."""
-
-_JOURNAL_BYTES_MAX: Final = 16 * 1024 * 1024
 _IDLE_READERS_MAX: Final = 4
 _POLL_SECONDS: Final = 0.2
-_SETTLE_SECONDS: Final = 0.02
-# SQLITE_IOERR_SHMSIZE: no space to create or grow the `-shm` file.
-_SHARED_MEMORY_FULL: Final = sqlite3.SQLITE_IOERR | 19 << 8
-_DAMAGE_HINT: Final = "restore it, or delete it and run `ister recover`"
 
 _ALIVE: Final = (
     "(lease IS NULL OR EXISTS "
@@ -144,7 +100,7 @@ class SqliteMetadata:
         path: The file; it and its directory are made where missing.
         clock: Measures leases; the same for all processes that share the file.
         busy_timeout_seconds: How long a change waits for those of others.
-        read_only: Creates and changes nothing, for tools that look at a file. SQLite's own
+        read_only: Creates and changes nothing, for tools that inspect a file. SQLite's own
             `-shm` may appear beside a file whose `-wal` was left by a crash.
         on_full: Called when the disk is full; returns whether it freed space for a retry.
 
@@ -171,9 +127,11 @@ class SqliteMetadata:
         self._clock = clock
         self._busy_timeout_seconds = busy_timeout_seconds
         self._is_read_only = read_only
+        self._file = SqliteFile(
+            self._path, busy_timeout_seconds=busy_timeout_seconds, is_read_only=read_only
+        )
         self._boot = boot_id()
         self._is_closed = False
-        self._damage: CorruptDataError | None = None
         self._on_full: Callable[[], bool] = on_full if on_full is not None else lambda: False
         self._writer_lock = threading.Lock()
         self._writer: sqlite3.Connection | None = None
@@ -190,18 +148,18 @@ class SqliteMetadata:
             if read_only:
                 if not existed:
                     raise NotFoundError(
-                        "there is no metadata file",
+                        "metadata file not found",
                         path=self._path,
                         hint="is it the right directory or config? Where the file was lost, "
                         "`ister recover` rebuilds it from the bucket",
                     )
-                self._note_file()
+                self._register_file()
                 self._verify_read_only()
                 return
             LocalFileSystem().make_directories(os.path.dirname(self._path))
             if not existed:
-                self._make_file()
-            self._note_file()
+                self._file.make()
+            self._register_file()
         try:
             self._open_writer(check=existed)
         except CapacityError:
@@ -212,7 +170,6 @@ class SqliteMetadata:
     # -- the seam ---------------------------------------------------------------------------
 
     def get(self, key: str) -> KeyValue | None:
-        """A key, or None if there is none."""
         encoded = encode_key(key)
         with self._reader("get") as connection:
             return self._find(connection, key, encoded, self._clock.boottime())
@@ -225,7 +182,6 @@ class SqliteMetadata:
         end: str | None = None,
         limit: int | None = None,
     ) -> list[KeyValue]:
-        """The keys that begin with `prefix`, sorted; see `MetadataStore.range`."""
         bounds = key_bounds(prefix, start, end, limit)
         if bounds is None:
             self._check_open()
@@ -249,17 +205,14 @@ class SqliteMetadata:
         return [KeyValue(key.decode(), value, revision) for key, value, revision in rows]
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> int:
-        """Sets a key, whatever it was; returns the revision."""
         check_put(key, value)
         return self._change("put", lambda change: change.apply([Put(key, value, lease)]))
 
     def delete(self, key: str) -> bool:
-        """Removes a key; whether it existed."""
         encoded = encode_key(key)
         return self._change("delete", lambda change: change.remove("key = ?", [encoded]) == 1)
 
     def delete_prefix(self, prefix: str) -> int:
-        """Removes every key that begins with `prefix`, which is not empty; how many there were."""
         low = change_prefix(prefix)
         high = prefix_end(low)
         return self._change(
@@ -267,25 +220,23 @@ class SqliteMetadata:
         )
 
     def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> int | None:
-        """Does all of `operations` at once if all of `compares` hold."""
         check_transaction(compares, operations)
 
-        def work(change: _Change) -> int | None:
+        def work(change: Change) -> int | None:
             for compare in compares:
                 encoded = encode_key(compare.key)
                 found = self._find(change.connection, compare.key, encoded, change.now)
-                if not _holds(compare, found):
+                if not holds(compare, found):
                     return None
             return change.apply(operations)
 
         return self._change("transaction", work)
 
     def grant_lease(self, ttl_seconds: float) -> Lease:
-        """A new lease."""
         check_lease_time(ttl_seconds)
         asked_at = self._clock.boottime()
 
-        def work(change: _Change) -> int:
+        def work(change: Change) -> int:
             cursor = change.connection.execute(
                 "INSERT INTO leases (boot, ends, ttl) VALUES (?, ?, ?)",
                 (self._boot, change.now + ttl_seconds, ttl_seconds),
@@ -296,10 +247,7 @@ class SqliteMetadata:
         return HeldLease(self, lease_id, ttl_seconds, asked_at + ttl_seconds)
 
     def watch(self, prefix: str, on_change: Callable[[str], None]) -> Watch:
-        """Has `on_change(key)` called some time after a key below `prefix` changed: a hint.
-
-        The file is asked five times a second while there are watches.
-        """
+        # The file is asked five times a second while there are watches.
         low, revision = encode_prefix(prefix), self.revision()
         with self._watching:
             self._check_open()
@@ -328,7 +276,7 @@ class SqliteMetadata:
 
     # -- forks ------------------------------------------------------------------------------
 
-    def _note_file(self) -> None:
+    def _register_file(self) -> None:
         found = os.stat(self._path)
         self._file_id = (found.st_dev, found.st_ino)
         forks.register(self)
@@ -356,124 +304,20 @@ class SqliteMetadata:
 
     # -- opening ----------------------------------------------------------------------------
 
-    def _make_file(self) -> None:
-        try:
-            # SQLite itself would make the file readable to everyone; its -wal and -shm follow it.
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640))
-        except FileExistsError:
-            pass  # another process was faster
-        except OSError as error:
-            raise map_os_error(error, "create", self._path) from error
-
     def _open_writer(self, *, check: bool) -> None:
-        with self._mapped("open"):
-            connection = self._connect()
+        with self._file.mapped("open"):
+            connection = self._file.connect()
             try:
-                self._prepare(connection, check=check)
+                self._file.prepare(connection, check=check)
             except BaseException:
                 connection.close()
                 raise
         self._writer = connection
 
-    def _prepare(self, connection: sqlite3.Connection, *, check: bool) -> None:
-        self._check_owner(connection)
-        if check:
-            self._check_damage(connection)
-        self._set_journal(connection)
-        self._set_synchronous(connection)
-        connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL_BYTES_MAX}")
-        if _pragma(connection, "user_version") == 0:
-            connection.execute("BEGIN IMMEDIATE")
-            with _rolled_back_on_error(connection):
-                # Another process may have made the tables while this one waited.
-                if _pragma(connection, "user_version") == 0:
-                    for statement in _SCHEMA.split(";"):
-                        connection.execute(statement)
-                    connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-                connection.execute("COMMIT")
-        self._check_owner(connection)
-        # Until its name is durable, nothing that the file holds is; the one that made it may
-        # have crashed before this line.
-        LocalFileSystem().sync_directory(os.path.dirname(self._path))
-
-    def _set_journal(self, connection: sqlite3.Connection) -> None:
-        # Changing the mode of a new file needs it alone, and does not wait for others by itself.
-        # How long others take is a matter of the machine's time, whatever measures the leases.
-        clock = SystemClock()
-        deadline = clock.monotonic() + self._busy_timeout_seconds
-        while True:
-            try:
-                mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-                break
-            except sqlite3.OperationalError as error:
-                if not _is_busy(error) or clock.monotonic() >= deadline:
-                    raise
-                threading.Event().wait(_SETTLE_SECONDS)
-        if mode != "wal":
-            raise UnavailableError(
-                f"SQLite's write-ahead log cannot be used here: the journal mode stays {mode}",
-                path=self._path,
-                hint="put the metadata file on a local file system",
-            )
-
-    def _set_synchronous(self, connection: sqlite3.Connection) -> None:
-        connection.execute("PRAGMA synchronous = FULL")
-        if (level := _pragma(connection, "synchronous")) != 2:
-            raise ConfigError(
-                f"SQLite does not sync every commit: synchronous is {level}", path=self._path
-            )
-
-    def _check_owner(self, connection: sqlite3.Connection) -> None:
-        # In this order: another process that makes the tables meanwhile sets all three at once.
-        is_empty = _pragma(connection, "schema_version") == 0
-        application = _pragma(connection, "application_id")
-        version = _pragma(connection, "user_version")
-        if not is_empty and application != _APPLICATION_ID:
-            raise ConfigError("the file is another program's database", path=self._path)
-        if version > SCHEMA_VERSION:
-            raise UnsupportedVersionError(
-                f"the metadata file has version {version}; this Ister knows {SCHEMA_VERSION}",
-                path=self._path,
-                hint="upgrade Ister",
-            )
-        if self._is_read_only and version == 0:
-            raise NotFoundError("there is nothing in the metadata file yet", path=self._path)
-
-    def _check_damage(self, connection: sqlite3.Connection) -> None:
-        found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            raise CorruptDataError(
-                f"the metadata file is damaged: {found}", path=self._path, hint=_DAMAGE_HINT
-            )
-
     def _verify_read_only(self) -> None:
         with self._reader("open") as connection:
-            self._check_owner(connection)
-            self._check_damage(connection)
-
-    def _connect(self) -> sqlite3.Connection:
-        name = f"file:{quote(self._path)}?mode=rw"
-        if self._is_read_only:
-            name = f"file:{quote(self._path)}?mode=ro"
-            if not os.path.exists(f"{self._path}-wal"):
-                # Nobody has it open, and opening it in WAL mode would make the missing files.
-                name += "&immutable=1"
-        connection = sqlite3.connect(
-            name,
-            uri=True,
-            timeout=self._busy_timeout_seconds,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        if not self._is_read_only:
-            try:
-                # A setting of the connection, not of the file.
-                self._set_synchronous(connection)
-            except BaseException:
-                connection.close()
-                raise
-        return connection
+            self._file.check_owner(connection)
+            self._file.check_damage(connection)
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -482,38 +326,8 @@ class SqliteMetadata:
             raise self._fork_error.again()
         if self._is_closed:
             raise ClosedError("the metadata store was closed", path=self._path)
-        if self._damage is not None:
-            raise self._damage.again()
-
-    @contextmanager
-    def _mapped(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._map_error(error, action) from error
-
-    def _map_error(self, error: sqlite3.Error, action: str) -> IsterError:
-        full = getattr(error, "sqlite_errorcode", 0)
-        code = full & 0xFF
-        text = f"{action} failed: {error}"
-        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            # For good: pages that are still in memory would let some changes through, on top of
-            # a file that has to be restored.
-            self._damage = CorruptDataError(text, path=self._path, hint=_DAMAGE_HINT)
-            return self._damage.again()
-        if code == sqlite3.SQLITE_FULL or full == _SHARED_MEMORY_FULL:
-            return CapacityError(text, path=self._path, hint="make room on the disk")
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return UnavailableError(
-                text, path=self._path, hint="another process keeps the metadata file locked"
-            )
-        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
-            return PermissionDeniedError(text, path=self._path)
-        if code in (sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_TOOBIG):
-            return CapacityError(text, path=self._path)
-        if code == sqlite3.SQLITE_IOERR:
-            return DiskError(text, errno=None, path=self._path)
-        return UnavailableError(text, path=self._path)
+        if self._file.damage is not None:
+            raise self._file.damage.again()
 
     @contextmanager
     def _reader(self, action: str) -> Iterator[sqlite3.Connection]:
@@ -521,9 +335,9 @@ class SqliteMetadata:
         with self._readers_lock:
             self._check_open()
             connection = self._idle_readers.pop() if self._idle_readers else None
-        with self._mapped(action):
+        with self._file.mapped(action):
             if connection is None:
-                connection = self._connect()
+                connection = self._file.connect()
             try:
                 yield connection
             except BaseException:
@@ -532,7 +346,7 @@ class SqliteMetadata:
             self._keep_reader(connection)
 
     def _keep_reader(self, connection: sqlite3.Connection) -> None:
-        # Read only, the way to open it depends on whether somebody else has it open: asked anew.
+        # Read only, the way to open it depends on whether another process has it open: check again.
         if not self._is_read_only:
             with self._readers_lock:
                 if not self._is_closed and len(self._idle_readers) < _IDLE_READERS_MAX:
@@ -541,10 +355,12 @@ class SqliteMetadata:
                     return
         connection.close()
 
-    def _change(self, action: str, work: Callable[[_Change], _T]) -> _T:
+    def _change(self, action: str, work: Callable[[Change], _T]) -> _T:
         """Runs `work` in a transaction that is durable when this returns."""
         if self._is_read_only:
-            raise UnsupportedOperationError("the metadata was opened to read", path=self._path)
+            raise UnsupportedOperationError(
+                "the metadata store was opened read-only", path=self._path
+            )
         if not self._writer_lock.acquire(timeout=self._busy_timeout_seconds):
             raise UnavailableError(
                 f"{action} failed: other threads' changes take too long", path=self._path
@@ -573,13 +389,13 @@ class SqliteMetadata:
             self._writer_lock.release()
 
     def _try_change(
-        self, connection: sqlite3.Connection, action: str, work: Callable[[_Change], _T]
+        self, connection: sqlite3.Connection, action: str, work: Callable[[Change], _T]
     ) -> _T:
-        with self._mapped(action):
+        with self._file.mapped(action):
             connection.execute("BEGIN IMMEDIATE")
-            with _rolled_back_on_error(connection):
+            with rolled_back_on_error(connection):
                 # Read the time after taking the lock: from here on no other writer can commit.
-                change = _Change(self, connection, self._boot, self._clock.boottime())
+                change = Change(self, connection, self._boot, self._clock.boottime())
                 change.end_leases("boot != ? OR ends <= ?", [self._boot, change.now])
                 result = work(change)
                 change.finish()
@@ -627,7 +443,7 @@ class SqliteMetadata:
         """
         asked_at = self._clock.boottime()
 
-        def work(change: _Change) -> None:
+        def work(change: Change) -> None:
             cursor = change.connection.execute(
                 "UPDATE leases SET ends = ? WHERE id = ?",
                 (change.now + lease.ttl_seconds, lease.id),
@@ -644,7 +460,7 @@ class SqliteMetadata:
 
     def remove_ended(self) -> None:
         """Removes the keys of leases that have ended, if there are any."""
-        with self._reader("look for leases") as connection:
+        with self._reader("read leases") as connection:
             ended = connection.execute(
                 "SELECT 1 FROM leases WHERE boot != ? OR ends <= ? LIMIT 1",
                 (self._boot, self._clock.boottime()),
@@ -655,19 +471,19 @@ class SqliteMetadata:
     def revision(self) -> int:
         """Of the last change."""
         with self._reader("read of the revision") as connection:
-            return _revision(connection)
+            return last_revision(connection)
 
     def changed_since(self, revision: int) -> tuple[int, list[bytes]]:
         """The revision now, and the keys that changed after `revision`.
 
         Where the list of changes does not reach back so far, every key there is.
         """
-        with self._reader("look for changes") as connection:
-            latest = _revision(connection)
+        with self._reader("read changes") as connection:
+            latest = last_revision(connection)
             if latest == revision:
                 return latest, []
             statement = "SELECT DISTINCT key FROM changes WHERE revision > ? ORDER BY key"
-            if latest - revision > _CHANGES_KEPT:
+            if latest - revision > CHANGES_KEPT:
                 statement = "SELECT key FROM entries WHERE ? IS NOT NULL ORDER BY key"
             return latest, [key for (key,) in connection.execute(statement, (revision,))]
 
@@ -691,89 +507,6 @@ class SqliteMetadata:
         """The store's clock."""
         return self._clock.boottime()
 
-    def check_lease(self, lease: Lease) -> int:
-        """The number of a lease of this store's."""
-        if not isinstance(lease, HeldLease) or lease.store is not self:
-            raise InvalidRequestError("the lease is of another metadata store")
-        return lease.id
-
-
-class _Change:
-    """A transaction under way."""
-
-    def __init__(
-        self, store: SqliteMetadata, connection: sqlite3.Connection, boot: str, now: float
-    ) -> None:
-        self.connection = connection
-        self.now = now
-        self._store = store
-        self._boot = boot
-        self._revision = self._first_revision = _revision(connection)
-
-    def apply(self, operations: Sequence[Operation]) -> int:
-        """Does all operations under one revision, which it returns."""
-        revision = self._revision + 1
-        for operation in operations:
-            key = encode_key(operation.key)
-            if isinstance(operation, Put):
-                self.connection.execute(
-                    "INSERT OR REPLACE INTO entries (key, value, revision, lease) "
-                    "VALUES (?, ?, ?, ?)",
-                    (key, operation.value, revision, self._lease_id(operation.lease)),
-                )
-            else:
-                cursor = self.connection.execute("DELETE FROM entries WHERE key = ?", (key,))
-                if cursor.rowcount == 0:
-                    continue
-            self._note(revision, [key])
-        return self._revision
-
-    def remove(self, where: str, values: Sequence[object]) -> int:
-        """Removes keys under one revision; how many there were."""
-        # Selected, then deleted: RETURNING is younger than some SQLite that Python comes with.
-        keys = self._column(f"SELECT key FROM entries WHERE {where}", values)  # noqa: S608
-        self.connection.execute(f"DELETE FROM entries WHERE {where}", values)  # noqa: S608
-        if keys:
-            self._note(self._revision + 1, keys)
-        return len(keys)
-
-    def end_leases(self, where: str, values: Sequence[object]) -> None:
-        """Ends leases and removes their keys."""
-        ended = self._column(f"SELECT id FROM leases WHERE {where}", values)  # noqa: S608
-        if ended:
-            self.connection.execute(f"DELETE FROM leases WHERE {where}", values)  # noqa: S608
-        for lease_id in ended:
-            self.remove("lease = ?", [lease_id])
-
-    def finish(self) -> None:
-        """Stores the counter."""
-        if self._revision == self._first_revision:
-            return
-        self.connection.execute(
-            "UPDATE state SET value = ? WHERE name = 'revision'", (self._revision,)
-        )
-        self.connection.execute(
-            "DELETE FROM changes WHERE revision <= ?", (self._revision - _CHANGES_KEPT,)
-        )
-
-    def _column(self, statement: str, values: Sequence[object]) -> list[Any]:
-        return [row[0] for row in self.connection.execute(statement, values).fetchall()]
-
-    def _note(self, revision: int, keys: Sequence[bytes]) -> None:
-        self._revision = revision
-        self.connection.executemany(
-            "INSERT INTO changes (revision, key) VALUES (?, ?)", [(revision, key) for key in keys]
-        )
-
-    def _lease_id(self, lease: Lease | None) -> int | None:
-        if lease is None:
-            return None
-        lease_id = self._store.check_lease(lease)
-        # Those that have ended by now were removed when the transaction began.
-        if not self.connection.execute("SELECT 1 FROM leases WHERE id = ?", (lease_id,)).fetchone():
-            raise NotFoundError(f"the lease {lease_id} has ended")
-        return lease_id
-
 
 class _SqliteWatch:
     def __init__(
@@ -789,7 +522,7 @@ class _SqliteWatch:
         self._revision = revision
         self._is_closed = False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Calls back for what changed since the last time."""
         self._revision, keys = self._store.changed_since(self._revision)
         for key in keys:
@@ -812,12 +545,12 @@ class _Poller:
     def _run(self) -> None:
         while not self._stopping.wait(_POLL_SECONDS):
             # A watch is a hint: whoever needs the store itself meets the error there.
-            for look in (
+            for poll in (
                 self._store.remove_ended,
-                *(watch.look for watch in self._store.current_watches()),
+                *(watch.poll for watch in self._store.current_watches()),
             ):
                 with threads.guard("ister-metadata-watch"), suppress(IsterError):
-                    look()
+                    poll()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -825,47 +558,11 @@ class _Poller:
             self._thread.join()
 
 
-@contextmanager
-def _rolled_back_on_error(connection: sqlite3.Connection) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        # SQLite has ended the transaction by itself after some errors; a connection that cannot
-        # be brought back says so at its next use.
-        with suppress(sqlite3.Error):
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-        raise
-
-
-def _pragma(connection: sqlite3.Connection, name: str) -> int:
-    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def _revision(connection: sqlite3.Connection) -> int:
-    row = connection.execute("SELECT value FROM state WHERE name = 'revision'").fetchone()
-    return int(row[0])
-
-
 def _is_full(error: BaseException | None) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
-
-
-def _is_busy(error: sqlite3.OperationalError) -> bool:
-    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def _where(low: bytes, high: bytes | None) -> tuple[str, dict[str, object]]:
     if high is None:
         return "key >= :low", {"low": low}
     return "key >= :low AND key < :high", {"low": low, "high": high}
-
-
-def _holds(compare: Compare, found: KeyValue | None) -> bool:
-    if isinstance(compare, Absent):
-        return found is None
-    if found is None:
-        return False
-    if isinstance(compare, RevisionIs):
-        return found.revision == compare.revision
-    return found.value == compare.value

@@ -18,8 +18,6 @@ from ister.config import expand_home
 from ister.errors import ConfigError
 from ister.objectstore.store_errors import error_code, redact
 
-__all__ = ["Backend", "check_option_names", "config_error", "hidden_values", "parse_backend"]
-
 _SECRET_OPTION: Final = re.compile(r"key|secret|token|credential|password", re.IGNORECASE)
 _NO_SECRET_OPTIONS: Final = frozenset({"credential_file", "credential_path"})
 _SECRET_VARIABLES: Final = (

@@ -31,8 +31,6 @@ from typing import Protocol
 
 from ister.format.crc import Buffer
 
-__all__ = ["Capabilities", "ObjectInfo", "ObjectStore", "ObjectWriter"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:

@@ -11,8 +11,6 @@ from typing import Final
 
 from ister.errors import InvalidRequestError
 
-__all__ = ["STAGING_FOLDER", "check_key", "check_prefix", "check_range"]
-
 STAGING_FOLDER: Final = ".tmp"
 """Where the `fs` backend keeps objects under way: no key begins with it, no listing shows it."""
 

@@ -1,4 +1,4 @@
-"""Object stores through opendal: S3 and what speaks like it, GCS, Azure, a directory, memory.
+"""Object stores through opendal: S3 and compatible, GCS, Azure, a directory, memory.
 
 Owns: settings → an operator; deadlines; which calls are repeated; what a store can do. Does not
 own: the mapping of errors (`store_errors`), pauses (`retry`), how a file gets its name on the
@@ -38,7 +38,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ister import forks
@@ -52,9 +51,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.format.crc import Buffer
 from ister.fs.local import LocalFileSystem
-from ister.limits import MIB
 from ister.objectstore.backends import (
     Backend,
     check_option_names,
@@ -64,15 +61,14 @@ from ister.objectstore.backends import (
 )
 from ister.objectstore.base import Capabilities, ObjectInfo, ObjectWriter
 from ister.objectstore.keys import check_key, check_prefix, check_range
-from ister.objectstore.retry import Retry
+from ister.objectstore.opendal_writer import OpendalWriter
 from ister.objectstore.s3_uploads import S3Uploads
 from ister.objectstore.staged_files import StagedFiles
 from ister.objectstore.store_errors import error_kind, map_store_error
+from ister.retry import RetryPolicy
 
 if TYPE_CHECKING:
     import opendal
-
-__all__ = ["OpendalStore", "open_store"]
 
 _logger = logging.getLogger("ister.objectstore")
 _Result = TypeVar("_Result")
@@ -80,7 +76,6 @@ _Result = TypeVar("_Result")
 _CONTROL_TIMEOUT_SECONDS: Final = 20.0
 """Stat, delete and the like move no data; one that takes longer is not going to answer."""
 
-_SYNC_BYTES: Final = 16 * MIB
 _SYNC_THREADS: Final = 4
 """On a directory, so much of an object at a time is synced while the rest is still being written:
 the disk works meanwhile, and completing the object waits for its last part alone."""
@@ -108,7 +103,7 @@ class OpendalStore:
         files: StagedFiles | None,
         uploads: S3Uploads | None,
         clock: Clock,
-        retry: Retry,
+        retry: RetryPolicy,
         closed: threading.Event,
         errors: tuple[type[Exception], ...],
         hidden: tuple[str, ...],
@@ -169,7 +164,9 @@ class OpendalStore:
             if self._files is not None and staged is not None:
                 self._files.discard(staged)
             raise
-        return _Writer(self, key, file, files=self._files, staged=staged, chunk_bytes=chunk_bytes)
+        return OpendalWriter(
+            self, key, file, files=self._files, staged=staged, chunk_bytes=chunk_bytes
+        )
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         check_key(key)
@@ -285,7 +282,7 @@ class OpendalStore:
     # -- for the writer ---------------------------------------------------------------------
 
     def attempt(self, action: str, key: str, call: Callable[[], _Result]) -> _Result:
-        """Calls once; whatever is raised is one of ours."""
+        """Calls once; raises only `IsterError`s."""
         try:
             return call()
         except self._caught as error:
@@ -333,7 +330,7 @@ class OpendalStore:
             )
         return count
 
-    def _tell_leftovers(self) -> str:
+    def _leftover_problem(self) -> str:
         if self._scheme != "s3":
             return ""
         if self._uploads is None:
@@ -348,9 +345,7 @@ class OpendalStore:
 
     def _repeat(self, action: str, key: str, call: Callable[[float], _Result]) -> _Result:
         self._check_open()
-        return self._retry.repeat(
-            lambda deadline: self.attempt(action, key, lambda: call(deadline))
-        )
+        return self._retry.call(lambda deadline: self.attempt(action, key, lambda: call(deadline)))
 
     def _map(self, error: Exception, action: str, key: str) -> IsterError:
         return map_store_error(
@@ -386,7 +381,7 @@ class OpendalStore:
     def _stat(self, key: str) -> ObjectInfo:
         metadata = self._operator.stat(key)
         if not metadata.is_file:
-            raise NotFoundError("stat failed: a folder is no object", path=self.path(key))
+            raise NotFoundError("stat failed: a folder is not an object", path=self.path(key))
         return _info(key, metadata)
 
     def _read(self, key: str, start: int, size: int, deadline: float) -> bytes:
@@ -403,7 +398,7 @@ class OpendalStore:
         data = self._stream(key, start, min(size, total - start), deadline)
         if data is None:
             raise UnavailableError(
-                "read failed: the store returned less than there is", path=self.path(key)
+                "read failed: the store returned less than the object's size", path=self.path(key)
             )
         return data
 
@@ -458,7 +453,7 @@ class OpendalStore:
             capabilities = Capabilities(
                 conditional_create=self._try_create(plain, created),
                 copy=self._try_copy(plain, copied),
-                leftovers=self._tell_leftovers(),
+                leftovers=self._leftover_problem(),
             )
         except BaseException:
             for name in names:
@@ -473,14 +468,14 @@ class OpendalStore:
 
     def _try_create(self, existing: str, absent: str) -> bool:
         try:
-            self._retry.repeat(lambda _: self.put(absent, b"created", if_absent=True))
+            self._retry.call(lambda _: self.put(absent, b"created", if_absent=True))
         except UnsupportedOperationError:
             return False
         except AlreadyExistsError:
             # The first attempt's answer was lost.
             pass
         try:
-            self._retry.repeat(lambda _: self.put(existing, b"created", if_absent=True))
+            self._retry.call(lambda _: self.put(existing, b"created", if_absent=True))
         except AlreadyExistsError:
             return True
         return False
@@ -491,123 +486,6 @@ class OpendalStore:
         except UnsupportedOperationError:
             return False
         return True
-
-
-class _Writer:
-    """An object under way; its file is let go of as soon as it can only do harm."""
-
-    def __init__(
-        self,
-        store: OpendalStore,
-        key: str,
-        file: opendal.file.File,
-        *,
-        files: StagedFiles | None,
-        staged: str | None,
-        chunk_bytes: int,
-    ) -> None:
-        self._store = store
-        self._key = key
-        self._file: opendal.file.File | None = file
-        self._files = files
-        self._staged = staged
-        self._chunk_bytes = chunk_bytes
-        self._error: IsterError | None = None
-        self._is_complete = False
-        self._written_bytes = 0
-        self._unsynced_bytes = 0
-        self._syncing: Future[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"<writer of {self._store.path(self._key)}>"
-
-    def write(self, data: Buffer) -> None:
-        file = self._open_file("write")
-        self._written_bytes += len(data)
-        if isinstance(data, bytes) and len(data) <= self._chunk_bytes:
-            self._attempt("write", lambda: file.write(data))
-            self._sync_early(len(data))
-            return
-        # opendal takes bytes and copies them: piece by piece there is never more than a chunk.
-        view = memoryview(data)
-        for start in range(0, len(view), self._chunk_bytes):
-            piece = bytes(view[start : start + self._chunk_bytes])
-            self._attempt("write", partial(file.write, piece))
-            self._sync_early(len(piece))
-
-    def close(self) -> None:
-        if self._is_complete:
-            return
-        file = self._open_file("close")
-        self._attempt("complete", lambda: self._complete(file))
-        self._is_complete = True
-        self._file = None
-
-    def abort(self) -> None:
-        if self._file is not None:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        # Closing the file would complete the object; without a reference it stops.
-        self._file = None
-        if self._files is None and self._written_bytes >= self._chunk_bytes:
-            self._store.abort_uploads_of(self._key)
-        self._discard()
-
-    def _sync_early(self, size: int) -> None:
-        """Has the disk begin with what was written; one sync at a time."""
-        self._unsynced_bytes += size
-        # opendal makes the file with its first chunk, and holds the next ones for a while.
-        if self._staged is None or self._unsynced_bytes < max(_SYNC_BYTES, 2 * self._chunk_bytes):
-            return
-        if self._syncing is not None:
-            if not self._syncing.done():
-                return
-            self._attempt("sync", self._syncing.result)
-        self._unsynced_bytes = 0
-        self._syncing = self._store.begin_sync(self._staged)
-
-    def _complete(self, file: opendal.file.File) -> None:
-        if self._syncing is not None:
-            # The kernel tells an error of the disk once: to this sync, and to no later one.
-            self._syncing.result()
-        file.close()
-        if self._files is not None and self._staged is not None:
-            self._files.publish(self._staged, self._key)
-            self._staged = None
-
-    def _attempt(self, action: str, call: Callable[[], object]) -> None:
-        try:
-            self._store.attempt(action, self._key, call)
-        except BaseException as error:
-            self._give_up()
-            if isinstance(error, NotFoundError) and _is_gone_upload(error):
-                # opendal repeated Complete, and the first one had already done it.
-                mapped = UnavailableError(error.message, path=error.path)
-                self._error = mapped.again()
-                raise mapped from error
-            if isinstance(error, IsterError):
-                # Without its traceback, whose frames would keep the file.
-                self._error = error.again()
-            raise
-
-    def _discard(self) -> None:
-        if self._files is not None and self._staged is not None:
-            self._files.discard(self._staged)
-            self._staged = None
-
-    def _open_file(self, action: str) -> opendal.file.File:
-        if self._error is not None:
-            raise self._error.again()
-        if self._file is None:
-            raise ClosedError(
-                f"{action} failed: the writer is closed", path=self._store.path(self._key)
-            )
-        return self._file
-
-
-def _is_gone_upload(error: NotFoundError) -> bool:
-    return "NoSuchUpload" in error.message
 
 
 def _info(key: str, metadata: opendal.types.Metadata) -> ObjectInfo:
@@ -635,7 +513,7 @@ def open_store(
     rng: random.Random | None = None,
     sleep: Callable[[float], object] | None = None,
 ) -> OpendalStore:
-    """Opens a store. Talks to nobody yet: `probe` tells whether it can be used.
+    """Opens a store. Sends no request yet: `probe` checks whether it can be used.
 
     Args:
         backend: `fs` (or `local`), `s3`, `gcs`, `azblob` or `memory`.
@@ -656,8 +534,7 @@ def open_store(
         ClosedError: The process that this one was forked from had a store open.
     """
     try:
-        import opendal  # noqa: PLC0415 - optional: only those who tier to a store need it
-        import opendal.exceptions  # noqa: PLC0415
+        import opendal  # noqa: PLC0415 - optional
         import opendal.layers  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
@@ -668,35 +545,21 @@ def open_store(
     parsed = parse_backend(backend, root, options)
     check_option_names(parsed)
     hidden = hidden_values(options)
-    errors: tuple[type[Exception], ...] = (
-        OSError,
-        *(
-            kind
-            for kind in vars(opendal.exceptions).values()
-            if isinstance(kind, type) and issubclass(kind, Exception)
-        ),
-    )
+    errors = _library_errors()
     files = None
     if parsed.scheme == "fs":
         try:
             files = StagedFiles(parsed.root, LocalFileSystem())
         except IsterError as error:
             raise map_store_error(error, "open", "", location=parsed.location) from error
-    failure: ConfigError | None = None
-    try:
-        bare = opendal.Operator(parsed.scheme, **parsed.settings)
-    except errors as error:
-        failure = config_error(error, hidden)
-    if failure is not None:
-        raise failure
-    operator = bare.layer(
+    operator = _make_operator(parsed, hidden, errors).layer(
         opendal.layers.TimeoutLayer(
             timeout=min(call_timeout_seconds, io_timeout_seconds, _CONTROL_TIMEOUT_SECONDS),
             io_timeout=io_timeout_seconds,
         )
     )
     closed = threading.Event()
-    retry = Retry(
+    retry = RetryPolicy(
         clock=clock,
         sleep=sleep if sleep is not None else closed.wait,
         rng=rng if rng is not None else random.Random(),  # noqa: S311 - spreads load, no secret
@@ -705,7 +568,7 @@ def open_store(
     )
     writing = operator
     if files is None and retries:
-        # Parts in flight are opendal's: nobody else can send one of them again. Outside of the
+        # Parts in flight are opendal's: only it can send one of them again. Outside of the
         # deadlines, so that each attempt has its own. Never used for a conditional create.
         writing = operator.layer(
             opendal.layers.RetryLayer(
@@ -732,3 +595,23 @@ def open_store(
         errors=errors,
         hidden=hidden,
     )
+
+
+def _library_errors() -> tuple[type[Exception], ...]:
+    from opendal import exceptions  # noqa: PLC0415 - optional
+
+    kinds = [kind for kind in vars(exceptions).values() if isinstance(kind, type)]
+    return (OSError, *(kind for kind in kinds if issubclass(kind, Exception)))
+
+
+def _make_operator(
+    parsed: Backend, hidden: tuple[str, ...], errors: tuple[type[Exception], ...]
+) -> opendal.Operator:
+    import opendal  # noqa: PLC0415 - optional
+
+    try:
+        return opendal.Operator(parsed.scheme, **parsed.settings)
+    except errors as error:
+        failure = config_error(error, hidden)
+    # Outside of the block above, so that an original with secrets is not kept as the context.
+    raise failure

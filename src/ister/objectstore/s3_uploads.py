@@ -31,8 +31,6 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 
-__all__ = ["S3Uploads", "Upload"]
-
 _TIMEOUT_SECONDS: Final = 10.0
 _ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
 _EMPTY_SHA256: Final = hashlib.sha256(b"").hexdigest()
@@ -52,10 +50,7 @@ class Upload:
 class S3Uploads:
     """The incomplete multipart uploads below a store's root. Thread-safe.
 
-    Args:
-        settings: The S3 store's options, as opendal names them.
-        clock: For the signature.
-        timeout_seconds: Timeout of each request.
+    `settings` are the S3 store's options, as opendal names them; `clock` is for the signature.
     """
 
     def __init__(

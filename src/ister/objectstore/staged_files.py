@@ -5,7 +5,7 @@ by a rename, which replaces, or by a link, which refuses when the name is taken,
 processes alike. The directory is synced behind it. That moment is the commit point: before it
 there is no object, after it the whole one.
 
-A crash leaves files below `.tmp`, which nobody sees; `remove_stale` takes those away that nobody
+A crash leaves files below `.tmp`, which are invisible; `remove_stale` takes those away that nobody
 has written to for long. A power cut between the rename and the sync of the directory leaves the
 old object, or none, or the new one, always whole: its bytes were synced before it had a name.
 
@@ -36,8 +36,6 @@ from ister.fs.base import FileSystem
 from ister.fs.local import DIRECTORY_MODE, FILE_MODE, map_os_error
 from ister.objectstore.base import ObjectInfo
 from ister.objectstore.keys import STAGING_FOLDER
-
-__all__ = ["StagedFiles"]
 
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NOT_A_FILE: Final = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EPERM})
@@ -119,7 +117,7 @@ class StagedFiles:
                 self._name(source, target, is_exclusive=is_exclusive)
         except NotFoundError as error:
             raise UnavailableError(
-                "the file of an object under way is gone",
+                "the file of an object that is being written is gone",
                 path=source,
                 hint="something removed files that are in use; write the object again",
             ) from error
@@ -201,7 +199,7 @@ class StagedFiles:
         try:
             os.link(source, target, follow_symlinks=False)
         except FileExistsError as error:
-            raise AlreadyExistsError("put failed: there is such an object", path=target) from error
+            raise AlreadyExistsError("put failed: the object exists", path=target) from error
         except OSError as error:
             if error.errno in _NO_LINKS:
                 raise UnsupportedOperationError(
@@ -251,7 +249,7 @@ class StagedFiles:
             raise map_os_error(error, "read", path) from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise NotFoundError("read failed: a folder is no object", path=path)
+                raise NotFoundError("read failed: a folder is not an object", path=path)
             parts: list[bytes] = []
             while size and (part := os.pread(fd, size, start)):
                 parts.append(part)

@@ -28,8 +28,6 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 
-__all__ = ["error_code", "error_kind", "map_store_error", "redact"]
-
 _HIDDEN: Final = "[hidden]"
 _TEXT_CHARACTERS_MAX: Final = 300
 _SECRET_CHARACTERS_MIN: Final = 4
@@ -88,7 +86,7 @@ def error_code(error: BaseException) -> str:
 
 
 def redact(text: str, secrets: Sequence[str]) -> str:
-    """The text without the given secrets and without whatever looks like one."""
+    """Returns the text without the given secrets, and without anything that looks like one."""
     for secret in secrets:
         if len(secret) >= _SECRET_CHARACTERS_MIN:
             text = text.replace(secret, _HIDDEN)
@@ -111,13 +109,9 @@ def map_store_error(
     Its `__cause__` is the original, unless that one carries a secret. To be raised outside of the
     `except` block, or the original stays reachable as the context.
 
-    Args:
-        error: What was raised.
-        action: What was tried, as a verb.
-        key: The object concerned.
-        location: The store, for people.
-        is_local: Whether numbers of the operating system tell of files, not of a network.
-        secrets: Values that must not be shown.
+    `action` is what was tried, as a verb; `location` names the store for people. With `is_local`,
+    numbers of the operating system tell of files, not of a network. Values in `secrets` must not be
+    shown.
     """
     if isinstance(error, IsterError):
         return _map_own(error, action)
@@ -150,10 +144,10 @@ def _map(
         return PermissionDeniedError(text, path=path, hint="check the credentials and their rights")
     if any(phrase in original for phrase in _NO_CREDENTIALS):
         return PermissionDeniedError(
-            text, path=path, hint="give credentials in storage.cloud.options or the environment"
+            text, path=path, hint="set credentials in storage.cloud.options or the environment"
         )
     if number in _FULL:
-        return CapacityError(text, path=path, hint="make room on the disk; writing goes on then")
+        return CapacityError(text, path=path, hint="free disk space; writing then resumes")
     if kind in ("NotFound", "NotADirectory", "IsADirectory") or number in _NO_FILE:
         return NotFoundError(text, path=path)
     if kind == "Unsupported" or code in _UNSUPPORTED_CODES:

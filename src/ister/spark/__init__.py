@@ -1,10 +1,27 @@
 """Topics as Spark tables and streams: `format("ister")`.
 
-    spark.read / readStream ─► options ─► heads ─► planner ─► tasks: reading ─► Arrow ─► Spark
+    spark.read / readStream ─► options ─► resolver ─► planner ─► tasks: reading ─► Arrow ─► Spark
     df.write / writeStream ──► options ─► tasks: staged rows ─► commit ─► the topic, once
 
-Spark finds the format by itself where `ister` is installed (`pyspark_ister`); `register` does the
-same by hand, for sessions whose workers were started before it was.
+source           the data source: chooses readers and writers
+options          the options, checked
+rows             the schema: columns and their Spark types
+batch, stream    the readers of `spark.read` and `spark.readStream`
+offset_resolver  which topics, and where each begins and ends now
+planner          ranges become partitions; does no I/O
+read_task        what a read task does
+offsets          a stream's offset in its checkpoint
+cursors          a stream's position as a subscription's cursor
+sink             the writers of `df.write` and `df.writeStream`
+row_staging      rows staged in the bucket by write tasks
+location         where a log's data is, as sent to workers
+workers          tuning of Python workers
+payload, avro    payloads as columns and back
+jobs             the pipeline
+tables           export targets: Parquet, Iceberg, Delta
+
+Spark finds the format by itself if `ister` is installed (`pyspark_ister`); `register` is for a
+session whose workers were started before.
 """
 
 from __future__ import annotations
@@ -38,5 +55,5 @@ __all__ = [
 
 
 def register(spark: SparkSession) -> None:
-    """Makes `format("ister")` known to a session."""
+    """Registers `format("ister")` in a session."""
     spark.dataSource.register(IsterDataSource)

@@ -5,12 +5,12 @@
 Owns: which Spark type an Avro type becomes, and the conversion of a batch of bodies in a task. Does
 not own: which columns of a DataFrame they come from and go to (`payload`).
 
-Dates and times never become Python objects: fastavro is given a schema without those logical types,
-so that it reads and writes numbers, and Arrow knows what they count. That is faster, and years that
-Python does not know are no error.
+Dates and times never become Python objects: fastavro gets a schema without those logical types, so
+that it reads and writes numbers, whose units Arrow knows. That is faster, and years beyond Python's
+range are no error.
 
-A body may be anything at all. Whatever fastavro or Arrow raises for it is a reason why that one
-body does not parse; its neighbours in the batch are not touched.
+A body may be anything. An error of fastavro or Arrow is the reason why one body does not parse; the
+others in the batch are not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -49,25 +49,14 @@ from pyspark.sql.types import (
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.extras import missing_extra
 
-__all__ = [
-    "REASON",
-    "VALUE",
-    "AvroDecoder",
-    "AvroEncoder",
-    "AvroForm",
-    "Framing",
-    "check_framing",
-    "fits",
-    "missing_field",
-    "read_schema",
-]
+AvroSchema: TypeAlias = Any  # nested dicts, lists and names, as fastavro and JSON have them
 
 Framing = Literal["plain", "confluent"]
-"""What stands before a body: nothing, or a zero byte and the schema's id in four bytes."""
+"""What precedes a body: nothing, or a zero byte and the schema's id in four bytes."""
 
 VALUE: Final = "value"
 REASON: Final = "reason"
-"""The fields of what a decoder makes of a body."""
+"""The fields of a decoded body."""
 
 _HEADER_BYTES: Final = 5
 _SCHEMA_IDS: Final = range(1 << 31)
@@ -76,17 +65,17 @@ _DECIMAL_DIGITS_MAX: Final = 38
 
 @dataclass(frozen=True, slots=True)
 class AvroForm:
-    """An Avro type, in the forms that it has on its way between bytes and Spark."""
+    """An Avro type, and its forms between bytes and Spark."""
 
-    avro: Any
-    """What fastavro is given: without the logical types of which it would make objects."""
+    avro: AvroSchema
+    """The schema for fastavro, without logical types that it would turn into objects."""
     counted: pa.DataType
-    """What fastavro reads and writes: dates and times as numbers."""
+    """The type that fastavro reads and writes: dates and times as numbers."""
     timed: pa.DataType
-    """The same with dates and times as such, in Avro's own units."""
+    """The type with dates and times, in Avro's units."""
     spark: DataType
     takes_bytes: bool = True
-    """Whether a value of it takes at least one byte."""
+    """Whether a value takes at least one byte."""
 
 
 _TIMESTAMPS: Final = {
@@ -117,12 +106,12 @@ _WIDTHS: Final = (ByteType, ShortType, IntegerType, LongType)
 # -- schemas --------------------------------------------------------------------------------------
 
 
-def read_schema(schema: str | Mapping[str, Any]) -> AvroForm:
-    """Reads an Avro schema: JSON, or what JSON makes of it.
+def read_schema(schema: str | Mapping[str, object]) -> AvroForm:
+    """Reads an Avro schema: JSON text, or decoded JSON.
 
     Raises:
         ConfigError: fastavro is not installed.
-        InvalidRequestError: The schema is wrong, or has no Spark type.
+        InvalidRequestError: The schema is invalid, or has no Spark type.
     """
     try:
         import fastavro  # noqa: PLC0415 - an extra of its own
@@ -133,13 +122,13 @@ def read_schema(schema: str | Mapping[str, Any]) -> AvroForm:
         given = json.loads(schema) if isinstance(schema, str) else dict(schema)
         parsed = fastavro.parse_schema(given)
     except (fastavro.schema.SchemaParseException, ValueError, TypeError, LookupError) as error:
-        raise InvalidRequestError(f"the Avro schema is wrong: {error}") from error
+        raise InvalidRequestError(f"invalid Avro schema: {error}") from error
     form = _FormReader().read(parsed, "")
     return replace(form, avro=fastavro.parse_schema(form.avro))
 
 
 def fits(given: DataType, wanted: DataType) -> bool:
-    """Whether every value of one type is also one of the other."""
+    """Returns whether every value of one type is also one of the other."""
     if isinstance(given, NullType):
         return True
     if isinstance(given, StructType) and isinstance(wanted, StructType):
@@ -164,7 +153,7 @@ def fits(given: DataType, wanted: DataType) -> bool:
 
 
 def missing_field(form: AvroForm, names: Sequence[str]) -> str | None:
-    """The first field of a record that cannot be written if only these are given."""
+    """Returns the first field of a record that is missing in `names` and has no default."""
     for field in form.avro["fields"]:
         if field["name"] in names or "default" in field:
             continue
@@ -175,36 +164,32 @@ def missing_field(form: AvroForm, names: Sequence[str]) -> str | None:
 
 
 def check_framing(framing: str, schema_id: int | None) -> None:
-    """Refuses a framing that does not exist, and an id that does not go with it.
+    """Checks a framing and its schema id.
 
     Raises:
-        InvalidRequestError: It is one of these.
+        InvalidRequestError: One is invalid, or they contradict each other.
     """
     if framing not in ("plain", "confluent"):
-        raise InvalidRequestError(
-            f"there is no framing {framing!r}", hint="it is plain or confluent"
-        )
+        raise InvalidRequestError(f"unknown framing {framing!r}", hint="plain or confluent")
     if schema_id is None:
         return
     if framing == "plain":
-        raise InvalidRequestError(
-            "a plain body does not say its schema_id", hint="framing='confluent' does"
-        )
+        raise InvalidRequestError("a plain body has no schema_id", hint="use framing='confluent'")
     if schema_id not in _SCHEMA_IDS:
-        raise InvalidRequestError(f"schema_id is {schema_id}, and must fit into 31 bits")
+        raise InvalidRequestError(f"schema_id {schema_id} does not fit into 31 bits")
 
 
 class _FormReader:
-    """Walks over a schema that fastavro has parsed, so that names are full and all types known.
+    """Reads a schema that fastavro has parsed, so that names are complete and types are known.
 
-    `where` is the path of the field that is being looked at, for errors.
+    `where` is the path of the current field, for errors.
     """
 
     def __init__(self) -> None:
         self._named: dict[str, AvroForm] = {}
         self._open: set[str] = set()
 
-    def read(self, schema: Any, where: str) -> AvroForm:  # noqa: ANN401 - JSON
+    def read(self, schema: AvroSchema, where: str) -> AvroForm:
         if isinstance(schema, list):
             return self._union(schema, where)
         if isinstance(schema, str):
@@ -224,10 +209,10 @@ class _FormReader:
             return self._definition(schema, where)
         if kind == "bytes" and _is_decimal(schema):
             return _decimal({"type": "bytes"}, schema, where)
-        # A logical type that is not known here counts as if it were not there, as Avro wants it.
+        # An unknown logical type is ignored, as Avro demands.
         return _FORMS.get((kind, schema.get("logicalType"))) or self.read(kind, where)
 
-    def _union(self, schema: list[Any], where: str) -> AvroForm:
+    def _union(self, schema: list[AvroSchema], where: str) -> AvroForm:
         branches = [branch for branch in schema if _name_of(branch) != "null"]
         if len(branches) > 1:
             names = ", ".join(map(_name_of, branches))
@@ -239,12 +224,12 @@ class _FormReader:
         avro = ["null" if _name_of(branch) == "null" else form.avro for branch in schema]
         return replace(form, avro=avro, takes_bytes=True)
 
-    def _array(self, schema: dict[str, Any], where: str) -> AvroForm:
+    def _array(self, schema: dict[str, AvroSchema], where: str) -> AvroForm:
         items = self._repeated(schema["items"], where)
         if not items.takes_bytes:
-            # A few damaged bytes could announce more of them than there is time to count.
+            # A few damaged bytes could announce more items than can be counted.
             raise InvalidRequestError(
-                f"the Avro schema has an array of nothing at {_show(where)}",
+                f"the Avro schema has an array of empty items at {_show(where)}",
                 hint="an item must take at least one byte",
             )
         return AvroForm(
@@ -254,10 +239,10 @@ class _FormReader:
             ArrayType(items.spark),
         )
 
-    def _repeated(self, schema: Any, where: str) -> AvroForm:  # noqa: ANN401 - JSON
+    def _repeated(self, schema: AvroSchema, where: str) -> AvroForm:
         form = self.read(schema, where)
         if _has_void(form.spark):
-            # Arrow's conversions lose count of them, in lists and in maps.
+            # Arrow's conversions of lists and maps do not support it.
             raise InvalidRequestError(
                 f"the Avro schema has the type null in an array or a map at {_show(where)}",
                 hint="a union of null and another type may be there",
@@ -272,7 +257,7 @@ class _FormReader:
             )
         return replace(self._named[name], avro=name)
 
-    def _definition(self, schema: dict[str, Any], where: str) -> AvroForm:
+    def _definition(self, schema: dict[str, AvroSchema], where: str) -> AvroForm:
         name, kind = schema["name"], schema["type"]
         if kind == "enum":
             form = AvroForm(_unmarked(schema), pa.string(), pa.string(), StringType())
@@ -290,7 +275,7 @@ class _FormReader:
         self._named[name] = form
         return form
 
-    def _record(self, schema: dict[str, Any], where: str) -> AvroForm:
+    def _record(self, schema: dict[str, AvroSchema], where: str) -> AvroForm:
         forms: dict[str, AvroForm] = {}
         for field in schema["fields"]:
             name = field["name"]
@@ -305,8 +290,8 @@ class _FormReader:
         )
 
 
-def _unmarked(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without the marks that fastavro puts into one that it has parsed."""
+def _unmarked(schema: Mapping[str, AvroSchema]) -> dict[str, AvroSchema]:
+    """Returns a schema without the marks that fastavro adds when it parses one."""
     return {key: value for key, value in schema.items() if not key.startswith("__")}
 
 
@@ -314,7 +299,7 @@ def _show(where: str) -> str:
     return where or "its top"
 
 
-def _name_of(schema: Any) -> str:  # noqa: ANN401 - JSON
+def _name_of(schema: AvroSchema) -> str:
     found = schema.get("name", schema["type"]) if isinstance(schema, dict) else schema
     return str(found)
 
@@ -325,12 +310,12 @@ def _has_void(kind: DataType) -> bool:
     return isinstance(kind, NullType)
 
 
-def _is_decimal(schema: Mapping[str, Any]) -> bool:
-    # Without a precision the logical type is not valid, and counts as if it were not there.
+def _is_decimal(schema: Mapping[str, AvroSchema]) -> bool:
+    # Without a precision the logical type is invalid, and ignored.
     return schema.get("logicalType") == "decimal" and isinstance(schema.get("precision"), int)
 
 
-def _decimal(avro: dict[str, Any], schema: Mapping[str, Any], where: str) -> AvroForm:
+def _decimal(avro: dict[str, AvroSchema], schema: Mapping[str, AvroSchema], where: str) -> AvroForm:
     precision, scale = schema["precision"], schema.get("scale", 0)
     if precision > _DECIMAL_DIGITS_MAX:
         raise InvalidRequestError(
@@ -346,10 +331,10 @@ def _decimal(avro: dict[str, Any], schema: Mapping[str, Any], where: str) -> Avr
 
 
 class AvroDecoder:
-    """Makes Spark's values of bodies, a batch at a time. Pickled to tasks.
+    """Decodes bodies to Spark's values, a batch at a time. Pickled to tasks.
 
     Attributes:
-        spark: The type of what it makes: a struct of the value and the reason why there is none.
+        spark: The type of the result: a struct of the value, and the reason if there is none.
     """
 
     def __init__(
@@ -361,14 +346,14 @@ class AvroDecoder:
         fails: bool,
         context: Sequence[str],
     ) -> None:
-        """A decoder.
+        """Takes what the decoder needs.
 
         Args:
             form: The schema that the bodies were written with.
-            framing: What stands before them.
-            schema_id: The only id that is taken; None takes any.
+            framing: What precedes them.
+            schema_id: The only id that is accepted; None accepts any.
             fails: Whether a body that does not parse is an error.
-            context: Of `topic` and `offset`, those which `decode` gets, to name in that error.
+            context: Which of `topic` and `offset` are passed to `decode`, for that error.
         """
         self._form = form
         self._is_framed = framing == "confluent"
@@ -379,7 +364,7 @@ class AvroDecoder:
         self.spark = StructType([StructField(VALUE, form.spark), StructField(REASON, StringType())])
 
     def decode(self, bodies: pa.Array, *context: pa.Array) -> pa.Array:
-        """Decodes a batch. A null stays one, without a reason.
+        """Decodes a batch. A null stays a null, without a reason.
 
         Raises:
             CorruptDataError: A body does not parse, and `fails` is set.
@@ -396,7 +381,7 @@ class AvroDecoder:
                 ) from error
 
         read = self._reader()
-        values: list[Any] = []
+        values: list[object] = []
         for row, body in enumerate(bodies.to_pylist()):
             value = None
             if body is not None:
@@ -410,16 +395,16 @@ class AvroDecoder:
             [column, pa.array(reasons, pa.string())], names=[VALUE, REASON]
         )
 
-    def _reader(self) -> Callable[[bytes], Any]:
+    def _reader(self) -> Callable[[bytes], object]:
         from fastavro import schemaless_reader  # noqa: PLC0415 - in a task, where it is needed
 
         schema = self._form.avro
 
-        def read(body: bytes) -> Any:  # noqa: ANN401
+        def read(body: bytes) -> object:
             stream = io.BytesIO(body)
             if self._is_framed:
                 self._check_header(stream.read(_HEADER_BYTES))
-            value = schemaless_reader(stream, schema, None)
+            value: object = schemaless_reader(stream, schema, None)
             left = len(body) - stream.tell()
             if left:
                 raise ValueError(f"{left} of {len(body)} bytes are left over")
@@ -429,15 +414,15 @@ class AvroDecoder:
 
     def _check_header(self, header: bytes) -> None:
         if len(header) < _HEADER_BYTES or header[0] != 0:
-            raise ValueError("there is no header with a schema's id")
+            raise ValueError("there is no header with a schema id")
         found = int.from_bytes(header[1:], "big")
         if self._schema_id is not None and found != self._schema_id:
-            raise ValueError(f"it is of the schema {found}, not {self._schema_id}")
+            raise ValueError(f"its schema id is {found}, not {self._schema_id}")
 
     def _convert(
-        self, values: list[Any], start: int, refuse: Callable[[int, Exception], None]
+        self, values: list[object], start: int, refuse: Callable[[int, Exception], None]
     ) -> pa.Array:
-        """Makes an array of values. Those that do not fit are found by halving, and left out."""
+        """Converts values to an array; finds those that do not fit by halving."""
         try:
             return pa.array(values, self._form.timed).cast(self._arrow)
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
@@ -454,15 +439,13 @@ class AvroDecoder:
 
 
 class AvroEncoder:
-    """Makes bodies of rows, a batch at a time. Pickled to tasks."""
+    """Encodes rows, a batch at a time. Pickled to tasks."""
 
     def __init__(self, form: AvroForm, names: Sequence[str], *, schema_id: int | None) -> None:
-        """An encoder.
+        """Takes what the encoder needs.
 
-        Args:
-            form: The schema of a record.
-            names: The fields that rows have, in the record's order; others get their default.
-            schema_id: What the header says; None writes no header.
+        `names` are the fields that rows have, in the record's order; others get their default.
+        `schema_id` is the id in the header; None for no header.
         """
         self._avro = form.avro
         self._header = b"" if schema_id is None else b"\0" + schema_id.to_bytes(4, "big")
@@ -473,14 +456,14 @@ class AvroEncoder:
         """Encodes a batch of structs.
 
         Raises:
-            InvalidRequestError: A value is none that its field takes.
+            InvalidRequestError: A value does not fit its field.
         """
         from fastavro import schemaless_writer  # noqa: PLC0415 - in a task, where it is needed
 
         unpair = _unpairing(self._counted)
         bodies: list[bytes] = []
         try:
-            # Times finer than the schema's lose what they have more. Nothing else may change.
+            # Times are truncated to the schema's unit. Nothing else may change.
             options = pc.CastOptions(self._timed, allow_time_truncate=True)
             counted = pc.cast(rows, options=options).cast(self._counted)
             for value in counted.to_pylist():
@@ -495,8 +478,8 @@ class AvroEncoder:
         return pa.array(bodies, pa.binary())
 
 
-def _unpairing(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What makes dicts of the lists of pairs that Arrow makes of maps, if there are any."""
+def _unpairing(kind: pa.DataType) -> Callable[[Any], object] | None:  # takes Arrow's values
+    """Returns what turns Arrow's lists of pairs into dicts; None if there are no maps."""
     if pa.types.is_map(kind):
         inner = _unpairing(kind.item_type)
         return lambda pairs: (

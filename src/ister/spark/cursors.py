@@ -1,36 +1,34 @@
-"""A stream's progress as cursors of a subscription, for those who look and for retention.
+"""Shows a stream's position as cursors of a subscription, which also hold retention.
 
 Owns: the writing of these cursors from outside of the topics' owner. Does not own: the stream's
-progress itself, which is in Spark's checkpoint: a cursor is a shadow of it, a batch behind.
+position itself, which is in Spark's checkpoint: a cursor is a copy of it, one batch behind.
 
-A cursor only moves forward. It is written on the condition that neither it nor the topic's record
-has changed since they were read, so that a topic that was deleted gets none.
+A cursor only moves forward. It is written only if neither it nor the topic's record has changed
+since they were read, so that a deleted topic gets none.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from ister.bucket.catalog import Catalog
 from ister.errors import CommitUnknownError, ConflictError, NotFoundError
 from ister.format.records import Progress, decode_progress, encode_progress
 from ister.metadata.base import Absent, Compare, MetadataStore, Put, RevisionIs
+from ister.spark.location import Place
 from ister.spark.offsets import StreamOffset
-from ister.spark.place import Place
-from ister.tier.catalog import Catalog
 from ister.topic.history import HistoryTopic
-from ister.topic.tiers import open_metadata
-
-__all__ = ["hold_cursors"]
+from ister.topic.stores import open_metadata
 
 _ATTEMPTS: Final = 5
 
 
 def hold_cursors(place: Place, subscription: str, progress: StreamOffset) -> None:
-    """Moves the subscription's cursor in each topic to where the stream has come.
+    """Moves the subscription's cursor in each topic to the stream's position.
 
     Raises:
-        ConflictError: Others keep changing it.
-        UnavailableError: The metadata store does not answer.
+        ConflictError: Other processes keep changing it, or it belongs to consumers.
+        UnavailableError: The metadata store does not respond.
     """
     history = place.history()
     store = open_metadata(history.config.storage.metadata, history.clock)
@@ -39,7 +37,7 @@ def hold_cursors(place: Place, subscription: str, progress: StreamOffset) -> Non
             try:
                 topic = history.topic(name)
             except NotFoundError:
-                continue  # deleted: nobody needs its cursor
+                continue  # deleted: needs no cursor
             _hold(store, topic, subscription, reached.offset, reached.incarnation)
     finally:
         store.close()
@@ -58,7 +56,7 @@ def _hold(
             raise ConflictError(
                 f"{subscription!r} is a subscription of a broker's consumers",
                 topic=str(catalog.keys.topic),
-                hint="name another one: a stream's progress would pass over their messages",
+                hint="choose another name: a stream would skip their messages",
             )
         found = store.get(key)
         known = decode_progress(found.value, key=key) if found is not None else None
@@ -73,5 +71,5 @@ def _hold(
             if store.transact([compare, same_topic], [Put(key, encode_progress(wanted))]):
                 return
         except CommitUnknownError:
-            continue  # the next round reads what has become of it
+            continue  # the next round reads the result
     raise ConflictError("the cursor keeps changing", path=key)

@@ -3,7 +3,7 @@
     {"version": 1, "topics": {"/default/a":
         {"incarnation": "…", "epoch": 4, "offset": 123, "from": 90}}}
 
-Owns: this value, how it goes on, and what counts as lost data. Does not own: finding out where
+Owns: this value, how it advances, and what counts as lost data. Does not own: finding out where
 topics stand; limits; what to do with warnings.
 
 `offset` is exclusive: the next message to read. `from` is where the micro-batch that ends here
@@ -12,7 +12,7 @@ begins, so an end offset alone says which messages its batch has:
     batch = [end.topics[t].start, end.topics[t].offset)  for each topic t
 
 The start that Spark passes beside it is not used for that. Spark does not keep the first start of
-a query: where the first batch fails, the restarted query would resolve `latest` anew and lose what
+a query: where the first batch fails, the restarted query would resolve `latest` again and lose what
 came between.
 
 Spark compares offsets as texts, so the text is canonical: keys in the order above, topics sorted.
@@ -21,7 +21,7 @@ with another `from`. The incarnation tells a topic from one of the same name tha
 made again; the epoch tells whose messages were read: where a later owner had to go on from a lower
 offset, because a disk was lost, other messages have the offsets that the stream has passed.
 
-A crash leaves whatever Spark has written down; a batch that was planned and not finished comes
+A crash leaves what Spark has written; a batch that was planned and not finished comes
 again with the same end, and so with the same messages.
 """
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn, Self
+from typing import Final, NoReturn, Self
 
 from ister.errors import (
     ConflictError,
@@ -41,8 +41,6 @@ from ister.errors import (
     check,
 )
 from ister.model import TopicName
-
-__all__ = ["StreamOffset", "TopicHead", "TopicOffset", "advance", "check_loss", "has_news"]
 
 _VERSION: Final = 1
 _FIELDS: Final = ("incarnation", "epoch", "offset", "from")
@@ -102,7 +100,7 @@ class StreamOffset:
             if place.start < place.offset
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """What Spark is given, with keys in the canonical order."""
         return {
             "version": _VERSION,
@@ -168,10 +166,7 @@ def advance(
     Each topic goes on where it stood, a topic that is new from its earliest message, and one that
     is not in `heads` stays where it is. Look for losses first: see `check_loss`.
 
-    Args:
-        previous: Where the stream stands.
-        heads: What topics hold now.
-        ends: How far to go in each; a topic that is not in here stays where it is.
+    A topic that is not in `ends` stays where it is.
     """
     topics: dict[str, TopicOffset] = {}
     for topic, place in previous.topics.items():
@@ -193,7 +188,7 @@ def has_news(previous: StreamOffset, end: StreamOffset) -> bool:
     """Whether a batch that ends at `end` has messages that `previous` had not.
 
     Without any, Spark has to be given back its own offset, or it makes an empty batch for the
-    difference. So a stream that went past lost data tells Spark with its next message.
+    difference. So a stream that skipped lost data reports it to Spark with its next message.
     """
     return any(previous.topics.get(topic) != end.topics[topic] for topic in end.ranges())
 
@@ -242,13 +237,13 @@ def check_loss(
                 f"the messages {place.offset} up to, not including, {head.earliest} aged out "
                 "before the stream read them"
             )
-            remedy = f"goes on with message {head.earliest}"
+            remedy = f"continues at message {head.earliest}"
         elif place.offset > head.end:
             what = (
                 f"the topic ends at {head.end}, and the stream had come to {place.offset}: the "
                 "messages between are gone, and their offsets will be used again"
             )
-            remedy = f"goes on at {head.end}"
+            remedy = f"continues at {head.end}"
         else:
             continue
         if fails:
@@ -292,18 +287,22 @@ def _topic_offset(topic: str, value: object) -> TopicOffset:
     fields = _object(value, topic)
     if set(fields) != set(_FIELDS):
         _refuse(f"{topic} has the keys {sorted(fields)}")
-    incarnation, epoch, offset, start = (fields[name] for name in _FIELDS)
+    incarnation = fields["incarnation"]
     if not isinstance(incarnation, str):
         _refuse(f"{topic} has the incarnation {incarnation!r}")
-    for name, number in (("epoch", epoch), ("offset", offset), ("from", start)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            _refuse(f"{topic} has the {name} {number!r}")
+    epoch, offset, start = (_number(topic, name, fields[name]) for name in _FIELDS[1:])
     if start > offset:
         _refuse(f"{topic} goes from {start} to {offset}")
     return TopicOffset(incarnation=incarnation, epoch=epoch, offset=offset, start=start)
 
 
-def _object(value: object, what: str) -> dict[str, Any]:
+def _number(topic: str, name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        _refuse(f"{topic} has the {name} {value!r}")
+    return value
+
+
+def _object(value: object, what: str) -> dict[str, object]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         _refuse(f"{what} is no JSON object, but {value!r}")
     return value
@@ -312,5 +311,5 @@ def _object(value: object, what: str) -> dict[str, Any]:
 def _refuse(reason: str, cause: Exception | None = None) -> NoReturn:
     raise InvalidRequestError(
         f"the checkpoint's offset is not one of this source: {reason}",
-        hint="give the query a checkpointLocation of its own",
+        hint="use a separate checkpointLocation for the query",
     ) from cause

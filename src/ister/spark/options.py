@@ -1,15 +1,15 @@
-"""Options of `format("ister")`: from the texts that Spark hands over to checked values.
+"""Options of `format("ister")`: checks the texts that Spark passes, and converts them to values.
 
 Owns: the names, defaults, bounds and error texts of all options. Does not own: what exists (topics,
-offsets, files); nothing here does I/O, so that a wrong option is refused before anything is opened.
+offsets, files); nothing here does I/O, so a wrong option is refused before anything is opened.
 
-Names are those of Spark's Kafka source where it has one. Spark hands options over in lower case and
-as texts, and says nothing about a misspelt one; so names are compared without regard to case, error
-texts use the proper spelling, and whatever is unknown, empty, of the other direction or of the
-other mode is refused. Both results are values that pickle: Spark sends them to its workers.
+Names are those of Spark's Kafka source where it has one. Spark passes options as lower-case text
+and ignores misspelt ones; so names are compared without regard to case, errors use the proper
+spelling, and an option that is unknown, empty, or of the other direction or mode is refused. The
+results can be pickled: Spark sends them to its workers.
 
-Sizes are a number of bytes, or a number and one of `k`, `m`, `g`, `t` (also `kb`, `KiB`, …). All of
-these count in powers of 1024, as they do everywhere in Spark.
+Sizes are a number of bytes, or a number and one of `k`, `m`, `g`, `t` (also `kb`, `KiB`, …), in
+powers of 1024 as everywhere in Spark.
 """
 
 from __future__ import annotations
@@ -19,92 +19,67 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from enum import StrEnum
-from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
+from functools import partial
+from typing import Final, Literal, Self, TypeAlias, TypeVar
 
 from ister.errors import InvalidRequestError, TopicNameError
 from ister.limits import KIB, MIB
-from ister.model import AckLevel, Codec, TopicName
+from ister.model import COLUMNS, AckLevel, Codec, TopicName
 from ister.partitions import base_of_partition
-
-__all__ = [
-    "COLUMNS",
-    "COMMIT_TIMEOUT_SECONDS_DEFAULT",
-    "READ_OPTIONS",
-    "SPLIT_BYTES_DEFAULT",
-    "SPLIT_BYTES_MIN",
-    "WRITE_OPTIONS",
-    "OffsetWord",
-    "OffsetsOption",
-    "ReadOptions",
-    "WriteOptions",
-]
-
-COLUMNS: Final = (
-    "topic",
-    "offset",
-    "publish_time",
-    "producer_name",
-    "payload",
-    "attributes",
-    "routing_key",
-    "schema_id",
-    "schema_version",
-)
-"""The columns of a row, in their order. Said here once more because `ister.format.columnar`, which
-builds them, needs pyarrow; a test holds the two together."""
+from ister.positions import EPOCH, parse_time
 
 SPLIT_BYTES_DEFAULT: Final = 64 * MIB
-"""A task costs some 40-80 ms before it reads a byte; this much takes it about a second."""
+"""A task costs 40-80 ms before it reads a byte; reading this much takes about a second."""
 
 SPLIT_BYTES_MIN: Final = 64 * KIB
-"""Below this, a task's own cost is all there is."""
+"""Below this, the cost of a task dominates."""
 
 COMMIT_TIMEOUT_SECONDS_DEFAULT: Final = 60.0
-"""How long a sink waits for the lock of the log, or for the broker."""
+"""How long a sink waits for the log's lock, or for the broker."""
 
 OffsetWord: TypeAlias = Literal["earliest", "latest"]
-"""One of the two ends of a topic."""
+"""An end of a topic."""
 
 READ_OPTIONS: Final[Mapping[str, str]] = {
-    "topic": "the topics to read, as a comma list of /namespace/topic names",
-    "topicPattern": "or a regular expression that whole topic names match",
-    "config": "the path of an ister.yml or of a data directory; load(path) sets it, too",
-    "broker": "the address of a broker's Flight port, host:port",
+    "topic": "topics to read: /namespace/topic names, separated by commas",
+    "topicPattern": "regular expression that matches whole topic names",
+    "config": "path of an ister.yml or of a data directory; load(path) sets it, too",
+    "broker": "Flight address of a broker, host:port",
     "startingOffsets": "earliest, latest, or JSON of an offset per topic "
     "(default: earliest for a batch, latest for a stream)",
     "endingOffsets": "latest, or JSON of an offset per topic, not included (batch only; "
     "default: latest)",
-    "startingTimestamp": "begin at the first message published at or after this time: "
+    "startingTimestamp": "start at the first message published at or after this time: "
     "milliseconds since the epoch, or ISO-8601 with a zone",
     "endingTimestamp": "end before the first message published at or after this time (batch only)",
-    "maxMessagesPerTrigger": "messages in a micro-batch, over all topics (stream only)",
-    "maxBytesPerTrigger": "bytes in a micro-batch, about, over all topics (stream only)",
-    "minPartitions": "at least so many partitions, where the indexes allow it",
-    "splitBytes": "bytes in a partition, about (default: 64 MiB)",
-    "columns": "the columns to build, as a comma list (default: all)",
+    "maxMessagesPerTrigger": "maximum messages in a micro-batch, over all topics (stream only)",
+    "maxBytesPerTrigger": "approximate bytes in a micro-batch, over all topics (stream only)",
+    "minPartitions": "minimum number of partitions, if the indexes allow it",
+    "splitBytes": "approximate bytes in a partition (default: 64 MiB)",
+    "columns": "columns to read, separated by commas (default: all)",
     "pushdown": "let Spark push filters down; for a DataFrame that is scanned once (batch only; "
     "default: false)",
-    "failOnDataLoss": "fail where messages are gone that were to be read, or else go on with a "
-    "warning (default: true)",
-    "includeTail": "read what is not in the bucket yet as well (default: true)",
-    "subscription": "hold and show the stream's progress as this subscription's cursor "
+    "failOnDataLoss": "fail if messages to read are gone; otherwise log a warning and continue "
+    "(default: true)",
+    "includeTail": "also read what is not in the bucket yet (default: true)",
+    "subscription": "subscription whose cursor shows the stream's position and holds retention "
     "(stream only)",
 }
-"""What a read may be told, each in one line."""
+"""The options of a read, each with a description."""
 
 WRITE_OPTIONS: Final[Mapping[str, str]] = {
-    "topic": "the topic to write to; beats a column `topic`",
-    "config": "the path of an ister.yml or of a data directory; save(path) sets it, too",
-    "broker": "the address of a broker's Flight port, host:port",
-    "createTopics": "make topics that do not exist (default: true)",
-    "ack": "the ack level of topics that are made: memory, written, synced or tiered",
-    "codec": "the codec of topics that are made: bincode2 or bincode1",
-    "producerName": "the producer's name of rows that have none",
-    "commitTimeoutSeconds": "how long to wait for the log's lock or for the broker (default: 60)",
+    "topic": "topic to write to; takes precedence over a column `topic`",
+    "config": "path of an ister.yml or of a data directory; save(path) sets it, too",
+    "broker": "Flight address of a broker, host:port",
+    "createTopics": "create topics that do not exist (default: true)",
+    "ack": "ack level of created topics: memory, written, synced or tiered",
+    "codec": "codec of created topics: bincode2 or bincode1",
+    "producerName": "producer name for rows without one",
+    "commitTimeoutSeconds": "how long to wait for the log's lock or the broker (default: 60)",
 }
-"""What a write may be told, each in one line."""
+"""The options of a write, each with a description."""
 
 _STREAM_ONLY: Final = frozenset({"maxMessagesPerTrigger", "maxBytesPerTrigger", "subscription"})
 _BATCH_ONLY: Final = frozenset({"endingOffsets", "endingTimestamp", "pushdown"})
@@ -112,7 +87,7 @@ _BATCH_ONLY: Final = frozenset({"endingOffsets", "endingTimestamp", "pushdown"})
 # What `load(path)` and `save(path)` set.
 _PATH: Final = "path"
 
-# Spark gives its own settings of a streaming query to the query's sink as well.
+# Spark passes its own settings of a streaming query to the sink, too.
 _SPARKS_OWN: Final = frozenset(
     {
         "checkpointlocation",
@@ -122,7 +97,7 @@ _SPARKS_OWN: Final = frozenset(
     }
 )
 
-# What other connectors call it, in lower case.
+# Names in other connectors, in lower case.
 _FOREIGN_NAMES: Final[Mapping[str, str]] = {
     "assign": "topic",
     "subscribe": "topic",
@@ -142,7 +117,6 @@ _FOREIGN_NAMES: Final[Mapping[str, str]] = {
 _WORDS: Final[Mapping[str, OffsetWord]] = {"earliest": "earliest", "latest": "latest"}
 _NUMBERS_OF_WORDS: Final[Mapping[int, OffsetWord]] = {-2: "earliest", -1: "latest"}
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _OFFSET_MAX: Final = 2**63 - 1  # Spark's `offset` column is a long
 _TIME_MS_MAX: Final = 253_402_300_799_999  # 9999-12-31, the last day that a datetime has
 _COUNT_MAX: Final = 2**31 - 1  # Spark counts partitions and rows of a batch in ints
@@ -166,20 +140,20 @@ class OffsetsOption:
     """`startingOffsets` or `endingOffsets`."""
 
     otherwise: OffsetWord
-    """For each topic that is not in `by_topic`."""
+    """For topics that are not in `by_topic`."""
     by_topic: Mapping[str, int | OffsetWord] = field(default_factory=dict)
-    """For the topics that JSON named."""
+    """For topics that the JSON names."""
 
     def of(self, topic: str) -> int | OffsetWord:
-        """What was said of a topic, or of the topic that it is a partition of."""
+        """Returns the value for a topic, or for the topic that it is a partition of."""
         parent = base_of_partition(topic) or topic
         return self.by_topic.get(topic, self.by_topic.get(parent, self.otherwise))
 
     def check_known(self, option: str, topics: Iterable[str]) -> None:
-        """Refuses names that are none of the topics which were found.
+        """Checks that all named topics were found.
 
         Raises:
-            InvalidRequestError: One is.
+            InvalidRequestError: One was not.
         """
         known = set(topics)
         known |= {parent for topic in known if (parent := base_of_partition(topic)) is not None}
@@ -188,7 +162,7 @@ class OffsetsOption:
                 raise InvalidRequestError(
                     f"{option} names a topic that is not read",
                     topic=topic,
-                    hint=f"read are {', '.join(sorted(known)) or 'none'}",
+                    hint=f"topics read: {', '.join(sorted(known)) or 'none'}",
                 )
 
 
@@ -198,49 +172,37 @@ class ReadOptions:
 
     is_streaming: bool
     topics: tuple[str, ...] = ()
-    """The names of `topic`, in the order given; empty where there is a pattern."""
+    """The names in `topic`; empty if there is a pattern."""
     topic_pattern: str | None = None
     """A regular expression; see `matches`."""
     config: str | None = None
-    """The path of an ister.yml or of a data directory."""
     broker: str | None = None
-    """A Flight address as it was given: host:port, perhaps with a scheme; see `broker_location`."""
+    """The Flight address as given: host:port, perhaps with a scheme; see `broker_location`."""
     starting_offsets: OffsetsOption
-    """Where to begin, unless `starting_timestamp_ms` says so."""
     ending_offsets: OffsetsOption
-    """Where a batch ends, not included, unless `ending_timestamp_ms` says so."""
     starting_timestamp_ms: int | None = None
-    """Begin at the first message published at or after this."""
+    """Takes precedence over `starting_offsets`."""
     ending_timestamp_ms: int | None = None
-    """End before the first message published at or after this."""
+    """Takes precedence over `ending_offsets`."""
     max_messages_per_trigger: int | None = None
-    """Of all topics together; None: no limit."""
     max_bytes_per_trigger: int | None = None
-    """The same in bytes, and soft; both limits hold where both are given."""
+    """A soft limit; if both are given, both apply."""
     min_partitions: int | None = None
     split_bytes: int = SPLIT_BYTES_DEFAULT
-    """Bytes in a partition, about."""
     columns: tuple[str, ...] | None = None
-    """The columns to build, in the order given; None: all, or those of the user's schema."""
+    """None for all, or for those of the user's schema."""
     pushdown: bool = False
     fail_on_data_loss: bool = True
     include_tail: bool = True
-    """Whether to read what is not in the bucket yet."""
     subscription: str | None = None
-    """The name of the cursor that shows the stream's progress."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, is_streaming: bool) -> Self:
-        """Checks the options of a read.
-
-        Args:
-            options: As Spark gives them: texts, with names in any case.
-            is_streaming: Whether they are a stream's.
+        """Checks the options of a read, as Spark passes them: text, with names in any case.
 
         Raises:
-            InvalidRequestError: An option is unknown, missing, out of place, or has a value that
-                means nothing; names the option.
-            TopicNameError: `topic`, or JSON of offsets, has a name that no topic can have.
+            InvalidRequestError: An option is unknown, missing, misplaced or invalid.
+            TopicNameError: `topic`, or JSON of offsets, has an invalid topic name.
         """
         given = _Given(options, direction="reading", is_streaming=is_streaming)
         topics = given.topics("topic")
@@ -248,7 +210,7 @@ class ReadOptions:
         if bool(topics) == (pattern is not None):
             raise InvalidRequestError(
                 "both topic and topicPattern are given" if topics else "no topic is given",
-                hint="name topics with the option topic, or match them with topicPattern",
+                hint="set the option topic, or topicPattern",
             )
         config, broker = given.place()
         starting = given.end_of_range(
@@ -287,14 +249,14 @@ class ReadOptions:
         )
 
     def matches(self, topic: str) -> bool:
-        """Whether a topic, by its whole name, is one of those to read."""
+        """Returns whether a topic is one of those to read."""
         if self.topic_pattern is None:
             return topic in self.topics
         return re.fullmatch(self.topic_pattern, topic) is not None
 
     @property
     def broker_location(self) -> str | None:
-        """The broker's address with its scheme, as Flight wants it."""
+        """The broker's address with a scheme, for Flight."""
         return _location(self.broker)
 
 
@@ -304,42 +266,34 @@ class WriteOptions:
 
     is_streaming: bool
     topic: str | None = None
-    """The topic of all rows; None: the column `topic` says it."""
+    """The topic of all rows; None if the column `topic` names it."""
     config: str | None = None
-    """The path of an ister.yml or of a data directory."""
     broker: str | None = None
-    """A Flight address as it was given: host:port, perhaps with a scheme; see `broker_location`."""
+    """The Flight address as given: host:port, perhaps with a scheme; see `broker_location`."""
     create_topics: bool = True
-    """Whether topics that do not exist are made."""
     ack: AckLevel | None = None
-    """Of topics that are made; None: what the config says."""
     codec: Codec | None = None
-    """Of topics that are made; None: what the config says."""
+    """Of created topics, as `ack`; None for the config's."""
     producer_name: str | None = None
-    """For rows without one."""
     commit_timeout_seconds: float = COMMIT_TIMEOUT_SECONDS_DEFAULT
     """How long to wait for the lock of the log, or for the broker."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, is_streaming: bool) -> Self:
-        """Checks the options of a write.
+        """Checks the options of a write, as Spark passes them: text, with names in any case.
 
-        Args:
-            options: As Spark gives them: texts, with names in any case. Those that Spark itself
-                adds for a streaming query are passed over.
-            is_streaming: Whether they are a stream's.
+        Options that Spark itself adds for a streaming query are ignored.
 
         Raises:
-            InvalidRequestError: An option is unknown, missing, out of place, or has a value that
-                means nothing; names the option.
-            TopicNameError: `topic` is a name that no topic can have.
+            InvalidRequestError: An option is unknown, missing, misplaced or invalid.
+            TopicNameError: `topic` is an invalid topic name.
         """
         given = _Given(options, direction="writing", is_streaming=is_streaming)
         topics = given.topics("topic")
         if len(topics) > 1:
             raise InvalidRequestError(
                 f"topic names {len(topics)} topics, and a row is written to one",
-                hint="leave the option out and give each row its topic in a column `topic`",
+                hint="omit the option, and name the topic of each row in a column `topic`",
             )
         config, broker = given.place()
         return cls(
@@ -348,8 +302,8 @@ class WriteOptions:
             config=config,
             broker=broker,
             create_topics=given.flag("createTopics", default=True),
-            ack=given.get("ack", _as_ack),
-            codec=given.get("codec", _as_codec),
+            ack=given.get("ack", partial(_as_word, AckLevel)),
+            codec=given.get("codec", partial(_as_word, Codec)),
             producer_name=given.get("producerName", _as_text),
             commit_timeout_seconds=given.get("commitTimeoutSeconds", _as_seconds)
             or COMMIT_TIMEOUT_SECONDS_DEFAULT,
@@ -357,7 +311,7 @@ class WriteOptions:
 
     @property
     def broker_location(self) -> str | None:
-        """The broker's address with its scheme, as Flight wants it."""
+        """The broker's address with a scheme, for Flight."""
         return _location(self.broker)
 
 
@@ -365,7 +319,7 @@ _Value = TypeVar("_Value")
 
 
 class _Given:
-    """The options that were given, by their proper names; the place where names are judged."""
+    """The given options, by their proper names; checks the names."""
 
     def __init__(
         self,
@@ -406,12 +360,12 @@ class _Given:
                 raise InvalidRequestError(f"the option {name} is given twice")
             if not isinstance(text, str) or not text.strip():
                 raise InvalidRequestError(
-                    f"the option {name} is empty", hint="leave it out, or give it a value"
+                    f"the option {name} is empty", hint="omit it, or set a value"
                 )
             self._texts[name] = text.strip()
 
     def get(self, name: str, convert: Callable[[str, str], _Value]) -> _Value | None:
-        """The value of an option, None if it was not given."""
+        """Returns the value of an option; None if it was not given."""
         text = self._texts.get(name)
         return None if text is None else convert(name, text)
 
@@ -420,12 +374,12 @@ class _Given:
         return default if found is None else found
 
     def place(self) -> tuple[str | None, str | None]:
-        """The config and the broker, of which there has to be one."""
+        """Returns the config and the broker; at least one is given."""
         config, path = self.get("config", _as_text), self.get(_PATH, _as_text)
         if config is not None and path is not None:
             raise InvalidRequestError(
                 "both config and path are given",
-                hint="load(path) and save(path) mean the same as the option config: give one",
+                hint="load(path) and save(path) mean the same as the option config: set one",
             )
         broker = self.get("broker", _as_broker)
         if config is None and path is None and broker is None:
@@ -451,7 +405,7 @@ class _Given:
         default: OffsetWord,
         refused: OffsetWord | None,
     ) -> OffsetsOption:
-        """`startingOffsets` or `endingOffsets`; topics that JSON leaves out have the default."""
+        """Returns `startingOffsets` or `endingOffsets`; topics missing in JSON get the default."""
         text = self._texts.get(name)
         if text is None:
             return OffsetsOption(otherwise=default)
@@ -461,7 +415,7 @@ class _Given:
             return OffsetsOption(otherwise=word)
         by_topic = _as_offsets(name, text)
         for topic, offset in by_topic.items():
-            # A name may stand for the topic's partitions, each of which has offsets of its own.
+            # The name of a partitioned topic stands for its partitions.
             if topics and topic not in topics and base_of_partition(topic) not in topics:
                 raise InvalidRequestError(
                     f"{name} names a topic that is not in the option topic",
@@ -475,7 +429,7 @@ class _Given:
         if name in self._texts and instead_of in self._texts:
             raise InvalidRequestError(
                 f"both {name} and {instead_of} are given",
-                hint="they say the same end in two ways: give one of them",
+                hint="set one of them",
             )
         return self.get(name, _as_time_ms)
 
@@ -486,7 +440,7 @@ def _unknown(spelling: str, known: Mapping[str, str]) -> InvalidRequestError:
     foreign = _FOREIGN_NAMES.get(lowered)
     near = difflib.get_close_matches(lowered, spellings, n=1)
     if foreign in known:
-        hint = f"it is called {foreign} here"
+        hint = f"Ister calls it {foreign}"
     elif near:
         hint = f"did you mean {spellings[near[0]]}?"
     else:
@@ -549,7 +503,7 @@ def _as_pattern(name: str, text: str) -> str:
 def _as_flag(name: str, text: str) -> bool:
     flag = {"true": True, "false": False}.get(text.lower())
     if flag is None:
-        raise InvalidRequestError(f"{name} is {text!r}", hint="it is either true or false")
+        raise InvalidRequestError(f"{name} is {text!r}", hint="either true or false")
     return flag
 
 
@@ -557,7 +511,7 @@ def _as_count(name: str, text: str) -> int:
     count = int(text) if _DIGITS.fullmatch(text) else 0
     if not 1 <= count <= _COUNT_MAX:
         raise InvalidRequestError(
-            f"{name} is {text!r}", hint=f"it is a whole number from 1 to {_COUNT_MAX}"
+            f"{name} is {text!r}", hint=f"a whole number from 1 to {_COUNT_MAX}"
         )
     return count
 
@@ -567,7 +521,7 @@ def _as_size(name: str, text: str) -> int:
     size = int(match[1]) * _SIZE_UNITS[match[2].lower()] if match else 0
     if not 1 <= size <= _OFFSET_MAX:
         raise InvalidRequestError(
-            f"{name} is {text!r}", hint="it is a number of bytes, such as 1048576, 512k or 64MiB"
+            f"{name} is {text!r}", hint="a number of bytes, such as 1048576, 512k or 64MiB"
         )
     return size
 
@@ -576,7 +530,7 @@ def _as_split_bytes(name: str, text: str) -> int:
     size = _as_size(name, text)
     if size < SPLIT_BYTES_MIN:
         raise InvalidRequestError(
-            f"{name} is {size}", hint=f"it is at least {SPLIT_BYTES_MIN}: a task has its own cost"
+            f"{name} is {size}", hint=f"at least {SPLIT_BYTES_MIN}: each task has a cost"
         )
     return size
 
@@ -586,7 +540,7 @@ def _as_seconds(name: str, text: str) -> float:
     if not 0 < seconds <= _TIMEOUT_SECONDS_MAX:
         raise InvalidRequestError(
             f"{name} is {text!r}",
-            hint=f"it is a number of seconds above 0, at most {_TIMEOUT_SECONDS_MAX}",
+            hint=f"a number of seconds above 0, at most {_TIMEOUT_SECONDS_MAX}",
         )
     return seconds
 
@@ -615,17 +569,9 @@ def _as_broker(name: str, text: str) -> str:
     if match is None or not 1 <= int(match[1]) <= 65_535:
         raise InvalidRequestError(
             f"{name} is {text!r}",
-            hint="it is host:port, such as 127.0.0.1:6651, perhaps after grpc:// or grpc+tls://",
+            hint="host:port, such as 127.0.0.1:6651, perhaps after grpc:// or grpc+tls://",
         )
     return text
-
-
-def _as_ack(name: str, text: str) -> AckLevel:
-    return _as_word(AckLevel, name, text)
-
-
-def _as_codec(name: str, text: str) -> Codec:
-    return _as_word(Codec, name, text)
 
 
 def _as_word(kind: type[_Word], name: str, text: str) -> _Word:
@@ -633,7 +579,7 @@ def _as_word(kind: type[_Word], name: str, text: str) -> _Word:
         return kind(text.lower())
     except ValueError as error:
         raise InvalidRequestError(
-            f"{name} is {text!r}", hint=f"it is one of: {', '.join(kind)}"
+            f"{name} is {text!r}", hint=f"one of: {', '.join(kind)}"
         ) from error
 
 
@@ -647,18 +593,13 @@ def _as_time_ms(name: str, text: str) -> int:
         time_ms = int(text)
     else:
         try:
-            parsed = datetime.fromisoformat(text)
-        except ValueError as error:
+            parsed = parse_time(text)
+        except InvalidRequestError as error:
             raise InvalidRequestError(
-                f"{name} is {text!r}",
-                hint="it is milliseconds since the epoch, or ISO-8601 such as 2026-01-31T12:00:00Z",
+                f"{name}: {error.message}",
+                hint="use milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z",
             ) from error
-        if parsed.tzinfo is None:
-            raise InvalidRequestError(
-                f"{name} is {text!r}, which has no time zone",
-                hint="end it with Z, or with an offset such as +01:00",
-            )
-        time_ms = -((_EPOCH - parsed) // timedelta(milliseconds=1))
+        time_ms = -((EPOCH - parsed) // timedelta(milliseconds=1))
     if not 0 <= time_ms <= _TIME_MS_MAX:
         raise InvalidRequestError(
             f"{name} is {text!r}",
@@ -684,12 +625,12 @@ def _as_offsets(name: str, text: str) -> dict[str, int | OffsetWord]:
 
 
 _OFFSETS_HINT: Final = (
-    'it is earliest, latest, or JSON of offsets by topic, such as {"/default/orders": 23}'
+    'earliest, latest, or JSON of offsets by topic, such as {"/default/orders": 23}'
 )
 
 
-class _Pairs(list[tuple[str, Any]]):
-    """A JSON object as it was written."""
+class _Pairs(list[tuple[str, object]]):
+    """The members of a JSON object, in order."""
 
 
 def _as_offset(name: str, topic: str, value: object) -> int | OffsetWord:
@@ -703,7 +644,7 @@ def _as_offset(name: str, topic: str, value: object) -> int | OffsetWord:
         if 0 <= value <= _OFFSET_MAX:
             return value
     if isinstance(value, _Pairs):
-        hint = f'a topic has no partitions: write {{"{topic}": 23}}'
+        hint = f'name partitions as topics: {{"{topic}": 23}}'
     else:
-        hint = "it is an offset from 0 on, -2 or earliest, -1 or latest"
+        hint = "an offset from 0 on, -2 or earliest, -1 or latest"
     raise InvalidRequestError(f"{name} has {value!r} for a topic", topic=topic, hint=hint)

@@ -19,7 +19,7 @@ not computed: `fails` does not fail a `count()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
@@ -28,6 +28,7 @@ from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
 
 from ister.errors import InvalidRequestError
+from ister.model import COLUMNS
 from ister.spark.avro import (
     REASON,
     VALUE,
@@ -40,15 +41,6 @@ from ister.spark.avro import (
     missing_field,
     read_schema,
 )
-from ister.spark.options import COLUMNS
-
-__all__ = [
-    "Framing",
-    "from_avro_payload",
-    "from_json_payload",
-    "to_avro_payload",
-    "to_json_payload",
-]
 
 _PAYLOAD: Final = "payload"
 # Columns between two steps of a query; no one sees them.
@@ -182,7 +174,7 @@ def _complaint(df: DataFrame, raw: Column) -> Column:
 
 def from_avro_payload(
     df: DataFrame,
-    schema: str | Mapping[str, Any],
+    schema: str | Mapping[str, object],
     *,
     into: str | None = None,
     errors: str | None = None,
@@ -242,7 +234,7 @@ def from_avro_payload(
 
 def to_avro_payload(
     df: DataFrame,
-    schema: str | Mapping[str, Any],
+    schema: str | Mapping[str, object],
     *columns: str,
     framing: Framing = "plain",
     schema_id: int | None = None,
@@ -271,7 +263,9 @@ def to_avro_payload(
         raise InvalidRequestError("the framing confluent needs a schema_id")
     form = read_schema(schema)
     if not isinstance(form.spark, StructType) or isinstance(form.avro, list):
-        raise InvalidRequestError("columns are packed into a record, and the Avro schema is none")
+        raise InvalidRequestError(
+            "columns are packed into a record, but the Avro schema is not a record"
+        )
     given = columns or _other_columns(df)
     _check_fields(df, form, form.spark, given)
     # In the schema's order, because Arrow converts structs by position.
@@ -290,7 +284,7 @@ def _arrow_function(function: Callable[..., pa.Array], kind: DataType) -> Callab
 
 
 def _check_fields(df: DataFrame, form: AvroForm, record: StructType, names: Sequence[str]) -> None:
-    """Refuses columns that the record does not take, before a row is looked at."""
+    """Refuses columns that the record does not have, before rows are read."""
     given = {field.name: field.dataType for field in df.schema.fields}
     for name in names:
         if name not in given:
@@ -321,7 +315,7 @@ def _check_fields(df: DataFrame, form: AvroForm, record: StructType, names: Sequ
 
 
 def _column(name: str) -> Column:
-    """A column by its very name, whatever characters it has."""
+    """Returns a column by its exact name, with any characters."""
     return F.col("`" + name.replace("`", "``") + "`")
 
 
@@ -352,14 +346,14 @@ def _check_payload(df: DataFrame, kinds: tuple[type[DataType], ...]) -> None:
 def _check_errors(errors: str | None, *, fails: bool) -> None:
     if errors is not None and fails:
         raise InvalidRequestError(
-            "with fails no row is left for the column of errors", hint="give one of the two"
+            "`fails` and `errors` cannot be combined", hint="pass one of the two"
         )
 
 
 def _check_names(
     df: DataFrame, fields: Sequence[str], *, into: str | None, errors: str | None
 ) -> None:
-    """Refuses names that would be there twice. Spark does not tell them apart by case."""
+    """Refuses duplicate names. Spark ignores their case."""
     taken = {name.lower() for name in df.columns}
     new = fields if into is None else [into]
     hint = "into= takes the payload as one column" if into is None else "choose another into="
@@ -395,7 +389,7 @@ def _replace_payload(
 
 
 def _with_payload(df: DataFrame, payload: Column) -> DataFrame:
-    """The columns of a message that are there, in their order, with this payload."""
+    """Returns the existing columns of a message, in their order, with this payload."""
     return df.select(
         *[
             payload.alias(_PAYLOAD) if name == _PAYLOAD else F.col(name)

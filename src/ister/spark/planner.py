@@ -22,7 +22,7 @@ Invariants:
 - The same input gives the same partitions: a replayed micro-batch is planned as it was before.
 - An index is a hint. One that does not ascend, or that leaves its object, is not used at all.
 
-Nothing here is worth keeping over a crash: a plan is made anew.
+A crash loses nothing here: a plan is computed again.
 """
 
 from __future__ import annotations
@@ -33,21 +33,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self, TypeAlias
 
+from ister.bucket.chunks import ObjectPart
 from ister.errors import DataGapError, check
-from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
+from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor
 from ister.limits import KIB, MIB
-from ister.model import Codec
-
-__all__ = [
-    "ObjectSlice",
-    "Partition",
-    "Slice",
-    "TailSlice",
-    "TopicRange",
-    "limit_bytes",
-    "limit_messages",
-    "plan",
-]
 
 _TARGET_BYTES_MIN: Final = 64 * KIB
 """`minPartitions` alone makes no smaller target: below this, a task's own cost is all there is."""
@@ -61,40 +50,6 @@ _PLAY: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectSlice:
-    """A part of one object. Offsets wanted are `start` up to, not including, `end`.
-
-    Positions come from the object's index, and an index is a hint: a reader that finds another
-    frame there than the one named has to begin at the object's first byte.
-    """
-
-    topic: str
-    start: int
-    end: int
-    object_id: str
-    codec: Codec | None
-    """None: to be recognised from a frame."""
-    index_offset: int
-    """The offset of the frame at `position`, at or before `start`."""
-    position: int
-    """Where to begin reading; frames before `start` are to be passed over."""
-    end_position: int
-    """All frames wanted end before this: another frame's position, or the object's size."""
-    size_bytes: int
-    """The size of the whole object."""
-    boundaries: tuple[int, ...]
-    """Positions of some frames strictly between `position` and `end_position`, at least 1 MiB
-    apart from each other and from both: fetches that end there cut no frame in two."""
-    format: str = FORMAT_FRAMES
-    """Of an object in Parquet the positions say how much there is to read, and its footer where."""
-
-    @property
-    def bytes(self) -> int:
-        """How much is read."""
-        return self.end_position - self.position
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TailSlice:
     """Offsets that were not tiered when they were planned: `start` up to, not including, `end`."""
 
@@ -105,7 +60,7 @@ class TailSlice:
     """An estimate."""
 
 
-Slice: TypeAlias = ObjectSlice | TailSlice
+Slice: TypeAlias = ObjectPart | TailSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +78,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicRange:
-    """What the planner is told about one topic: read `start` up to, not including, `end`."""
+    """The planner's input for one topic: read `start` up to, not including, `end`."""
 
     topic: str
     incarnation: str
@@ -187,10 +142,7 @@ def limit_messages(
     Topics get shares in proportion to what they have pending, and each that has something gets at
     least one message where the limit is high enough; else the longest queues do.
 
-    Args:
-        starts: Where each topic of `ends` stands.
-        ends: How far each could go.
-        max_messages: The limit; at least one message is always taken.
+    At least one message is always taken.
 
     Returns:
         The new end of each topic of `ends`, never before its start.
@@ -319,7 +271,7 @@ class _ObjectPiece:
         return replace(self, last=at, end=middle), replace(self, first=at, start=middle)
 
     def followed_by(self, other: _Piece) -> _Piece | None:
-        """Both as one, if `other` goes on in the same object where this one ends."""
+        """Returns both as one, if `other` continues in the same object where this one ends."""
         if (
             isinstance(other, _ObjectPiece)
             and other.descriptor is self.descriptor
@@ -339,8 +291,8 @@ class _ObjectPiece:
     def end_of_first(self) -> int:
         return min(self.end, self.index.offsets[self.first + 1])
 
-    def to_slice(self) -> ObjectSlice:
-        return ObjectSlice(
+    def to_slice(self) -> ObjectPart:
+        return ObjectPart(
             topic=self.topic,
             start=self.start,
             end=self.end,
@@ -349,7 +301,7 @@ class _ObjectPiece:
             index_offset=self.index.offsets[self.first],
             position=self.index.positions[self.first],
             end_position=self.index.positions[self.last],
-            size_bytes=self.descriptor.size_bytes,
+            object_bytes=self.descriptor.size_bytes,
             boundaries=tuple(self._boundaries()),
             format=self.descriptor.format,
         )
@@ -400,7 +352,7 @@ class _TailPiece:
         return replace(self, start=self.start + first, end=self.start + last, bytes=size)
 
     def followed_by(self, other: _Piece) -> _Piece | None:
-        """Both as one, if `other` goes on in the same tail where this one ends."""
+        """Returns both as one, if `other` continues in the same tail where this one ends."""
         if isinstance(other, _TailPiece) and other.topic == self.topic and other.start == self.end:
             return replace(self, end=other.end, bytes=self.bytes + other.bytes)
         return None
@@ -530,7 +482,7 @@ def _halve(group: list[_Piece]) -> tuple[list[_Piece], list[_Piece]] | None:
 
 
 def _share_with_all(weights: Mapping[str, int], amount: int) -> dict[str, int]:
-    """As `_share`, but everybody gets at least 1; the amount has to be enough for that."""
+    """As `_share`, but each gets at least 1; the amount must suffice for that."""
     small: dict[str, int] = {}
     while True:
         others = {name: weight for name, weight in weights.items() if name not in small}
@@ -542,7 +494,7 @@ def _share_with_all(weights: Mapping[str, int], amount: int) -> dict[str, int]:
 
 
 def _share(weights: Mapping[str, int], amount: int) -> dict[str, int]:
-    """Divides an amount in proportion to weights, exactly, and nobody gets more than its weight."""
+    """Divides an amount exactly, in proportion to weights; no share exceeds its weight."""
     total = sum(weights.values())
     if amount >= total:
         return dict(weights)

@@ -1,10 +1,10 @@
 """The rows of `format("ister")` as Spark types, and what a user's schema may be.
 
-Owns: which columns a read builds and a write takes, and how their types go together. Does not own:
-how frames become columns (`ister.format.columnar`).
+Owns: the columns of reads and writes, and their types. Does not own:
+how frames become columns (`ister.format.arrow`).
 
-Spark 4.3 prunes no columns of a Python source by itself, so a schema that the user gives, or the
-option `columns`, is how it is done: what is not in there is neither built nor shipped.
+Spark 4.3 prunes no columns of a Python source by itself: the user's schema, or the option
+`columns`, does. Other columns are neither built nor shipped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from pyspark.sql.types import (
 )
 
 from ister.errors import InvalidRequestError
-from ister.format.staging import STAGED_COLUMNS, STAGED_SCHEMA
-from ister.spark.options import COLUMNS
-
-__all__ = ["arrow_schema_of", "check_read_schema", "check_write_schema", "row_schema", "to_staged"]
+from ister.format.staged_rows import STAGED_COLUMNS, STAGED_SCHEMA
+from ister.model import COLUMNS
 
 _TYPES: Final[dict[str, DataType]] = {
     "topic": StringType(),
@@ -50,7 +48,7 @@ _NEVER_NULL: Final = frozenset(
     {"topic", "offset", "publish_time", "producer_name", "payload", "attributes"}
 )
 _INTEGERS: Final = (ByteType, ShortType, IntegerType, LongType)
-# What is given for each column of a write; anything else is refused before a row is looked at.
+# Accepted types of each column of a write; others are refused before a row is read.
 _WRITABLE: Final[dict[str, tuple[type[DataType], ...]]] = {
     "topic": (StringType,),
     "offset": _INTEGERS,
@@ -66,16 +64,16 @@ _FOREIGN: Final = {"value": "payload", "key": "routing_key", "timestamp": "publi
 
 
 def row_schema(columns: Sequence[str] | None) -> StructType:
-    """The schema of a read, with the columns asked for."""
+    """Returns the schema of a read with the given columns; all by default."""
     return StructType([StructField(name, _TYPES[name]) for name in columns or COLUMNS])
 
 
 def check_read_schema(schema: StructType, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """The columns of a schema that a user gave.
+    """Checks a user's schema, and returns its columns.
 
     Raises:
         InvalidRequestError: A column does not exist or has another type, or the option `columns`
-            says something else.
+            names others.
     """
     names: list[str] = []
     for field in schema.fields:
@@ -114,12 +112,12 @@ def _is_same(given: DataType, wanted: DataType) -> bool:
 
 
 def arrow_schema_of(schema: StructType) -> pa.Schema:
-    """The Arrow schema that Spark compares a source's first batch with."""
+    """Returns the Arrow schema that Spark expects of a source's batches."""
     return to_arrow_schema(schema, timezone="UTC")
 
 
 def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
-    """Refuses rows that cannot become messages, before anything is written.
+    """Checks that rows can become messages, before anything is written.
 
     Raises:
         InvalidRequestError: A column is missing, unknown, or of another type.
@@ -147,11 +145,11 @@ def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
         ):
             raise InvalidRequestError(
                 f"the column {field.name} is {field.dataType.simpleString()}",
-                hint="attributes are text by text: map<string,string>",
+                hint="attributes are map<string,string>",
             )
     given = set(schema.names)
     if len(given) != len(schema.names):
-        raise InvalidRequestError("a column is there twice")
+        raise InvalidRequestError("a column occurs twice")
     if "payload" not in given:
         raise InvalidRequestError(
             "the rows have no column payload",
@@ -165,7 +163,7 @@ def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
 
 
 def to_staged(batch: pa.RecordBatch, producer_name: str | None) -> pa.RecordBatch:
-    """A batch as Spark hands it to a sink, with exactly the staged columns and types.
+    """Converts a batch that Spark passes to a sink to the staged columns and types.
 
     Raises:
         InvalidRequestError: A value does not fit.

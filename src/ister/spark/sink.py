@@ -1,22 +1,22 @@
-"""The sink: rows of a batch or of a micro-batch become messages, each once.
+"""The sink: writes the rows of a batch or micro-batch as messages, each once.
 
     task: rows ─► staged files in the bucket ─┐
     task: rows ─► staged files in the bucket ─┼─► driver: commit ─► the topic's owner appends them
     task: rows ─► staged files in the bucket ─┘
 
-Owns: which rows go where, and their order (by partition, then as Spark gave them). Does not own:
-staged files and who appends them (`ister.spark.staging`); how a batch comes to count once
+Owns: which rows go where, and their order (by partition, then as Spark passed them). Does not own:
+staged files and their append (`ister.spark.row_staging`); how a batch is appended once
 (`ister.topic.batches`, whose writer is the streaming query and whose batch is the micro-batch).
 
 A micro-batch with rows for several topics is committed topic by topic, each once; a reader of two
 topics may see one before the other. Rows for a partitioned topic are divided among its partitions
 by routing key, and rows without one by their payloads: the same rows go to the same partitions when
-Spark repeats a micro-batch, so that each partition's part counts once, too. The partitions are
-those that the driver found when it made the tasks' writer.
+Spark repeats a micro-batch, so that each partition gets its rows once, too. The partitions are
+those that existed when the driver created the tasks' writer.
 
 What a crash leaves: staged files. A commit that was begun is finished by the next one for the same
-micro-batch, from the files of the first; files that nobody needs are swept when they are a day old.
-So `abort` removes files only if no commit can have begun with them.
+micro-batch, from the files of the first; unused files are removed when they are a day old. So
+`abort` removes files only if no commit can have used them.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from ister.bucket.orphans import JOB_PREFIX
 from ister.errors import InvalidRequestError
 from ister.format.manifest import StagedFile
 from ister.model import TopicName
+from ister.spark.location import Place, find_place
 from ister.spark.options import WriteOptions
-from ister.spark.place import Place, find_place
-from ister.spark.rows import check_write_schema, to_staged
-from ister.spark.staging import (
+from ister.spark.row_staging import (
     Committer,
-    StagedFiles,
+    StagedRowFiles,
     check_rows,
     find_partitions,
     remove_staged,
 )
-from ister.tier.staging import JOB_PREFIX
+from ister.spark.rows import check_write_schema, to_staged
 from ister.topic.batches import StagedBatch
 from ister.topic.partitioned import split_rows
-
-__all__ = ["BatchWriter", "StreamWriter"]
 
 _QUERY_ID: Final = "sql.streaming.queryId"
 _BATCH_ID: Final = "streaming.sql.batchId"
@@ -61,7 +59,7 @@ _BATCH_ID: Final = "streaming.sql.batchId"
 
 @dataclass
 class StagedRows(WriterCommitMessage):
-    """What a task has staged. Pickled to the driver."""
+    """What a task staged. Pickled to the driver."""
 
     partition: int
     query: str | None
@@ -71,13 +69,11 @@ class StagedRows(WriterCommitMessage):
 
 
 class _Writer:
-    """What batches and streams have in common. Made on the driver, pickled to tasks."""
+    """What batches and streams share. Created on the driver, pickled to tasks."""
 
     def __init__(self, options: WriteOptions, schema: StructType, *, overwrite: bool) -> None:
         if overwrite:
-            raise InvalidRequestError(
-                "a topic is appended to, never overwritten", hint='.mode("append")'
-            )
+            raise InvalidRequestError("a topic can only be appended to", hint='.mode("append")')
         check_write_schema(schema, needs_topic=options.topic is None)
         self._options = options
         self._place: Place = find_place(options.config, options.broker_location)
@@ -89,9 +85,8 @@ class _Writer:
         self, batches: Iterator[pa.RecordBatch], *, query: str | None, writer: str, batch: int
     ) -> StagedRows:
         context = TaskContext.get()
-        staging = StagedFiles(self._place.history().objects, writer, batch)
         payload_bytes_max = self._place.config.storage.max_message_size
-        try:
+        with StagedRowFiles(self._place.history().objects, writer, batch) as staging:
             for rows in batches:
                 for topic, part in self._by_topic(rows):
                     staged = to_staged(part, self._options.producer_name)
@@ -99,10 +94,6 @@ class _Writer:
                     names = self._partitions.get(topic) or [topic]
                     for number, share in split_rows(staged, len(names)):
                         staging.add(names[number], share)
-            staging.close()
-        except BaseException:
-            staging.abort()
-            raise
         partition = context.partitionId() if context is not None else 0
         return StagedRows(partition=partition, query=query, files=staging.files)
 
@@ -147,7 +138,7 @@ class _Writer:
 
     def _abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         if all(message is not None for message in messages):
-            # All tasks came through, so a commit was tried: it may have begun with these files.
+            # All tasks succeeded, so a commit was tried: it may use these files.
             return
         store = self._place.history().objects
         for message in _staged(messages):
@@ -183,11 +174,11 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
         query = context.getLocalProperty(_QUERY_ID) if context is not None else None
         batch = context.getLocalProperty(_BATCH_ID) if context is not None else None
         if query is None or batch is None:
-            raise InvalidRequestError("Spark does not say which query and batch this task is of")
+            raise InvalidRequestError("Spark did not pass the query and batch of this task")
         return self._stage(iterator, query=query, writer=query, batch=int(batch))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Appends what the tasks have staged, unless this micro-batch is in already."""
+        """Appends what the tasks staged, unless this micro-batch was appended before."""
         staged = _staged(messages)
         query = next((message.query for message in staged if message.query), None)
         if query is not None:

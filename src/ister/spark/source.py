@@ -1,7 +1,7 @@
 """The data source `ister`: what Spark finds behind `format("ister")`.
 
-Owns: which reader or writer a call gets. Spark builds this class in several processes, several
-times, so it does nothing but check options; stores are opened when there is something to read.
+Owns: which reader or writer a call gets. Spark creates this class in several processes, several
+times, so it only checks options; stores are opened when there is something to read.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ if TYPE_CHECKING:
     from ister.spark.sink import BatchWriter, StreamWriter
     from ister.spark.stream import StreamReader
 
-__all__ = ["IsterDataSource"]
-
 
 class IsterDataSource(DataSource):
-    """Topics as tables and streams."""
+    """The data source `ister`: topics as tables and streams."""
 
     @classmethod
     def name(cls) -> str:
-        """What follows `format`."""
+        """Returns the format's name."""
         return "ister"
 
     def schema(self) -> StructType:
-        """The columns of a row, or those that the option `columns` names.
+        """Returns the columns of a row, or those that the option `columns` names.
 
-        Asked for by `load()`: options that no read takes are refused there, not at the first row.
+        Called by `load()`, so that invalid options are refused there, not at the first row.
         """
         try:
             options = ReadOptions.parse(self.options, is_streaming=False)
@@ -49,7 +47,7 @@ class IsterDataSource(DataSource):
         return schema
 
     def reader(self, schema: StructType) -> BatchReader:
-        """For `spark.read`."""
+        """Returns the reader for `spark.read`."""
         options = ReadOptions.parse(self.options, is_streaming=False)
         batch = _load("batch")
         reader: BatchReader = (batch.PushdownReader if options.pushdown else batch.BatchReader)(
@@ -58,26 +56,26 @@ class IsterDataSource(DataSource):
         return reader
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - here: Spark's names
-        """For `spark.readStream`."""
+        """Returns the reader for `spark.readStream`."""
         options = ReadOptions.parse(self.options, is_streaming=True)
         reader: StreamReader = _load("stream").StreamReader(options, schema)
         return reader
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        """For `df.write`."""
+        """Returns the writer for `df.write`."""
         options = WriteOptions.parse(self.options, is_streaming=False)
         writer: BatchWriter = _load("sink").BatchWriter(options, schema, overwrite=overwrite)
         return writer
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
-        """For `df.writeStream`."""
+        """Returns the writer for `df.writeStream`."""
         options = WriteOptions.parse(self.options, is_streaming=True)
         writer: StreamWriter = _load("sink").StreamWriter(options, schema, overwrite=overwrite)
         return writer
 
 
 def _load(name: str) -> ModuleType:
-    """A module of this package, when it is needed: the session may never read a topic."""
+    """Imports a module of this package when it is needed."""
     try:
         return importlib.import_module(f"ister.spark.{name}")
     except ImportError as error:

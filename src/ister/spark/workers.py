@@ -1,37 +1,29 @@
-"""What Python workers of Spark do once, whatever task comes first.
+"""Tuning of Spark's Python workers.
 
-Loops over frames are compiled in the background where a process has read much; a worker's work is
-known beforehand, so it does that before it begins.
+Loops over frames are normally compiled in the background, once a process has read much; a worker
+knows its work in advance, and compiles them first.
 
-PySpark has the garbage collector go through everything behind each task of a worker that is used
-again, and our libraries are a few hundred thousand objects: a tenth of a second for nothing.
+PySpark runs a full garbage collection after each task of a reused worker, over a few hundred
+thousand objects of our libraries: a tenth of a second for nothing.
 
-The C library gives each buffer of some megabytes back to the system and asks for the next one, and
-the system clears every page of it: as much work as reading the file. A worker that goes from chunk
-to chunk keeps a few.
+A worker goes from chunk to chunk, and keeps memory for a few (`ister.allocator`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
-from contextlib import suppress
 from typing import Final
 
 from pyspark import TaskContext
 
 from ister import kernels
+from ister.allocator import keep_freed_buffers
 from ister.limits import MIB
-
-__all__ = ["compile_for", "keep_buffers", "spare_collector"]
 
 _MODULES_MIN: Final = 50
 _COMPILED_BYTES_MIN: Final = 4 * MIB
 
-# Numbers of glibc's <malloc.h>, and the most that it takes for the second one.
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
 _BUFFER_BYTES_MAX: Final = 32 * MIB
 _KEPT_BYTES_MAX: Final = 128 * MIB
 
@@ -40,36 +32,32 @@ _keeps_buffers = False
 
 
 def spare_collector() -> None:
-    """Has the collector pass over what is loaded by now; at the end of a task.
+    """Excludes loaded libraries from garbage collection; called at the end of a task.
 
-    Done again only when many modules have come since: how often is bounded by how many there are,
-    so nothing piles up over days.
+    Repeated only if many modules were loaded since, so that nothing accumulates over days.
     """
     global _modules_seen  # noqa: PLW0603 - of this process
     if TaskContext.get() is None or len(sys.modules) < _modules_seen + _MODULES_MIN:
-        return  # in a program of the user's, or done already
-    # First, so that no garbage is kept for good.
+        return  # in a user's program, or done already
+    # First, so that no garbage is kept.
     gc.collect()
     gc.freeze()
     _modules_seen = len(sys.modules)
 
 
 def keep_buffers() -> None:
-    """Has this process keep freed buffers for the next ones, about 128 MiB; before a task.
+    """Makes a worker reuse freed buffers, about 128 MiB; called before a task.
 
-    Elsewhere than in a worker, and where the C library cannot be asked for that, nothing changes.
+    Does nothing outside of a worker, or if the C library does not support it.
     """
     global _keeps_buffers  # noqa: PLW0603 - of this process
     if _keeps_buffers or TaskContext.get() is None:
         return
     _keeps_buffers = True
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _BUFFER_BYTES_MAX)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES_MAX)
+    keep_freed_buffers(buffer_bytes_max=_BUFFER_BYTES_MAX, kept_bytes_max=_KEPT_BYTES_MAX)
 
 
 def compile_for(size_bytes: int) -> None:
-    """Has loops over frames run as machine code, if a task has enough of them to be worth it."""
+    """Loads the JIT-compiled loops over frames, if a task reads enough."""
     if size_bytes >= _COMPILED_BYTES_MIN:
         kernels.load()

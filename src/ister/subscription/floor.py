@@ -13,20 +13,28 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Self
+from typing import Final, Self
+
+import msgspec
 
 from ister.errors import CapacityError, CorruptDataError, InvariantError, check
 
-__all__ = ["RANGES_MAX", "SAVED_MORE_MAX", "SAVED_RANGES_MAX", "AckFloor"]
-
 RANGES_MAX: Final = 10_000
-"""Ranges above the floor that acknowledgements of messages nobody waits for may make."""
+"""Ranges above the floor that acknowledgements of messages not held here may make."""
 
 SAVED_RANGES_MAX: Final = 4_096
 """Ranges in a stored cursor: some 100 KiB."""
 
 SAVED_MORE_MAX: Final = 32_768
 """Ranges after those: about as much again where messages of few consumers alternate."""
+
+_STORED_RANGES_MAX: Final = SAVED_RANGES_MAX + SAVED_MORE_MAX
+
+
+class _StoredRanges(msgspec.Struct):
+    floor: int
+    acked: list[tuple[int, int]]
+    more: list[int] = []
 
 
 class AckFloor:
@@ -42,11 +50,6 @@ class AckFloor:
         self._ends: list[int] = []
 
     @property
-    def range_count(self) -> int:
-        """How many ranges there are above the floor."""
-        return len(self._starts)
-
-    @property
     def end(self) -> int:
         """The first offset after all that are acknowledged."""
         return self._ends[-1] if self._ends else self.floor
@@ -55,13 +58,16 @@ class AckFloor:
         """The ranges above the floor, ascending."""
         return zip(self._starts, self._ends, strict=True)
 
+    def reset(self, floor: int) -> None:
+        """Restarts from another floor."""
+        self.floor = floor
+        self._starts.clear()
+        self._ends.clear()
+
     def ack(self, offset: int, ranges_max: int | None = RANGES_MAX) -> bool:
         """Acknowledges an offset; whether it was not before.
 
-        Args:
-            offset: Which one.
-            ranges_max: No more ranges than this are made; None where the caller has a bound of its
-                own.
+        No more than `ranges_max` ranges are made; None where the caller has a bound of its own.
 
         Raises:
             CapacityError: It would make another range, and there are as many as there may be.
@@ -139,56 +145,56 @@ class AckFloor:
         if self._ends and self._ends[-1] > end:
             self._ends[-1] = end
 
-    def to_json(self, ranges_max: int = SAVED_RANGES_MAX) -> dict[str, Any]:
-        """As it is stored: the floor, and the lowest ranges, half open.
+    @property
+    def saved_end(self) -> int:
+        """The end of the last range that `to_json` stores."""
+        ends = self._ends
+        return ends[min(len(ends), _STORED_RANGES_MAX) - 1] if ends else self.floor
 
-        `end` is where the last of them ends. `more` are ranges after `acked`, each by the distance
-        from the end of the one before and its length.
+    def to_json(self) -> dict[str, object]:
+        """Returns the floor and the lowest ranges, as they are stored.
+
+        `more` are ranges after `acked`, each by the distance from the end of the one before and its
+        length.
         """
-        starts, ends = self._starts, self._ends
-        ranges = zip(starts[:ranges_max], ends[:ranges_max], strict=True)
-        made: dict[str, Any] = {
-            "floor": self.floor,
-            "acked": [[start, end] for start, end in ranges],
-        }
-        last = ranges_max + SAVED_MORE_MAX
-        if len(starts) > ranges_max:
+        ranges = list(self.ranges())[:_STORED_RANGES_MAX]
+        acked = ranges[:SAVED_RANGES_MAX]
+        made: dict[str, object] = {"floor": self.floor, "acked": [list(one) for one in acked]}
+        if len(ranges) > len(acked):
             more: list[int] = []
-            before = ends[ranges_max - 1] if ranges_max else self.floor
-            rest = zip(starts[ranges_max:last], ends[ranges_max:last], strict=True)
-            for start, end in rest:
+            before = acked[-1][1]
+            for start, end in ranges[len(acked) :]:
                 more += (start - before, end - start)
                 before = end
             made["more"] = more
-        made["end"] = ends[min(len(ends), last) - 1] if ends else self.floor
+        made["end"] = self.saved_end
         return made
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any], *, floor: int | None = None) -> Self:
+    def from_json(cls, fields: Mapping[str, object], *, floor: int | None = None) -> Self:
         """Reads what `to_json` made.
 
         Args:
             fields: As stored.
-            floor: Where the cursor is now. If it has moved on, what is below it is forgotten. If it
-                was put back, everything is: the offsets may be other messages' by now.
+            floor: The cursor now. If it has moved on, what is below it is forgotten. If it was put
+                back, everything is: the offsets may be those of other messages by now.
 
         Raises:
-            CorruptDataError: It is something else.
+            CorruptDataError: The fields are not such ranges.
         """
         try:
-            stored = int(fields["floor"])
-            ranges = [(int(start), int(end)) for start, end in fields["acked"]]
-            at = ranges[-1][1] if ranges else stored
-            more = [int(number) for number in fields.get("more", ())]
-            for gap, length in zip(more[::2], more[1::2], strict=True):
+            stored = msgspec.convert(fields, _StoredRanges, strict=False)
+            ranges = stored.acked
+            at = ranges[-1][1] if ranges else stored.floor
+            for gap, length in zip(stored.more[::2], stored.more[1::2], strict=True):
                 ranges.append((at + gap, at + gap + length))
                 at += gap + length
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CorruptDataError(f"not acknowledged ranges: {error!r}") from error
-        made = cls(stored if floor is None else floor)
-        if made.floor < stored:
+        except ValueError as error:
+            raise CorruptDataError(f"not acknowledged ranges: {error}") from error
+        made = cls(stored.floor if floor is None else floor)
+        if made.floor < stored.floor:
             return made
-        before = stored
+        before = stored.floor
         for start, end in ranges:
             if not before < start < end:
                 raise CorruptDataError(f"acknowledged ranges out of order at {start}")
@@ -202,11 +208,7 @@ class AckFloor:
         return made
 
     def validate(self) -> None:
-        """Checks the invariants.
-
-        Raises:
-            InvariantError: One does not hold.
-        """
+        """Raises InvariantError if an invariant does not hold."""
         if len(self._starts) != len(self._ends):
             raise InvariantError("ranges without an end")
         before = self.floor

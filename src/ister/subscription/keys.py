@@ -17,8 +17,6 @@ from typing import Final
 
 from ister.errors import InvalidRequestError
 
-__all__ = ["FILTERS_MAX", "FILTER_CHARACTERS_MAX", "POINTS", "HashRing", "KeyFilter", "hash_key"]
-
 POINTS: Final = 100
 """Points of one consumer on the ring."""
 
@@ -75,9 +73,7 @@ class HashRing:
     def find(self, key: str, takes: Callable[[int], bool]) -> int | None:
         """The first consumer at or after the key's place that takes it; None if none does.
 
-        Args:
-            key: The key.
-            takes: Whether a consumer takes it; asked at most once for each.
+        `takes` says whether a consumer takes it; asked at most once for each.
         """
         points = self._points
         if not points:
@@ -138,7 +134,7 @@ class KeyFilter:
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         if isinstance(patterns, str):
-            raise InvalidRequestError("key filters are a list of patterns, not one text")
+            raise InvalidRequestError("key filters must be a list of patterns, not a string")
         if len(patterns) > FILTERS_MAX:
             raise InvalidRequestError(
                 f"{len(patterns)} key filters", hint=f"a consumer has at most {FILTERS_MAX}"

@@ -1,7 +1,7 @@
-"""What kinds of subscriptions there are, and what becomes of messages that fail.
+"""The kinds of subscriptions, and the failure policy: ack timeout, backoff of a nack, poison.
 
-Values only. A message has failed when its consumer said so (nack) or has had it for too long and
-has not answered (ack timeout); a consumer that goes away is no failure of the message.
+A message has failed when its consumer said so (nack), or did not answer in time (ack timeout). A
+consumer that disconnects is not a failure of the message.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
+
+import msgspec
 
 from ister.errors import InvalidRequestError
 from ister.model import TopicName
-
-__all__ = ["Backoff", "FailurePolicy", "PoisonPolicy", "SubscriptionKind"]
 
 _REDELIVERIES_MAX: Final = 1_000_000
 # A month. Longer is a mistake in the unit.
@@ -22,31 +22,31 @@ _DELAY_MS_MAX: Final = 31 * 24 * 3600 * 1000
 
 
 class SubscriptionKind(StrEnum):
-    """Who of a subscription's consumers gets a message."""
+    """How messages are shared between the consumers of a subscription."""
 
     EXCLUSIVE = "exclusive"
-    """The only one, in the order of offsets."""
+    """One consumer, in the order of offsets."""
     SHARED = "shared"
-    """Each in turn."""
+    """Each consumer in turn."""
     FAILOVER = "failover"
-    """The one that came first; when it goes, the next."""
+    """The consumer that attached first; when it detaches, the next."""
     KEY_SHARED = "key_shared"
-    """All messages of a key the same one, one after the other."""
+    """All messages of a key to the same consumer, one after the other."""
 
 
 class PoisonPolicy(StrEnum):
-    """What becomes of a message that has failed too often."""
+    """What happens to a message that has failed too often."""
 
     BLOCK = "block"
-    """Nothing after it is sent until somebody decides; with key_shared, nothing of its key."""
+    """No later message is sent until an operator decides; with key_shared, none of its key."""
     DROP = "drop"
-    """It is passed over."""
+    """It is dropped."""
     DEAD_LETTER = "dead_letter"
-    """It is published to another topic, and then passed over."""
+    """It is published to another topic."""
 
 
 class Backoff(StrEnum):
-    """How the pause before the next attempt grows."""
+    """How the delay before the next attempt grows."""
 
     FIXED = "fixed"
     EXPONENTIAL = "exponential"
@@ -54,10 +54,10 @@ class Backoff(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """How a subscription deals with messages that fail. Checked when it is made.
+    """What a subscription does with messages that fail.
 
     Raises:
-        InvalidRequestError: A value makes no sense; names it.
+        InvalidRequestError: A value is invalid; names it.
     """
 
     max_redelivery_count: int = 5
@@ -92,12 +92,10 @@ class FailurePolicy:
             )
 
     def delay_ms(self, attempt: int, requested: int | None = None) -> int:
-        """The pause after the failure of attempt number `attempt`, which counts from 1.
+        """The delay after the failure of attempt number `attempt`, which counts from 1.
 
-        Args:
-            attempt: How often the message has failed.
-            requested: What the consumer asked for; a longer pause than the policy's is granted
-                up to the policy's maximum.
+        A longer delay than the policy's that the consumer asked for (`requested`) is granted up to
+        the policy's maximum.
         """
         delay = self.base_redelivery_delay_ms
         if self.backoff is Backoff.EXPONENTIAL:
@@ -107,28 +105,23 @@ class FailurePolicy:
             delay = requested
         return min(delay, self.max_redelivery_delay_ms)
 
-    def to_json(self) -> dict[str, Any]:
-        """The policy as it is stored."""
-        return {
-            "max_redelivery_count": self.max_redelivery_count,
-            "ack_timeout_ms": self.ack_timeout_ms,
-            "base_redelivery_delay_ms": self.base_redelivery_delay_ms,
-            "max_redelivery_delay_ms": self.max_redelivery_delay_ms,
-            "backoff": str(self.backoff),
-            "poison": str(self.poison),
-            "dead_letter_topic": self.dead_letter_topic,
-        }
+    def to_json(self) -> dict[str, object]:
+        """Returns the policy as it is stored."""
+        return cast("dict[str, object]", msgspec.to_builtins(self))
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads a stored policy; what is not there has its default, what is unknown is ignored.
+    def from_json(cls, fields: Mapping[str, object]) -> Self:
+        """Reads a stored policy; missing fields have their defaults, unknown ones are ignored.
 
         Raises:
-            InvalidRequestError: A value makes no sense; names it.
+            InvalidRequestError: A value is invalid; names it.
         """
         if not isinstance(fields, Mapping):
             raise InvalidRequestError(f"a failure policy is an object, not {fields!r:.40}")
-        known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
+        # Any: the values are checked by `__post_init__`.
+        known: dict[str, Any] = {
+            name: fields[name] for name in cls.__dataclass_fields__ if name in fields
+        }
         return cls(**known)
 
 

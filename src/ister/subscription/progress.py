@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from ister.errors import InvalidRequestError
 
-__all__ = ["ProgressPlan"]
-
 
 class ProgressPlan:
     """When the next write of one subscription's progress is due.
@@ -35,13 +33,13 @@ class ProgressPlan:
         version: int = 0,
     ) -> None:
         if not flush_interval_seconds >= 0:
-            raise InvalidRequestError(f"progress_flush_interval_seconds {flush_interval_seconds}")
+            raise InvalidRequestError("progress_flush_interval_seconds must not be negative")
         if min_offset_delta < 1:
-            raise InvalidRequestError(f"progress_min_offset_delta {min_offset_delta}")
+            raise InvalidRequestError("progress_min_offset_delta must be at least 1")
         self._interval = flush_interval_seconds
         self._delta = min_offset_delta
         self._stored = (cursor, version)
-        self._noted = (cursor, version)
+        self._latest = (cursor, version)
         self._due: float | None = None
         self._not_before = float("-inf")
 
@@ -50,8 +48,8 @@ class ProgressPlan:
         """Whether there is anything to write, such as at shutdown, when it is not awaited."""
         return self._due is not None
 
-    def note(self, cursor: int, now: float, *, version: int = 0) -> None:
-        """Where the cursor is now.
+    def update(self, cursor: int, now: float, *, version: int = 0) -> None:
+        """Records where the cursor is now.
 
         Args:
             cursor: The first offset that is not acknowledged.
@@ -59,11 +57,19 @@ class ProgressPlan:
             version: Another number when what is saved beside the cursor has changed
                 (`Delivery.version`).
         """
-        noted = (cursor, version)
-        if noted == self._noted:
+        latest = (cursor, version)
+        if latest == self._latest:
             return
-        self._noted = noted
-        self._plan(now)
+        self._latest = latest
+        stored = self._stored
+        if (
+            self._due is None
+            or latest == stored
+            or stored[0] is None
+            or abs(cursor - stored[0]) >= self._delta
+        ):
+            self._plan(now)
+        # Else it is due already, and not later than this change would be.
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to write."""
@@ -75,14 +81,14 @@ class ProgressPlan:
         return None if self._due is None else max(self._due, self._not_before)
 
     def written(self, cursor: int, now: float, *, version: int | None = None) -> None:
-        """The store has this now. What was noted while it was written is still to be written.
+        """The store has this now. Later changes are still to be written.
 
         Args:
             cursor: That was written.
             now: Seconds.
-            version: Of the state that was written; as noted last if not given.
+            version: Of the state that was written; as latest last if not given.
         """
-        self._stored = (cursor, self._noted[1] if version is None else version)
+        self._stored = (cursor, self._latest[1] if version is None else version)
         self._not_before = float("-inf")
         self._due = None
         self._plan(now)
@@ -92,10 +98,10 @@ class ProgressPlan:
         self._not_before = now + retry_seconds
 
     def _plan(self, now: float) -> None:
-        if self._noted == self._stored:
+        if self._latest == self._stored:
             self._due = None
             return
-        cursor, stored = self._noted[0], self._stored[0]
+        cursor, stored = self._latest[0], self._stored[0]
         # Either way: a cursor that was put back by a seek is as far from the stored one.
         is_far = cursor is None or stored is None or abs(cursor - stored) >= self._delta
         due = now if is_far else now + self._interval

@@ -21,8 +21,6 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Final
 
-__all__ = ["ATTEMPT_MAX", "Receipts", "new_key"]
-
 ATTEMPT_MAX: Final = 255
 """Of a receipt; later attempts have this number, too."""
 
@@ -32,6 +30,9 @@ _NEIGHBOURS: Final = 8
 _HASHED: Final = Struct("<QQ")
 _HASHES: Final = Struct(f">{_NEIGHBOURS}Q")
 _CACHED_MAX: Final = 128
+# Of a receipt, the last two of which are the attempt.
+_DIGITS: Final = 16
+_LAST_DIGITS: Final = [b"%02x" % attempt for attempt in range(ATTEMPT_MAX + 1)]
 _STAMP: Final = re.compile(r"#([0-9a-f]{1,16})\.([0-9a-f]{16})\Z")
 
 
@@ -43,7 +44,7 @@ def new_key() -> str:
 class Receipts:
     """Makes and checks the receipts of one subscription."""
 
-    __slots__ = ("_cached", "_hash")
+    __slots__ = ("_cached", "_digits", "_hash")
 
     def __init__(self, key: str) -> None:
         """Uses the key of a subscription.
@@ -53,6 +54,7 @@ class Receipts:
         """
         self._hash = blake2b(key=key.encode(), digest_size=_HASHES.size)
         self._cached: dict[tuple[int, int], list[int]] = {}
+        self._digits: dict[tuple[int, int], bytes] = {}
 
     def token(self, consumer: int, offset: int, attempt: int = 1) -> int:
         """The receipt of a message that was delivered to a consumer; 64 bits."""
@@ -68,9 +70,23 @@ class Receipts:
         made.update(_HASHED.pack(*place))
         if len(self._cached) >= _CACHED_MAX:
             self._cached.clear()
-        hashes = [one & ~ATTEMPT_MAX for one in _HASHES.unpack(made.digest())]
+            self._digits.clear()
+        digest = made.digest()
+        hashes = [one & ~ATTEMPT_MAX for one in _HASHES.unpack(digest)]
         self._cached[place] = hashes
+        self._digits[place] = digest.hex().encode()
         return hashes
+
+    def hexadecimal(self, consumer: int, offset: int, attempt: int = 1) -> bytes:
+        """The receipt of `token` as `stamp` writes it."""
+        place = (consumer, offset // _NEIGHBOURS)
+        digits = self._digits.get(place)
+        if digits is None:
+            self._make(place)
+            digits = self._digits[place]
+        at = offset % _NEIGHBOURS * _DIGITS
+        last = attempt if attempt < ATTEMPT_MAX else ATTEMPT_MAX
+        return digits[at : at + _DIGITS - 2] + _LAST_DIGITS[last]
 
     def find_attempt(self, token: int, consumer: int, offset: int) -> int | None:
         """The attempt that a receipt is of; None if the receipt is not valid."""

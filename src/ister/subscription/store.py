@@ -1,4 +1,4 @@
-"""Subscriptions in the metadata store: what they are, who belongs to them, how far they have come.
+"""Subscriptions in the metadata store: their options, their consumers, their cursors.
 
     /subscriptions/<ns>/<topic>/<sub>/options     what it is; JSON, below
     /subscriptions/<ns>/<topic>/<sub>/progress    Progress: the cursor, and the rest in `delivery`
@@ -7,35 +7,37 @@
      "incarnation": "…", "consumers": {"<name>": {"id": 1, "filters": ["eu-*"], "seen_ms": 0}},
      "receipt_key": "…", "created_by": "user:ada", "principals": ["service:billing"]}
 
-`created_by` is missing where it is not known, `principals` where everybody may use it.
+`created_by` is missing where it is not known, `principals` where all may use it. Fields that this
+version does not know are kept.
 
-Owns: these two keys. Does not own: cursors without options, such as those of Spark's streams, which
-lie beside them: they are no subscriptions of a broker, and are left alone.
+Owns: these two keys. Does not own: cursors without options beside them, such as those of Spark's
+streams: they are not subscriptions of a broker.
 
 Invariants:
 
-- both keys come into being, and go, in one transaction: a subscription without a cursor would
-  begin at the end again after a restart, and pass over what it had not acknowledged;
-- every change is made on the condition that nobody changed the key since it was read, and, for a
-  topic that has an owner in the metadata store, that this is its owner: one that was replaced
-  changes nothing;
+- both keys are created and deleted in one transaction: a subscription without a cursor would start
+  at the end again after a restart, and skip what it had not acknowledged;
+- every change compares the key with what was read and, where a topic has an owner in the metadata
+  store, the owner's epoch: a broker that lost ownership changes nothing;
 - a cursor only moves forward, unless it is forced to (seek);
-- what belongs to another incarnation of the topic does not count.
+- records of another incarnation of the topic are ignored.
 
-What a crash leaves: a transaction happened or it did not.
-
-Thread-safe.
+A crash leaves a transaction done or not done. Thread-safe.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
+import msgspec
+
+from ister.bucket.cursors import DELIVERY, clip_progress
+from ister.bucket.names import TopicKeys
+from ister.bucket.ownership import OwnedTopic
 from ister.clock import Clock
 from ister.errors import (
     AlreadyExistsError,
@@ -60,17 +62,7 @@ from ister.metadata.base import (
 from ister.model import TopicName
 from ister.subscription.policy import FailurePolicy, SubscriptionKind
 from ister.subscription.receipts import new_key
-from ister.tier.cursors import DELIVERY, clip_progress
-from ister.tier.names import TopicKeys
-from ister.tier.ownership import OwnedTopic
-
-__all__ = [
-    "SUBSCRIPTION_NAME_CHARACTERS_MAX",
-    "StoredConsumer",
-    "StoredSubscription",
-    "SubscriptionStore",
-    "check_subscription_name",
-]
+from ister.subscription.saved_state import SavedState
 
 _log = logging.getLogger("ister.subscription.store")
 
@@ -81,17 +73,16 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _ATTEMPTS: Final = 5
 # Progress records may have 100 KiB and more.
 _PAGE: Final = 64
-_MISFITS: Final = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredConsumer:
-    """A consumer that belongs to a subscription, attached or not."""
+    """A consumer of a subscription, attached or not."""
 
     id: int
     filters: tuple[str, ...] = ()
     seen_ms: int = 0
-    """Milliseconds since the Unix epoch, when it last came or went."""
+    """When it last attached or detached, in milliseconds since the Unix epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +98,38 @@ class StoredSubscription:
     """By their names."""
     cursor: int
     """The first offset that is not acknowledged."""
-    saved: Mapping[str, Any] | None = None
-    """What `Delivery.saved` gave."""
+    saved: SavedState | None = None
+    """What `Delivery.saved` returned."""
     incarnation: str
     """Of the topic."""
     created_ms: int = 0
     receipt_key: str = field(default="", repr=False)
-    """Of `Receipts`; "" in what an earlier version has written."""
+    """The key of `Receipts`; "" in records of earlier versions."""
     created_by: str = ""
-    """The principal that made it; "" if that is not known."""
+    """The principal that created it; "" if that is not known."""
     principals: tuple[str, ...] | None = None
-    """Those who may use it; None for all who may consume the topic."""
+    """The principals that may use it; None for all that may consume the topic."""
+
+
+class _Options(msgspec.Struct):
+    """The options as they are stored."""
+
+    kind: SubscriptionKind
+    failure_policy: dict[str, object]
+    max_unacked_messages: int | None
+    incarnation: str
+    consumers: dict[str, StoredConsumer] = {}
+    created_ms: int = 0
+    receipt_key: str = ""
+    created_by: str = ""
+    principals: tuple[str, ...] | None = None
 
 
 def check_subscription_name(name: str) -> str:
-    """The name, if it is one.
+    """Returns a subscription's name.
 
     Raises:
-        InvalidRequestError: It is not.
+        InvalidRequestError: The name is invalid.
     """
     if (
         not isinstance(name, str)
@@ -141,8 +146,9 @@ def check_subscription_name(name: str) -> str:
 class SubscriptionStore:
     """The subscriptions of all topics; see the module header. Thread-safe.
 
-    With `owned`, changes are made as the topic's owner; without, for topics that have none in the
-    metadata store, on the condition alone that nobody else has made one.
+    With `owned`, changes are made as the topic's owner; without, only concurrent changes are
+    detected. Every method raises UnavailableError if the metadata store does not respond; changes
+    raise FencedError if another node owns the topic, and ConflictError if others keep changing it.
     """
 
     def __init__(self, metadata: MetadataStore, *, root_prefix: str, clock: Clock) -> None:
@@ -158,8 +164,6 @@ class SubscriptionStore:
         One whose options cannot be read is left out, and reported. One whose cursor cannot be read
         begins at 0: messages come twice, and none is lost.
 
-        Raises:
-            UnavailableError: The metadata store does not answer.
         """
         prefix = self._keys(topic).subscriptions
         found = {item.key: item for item in self._metadata.range(prefix)}
@@ -169,21 +173,17 @@ class SubscriptionStore:
                 continue
             name = key.removeprefix(prefix).removesuffix("/options")
             try:
-                fields = _load_options(item)
-                if fields["incarnation"] == incarnation:
+                options = _decode_options(item)
+                if options.incarnation == incarnation:
                     progress = found.get(f"{prefix}{name}/progress")
-                    loaded[name] = _subscription(name, fields, item, progress)
+                    loaded[name] = _subscription(name, options, item, progress)
             except CorruptDataError as error:
                 # One bad subscription must not keep the topic from the others.
                 _log.error("unreadable subscription", extra={"error": str(error)})
         return loaded
 
     def topics(self) -> list[TopicName]:
-        """Every topic that has a subscription, whatever its incarnation; sorted by namespace.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Returns all topics that have a subscription, of any incarnation; sorted by namespace."""
         prefix = f"{self._root}/subscriptions/"
         names: dict[TopicName, None] = {}
         start: str | None = None
@@ -213,18 +213,12 @@ class SubscriptionStore:
         window: int | None = None,
         created_by: str = "",
     ) -> StoredSubscription:
-        """Makes a subscription with its cursor, or gives the one that there is.
-
-        The one that there is keeps its kind, policy, window and cursor; it is the caller's business
-        whether they are the wanted ones.
+        """Creates a subscription with its cursor, or returns the existing one unchanged.
 
         Raises:
-            InvalidRequestError: The name is none.
+            InvalidRequestError: The name is invalid.
             AlreadyExistsError: A cursor of that name is in use by something else.
-            CorruptDataError: There is one, and it cannot be read.
-            FencedError: Somebody else owns the topic.
-            ConflictError: Others keep changing it.
-            UnavailableError: The metadata store does not answer.
+            CorruptDataError: It exists, and cannot be read.
         """
         keys = self._keys(topic)
         options_key, progress_key = _options_key(keys, name), keys.progress(name)
@@ -242,16 +236,16 @@ class SubscriptionStore:
         for _ in range(_ATTEMPTS):
             options, progress = self._metadata.get(options_key), self._metadata.get(progress_key)
             if options is not None:
-                fields = _load_options(options)
-                if fields["incarnation"] == incarnation:
-                    return _subscription(name, fields, options, progress)
+                known = _decode_options(options)
+                if known.incarnation == incarnation:
+                    return _subscription(name, known, options, progress)
             elif progress is not None:
                 _check_is_free(progress, incarnation)
             is_done = self._transact(
                 owned,
                 [_unchanged(options_key, options), _unchanged(progress_key, progress)],
                 [
-                    Put(options_key, _dump_options(made, {})),
+                    Put(options_key, _encode_options(made, {})),
                     Put(progress_key, self._encode(made.cursor, None, incarnation)),
                 ],
             )
@@ -266,15 +260,12 @@ class SubscriptionStore:
 
         Raises:
             NotFoundError: There is no such subscription (any more).
-            FencedError: Somebody else owns the topic.
-            ConflictError: Others keep changing it.
-            UnavailableError: The metadata store does not answer.
         """
         key = _options_key(self._keys(topic), stored.name)
         for _ in range(_ATTEMPTS):
             options = self._metadata.get(key)
             fields = self._require(topic, stored.name, options, stored.incarnation)
-            data = _dump_options(stored, fields)
+            data = _encode_options(stored, fields)
             if options is not None and options.value == data:
                 return
             if self._transact(owned, [_unchanged(key, options)], [Put(key, data)]):
@@ -299,7 +290,7 @@ class SubscriptionStore:
         name: str,
         *,
         cursor: int,
-        saved: Mapping[str, Any] | None,
+        saved: SavedState | None,
         incarnation: str,
         owned: OwnedTopic | None,
         force: bool = False,
@@ -311,9 +302,6 @@ class SubscriptionStore:
 
         Raises:
             NotFoundError: There is no such subscription (any more).
-            FencedError: Somebody else owns the topic.
-            ConflictError: Others keep changing it.
-            UnavailableError: The metadata store does not answer.
         """
         keys = self._keys(topic)
         options_key, key = _options_key(keys, name), keys.progress(name)
@@ -333,22 +321,11 @@ class SubscriptionStore:
         raise ConflictError("the cursor keeps changing", path=key)
 
     def clip(self, topic: TopicName, end: int, *, owned: OwnedTopic | None) -> list[str]:
-        """Puts back what speaks of offsets from a topic's end on; as `clip_progress`.
-
-        Raises:
-            ConflictError: Others keep changing it.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Removes offsets at or above a topic's end; as `clip_progress`."""
         return clip_progress(self._metadata, self._keys(topic).subscriptions, end, owned=owned)
 
     def delete(self, topic: TopicName, name: str, *, owned: OwnedTopic | None) -> bool:
-        """Removes a subscription with its cursor; whether there was one.
-
-        Raises:
-            FencedError: Somebody else owns the topic.
-            ConflictError: Others keep changing it.
-            UnavailableError: The metadata store does not answer.
-        """
+        """Removes a subscription with its cursor; whether there was one."""
         keys = self._keys(topic)
         options_key, progress_key = _options_key(keys, name), keys.progress(name)
         was_there = False
@@ -363,11 +340,7 @@ class SubscriptionStore:
         raise ConflictError("the subscription keeps changing", path=options_key)
 
     def delete_all(self, topic: TopicName) -> None:
-        """Removes every subscription and every cursor of a topic that is deleted.
-
-        Raises:
-            UnavailableError: The metadata store does not answer.
-        """
+        """Removes every subscription and every cursor of a topic that is deleted."""
         prefix = self._keys(topic).subscriptions
         for _ in range(_ATTEMPTS):
             try:
@@ -399,7 +372,7 @@ class SubscriptionStore:
     def _encode(
         self,
         cursor: int,
-        saved: Mapping[str, Any] | None,
+        saved: SavedState | None,
         incarnation: str,
         known: Progress | None = None,
     ) -> bytes:
@@ -416,9 +389,9 @@ class SubscriptionStore:
 
     def _require(
         self, topic: TopicName, name: str, options: KeyValue | None, incarnation: str
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         fields = {} if options is None else _load_options(options)
-        if options is None or fields["incarnation"] != incarnation:
+        if fields.get("incarnation") != incarnation:
             raise NotFoundError(
                 f"there is no subscription {name!r}", topic=str(topic), hint="subscribe first"
             )
@@ -457,74 +430,55 @@ def _read_progress(found: KeyValue | None, incarnation: str) -> Progress | None:
 
 
 def _subscription(
-    name: str, fields: Mapping[str, Any], options: KeyValue, progress: KeyValue | None
+    name: str, options: _Options, found: KeyValue, progress: KeyValue | None
 ) -> StoredSubscription:
-    known = _read_progress(progress, fields["incarnation"])
+    known = _read_progress(progress, options.incarnation)
     if known is None:
-        _log.error("a subscription without a cursor begins at 0", extra={"key": options.key})
+        _log.error("a subscription without a cursor starts at 0", extra={"key": found.key})
     saved = None if known is None else known.more.get(DELIVERY)
     try:
-        window = fields["max_unacked_messages"]
-        return StoredSubscription(
-            name=name,
-            kind=SubscriptionKind(fields["kind"]),
-            policy=FailurePolicy.from_json(fields["failure_policy"]),
-            window=None if window is None else int(window),
-            consumers={
-                str(consumer): StoredConsumer(
-                    id=int(item["id"]),
-                    filters=tuple(str(pattern) for pattern in item.get("filters", ())),
-                    seen_ms=int(item.get("seen_ms", 0)),
-                )
-                for consumer, item in fields.get("consumers", {}).items()
-            },
-            cursor=0 if known is None else known.offset,
-            saved=saved if isinstance(saved, dict) and saved else None,
-            incarnation=fields["incarnation"],
-            created_ms=int(fields.get("created_ms", 0)),
-            receipt_key=str(fields.get("receipt_key", "")),
-            created_by=str(fields.get("created_by", "")),
-            principals=_principals(fields.get("principals")),
-        )
-    except _MISFITS as error:
-        raise CorruptDataError(f"not a subscription: {error!r}", path=options.key) from error
+        policy = FailurePolicy.from_json(options.failure_policy)
+    except InvalidRequestError as error:
+        raise CorruptDataError(f"not a subscription: {error}", path=found.key) from error
+    return StoredSubscription(
+        name=name,
+        kind=options.kind,
+        policy=policy,
+        window=options.max_unacked_messages,
+        consumers=options.consumers,
+        cursor=0 if known is None else known.offset,
+        saved=saved if isinstance(saved, dict) and saved else None,
+        incarnation=options.incarnation,
+        created_ms=options.created_ms,
+        receipt_key=options.receipt_key,
+        created_by=options.created_by,
+        principals=options.principals,
+    )
 
 
-def _principals(stored: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - as it was stored
-    if stored is None:
-        return None
-    if not isinstance(stored, list) or not all(isinstance(one, str) for one in stored):
-        # Not to be taken for a subscription that everybody may use.
-        raise ValueError("principals are a list of texts")
-    return tuple(stored)
-
-
-def _load_options(found: KeyValue) -> dict[str, Any]:
-    """The fields of a subscription's options.
-
-    Raises:
-        CorruptDataError: They are something else; names the key.
-    """
+def _load_options(found: KeyValue) -> dict[str, object]:
+    """Reads all fields of a subscription's options, also unknown ones."""
     try:
-        fields = json.loads(found.value)
-    except (ValueError, RecursionError) as error:
-        raise CorruptDataError("not JSON", path=found.key) from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("incarnation"), str):
-        raise CorruptDataError("not a subscription", path=found.key)
-    return fields
+        return msgspec.json.decode(found.value, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptDataError(f"not a subscription: {error}", path=found.key) from error
 
 
-def _dump_options(stored: StoredSubscription, known: Mapping[str, Any]) -> bytes:
-    """The JSON of a subscription's options; fields that this code does not know are kept."""
-    fields: dict[str, Any] = {
+def _decode_options(found: KeyValue) -> _Options:
+    try:
+        return msgspec.json.decode(found.value, type=_Options)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptDataError(f"not a subscription: {error}", path=found.key) from error
+
+
+def _encode_options(stored: StoredSubscription, known: Mapping[str, object]) -> bytes:
+    """Returns the JSON of a subscription's options; unknown fields are kept."""
+    fields: dict[str, object] = {
         **known,
-        "kind": str(stored.kind),
+        "kind": stored.kind,
         "failure_policy": stored.policy.to_json(),
         "max_unacked_messages": stored.window,
-        "consumers": {
-            name: {"id": item.id, "filters": list(item.filters), "seen_ms": item.seen_ms}
-            for name, item in stored.consumers.items()
-        },
+        "consumers": stored.consumers,
         "created_ms": stored.created_ms,
         "incarnation": stored.incarnation,
         "receipt_key": stored.receipt_key,
@@ -533,5 +487,5 @@ def _dump_options(stored: StoredSubscription, known: Mapping[str, Any]) -> bytes
         fields["created_by"] = stored.created_by
     fields.pop("principals", None)
     if stored.principals is not None:
-        fields["principals"] = list(stored.principals)
-    return json.dumps(fields, separators=(",", ":")).encode()
+        fields["principals"] = stored.principals
+    return msgspec.json.encode(fields)

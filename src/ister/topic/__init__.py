@@ -1,1 +1,43 @@
-"""Step 3: one log over its tiers. Cache, readers, watermarks, the log of all topics."""
+"""One log over all tiers: append, read, retention. Step 3 of a message.
+
+log                 all topics of one data directory
+topic               one topic: what programs append to and read from
+append              from a caller's message to a frame in the buffer
+dedup               producer deduplication by sequence numbers
+batches             exactly-once batches of staged rows
+cache               the newest messages, in memory
+reader              one reader over bucket, local files, cache and live messages
+aio                 a topic for asyncio
+columns             messages as Arrow record batches
+message             a message as its reader gets it
+arguments           checks of payloads and offsets
+partitioned         a partitioned topic
+
+uploads             when a topic is uploaded, the upload, how far it is behind
+upload_plan         which objects an upload would make
+pace                slows uploads down beside a busy producer
+bucket_link         local retention, checks, repairs and garbage of a topic with a bucket
+retention           which local files may be removed, by age and by size
+local_trim          runs that without a bucket
+background          the threads: lease, uploads, retention
+disk                free space: the watermark for appends, and the reserve
+
+opening             opens a topic with a bucket
+reconcile           compares its local files with the catalog
+stores              object store, metadata store and membership of a log
+directories         the directories of topics
+known_topics        which topics exist
+node                the identity of a data directory
+node_clock          steps of the node's clock
+gauges              the gauges of a log
+
+history             the bucket, read without owning anything
+local_tail          local files, read by a process that does not own the topic
+describe            the description of a topic, for all outputs
+offline             describes topics without opening them
+survey, survey_object, survey_archive    examine files and objects, damaged or not
+repair              restores what one tier lost from the other
+offline_repair      `ister repair`
+metadata_recovery   `ister recover`
+pipeline_status     whether a pipeline runs, and its last reports
+"""

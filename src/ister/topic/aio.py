@@ -1,25 +1,25 @@
-"""The asyncio edge of a topic: the same log and the same reader, awaited instead of blocked on.
+"""A topic for asyncio: calls are awaited instead of blocking.
 
-No logic of its own. Whatever may touch a disk runs in a worker thread; what is in the cache is
-read on the loop itself. All tasks of a loop that wait for a topic share one waiter in the log, so
-an append wakes the loop once however many of them there are; each task has a future of its own,
-so cancelling one never disturbs another.
+Whatever may touch a disk runs in a worker thread; what is in the cache is read on the loop itself.
+All tasks of a loop that wait for a topic share one waiter in the log, so an append wakes the loop
+once however many of them there are; each task has its own future, so cancelling one does not affect
+the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from ister.errors import CapacityError, ClosedError, DiskError, IsterError, WaitTimeoutError
 from ister.model import AckLevel, Start
+from ister.topic.append import MessageFields
 from ister.topic.arguments import as_bytes
 from ister.topic.message import Message
 from ister.topic.reader import TAIL_SAMPLE
@@ -28,11 +28,9 @@ from ister.wal.waiters import Waiter
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ister.topic.tier import Tiered
     from ister.topic.topic import Topic
+    from ister.topic.uploads import Tiered
     from ister.wal.log import Wal
-
-__all__ = ["AsyncReader", "AsyncTopic"]
 
 _COMPACT_MIN = 64
 
@@ -50,58 +48,25 @@ class AsyncTopic:
     async def append(
         self,
         payload: bytes | bytearray | memoryview,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        producer_name: str = "",
-        publish_time: datetime | int | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
+        **fields: Unpack[MessageFields],
     ) -> int:
         """Like `Topic.append`, but awaits where that would block.
 
         If the task is cancelled while it waits, nothing was appended.
         """
         payload = as_bytes(payload)
-        return await self._admitted(
-            len(payload),
-            partial(
-                self._topic.append,
-                payload,
-                attributes=attributes,
-                routing_key=routing_key,
-                producer_name=producer_name,
-                publish_time=publish_time,
-                schema_id=schema_id,
-                schema_version=schema_version,
-            ),
-        )
+        return await self._admitted(len(payload), partial(self._topic.append, payload, **fields))
 
     async def append_many(
         self,
         payloads: Iterable[bytes | bytearray | memoryview],
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        producer_name: str = "",
-        publish_time: datetime | int | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
+        **fields: Unpack[MessageFields],
     ) -> range:
         """Like `Topic.append_many`, but awaits where that would block."""
         messages = [as_bytes(payload) for payload in payloads]
         return await self._admitted(
             sum(map(len, messages)),
-            partial(
-                self._topic.append_many,
-                messages,
-                attributes=attributes,
-                routing_key=routing_key,
-                producer_name=producer_name,
-                publish_time=publish_time,
-                schema_id=schema_id,
-                schema_version=schema_version,
-            ),
+            partial(self._topic.append_many, messages, **fields),
         )
 
     async def append_arrow(self, batch: pa.RecordBatch) -> range:
@@ -143,7 +108,7 @@ class AsyncTopic:
     async def wait(
         self, offset: int, level: AckLevel | str | None = None, timeout: float | None = None
     ) -> None:
-        """As `Topic.wait`. A cancelled wait leaves the message as it is."""
+        """Like `Topic.wait`. A cancelled wait leaves the message as it is."""
         topic = self._topic
         level = topic.resolve_level(level)
         if not 0 <= offset < topic.wal.next:
@@ -173,19 +138,19 @@ class AsyncTopic:
             ) from error
 
     async def flush(self) -> int:
-        """As `Topic.flush`."""
+        """Like `Topic.flush`."""
         return await asyncio.to_thread(self._topic.flush)
 
     async def rotate(self) -> bool:
-        """As `Topic.rotate`."""
+        """Like `Topic.rotate`."""
         return await asyncio.to_thread(self._topic.rotate)
 
     async def upload(self) -> Tiered:
-        """As `Topic.upload`."""
+        """Like `Topic.upload`."""
         return await asyncio.to_thread(self._topic.upload)
 
     def reader(self, start: Start = "earliest", *, end: int | None = None) -> AsyncReader:
-        """As `Topic.reader`; a start by time may read files, on the loop."""
+        """Like `Topic.reader`; a start by time may read files, on the loop."""
         return AsyncReader(self, self._topic, start, end)
 
     async def read(
@@ -196,7 +161,7 @@ class AsyncTopic:
         follow: bool = False,
         timeout: float | None = None,
     ) -> AsyncIterator[Message]:
-        """As `Topic.read`."""
+        """Like `Topic.read`."""
         reader = self.reader(start, end=end)
         try:
             if not follow:
@@ -209,7 +174,7 @@ class AsyncTopic:
             reader.close()
 
     async def _limit(self, reader: AsyncReader, end: int | None, timeout: float | None) -> None:
-        """Has a reader end with what was appended before now, as `Topic.read` does."""
+        """Limits a reader to what was appended before now, as `Topic.read` does."""
         wal = self._topic.wal
         upto = wal.next if end is None else min(end, wal.next)
         if upto > wal.visible:
@@ -220,7 +185,7 @@ class AsyncTopic:
         reader.core.limit(upto)
 
     def hub(self, level: AckLevel, *, is_patient: bool) -> _Hub:
-        """What the tasks of the running loop wait in for one watermark."""
+        """The hub of the running loop for one watermark."""
         loop = asyncio.get_running_loop()
         hub = self._last_hub
         if hub is not None and hub.serves(loop, level, is_patient):
@@ -240,8 +205,8 @@ class AsyncReader:
     def __init__(self, edge: AsyncTopic, topic: Topic, start: Start, end: int | None) -> None:
         self._edge = edge
         self._wal = topic.wal
-        # A read in a worker thread that its task gave up on. It moves the reader all the same, so
-        # its messages belong to whoever asks next.
+        # A read in a worker thread whose task was cancelled. It moves the reader all the same, so
+        # the next call gets its messages.
         self._left_behind: asyncio.Future[Sequence[Message]] | None = None
         self._waiting: asyncio.Future[None] | None = None
         self._wait_count = 0
@@ -251,7 +216,7 @@ class AsyncReader:
     async def next_batch(
         self, max_messages: int = 4096, max_bytes: int = 1 << 22, timeout: float | None = None
     ) -> Sequence[Message]:
-        """As `Reader.next_batch`. A call that is cancelled or times out has taken no message."""
+        """Like `Reader.next_batch`. A call that is cancelled or times out has taken no message."""
         if timeout is None:  # the usual case, without the cost of a timer
             return await self._next_batch(max_messages, max_bytes)
         deadline: asyncio.Timeout
@@ -289,8 +254,8 @@ class AsyncReader:
         if self._left_behind is None:
             loop = asyncio.get_running_loop()
             self._left_behind = loop.run_in_executor(None, self.core.poll, max_messages, max_bytes)
-            # Whoever asks next is told. If nobody does, as the reader is closed, nobody misses it.
-            self._left_behind.add_done_callback(_note_exception)
+            # The next call gets the exception. If there is none, the reader was closed.
+            self._left_behind.add_done_callback(_retrieve_exception)
         reading = self._left_behind
         try:
             messages = await asyncio.shield(reading)
@@ -315,7 +280,7 @@ class AsyncReader:
         return hub.loop.time() - hub.passed_at
 
     def close(self) -> None:
-        """Ends the reader; a task that waits in it is told. Called on the task's loop."""
+        """Ends the reader and wakes a task that waits in it. Called on the task's loop."""
         self.core.close()
         waiting = self._waiting
         if waiting is not None and not waiting.done():
@@ -324,8 +289,8 @@ class AsyncReader:
             )
 
 
-def _note_exception(done: asyncio.Future[Sequence[Message]]) -> None:
-    """Keeps the loop from complaining that nobody has looked at it."""
+def _retrieve_exception(done: asyncio.Future[Sequence[Message]]) -> None:
+    """Keeps the event loop from logging that the exception was never retrieved."""
     if not done.cancelled():
         done.exception()
 
@@ -349,7 +314,7 @@ class _Hub:
         """When the log last called, by the loop's clock."""
 
     def serves(self, loop: asyncio.AbstractEventLoop, level: AckLevel, is_patient: bool) -> bool:
-        """Whether this is the hub for these."""
+        """Whether this is the hub of this loop and watermark."""
         return self.loop is loop and self._level is level and self._is_patient == is_patient
 
     def passed(self, offset: int) -> asyncio.Future[None] | None:
@@ -372,7 +337,7 @@ class _Hub:
         return self._wal.watermark(self._level)
 
     def _enlist(self) -> None:
-        """Has the log call back for the lowest offset that someone waits for."""
+        """Registers a callback for the lowest offset that a task waits for."""
         while self._heap:
             waiter = Waiter(self._heap[0][0], self._on_passed, is_patient=self._is_patient)
             previous, self._enlisted = self._enlisted, waiter

@@ -1,15 +1,9 @@
-"""What callers pass for payloads, offsets and points in time, checked once for all ways in."""
+"""Checks payloads, offsets, ack levels and codecs that callers pass."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
-
 from ister.errors import InvalidRequestError
-
-__all__ = ["PUBLISH_TIME_MS_MAX", "as_bytes", "as_milliseconds", "as_offset"]
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-PUBLISH_TIME_MS_MAX = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // timedelta(milliseconds=1)
+from ister.model import AckLevel, Codec
 
 
 def as_bytes(payload: object) -> bytes:
@@ -21,13 +15,13 @@ def as_bytes(payload: object) -> bytes:
     if isinstance(payload, bytes | bytearray | memoryview):
         return bytes(payload)
     raise InvalidRequestError(
-        f"a payload is bytes, not {type(payload).__name__}",
-        hint="encode text first: text.encode()" if isinstance(payload, str) else None,
+        f"payload must be bytes, not {type(payload).__name__}",
+        hint="use .encode()" if isinstance(payload, str) else None,
     )
 
 
 def as_offset(name: str, value: object) -> int:
-    """An offset that a caller gave for the argument `name`.
+    """Checks an offset that a caller passed as the argument `name`.
 
     Raises:
         InvalidRequestError: It is not a whole number from 0 on.
@@ -43,22 +37,45 @@ def as_offset(name: str, value: object) -> int:
     return value
 
 
-def as_milliseconds(moment: datetime | int) -> int:
-    """A point in time in milliseconds since the Unix epoch.
+def parse_ack(level: AckLevel | str) -> AckLevel:
+    """An ack level by its name.
 
     Raises:
-        InvalidRequestError: It has no time zone, or no message can have it.
+        InvalidRequestError: There is no such level.
     """
-    if isinstance(moment, datetime):
-        if moment.tzinfo is None:
-            raise InvalidRequestError(
-                "a point in time needs a time zone", hint="datetime.now(UTC), for example"
-            )
-        milliseconds = (moment - _EPOCH) // timedelta(milliseconds=1)
-    elif isinstance(moment, int) and not isinstance(moment, bool):
-        milliseconds = moment
-    else:
-        raise InvalidRequestError(f"{moment!r} is neither a datetime nor milliseconds")
-    if not 0 <= milliseconds <= PUBLISH_TIME_MS_MAX:
-        raise InvalidRequestError(f"the time {moment!r} is before 1970 or too far ahead")
-    return milliseconds
+    try:
+        return AckLevel(level)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"there is no ack level {level!r}", hint=f"one of: {', '.join(AckLevel)}"
+        ) from error
+
+
+def check_ack(level: AckLevel, *, has_bucket: bool, has_files: bool) -> AckLevel:
+    """The level, if a log with or without a bucket and files can reach it.
+
+    Raises:
+        InvalidRequestError: It cannot.
+    """
+    if level is AckLevel.TIERED and not has_bucket:
+        raise InvalidRequestError("this log has no object store, so nothing becomes tiered")
+    if level is not AckLevel.MEMORY and not has_files:
+        raise InvalidRequestError(
+            f"this log is in memory, so nothing becomes {level}",
+            hint="open a directory, or use ack='memory'",
+        )
+    return level
+
+
+def parse_codec(codec: Codec | str) -> Codec:
+    """A codec by its name.
+
+    Raises:
+        InvalidRequestError: There is no such codec.
+    """
+    try:
+        return Codec(codec)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"there is no codec {codec!r}", hint=f"one of: {', '.join(Codec)}"
+        ) from error

@@ -5,13 +5,12 @@
     pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
     tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
 
-Owns: threads and when things are due. Does not own: how anything is done (`tier`).
+Owns: threads and when things are due. Does not own: how it is done (`uploads`, `bucket_link`).
 
 With `storage.uploader.engine: auto`, uploads are left to a pipeline while one holds the lease, and
 taken back when it does not; a topic that it leaves behind for long is uploaded here all the same.
 
-One topic's trouble is its own: an error is logged and counted where it happens, the topic pauses,
-and the others go on.
+A failing topic does not affect others: its error is logged and counted, and its uploads pause.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from functools import partial
 from typing import Final
 
 from ister import threads
+from ister.bucket.pipeline import PipelineKeys, PipelineWatch
 from ister.clock import Clock
 from ister.config import Engine, StorageConfig
 from ister.errors import ClosedError, FencedError, IsterError
-from ister.tier.pipeline import PipelineKeys, PipelineWatch
-from ister.topic.tier import TopicTier
-from ister.topic.tiers import Tiers
+from ister.topic.bucket_link import TopicTier
+from ister.topic.stores import Tiers
 from ister.topic.topic import Topic
-
-__all__ = ["Background"]
 
 _log = logging.getLogger("ister.topic.background")
 
@@ -52,7 +49,7 @@ _CHECKS_PER_SECOND: Final = 4.0
 
 
 class Background:
-    """The threads of one log; see the module header."""
+    """The background threads of one log."""
 
     def __init__(
         self,
@@ -98,7 +95,7 @@ class Background:
         ]
 
     def add(self, topic: Topic) -> None:
-        """A topic was opened."""
+        """Adds a topic that was opened."""
         tier = topic.tier
         if tier is None:
             return
@@ -136,7 +133,7 @@ class Background:
         return False
 
     def stop(self) -> None:
-        """Ends the threads; a cycle under way is given up between two chunks."""
+        """Ends the threads; a running upload stops between two chunks."""
         self._stopping.set()
         self._look.set()
         for topic in self._topics():
@@ -284,7 +281,7 @@ class Background:
             tier.is_retaining = False
 
     def _check(self, topic: Topic) -> None:
-        """Objects may have been lost while nobody looked; local files may still have them."""
+        """Uploads lost objects of a newly opened topic again while local files still have them."""
         if topic.tier is None:
             return
         try:

@@ -4,20 +4,20 @@
              (bucket)        (bucket)    (metadata)  (topic)          (metadata)
 
 A writer has a name and numbers its batches, as a streaming query does. Its newest batch is
-remembered with the topic. Asked for a batch that is done, the answer is "known". Asked for one of
-which rows are in, the rows of the *first* asking are carried to their end, from its manifest:
-whoever asks again may bring the same rows in another order, or others.
+remembered with the topic. A request for a batch that is done is answered with "known". If some rows
+of the batch are in the topic, the remaining rows of the *first* request are appended, from its
+manifest: a repeated request may bring the same rows in another order, or other rows.
 
 Which rows are in already is read from the log itself: each carries the batch's identity (in
 Danube's `producer_id`) and its number in the batch (in `request_id`). Rows are appended in that
-order, so the highest number found is where to go on. Other producers may append in between. The
-same look tells, after a disk was lost, that a batch which was done is not in any more.
+order, so the highest number found is where to continue. Other producers may append in between.
+After a disk was lost, the same search shows that a finished batch is not in the topic any more.
 
 Owns: the order of these steps. Does not own: the staging of files, the topic's lock; only the
 topic's owner calls this, one call at a time per topic.
 
 What a crash leaves, by the step it came after: staged files (swept when they are old); a batch that
-is begun, which the next asking finishes; staged files of a batch that is done (swept).
+is begun, which the next request finishes; staged files of a batch that is done (swept).
 
 Readers may see the first rows of a batch before its last ones, as with every producer.
 """
@@ -36,6 +36,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ister import failpoints
+from ister.bucket.names import staging_prefix
+from ister.bucket.ownership import OwnedTopic
 from ister.clock import Clock
 from ister.errors import (
     CommitUnknownError,
@@ -48,16 +50,12 @@ from ister.errors import (
 )
 from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
 from ister.format.records import WriterRecord, decode_writer, encode_writer
-from ister.format.staging import BLOCK_HEADER_SIZE, decode_block, parse_block_size
+from ister.format.staged_rows import BLOCK_HEADER_SIZE, decode_block, parse_block_size
 from ister.limits import MANIFEST_BYTES_MAX, MIB
 from ister.metadata.base import Absent, Compare, Delete, Put, RevisionIs
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectStore
-from ister.tier.names import staging_prefix
-from ister.tier.ownership import OwnedTopic
 from ister.topic.topic import Topic
-
-__all__ = ["AppendedBatch", "Gate", "StagedBatch", "append_staged", "check_writer_name"]
 
 _log = logging.getLogger("ister.topic.batches")
 
@@ -73,7 +71,7 @@ class StagedBatch:
     """Rows in the bucket that are to become messages of one topic."""
 
     writer: str
-    """Who writes: batches of one writer are told apart by their numbers."""
+    """The writer's name; its batches are distinguished by their numbers."""
     batch: int
     files: tuple[StagedFile, ...]
     """In the order in which rows are appended."""
@@ -82,13 +80,13 @@ class StagedBatch:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return sum(file.rows for file in self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendedBatch:
-    """What has become of a batch."""
+    """The result of appending a batch."""
 
     start: int
     end: int
@@ -99,7 +97,7 @@ class AppendedBatch:
 
 
 def check_writer_name(name: str) -> None:
-    """Refuses what cannot be part of a key.
+    """Refuses a writer name that cannot be part of a key.
 
     Raises:
         InvalidRequestError: It cannot.
@@ -157,7 +155,7 @@ def append_staged(
 
     Raises:
         InvalidRequestError: A name or a key is not one of this topic's staging.
-        ConflictError: Half a batch cannot be finished, or somebody else writes under this name.
+        ConflictError: Half a batch cannot be finished, or another writer uses this name.
         NotFoundError: A staged file is lost; nothing was appended.
         FencedError: Another owner has the topic.
         UnavailableError: A store does not answer; ask again.
@@ -168,7 +166,7 @@ def append_staged(
 
 
 class _Appending:
-    """One asking for one batch."""
+    """One request to append a batch."""
 
     def __init__(
         self,
@@ -190,13 +188,13 @@ class _Appending:
         self._key = owned.catalog.keys.writer(staged.writer)
 
     def run(self) -> AppendedBatch:
-        """See the module header."""
+        """Appends the batch; the module header describes the steps."""
         staged = self._staged
         self._check_keys(staged.files)
         record, revision = self._load()
         if record is not None and record.batch > staged.batch:
             _log.warning(
-                "a batch was passed over: its writer had come further",
+                "an older batch was skipped: its writer has appended a newer one",
                 extra={
                     "topic": self._topic.name,
                     "writer": staged.writer,
@@ -237,7 +235,7 @@ class _Appending:
         return AppendedBatch(start=done.start, end=done.end, rows=done.rows, is_known=False)
 
     def _carry_on(self, record: WriterRecord, revision: int | None) -> int | None:
-        """Finishes an older batch of which rows are in; returns the revision of the record."""
+        """Finishes an older batch that was appended in part; returns the revision of the record."""
         begun = self._resume(record, revision)
         if begun is None:
             return revision
@@ -261,7 +259,7 @@ class _Appending:
         return record, found.revision
 
     def _is_in(self, record: WriterRecord) -> bool:
-        """Whether a batch that was done still is: a disk may have been lost with its rows since.
+        """Whether the rows of a finished batch are still there: a disk may have been lost since.
 
         Its last row tells, unless retention has taken that: then the batch was in.
         """
@@ -281,17 +279,17 @@ class _Appending:
         return bool(row.to_pydict() == mine)
 
     def _resume(self, record: WriterRecord, revision: int | None) -> _Begun | None:
-        """How to finish a batch of which rows may be in; None if none is: it is begun anew.
+        """How to finish a batch that may be appended in part; None to begin it again.
 
         Raises:
             ConflictError: A part of it is in the topic, and the rest is lost.
         """
         synced = self._topic.flush()
-        # After a lost disk offsets are given out again, and rows may lie below where they were.
+        # After a disk was lost, offsets are assigned again, and rows may have lower ones now.
         record = replace(record, start=min(record.start, synced), is_done=False)
         have, end = self._count_rows(record)
         if have == 0:
-            # These rows are as good as those: whoever asks again may have mended something.
+            # The new rows are as good as the first ones: the writer may have corrected them.
             return None
         try:
             files = self._read_manifest(record.manifest)
@@ -304,20 +302,20 @@ class _Appending:
                     f"the staged files of the rest are lost: {error.message}",
                     topic=self._topic.name,
                     offset=record.start,
-                    hint="look at the rows from this offset on, and begin with a new checkpoint",
+                    hint="check the rows from this offset on, and start with a new checkpoint",
                 ) from error
         revision = self._change(revision, Put(self._key, encode_writer(record)))
         return _Begun(record=record, revision=revision, files=files, have=have, end=end)
 
     def _check_files(self, files: tuple[StagedFile, ...]) -> None:
-        """Finds out before the first row is appended that one of them cannot be read."""
+        """Checks that all files can be read, before the first row is appended."""
         self._check_keys(files)
         for file in files:
             if self._objects.stat(file.key).size != file.size_bytes:
                 raise CorruptDataError("a staged file has another size", path=file.key)
 
     def _check_keys(self, files: tuple[StagedFile, ...]) -> None:
-        """Refuses objects that are something else: staged files are removed at the end."""
+        """Refuses keys of other objects: staged files are removed at the end."""
         prefix = staging_prefix(self._name)
         for file in files:
             if not file.key.startswith(prefix) or ".." in file.key.split("/"):
@@ -330,7 +328,7 @@ class _Appending:
     def _check_codec(self, files: tuple[StagedFile, ...]) -> None:
         """Refuses rows with fields that the older codec lacks before one of them is appended.
 
-        Whoever staged them may not have known the topic's codec; all else was checked there.
+        The writer may not have known the topic's codec; it has checked everything else.
         """
         for file in files:
             for batch in self._read_rows(file):
@@ -346,7 +344,7 @@ class _Appending:
         return decode_manifest(self._objects.read(key, 0, MANIFEST_BYTES_MAX), key=key)
 
     def _count_rows(self, record: WriterRecord) -> tuple[int, int]:
-        """How many rows of the batch are in the topic, always the first so many, and their end."""
+        """The number of the batch's rows in the topic, always its first ones, and their end."""
         topic = self._topic
         start = max(record.start, topic.earliest)
         mine = pa.scalar(_identity_of(record, self._staged.writer), pa.uint64())
@@ -361,7 +359,7 @@ class _Appending:
     # -- steps ------------------------------------------------------------------------------
 
     def _begin(self, revision: int | None) -> _Begun:
-        """Notes what the batch consists of; from here on these rows are the batch."""
+        """Records the batch's files; from here on these rows are the batch."""
         staged = self._staged
         self._check_files(staged.files)
         if self._topic.codec is Codec.BINCODE1:
@@ -464,7 +462,7 @@ class _Appending:
                 return found.revision if found is not None else None
             if (found.revision if found is not None else None) != revision:
                 raise ConflictError(
-                    "somebody else writes batches under this writer's name",
+                    "another process writes batches under this writer's name",
                     topic=self._topic.name,
                     path=self._key,
                 )
@@ -504,13 +502,13 @@ class _Begun:
 
 
 def _identity_of(record: WriterRecord, writer: str) -> int:
-    """What marks a batch's rows in the log: never 0, which is a message of no batch."""
+    """The id of a batch's rows in the log; never 0, which means no batch."""
     text = f"{record.incarnation}/{writer}/{record.batch}/{record.manifest}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") or 1
 
 
 def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch in pieces that do not keep other producers waiting for long."""
+    """A batch in pieces small enough that other producers do not wait for long."""
     if not batch.num_rows:
         return
     pieces = max(1, batch.nbytes // _ENCODE_BYTES)

@@ -1,50 +1,60 @@
 """The newest messages of a topic, in memory, for readers near the tail.
 
-A ring by offset, bounded by count and by bytes. A slot holds the body of a message appended on its
-own, or the run of frames that its message was appended with: all rows of a batch share one entry,
-so that a batch costs no object per message until somebody reads it. Bodies are decoded at most once
-however many readers there are, because the decoded message is kept beside its entry.
+A ring by offset, bounded by count and by bytes. A slot refers to the run of frames that its message
+belongs to, which is one chunk of the append buffer, so a message costs nothing here until it is
+read. A body is decoded at most once however many readers there are, because the decoded message
+is kept beside its entry.
 
-A run counts with all its bytes until its last message has left: so long they are in memory.
+A run counts with all of its bytes until its last message is evicted, because they stay in memory
+until then. A run that is larger than the cache may be is split into bodies.
 
 Owns: the ring. Does not own: visibility; a cached message may be above what readers may see.
-All methods are called with the log's lock held; they are short. A message is put here
-before the log accepts it, so that every accepted message is cached; `mend` drops messages that were
-not accepted.
+All methods are called with the log's lock held; they are short. The append buffer adds each chunk
+when it is sealed; readers first seal the open chunk (`Wal.fill_cache`), so that every accepted
+message is found. Nothing here survives a crash; readers fall back to the files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
-from ister.format.frame import FRAME_HEADER_SIZE, scan_frames
+from ister.format.frame import FRAME_HEADER_SIZE, frame_starts
 from ister.model import Codec
 from ister.topic.message import Message, make_message
-
-__all__ = ["Cache"]
+from ister.wal.buffer import Chunk
 
 _T = TypeVar("_T")
 
 
 class _Run:
-    """Frames of the messages `first` up to, not including, `end`, as they are in the log."""
+    """The frames of a chunk, as they are in the log."""
 
-    __slots__ = ("_starts", "data", "end", "first")
+    __slots__ = ("_chunk", "_data", "_starts", "end", "first", "size_bytes")
 
-    def __init__(self, data: bytes, first: int, end: int) -> None:
-        self.data = data
-        self.first = first
-        self.end = end
-        self._starts: list[int] | None = None
+    def __init__(self, chunk: Chunk) -> None:
+        self.first = chunk.first_offset
+        self.end = chunk.end_offset
+        self.size_bytes = chunk.size_bytes
+        self._chunk: Chunk | None = chunk
+        self._data = b""
+        self._starts: list[int] = []
+
+    @property
+    def data(self) -> bytes:
+        """The frames' bytes."""
+        chunk = self._chunk
+        if chunk is not None:
+            self._data = bytes(chunk.data())
+            self._chunk = None
+        return self._data
 
     def body_at(self, offset: int) -> tuple[int, int]:
-        """Where the body of a message begins and ends in `data`."""
-        starts = self._starts
-        if starts is None:
-            scan = scan_frames(self.data, expected_offset=self.first)
-            starts = self._starts = [*scan.starts, scan.end]
+        """Returns where the body of a message begins and ends in `data`."""
+        if not self._starts:
+            self._starts = frame_starts(self.data, self.end - self.first)
         at = offset - self.first
-        return starts[at] + FRAME_HEADER_SIZE, starts[at + 1]
+        return self._starts[at] + FRAME_HEADER_SIZE, self._starts[at + 1]
 
 
 class Cache:
@@ -64,7 +74,7 @@ class Cache:
 
     def __init__(self, *, capacity: int, bytes_max: int, next_offset: int, codec: Codec) -> None:
         self._capacity = capacity
-        # Offset n lies in slot n % capacity. An idle topic has no ring: thousands cost nothing.
+        # Offset n is in slot n % capacity. An idle topic has no ring: thousands cost nothing.
         self._ring: list[bytes | _Run | None] = []
         self._messages: list[Message | None] = []
         self._bytes_max = bytes_max
@@ -82,49 +92,39 @@ class Cache:
         """How many messages have left the cache."""
         return self.start - self._start_initial
 
-    def append(self, offset: int, body: bytes) -> None:
-        """Takes the next message; the oldest ones go where a bound is passed. The hot path."""
-        ring = self._ring
-        slot = offset % self._capacity
-        try:
-            oldest = ring[slot]
-        except IndexError:
-            ring = self._allocate()
-            oldest = None
-        size = self.size_bytes + len(body)
-        if oldest is not None:
-            # The ring is full: this slot still holds the oldest message.
-            self.start += 1
-            if isinstance(oldest, bytes):
-                size -= len(oldest)
-            elif oldest.end == self.start:
-                size -= len(oldest.data)
-        ring[slot] = body
-        self.end = offset + 1
-        self.size_bytes = size
-        if size > self._bytes_max:
-            self._shrink()
-
-    def append_frames(self, frames: bytes, offset: int, count: int) -> None:
-        """Takes the next `count` messages, of which `frames` holds the frames."""
-        end = offset + count
-        run = _Run(frames, offset, end)
-        if len(frames) > self._bytes_max:
-            # As a run, all of it would stay in memory for the last few messages.
-            for number in range(max(offset, end - self._capacity), end):
-                start, stop = run.body_at(number)
-                if number > self.end:
-                    self.skip_to(number)
-                self.append(number, frames[start:stop])
+    def append(self, chunk: Chunk) -> None:
+        """Adds the next messages; evicts the oldest ones beyond a bound."""
+        run = _Run(chunk)
+        if run.size_bytes > self._bytes_max:
+            # As a run, all of it would stay in memory for the sake of the last few messages.
+            self._append_bodies(run)
             return
         ring = self._ring or self._allocate()
-        self._evict_to(end - self._capacity)
-        first = self.start = max(self.start, end - self._capacity)
-        self._fill(ring, max(offset, first), end, run)
-        self.end = end
-        self.size_bytes += len(frames)
+        self._evict_to(run.end - self._capacity)
+        first = self.start = max(self.start, run.end - self._capacity)
+        self._fill(ring, max(run.first, first), run.end, run)
+        self.end = run.end
+        self.size_bytes += run.size_bytes
         if self.size_bytes > self._bytes_max:
             self._shrink()
+
+    def _append_bodies(self, run: _Run) -> None:
+        """Adds the newest messages of a run one by one, as many as fit."""
+        size, first = 0, run.end
+        while first > run.first and run.end - first < self._capacity:
+            start, stop = run.body_at(first - 1)
+            size += stop - start
+            if size > self._bytes_max and first < run.end:
+                size -= stop - start
+                break
+            first -= 1
+        self.skip_to(first)
+        ring = self._allocate()
+        for offset in range(first, run.end):
+            start, stop = run.body_at(offset)
+            ring[offset % self._capacity] = run.data[start:stop]
+        self.end = run.end
+        self.size_bytes = size
 
     def _allocate(self) -> list[bytes | _Run | None]:
         self._messages = [None] * self._capacity
@@ -149,7 +149,7 @@ class Cache:
             if isinstance(entry, _Run):
                 after = min(entry.end, upto)
                 if after == entry.end:
-                    size -= len(entry.data)
+                    size -= entry.size_bytes
                 self._fill(ring, start, after, None)
                 self._fill(messages, start, after, None)
                 start = after
@@ -162,37 +162,44 @@ class Cache:
         self.size_bytes = size
 
     def skip_to(self, offset: int) -> None:
-        """Begins anew at `offset`, empty: what lies before it went past the cache."""
+        """Empties the cache; the next message it gets is that of `offset`."""
         self._ring, self._messages = [], []
         self.size_bytes = 0
         self.start = self.end = offset
 
-    def mend(self, next_offset: int) -> None:
-        """Repairs the cache after an interrupted append, so that it ends before `next_offset`.
+    def mend(self, end: int, chunks: Sequence[Chunk]) -> None:
+        """Repairs the cache after an interrupted append, so that it ends before `end`.
 
         Idempotent: an interrupted repair can be repeated.
+
+        Args:
+            end: Where the open chunk begins.
+            chunks: The newest sealed chunks; the last one may be missing here.
         """
-        old, capacity, start = self._ring, self._capacity, next_offset
+        old, capacity, start = self._ring, self._capacity, self.end
         ring: list[bytes | _Run | None] = [None] * capacity
         size = 0
-        if old and self.end >= next_offset:
-            while start > self.start and (entry := old[(start - 1) % capacity]) is not None:
-                start -= 1
-                ring[start % capacity] = entry
-                if isinstance(entry, bytes):
-                    size += len(entry)
-                elif start == entry.end - 1:
-                    size += len(entry.data)
-        if start == next_offset:
-            self.skip_to(next_offset)
-            return
-        self._messages = [None] * capacity
-        self._ring = ring
-        self.start = start
-        self.end = next_offset
-        self.size_bytes = size
-        if size > self._bytes_max:
-            self._shrink()
+        while old and start > self.start and (entry := old[(start - 1) % capacity]) is not None:
+            start -= 1
+            ring[start % capacity] = entry
+            if isinstance(entry, bytes):
+                size += len(entry)
+            elif start == entry.end - 1:
+                size += entry.size_bytes
+        if start == self.end:
+            self.skip_to(self.end)
+        else:
+            self._messages = [None] * capacity
+            self._ring = ring
+            self.start = start
+            self.size_bytes = size
+        for chunk in chunks:
+            if chunk.first_offset >= self.end:
+                if chunk.first_offset > self.end:
+                    self.skip_to(chunk.first_offset)
+                self.append(chunk)
+        if self.end < end:
+            self.skip_to(end)
 
     def _shrink(self) -> None:
         """Drops the oldest until the bound on bytes holds; the newest entry always stays."""
@@ -204,7 +211,7 @@ class Cache:
             self._evict_to(oldest.end if isinstance(oldest, _Run) else self.start + 1)
 
     def read(self, start: int, end: int, *, bytes_max: int) -> list[Message]:
-        """The messages from `start` on, before `end`; empty if `start` is not here."""
+        """The messages from `start` on, before `end`; empty if `start` is not cached."""
         if not self.start <= start < self.end:
             return []
         ring, messages, capacity = self._ring, self._messages, self._capacity
@@ -229,7 +236,7 @@ class Cache:
         return found
 
     def bodies(self, start: int, end: int, *, bytes_max: int) -> list[bytes]:
-        """The encoded messages from `start` on, before `end`; empty if `start` is not here."""
+        """The encoded messages from `start` on, before `end`; empty if `start` is not cached."""
         if not self.start <= start < self.end:
             return []
         found: list[bytes] = []

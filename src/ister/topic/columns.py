@@ -6,7 +6,7 @@
     bucket ─► row groups of Parquet ───────────────┘
 
 Owns: the way from frames to batches, and what happens when a chunk is not what it should be: the
-part is then read again, from the first frame in doubt on, by the careful reader of `ister.tier`,
+part is then read again, from the first frame in doubt on, by the careful reader of `ister.bucket`,
 which knows about replaced objects, wrong indexes and damage that may be left out.
 
 Invariants: batches are in the order of offsets, without a gap (unless messages were left out of an
@@ -22,22 +22,25 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ister.bucket.chunks import ObjectPart, fetch_chunks
+from ister.bucket.history_reader import HistoryReader, NothingLeftError
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.archive import ArchivedRows, ArchiveReader, Fetched
-from ister.format.columnar import ColumnarDecoder, FrameFeed, encode_frames
+from ister.format.arrow.decode import ColumnarDecoder, FrameFeed
+from ister.format.arrow.encode import encode_frames
 from ister.format.descriptor import FORMAT_PARQUET
 from ister.format.frame import FrameBatch
 from ister.metrics import Metrics
 from ister.model import Codec
 from ister.objectstore.base import ObjectStore
-from ister.tier.chunks import ObjectPart, fetch_chunks
-from ister.tier.reader import HistoryReader, NothingLeftError
+from ister.objectstore.measured import MeasuredReads
 from ister.topic.reader import Reader
 
 __all__ = [
@@ -88,7 +91,7 @@ def decode_frames(frames: FrameBatch, decoders: Decoders) -> Iterator[Rows]:
     """The frames of a batch, which are whole and checked, as one record batch.
 
     Raises:
-        CorruptDataError: A body is not a message; the rows before it have come out.
+        CorruptDataError: A body is not a message; the rows before it were returned.
     """
     decoder = decoders.of(frames.codec)
     buffer = memoryview(frames.chunk)[: frames.end]
@@ -134,9 +137,9 @@ def read_part(
     Args:
         store: Where the object is.
         key: Of the object.
-        part: Which offsets, and where their bytes lie.
+        part: The offsets, and where their bytes are.
         decoders: What to make of them.
-        open_careful: Opens a reader that finds the offsets anew, should this not work.
+        open_careful: Opens a reader that looks the offsets up again, if this fails.
         chunk_bytes: How much to fetch at once.
         ahead: Where the next chunk is fetched meanwhile.
         clock: For metrics.
@@ -198,15 +201,7 @@ def _read_archived(  # noqa: PLR0917
         CorruptDataError: It is damaged.
         UnavailableError: The store does not answer.
     """
-
-    def read(position: int, size: int) -> bytes:
-        began = clock.monotonic()
-        data = store.read(key, position, size)
-        metrics.observe("cloud_reader.fetch_latency_ms", (clock.monotonic() - began) * 1000)
-        metrics.count("cloud_reader.range_requests_total")
-        metrics.count("cloud_reader.bytes_read_total", len(data))
-        return data
-
+    read = partial(MeasuredReads(store, clock=clock, metrics=metrics).read, key)
     metrics.count("cloud_reader.objects_opened_total")
     archive = ArchiveReader(read, part.object_bytes, path=key)
     if not archive.start <= part.start < part.end <= archive.end:
@@ -228,7 +223,7 @@ def _read_archived(  # noqa: PLR0917
             fetched = coming.result() if coming is not None else archive.fetch(number, columns)
             coming = None
             if ahead is not None and at + 1 < len(wanted):
-                with suppress(RuntimeError):  # whoever reads ahead is being closed
+                with suppress(RuntimeError):  # the executor is being closed
                     coming = ahead.submit(archive.fetch, wanted[at + 1], columns)
             rows = archive.decode(number, fetched, columns)
             next_offset = archive.row_groups[number].next_offset
@@ -241,7 +236,7 @@ def _read_archived(  # noqa: PLR0917
 
 
 def _within(rows: ArchivedRows, part: ObjectPart) -> pa.RecordBatch:
-    """Those rows of a row group that a part wants."""
+    """The rows of a row group that are in a part."""
     first = 0
     if rows.offsets[0].as_py() < part.start:
         first = pc.sum(pc.less(rows.offsets, part.start)).as_py()

@@ -13,8 +13,6 @@ from ister.fs.base import FileSystem
 from ister.model import TopicName
 from ister.wal.directory import WalDirectory
 
-__all__ = ["TopicDirectories"]
-
 
 class TopicDirectories:
     """Paths of topics, and a cache of the names that exist. Thread-safe."""
@@ -32,7 +30,7 @@ class TopicDirectories:
         path = f"{self.root}/{name.namespace}/{name.topic}"
         return WalDirectory(self._fs, path, durable=self._durable)
 
-    def note(self, name: TopicName) -> None:
+    def add(self, name: TopicName) -> None:
         """Adds a topic's directory, which the caller creates, to the cache."""
         with self._lock:
             for parent, child in self._levels(name):

@@ -44,13 +44,12 @@ from ister.errors import (
 )
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
+from ister.fs.whole_files import file_size
 from ister.limits import KIB, MIB
 from ister.metrics import Metrics
 
 if TYPE_CHECKING:
     from ister.topic.topic import Topic
-
-__all__ = ["RESERVE_NAME", "DiskGuard", "DiskState", "min_free_bytes"]
 
 _log = logging.getLogger("ister.topic.disk")
 
@@ -63,14 +62,14 @@ _RESERVE_BYTES_LEAST: Final = 1 * MIB
 _RESERVE_SHARE: Final = 100
 # The reserve takes at most this fraction of the disk; disks too small for it have none.
 _RESERVE_SHARE_MOST: Final = 16
-_LOOK_SECONDS_MAX: Final = 1.0
-_LOOK_SECONDS_MIN: Final = 0.02
-_LOOK_SECONDS_LOW: Final = 0.1
+_MEASURE_SECONDS_MAX: Final = 1.0
+_MEASURE_SECONDS_MIN: Final = 0.02
+_MEASURE_SECONDS_LOW: Final = 0.1
 # Assumed write rate: the disk is measured again before it can reach the watermark.
 _FILL_BYTES_PER_SECOND: Final = 1024 * MIB
-_RELIEF_SECONDS: Final = 1.0
+_FREEING_SECONDS: Final = 1.0
 # Free several times the required space, so that producers do not stop again soon.
-_RELIEF_FACTOR: Final = 4
+_PLENTY_FACTOR: Final = 4
 
 
 def min_free_bytes(settings: DiskConfig, total_bytes: int) -> int:
@@ -144,7 +143,7 @@ class DiskGuard:
         self._is_wanted = threading.Event()
         self._threads: list[threading.Thread] = []
         self._is_low = False
-        self.look()
+        self.measure()
 
     def _add_stores(self, storage: StorageConfig) -> None:
         local = LocalFileSystem()
@@ -183,8 +182,8 @@ class DiskGuard:
         if not self._states:
             return
         self._threads = [
-            threads.start("ister-disk", self._keep_looking),
-            threads.start("ister-disk-relief", self._keep_relieving),
+            threads.start("ister-disk", self._keep_measuring),
+            threads.start("ister-disk-relief", self._keep_freeing),
         ]
 
     def stop(self) -> None:
@@ -194,33 +193,35 @@ class DiskGuard:
         for thread in self._threads:
             thread.join()
 
-    def _keep_looking(self) -> None:
+    def _keep_measuring(self) -> None:
         pause = 0.0
         while not self._stopping.wait(pause):
             with threads.guard("ister-disk"):
-                self.look()
+                self.measure()
             pause = self._pause()
 
     def _pause(self) -> float:
         if self._is_low:
-            return _LOOK_SECONDS_LOW
+            return _MEASURE_SECONDS_LOW
         headroom = min((s.free_bytes - s.min_free_bytes for s in self._states), default=1 << 62)
-        return min(_LOOK_SECONDS_MAX, max(_LOOK_SECONDS_MIN, headroom / _FILL_BYTES_PER_SECOND))
+        return min(
+            _MEASURE_SECONDS_MAX, max(_MEASURE_SECONDS_MIN, headroom / _FILL_BYTES_PER_SECOND)
+        )
 
-    def _keep_relieving(self) -> None:
+    def _keep_freeing(self) -> None:
         while not self._stopping.is_set():
             self._is_wanted.wait()
             with threads.guard("ister-disk-relief"):
-                self.relieve()
-            self._stopping.wait(_RELIEF_SECONDS)
+                self.free_space()
+            self._stopping.wait(_FREEING_SECONDS)
 
     # -- the watermark ----------------------------------------------------------------------
 
-    def look(self) -> None:
+    def measure(self) -> None:
         """Measures the disks, and stops or resumes appends."""
         with self._lock:
             before = {state.path: state for state in self._states}
-            self._states = states = tuple(self._measure(before))
+            self._states = states = tuple(self._measure_disks(before))
             is_low = any(state.is_low for state in states)
             if is_low != self._is_low:
                 self._change(is_low)
@@ -232,9 +233,9 @@ class DiskGuard:
             elif not self._stopping.is_set():
                 self._is_wanted.clear()
             if own is not None and not own.is_tight:
-                self._take_reserve(own)
+                self._allocate_reserve(own)
 
-    def _measure(self, before: dict[str, DiskState]) -> list[DiskState]:
+    def _measure_disks(self, before: dict[str, DiskState]) -> list[DiskState]:
         found: dict[int, DiskState] = {}
         for fs, path in self._places:
             try:
@@ -256,8 +257,8 @@ class DiskGuard:
             reserve = self._reserve_size(usage.total_bytes) if path == self._root else 0
             tight = max(min_free, reserve)
             # The freed reserve is for freeing space; appends would use it up.
-            is_out = reserve > 0 and self._reserve.is_out
-            if is_out:
+            is_freed = reserve > 0 and self._reserve.is_freed
+            if is_freed:
                 min_free = tight
             found[usage.device] = DiskState(
                 path=path,
@@ -265,11 +266,11 @@ class DiskGuard:
                 free_bytes=usage.free_bytes,
                 min_free_bytes=min_free,
                 is_low=_is_below(
-                    usage.free_bytes, min_free, is_out or (was is not None and was.is_low)
+                    usage.free_bytes, min_free, is_freed or (was is not None and was.is_low)
                 ),
                 tidy_bytes=tight,
                 is_tight=_is_below(
-                    usage.free_bytes, tight, is_out or (was is not None and was.is_tight)
+                    usage.free_bytes, tight, is_freed or (was is not None and was.is_tight)
                 ),
                 holds_log=path == self._root,
                 holds_bucket=is_bucket,
@@ -290,7 +291,7 @@ class DiskGuard:
     def add(self, topic: Topic) -> None:
         """Includes a topic that was opened."""
         with self._lock:
-            topic.wal.on_disk_full = self.give_up
+            topic.wal.on_disk_full = self.free_reserve
             topic.wal.may_retry = self.may_write
             self._apply(topic)
 
@@ -327,26 +328,26 @@ class DiskGuard:
 
     # -- making room ------------------------------------------------------------------------
 
-    def is_relieved(self) -> bool:
+    def has_plenty(self) -> bool:
         """Measures the disks; returns whether the log's own has plenty of free space."""
-        self.look()
+        self.measure()
         return not any(
-            state.holds_log and state.free_bytes < _RELIEF_FACTOR * state.tidy_bytes
+            state.holds_log and state.free_bytes < _PLENTY_FACTOR * state.tidy_bytes
             for state in self._states
         )
 
-    def relieve(self) -> int:
+    def free_space(self) -> int:
         """Removes uploaded local files until the disk has enough space; returns their number."""
         count = 0
         for past_subscriptions in (False, True):
             for topic in self._topics():
-                if self._stopping.is_set() or self.is_relieved():
+                if self._stopping.is_set() or self.has_plenty():
                     return count
                 if topic.tier is None:
                     continue
                 try:
                     count += topic.tier.release(
-                        past_subscriptions=past_subscriptions, is_enough=self.is_relieved
+                        past_subscriptions=past_subscriptions, is_enough=self.has_plenty
                     )
                 except (FencedError, ClosedError):
                     continue
@@ -362,21 +363,21 @@ class DiskGuard:
     def may_write(self) -> bool:
         """Whether a write that failed on a full disk may be retried: not in the reserve's space."""
         own = next((state for state in self._states if state.holds_log), None)
-        return own is None or not own.is_tight or not self._reserve.is_out
+        return own is None or not own.is_tight or not self._reserve.is_freed
 
-    def give_up(self) -> bool:
+    def free_reserve(self) -> bool:
         """Frees the reserve, for work that frees space; returns whether there was one."""
-        if not self._reserve.give_up():
+        if not self._reserve.free():
             return False
         self._metrics.count("disk.reserve_used_total")
         _log.warning("disk full; the reserve was freed", extra={"path": self._root})
         return True
 
-    def _take_reserve(self, own: DiskState) -> None:
+    def _allocate_reserve(self, own: DiskState) -> None:
         size = self._reserve_size(own.total_bytes)
         # Allocating it must not bring the disk below the watermark.
         if self._reserve.size_bytes < size and own.free_bytes - size >= own.resume_bytes:
-            self._reserve.take(size)
+            self._reserve.allocate(size)
 
     def _reserve_size(self, total_bytes: int) -> int:
         size = self._settings.reserve
@@ -394,7 +395,7 @@ class _Reserve:
         self._path = path
         self._lock = threading.Lock()
         self.size_bytes = 0
-        self.is_out = False
+        self.is_freed = False
         """Whether it was freed and has not been allocated again."""
         self._is_known = False
 
@@ -405,18 +406,16 @@ class _Reserve:
                 return
             self._is_known = True
             try:
-                file = self._fs.open_read(self._path)
-                try:
-                    self.size_bytes = file.size()
-                    self.is_out = self.size_bytes == 0
-                finally:
-                    file.close()
+                self.size_bytes = file_size(self._fs, self._path)
+                self.is_freed = self.size_bytes == 0
             except NotFoundError:
                 return
             except IsterError as error:
-                _log.warning("no reserve", extra={"path": self._path, "error": str(error)})
+                _log.warning(
+                    "disk reserve cannot be read", extra={"path": self._path, "error": str(error)}
+                )
 
-    def take(self, size: int) -> None:
+    def allocate(self, size: int) -> None:
         """Allocates the reserve; a failure is logged, and retried later."""
         with self._lock:
             try:
@@ -426,13 +425,17 @@ class _Reserve:
                 finally:
                     file.close()
             except IsterError as error:
-                _log.warning("no reserve", extra={"path": self._path, "error": str(error)})
+                _log.warning(
+                    "disk reserve cannot be allocated",
+                    extra={"path": self._path, "error": str(error)},
+                )
                 self._empty()
                 return
             self.size_bytes = size
-            self.is_out = False
+            self.is_freed = False
 
-    def give_up(self) -> bool:
+    def free(self) -> bool:
+        """Frees the reserve; returns whether there was one."""
         with self._lock:
             return self.size_bytes > 0 and self._empty()
 
@@ -449,7 +452,7 @@ class _Reserve:
             _log.warning("cannot free the reserve", extra={"path": self._path, "error": str(error)})
             return False
         self.size_bytes = 0
-        self.is_out = True
+        self.is_freed = True
         return True
 
 

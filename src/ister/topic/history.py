@@ -3,10 +3,10 @@
     with ister.open_history("ister.yml") as history:
         table = history.topic("/default/orders").read_arrow().read_all()
 
-Owns: the connections. Does not own: topics; whoever has them open goes on writing meanwhile.
+Owns: the connections. Does not own: topics; their owners continue to write.
 
-What is here is what is tiered: committed objects, by their descriptors. Stores are opened when they
-are first needed: a Spark task that was told which bytes of which object to read needs no metadata.
+Only tiered messages are visible: committed objects, by their descriptors. Stores are opened when
+first needed: a Spark task that knows its byte range of an object needs no metadata.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from typing import Final, Self
 import pyarrow as pa
 
 from ister import forks
+from ister.bucket.catalog import Catalog, list_partitions, list_topics
+from ister.bucket.chunks import ObjectPart
+from ister.bucket.history_reader import HistoryReader, ReaderSettings
+from ister.bucket.names import TopicKeys, object_key
 from ister.clock import Clock, SystemClock
 from ister.config import CloudBackend, Config, OnDamage, StorageMode
 from ister.errors import (
@@ -38,21 +42,16 @@ from ister.metrics import Metrics
 from ister.model import Start, TopicName
 from ister.objectstore.base import ObjectStore
 from ister.partitions import partition_name
-from ister.tier.catalog import Catalog, list_partitions, list_topics
-from ister.tier.chunks import ObjectPart
-from ister.tier.names import TopicKeys, object_key
-from ister.tier.reader import HistoryReader, ReaderSettings
-from ister.topic.arguments import as_milliseconds, as_offset
+from ister.positions import to_milliseconds
+from ister.topic.arguments import as_offset
 from ister.topic.columns import Decoders, Rows, read_part, read_range
-from ister.topic.tiers import open_metadata, open_objects
-
-__all__ = ["History", "HistoryTopic"]
+from ister.topic.stores import open_metadata, open_objects
 
 _READ_AHEAD_THREADS: Final = 2
 
 
 class History:
-    """See the module header. Thread-safe. Made by `ister.open_history`."""
+    """The tiered messages of a log's topics. Thread-safe. Made by `ister.open_history`."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class History:
 
     @property
     def ahead(self) -> Executor | None:
-        """Where chunks are fetched ahead; None if the settings say not to."""
+        """The executor that prefetches chunks; None if prefetching is off."""
         if not self.config.storage.cloud_reader.read_ahead:
             return None
         with self._lock:
@@ -160,7 +159,7 @@ class History:
         return topic
 
     def close(self) -> None:
-        """Lets go of the stores. May be called twice."""
+        """Closes the stores. May be called twice."""
         with self._lock:
             self._is_closed = True
             ahead, self._ahead = self._ahead, None
@@ -221,7 +220,7 @@ class HistoryTopic:
 
     @property
     def clock(self) -> Clock:
-        """Where time comes from."""
+        """The clock."""
         return self._history.clock
 
     def record(self) -> TopicRecord:
@@ -233,7 +232,7 @@ class HistoryTopic:
         """
         found = self.catalog.record()
         if found is None or not found[0].is_open:
-            raise NotFoundError(f"there is no topic {self.name}", topic=self.name)
+            raise NotFoundError(f"topic {self.name} does not exist", topic=self.name)
         if self._incarnation not in (None, found[0].incarnation):
             raise ConflictError("the topic was deleted and made again", topic=self.name)
         return found[0]
@@ -335,7 +334,7 @@ class HistoryTopic:
         if where == "latest":
             return tiered
         if isinstance(where, datetime):
-            found = self.find_time(as_milliseconds(where), earliest, tiered)
+            found = self.find_time(to_milliseconds(where), earliest, tiered)
             return tiered if found is None else found
         return as_offset(name, where)
 
@@ -346,7 +345,7 @@ class HistoryTopic:
                 yield from _batches(self.read_range(start, min(end, described.start), decoders))
                 start = described.start
             if described.end > start:
-                part = ObjectPart.of(described, start, end)
+                part = ObjectPart.of(self.name, described, start, end)
                 yield from _batches(self.read_part(part, decoders))
                 start = min(end, described.end)
         if start < end:

@@ -3,7 +3,7 @@
     wal.ckpt ─► snapshot: files and the durable watermark ─► frames below it
 
 Owns: one open file at a time. Does not own: the directory, its lock, anything in it; nothing is
-written here but `uploader.ckpt`, for a topic that nobody has open. Used by Spark's drivers and
+written here but `uploader.ckpt`, for a topic that no process has open. Used by Spark's drivers and
 executors on the machine that has the files.
 
 Only files of the node that the topic's record names last are the topic's, and only those of its
@@ -36,12 +36,10 @@ from ister.fs.local import LocalFileSystem
 from ister.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
 from ister.metrics import Metrics
 from ister.model import TopicName
-from ister.topic.node import NODE_NAME
+from ister.topic.node import read_node_id
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
 from ister.wal.snapshot import WalSnapshot, load_snapshot
-
-__all__ = ["LocalTail"]
 
 _log = logging.getLogger("ister.topic.local_tail")
 
@@ -97,12 +95,12 @@ class LocalTail:
         root = os.path.abspath(wal_dir)
         path = f"{root}/{name.namespace}/{name.topic}"
         try:
-            if _read_node(fs, root) != node or not fs.exists(path):
+            if read_node_id(fs, root) != node or not fs.exists(path):
                 return None
             fs.list_directory(path)
         except IsterError as error:
-            # Files that may not be read are not here: somebody else may serve them.
-            _log.warning("local files passed over", extra={"path": path, "error": str(error)})
+            # Without permission to read them: another process may serve them.
+            _log.warning("local files skipped", extra={"path": path, "error": str(error)})
             return None
         return cls(WalDirectory(fs, path), str(name), incarnation, clock=clock, metrics=metrics)
 
@@ -138,8 +136,8 @@ class LocalTail:
     def catch_up(self, mark: tuple[int, int] | None) -> WalSnapshot | None:
         """The snapshot once it covers what the files held at `mark`, or when that takes too long.
 
-        For those who have just been told that a message is synced. After the owner's death the
-        rest stays out of sight until the topic is opened again: only then it is known to stay.
+        For callers that know of synced messages which the checkpoint does not cover yet. After the
+        owner was killed, those stay invisible until the topic is opened again.
         """
         deadline = self._clock.monotonic() + _CATCH_UP_SECONDS
         pause = threading.Event()
@@ -215,7 +213,7 @@ class LocalTail:
             opened[0].close()
 
     def save_uploader(self, checkpoint: UploaderCheckpoint) -> None:
-        """Saves how far uploads have come, for a topic that nobody has open: a hint.
+        """Saves the uploader's checkpoint, a hint, for a topic that no process has open.
 
         Raises:
             DiskError: It cannot be written.
@@ -262,15 +260,3 @@ class LocalTail:
         return WalReader(
             snapshot, chunk_bytes=chunk_bytes, metrics=self._metrics, clock=self._clock
         )
-
-
-def _read_node(fs: FileSystem, root: str) -> str | None:
-    """Which node's files these are; None if there are none."""
-    try:
-        file = fs.open_read(f"{root}/{NODE_NAME}")
-    except NotFoundError:
-        return None
-    try:
-        return file.read_at(0, KIB).decode("ascii", errors="replace").strip()
-    finally:
-        file.close()

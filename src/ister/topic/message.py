@@ -19,10 +19,7 @@ from ister.errors import InvalidRequestError
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message, decode_payload
 from ister.model import Codec, StreamMessage
-
-__all__ = ["Message", "MessageBatch", "make_message"]
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+from ister.positions import EPOCH
 
 
 class Message:
@@ -62,7 +59,7 @@ class Message:
 
     @property
     def payload(self) -> bytes:
-        """What was appended."""
+        """The payload that was appended."""
         buffer = self._buffer
         if buffer is None:
             return self.record.payload
@@ -83,18 +80,18 @@ class Message:
     def publish_time(self) -> datetime:
         """When the producer published it, in UTC."""
         try:
-            return _EPOCH + timedelta(milliseconds=self.record.publish_time)
+            return EPOCH + timedelta(milliseconds=self.record.publish_time)
         except OverflowError:  # written by another program; no calendar goes that far
             return datetime.max.replace(tzinfo=UTC)
 
     @property
     def publish_time_ms(self) -> int:
-        """The same in milliseconds since the Unix epoch."""
+        """The publish time in milliseconds since the Unix epoch."""
         return self.record.publish_time
 
     @property
     def producer_name(self) -> str:
-        """Who published it."""
+        """Producer name."""
         return self.record.producer_name
 
     @property
@@ -141,6 +138,27 @@ def make_message(offset: int, buffer: bytes, start: int, end: int, codec: Codec)
     message._codec = codec  # noqa: SLF001
     message._decoded = None  # noqa: SLF001
     return message
+
+
+def stored_body(message: Message) -> tuple[bytes, int, int, Codec] | None:
+    """A buffer, where in it the message's body begins and ends, and the codec.
+
+    None once the message was decoded.
+    """
+    buffer = message._buffer  # noqa: SLF001
+    if buffer is None:
+        return None
+    return buffer, message._start, message._end, message._codec  # noqa: SLF001
+
+
+def without_chunk(message: Message) -> Message:
+    """The message without the chunk that it was read with; itself if it refers to none."""
+    buffer, size = message._buffer, message.size_bytes  # noqa: SLF001
+    if buffer is None or len(buffer) == size:
+        return message
+    # Another one: this one may be in use by other threads.
+    start, codec = message._start, message._codec  # noqa: SLF001
+    return make_message(message.offset, buffer[start : start + size], 0, size, codec)
 
 
 class MessageBatch(Sequence[Message]):

@@ -4,7 +4,7 @@
     .instances   the processes that opened the directory, one random name each, the newest last
 
 Owns: both files, which are beside the topics' directories and used under the same lock. Does not
-own: their use (`ister.tier.membership`).
+own: their use (`ister.bucket.membership`).
 
 What a crash leaves: a temporary file, which the next write replaces, or a recorded instance that
 never joined.
@@ -19,9 +19,8 @@ from typing import Final
 
 from ister.errors import NotFoundError
 from ister.fs.base import FileSystem
+from ister.fs.whole_files import read_file, replace_file
 from ister.limits import KIB
-
-__all__ = ["INSTANCES_NAME", "NODE_NAME", "Node"]
 
 _log = logging.getLogger("ister.topic.node")
 
@@ -85,20 +84,17 @@ class Node:
         return node
 
     def _read(self, name: str) -> str:
-        file = self._fs.open_read(f"{self._root}/{name}")
-        try:
-            return file.read_at(0, 64 * KIB).decode("ascii", errors="replace")
-        finally:
-            file.close()
+        data = read_file(self._fs, f"{self._root}/{name}", 64 * KIB)
+        return data.decode("ascii", errors="replace")
 
     def _write(self, name: str, content: str) -> None:
-        path = f"{self._root}/{name}"
-        temporary = f"{path}.tmp"
-        file = self._fs.create(temporary)
-        try:
-            file.write_at(0, [content.encode()])
-            file.sync()
-        finally:
-            file.close()
-        self._fs.rename(temporary, path)
-        self._fs.sync_directory(self._root)
+        replace_file(self._fs, f"{self._root}/{name}", content.encode())
+
+
+def read_node_id(fs: FileSystem, root: str) -> str | None:
+    """The identity of the node that the files below `root` belong to; None without one."""
+    try:
+        data = read_file(fs, f"{root}/{NODE_NAME}", KIB)
+    except NotFoundError:
+        return None
+    return data.decode("ascii", errors="replace").strip()

@@ -20,9 +20,8 @@ from ister.config import StorageConfig
 from ister.errors import IsterError, NotFoundError
 from ister.fs.base import FileSystem
 from ister.fs.local import boot_id
+from ister.fs.whole_files import read_file, replace_file
 from ister.limits import KIB
-
-__all__ = ["CLOCK_NAME", "NodeClock"]
 
 _log = logging.getLogger("ister.topic.node_clock")
 
@@ -52,7 +51,6 @@ class NodeClock:
         self._clock = clock
         self._fs = fs
         self._path = f"{root}/{CLOCK_NAME}" if root is not None else None
-        self._root = root
         self._lock = threading.Lock()
         self._saved_at = -float("inf")
         self._was_stepped = False
@@ -120,11 +118,7 @@ class NodeClock:
         if self._fs is None or self._path is None:
             return None
         try:
-            file = self._fs.open_read(self._path)
-            try:
-                mark = ClockMark.decode(file.read_at(0, 64 * KIB))
-            finally:
-                file.close()
+            mark = ClockMark.decode(read_file(self._fs, self._path, 64 * KIB))
         except NotFoundError:
             return None
         except IsterError as error:
@@ -135,19 +129,11 @@ class NodeClock:
         return mark
 
     def _save(self) -> None:
-        fs, path, root = self._fs, self._path, self._root
-        if fs is None or path is None or root is None:
+        if self._fs is None or self._path is None:
             return
         self._saved_at = self._clock.boottime()
         try:
-            file = fs.create(f"{path}.tmp")
-            try:
-                file.write_at(0, [self._guard.mark().encode()])
-                file.sync()
-            finally:
-                file.close()
-            fs.rename(f"{path}.tmp", path)
-            fs.sync_directory(root)
+            replace_file(self._fs, self._path, self._guard.mark().encode())
         except IsterError as error:
             _log.warning("cannot save the clock mark", extra={"error": str(error)})
 

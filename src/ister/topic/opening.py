@@ -1,260 +1,336 @@
-"""Opening a topic that has a bucket: who owns it, what is here, what is there, and do they agree.
+"""Opens a topic: claims it, recovers its files, and puts the local log and the bucket together.
 
-    claim ─► recover the local files ─► reconcile with the catalog
-
-The catalog is the truth about the bucket, the local files are the truth about what is not in it
-yet. After the claim nobody else commits, so the two stand still while they are compared:
-
-- local files that are not the topic's newest (another node wrote it since) have been set aside
-  before the claim, and the log begins where that node's messages end;
-- the local log ends below what the bucket holds, or is damaged only there: it is set aside; nothing
-  is lost with it, and offsets go on behind the bucket's;
-- the bucket ends before the local files begin: the catalog may have been restored from an older
-  copy, so objects that continue it are looked for and adopted; what is still missing then is in
-  neither tier, and the topic opens read-only, saying so.
-
-Setting aside is a rename to a name that no topic can have. Nothing removes such a directory but a
-person.
-
-What a crash leaves: a claim, which the next opening repeats, or a directory that was set aside.
+Without a bucket, making a topic ends with its first checkpoint, which records its ack level and
+codec; a crash before that leaves an empty topic with the configured ones. With a bucket, both are
+in the topic's record; a directory without one, made before there was a bucket, is adopted.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
-from dataclasses import replace
-from typing import Final
+from contextlib import suppress
 
 from ister import failpoints
-from ister.errors import ConflictError, CorruptDataError, NotFoundError
-from ister.format.frame import Scan
+from ister.bucket.claim import NewTopic
+from ister.bucket.cursors import clip_progress
+from ister.bucket.ownership import OwnedTopic
+from ister.clock import Clock
+from ister.config import BufferFull, StorageConfig
+from ister.errors import ConflictError, IsterError, NotFoundError, check
 from ister.fs.base import FileSystem
-from ister.model import TopicName
-from ister.tier.ownership import OwnedTopic
-from ister.tier.reader import NothingLeftError
-from ister.tier.rebuild import find_continuation
-from ister.topic.tiers import Tiers
+from ister.metrics import Metrics
+from ister.model import AckLevel, Codec, TopicName
+from ister.topic.bucket_link import TopicTier
+from ister.topic.cache import Cache
+from ister.topic.directories import TopicDirectories
+from ister.topic.known_topics import KnownTopics
+from ister.topic.reconcile import finish_set_aside, measure_backlog, recover_tiered, set_aside
+from ister.topic.stores import Tiers
+from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
-from ister.wal.index import SparseIndex
-from ister.wal.recovery import Damage, Recovered, recover
-from ister.wal.scan import scan_file
-
-__all__ = [
-    "finish_set_aside",
-    "measure_backlog",
-    "recover_tiered",
-    "remove_directory",
-    "set_aside",
-]
+from ister.wal.log import Wal
+from ister.wal.recovery import Recovered, UntrustedTailError, recover
+from ister.wal.scheduler import Threads
+from ister.wal.settings import WalSettings
 
 _log = logging.getLogger("ister.topic.opening")
 
-# A directory that is about to take the place of one that is set aside.
-_FRESH_SUFFIX: Final = ".fresh"
+
+class TopicOpener:
+    """Opens the topics of one log; the caller opens one of a name at a time."""
+
+    def __init__(
+        self,
+        storage: StorageConfig,
+        *,
+        fs: FileSystem,
+        directories: TopicDirectories | None,
+        tiers: Tiers | None,
+        known: KnownTopics,
+        scheduler: Threads,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._storage = storage
+        self._fs = fs
+        self._directories = directories
+        self._tiers = tiers
+        self._known = known
+        self._scheduler = scheduler
+        self._clock = clock
+        self._metrics = metrics
+        # What a failed sync left behind, by topic: see `ister.wal.recovery`, step 7.
+        self._untrusted_from: dict[str, int] = {}
+
+    def open(
+        self,
+        name: TopicName,
+        ack: AckLevel | None,
+        codec: Codec | None,
+        *,
+        create: bool,
+        take_over: bool,
+    ) -> Topic:
+        """Opens a topic that is not open; the arguments are those of `Log.topic`."""
+        if self._tiers is None:
+            return self._open_local(name, ack, codec, create=create)
+        return self._claim(self._tiers, name, ack, codec, create=create, take_over=take_over)
+
+    def distrust(self, topic: Topic) -> None:
+        """Remembers the offset from which the files of a topic with a failed sync are untrusted."""
+        if topic.wal.has_failed_sync:
+            self._untrusted_from[topic.name] = topic.wal.synced
+
+    def _open_local(
+        self, name: TopicName, ack: AckLevel | None, codec: Codec | None, *, create: bool
+    ) -> Topic:
+        text = str(name)
+        storage = self._storage
+        directories = self._directories
+        if directories is None:
+            if not create:
+                raise _not_found(text)
+            self._known.check_new(name)
+            return self._make_topic(
+                text, None, Recovered(), ack or AckLevel.MEMORY, codec or storage.codec
+            )
+        directory = directories.of(name)
+        is_new = not self._fs.exists(directory.path)
+        if is_new:
+            if not create:
+                raise _not_found(text)
+            self._known.check_new(name)
+            directories.refuse_twin(name)
+            directories.add(name)
+        try:
+            recovered = recover(directory, untrusted_from=self._untrusted_from.get(text))
+        except UntrustedTailError as error:
+            self._untrusted_from[text] = error.synced
+            raise
+        self._untrusted_from.pop(text, None)
+        state = recovered.state
+        if state is not None:
+            ack = ack if is_new else AckLevel(state.ack)
+        topic = self._make_topic(
+            text,
+            directory,
+            recovered,
+            ack or storage.ack,
+            recovered.codec or codec or storage.codec,
+        )
+        self._report(topic, recovered)
+        if not recovered.damage:
+            self._save_first_checkpoint(topic, is_new=is_new)
+        return topic
+
+    def _claim(
+        self,
+        tiers: Tiers,
+        name: TopicName,
+        ack: AckLevel | None,
+        codec: Codec | None,
+        *,
+        create: bool,
+        take_over: bool,
+    ) -> Topic:
+        directories = self._directories
+        check(directories is not None, "a log with a bucket has files")
+        if directories is None:
+            raise _not_found(str(name))
+        directory = directories.of(name)
+        finish_set_aside(directory)
+        try:
+            owned = None
+            while owned is None:
+                owned = self._try_claim(
+                    tiers,
+                    name,
+                    directory,
+                    ack,
+                    codec,
+                    directories=directories,
+                    create=create,
+                    take_over=take_over,
+                )
+        except NotFoundError as error:
+            if error.topic is None:
+                raise  # the bucket is missing, not the topic
+            raise _not_found(str(name)) from None
+        try:
+            return self._take(tiers, owned, directory)
+        except BaseException:
+            tiers.membership.remove(owned)
+            with suppress(IsterError):
+                owned.release()
+            raise
+
+    def _try_claim(
+        self,
+        tiers: Tiers,
+        name: TopicName,
+        directory: WalDirectory,
+        ack: AckLevel | None,
+        codec: Codec | None,
+        *,
+        directories: TopicDirectories,
+        create: bool,
+        take_over: bool,
+    ) -> OwnedTopic | None:
+        """Reads the keys, prepares the directory, and claims; None if the record has changed.
+
+        The directory comes first: after the claim old files look like new ones.
+        """
+        has_files = not directory.is_blank()
+        if create and not has_files:
+            directories.refuse_twin(name)
+        view = tiers.view(name)
+        is_unknown = view.record is None
+        if create and is_unknown and not has_files:
+            self._known.check_new(name)
+        new: NewTopic | None = None
+        if create or (is_unknown and has_files and not directory.is_new()):
+            # Files without a record were made before there was a bucket: they say what they are.
+            state = directory.load_state() if has_files and is_unknown else None
+            new = NewTopic(
+                ack=AckLevel(state.ack) if state is not None else ack or self._storage.ack,
+                codec=state.codec if state is not None else codec or self._storage.codec,
+            )
+        seen = tiers.check_claim(name, view, new=new, has_files=has_files, take_over=take_over)
+        if not has_files:
+            directories.add(name)
+            directory.mark()
+        elif not seen.is_current and not directory.is_new():
+            set_aside(directory, "another node has written the topic since")
+        return tiers.claim(name, new=new, take_over=take_over, seen=seen)
+
+    def _take(self, tiers: Tiers, owned: OwnedTopic, directory: WalDirectory) -> Topic:
+        """Opens the files of a topic that was claimed, and puts the two tiers together."""
+        text = owned.topic
+        try:
+            recovered = recover_tiered(
+                directory, owned, tiers, untrusted_from=self._untrusted_from.get(text)
+            )
+        except UntrustedTailError as error:
+            self._untrusted_from[text] = error.synced
+            raise
+        self._untrusted_from.pop(text, None)
+        topic = self._make_topic(
+            text,
+            directory,
+            recovered,
+            owned.record.ack,
+            recovered.codec or owned.record.codec,
+            incarnation=owned.record.incarnation,
+        )
+        self._report(topic, recovered)
+        if not recovered.damage:
+            prefix = owned.catalog.keys.subscriptions
+            if clipped := clip_progress(tiers.metadata, prefix, recovered.next_offset, owned=owned):
+                _log.warning("cursors put back to the end", extra={"topic": text, "keys": clipped})
+        topic.tier = TopicTier(
+            wal=topic.wal,
+            owned=owned,
+            tiers=tiers,
+            backlog_bytes=measure_backlog(directory, recovered, owned.tiered),
+        )
+        topic.tier.active_floor = topic.subscription_floor
+        if not recovered.damage:
+            # Where a log begins that has no file yet is in its checkpoint alone.
+            self._save_first_checkpoint(topic, is_new=not recovered.files)
+        try:
+            # Recovery may have taken longer than the lease.
+            owned.check()
+        except IsterError:
+            topic.close_quietly()
+            raise
+        return topic
+
+    def _save_first_checkpoint(self, topic: Topic, *, is_new: bool) -> None:
+        """Records what recovery found; for a new topic, its ack level and codec."""
+        failpoints.reach("wal.recovery_before_checkpoint")
+        try:
+            topic.wal.save_checkpoint()
+        except IsterError as error:
+            if is_new:
+                topic.wal.close_quietly()
+                raise
+            # The next opening takes longer. Reading must stay possible on a full disk.
+            self._metrics.count("wal.checkpoint_errors")
+            _log.warning("checkpoint not saved", extra={"topic": topic.name, "error": str(error)})
+
+    def _make_topic(
+        self,
+        name: str,
+        directory: WalDirectory | None,
+        recovered: Recovered,
+        ack: AckLevel,
+        codec: Codec,
+        *,
+        incarnation: str = "",
+    ) -> Topic:
+        settings = self._storage.wal
+        wal = Wal(
+            directory=directory,
+            recovered=recovered,
+            settings=WalSettings(
+                topic=name,
+                ack=ack,
+                codec=codec,
+                incarnation=incarnation,
+                fsync_interval_seconds=settings.fsync_interval_ms / 1000,
+                fsync_max_batch_bytes=settings.fsync_max_batch_bytes,
+                rotate_max_bytes=settings.rotate_max_bytes,
+                rotate_max_seconds=settings.rotate_max_seconds,
+                buffer_max_bytes=settings.buffer_max_bytes,
+                blocks_when_full=settings.buffer_full is BufferFull.BLOCK,
+            ),
+            schedule=self._scheduler,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
+        return Topic(
+            wal=wal,
+            cache=Cache(
+                capacity=settings.cache_capacity,
+                bytes_max=settings.cache_max_bytes,
+                next_offset=recovered.next_offset,
+                codec=codec,
+            ),
+            max_message_size=self._storage.max_message_size,
+            stream_chunk_size=settings.stream_chunk_size,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
+
+    def _report(self, topic: Topic, recovered: Recovered) -> None:
+        if recovered.cut_bytes:
+            self._metrics.count("wal.recovery_cut_bytes", recovered.cut_bytes)
+        for damage in recovered.damage:
+            self._metrics.count("wal.recovery_damage")
+            _log.error(
+                "topic quarantined",
+                extra={
+                    "topic": topic.name,
+                    "path": damage.path,
+                    "position": damage.position,
+                    "offset": damage.offset,
+                    "reason": damage.reason,
+                },
+            )
 
 
-def recover_tiered(
-    directory: WalDirectory,
-    owned: OwnedTopic,
-    tiers: Tiers,
-    *,
-    untrusted_from: int | None,
-) -> Recovered:
-    """Opens the local files of a topic that was claimed; see the module header.
-
-    Raises:
-        As `ister.wal.recovery.recover`, and what the stores raise.
-    """
-    recovered = recover(
-        directory, untrusted_from=untrusted_from, floor=owned.start, durable=owned.tiered
+def _not_found(name: str) -> NotFoundError:
+    return NotFoundError(
+        f"topic {name} does not exist", topic=name, hint="pass create=True to create it"
     )
-    if _first_offset(recovered) > owned.tiered:
-        _adopt(owned, tiers)
-    is_behind = recovered.next_offset < owned.start or (
-        # Bytes that nobody can read may have been acknowledged messages: with such the topic
-        # stays as it is, read-only.
-        bool(recovered.damage)
-        and recovered.next_offset <= owned.tiered
-        and not recovered.has_unread_bytes
-    )
-    if is_behind or owned.is_rebuilt:
-        _refuse_divergence(directory, recovered, owned, tiers)
-    if is_behind:
-        set_aside(directory, "everything in it that was durable is in the bucket")
-        recovered = recover(directory, floor=max(owned.start, recovered.next_offset))
-    missing = range(owned.tiered, _first_offset(recovered))
-    if missing and not recovered.damage:
-        damage = Damage(
-            path=directory.path,
-            position=0,
-            offset=missing.start,
-            reason=f"the offsets {missing.start} up to, not including, {missing.stop} are in "
-            "neither tier",
-        )
-        recovered = replace(recovered, damage=(damage,))
-    return recovered
 
 
-def _first_offset(recovered: Recovered) -> int:
-    return recovered.files[0].first_offset if recovered.files else recovered.next_offset
-
-
-def _refuse_divergence(
-    directory: WalDirectory, recovered: Recovered, owned: OwnedTopic, tiers: Tiers
-) -> None:
-    """Refuses files that hold other messages than the bucket under the same offsets.
-
-    It takes a catalog that was rebuilt while files or objects of a fenced owner lay around. The
-    newest frame that both tiers have tells: up to it they hold the same, or they do not.
-    """
-    offset = min(_local_end(directory, recovered), owned.tiered) - 1
-    frame = _read_frame(directory, recovered, offset)
-    if frame is None:
-        return
-    history = tiers.reader(owned.catalog)
-    try:
-        batch = history.fetch(offset, offset + 1, bytes_max=len(frame))
-    except (CorruptDataError, NotFoundError, NothingLeftError):
-        return  # what the bucket has there is no witness
-    finally:
-        history.close()
-    if batch.chunk[batch.starts[0] : batch.end] != frame:
-        raise ConflictError(
-            "the local files and the bucket hold different messages under the same offsets",
-            topic=owned.topic,
-            offset=offset,
-            path=directory.path,
-            hint="one of them belongs to an owner that was replaced; look at both with "
-            "`ister inspect`, and move away what is not wanted",
-        )
-
-
-def _local_end(directory: WalDirectory, recovered: Recovered) -> int:
-    """The offset after the last whole frame of the local files, up to damage; 0 without files."""
-    if not recovered.files:
-        return 0
-    file = recovered.files[-1]
-    entry = recovered.index.entries[-1] if recovered.index.entries else None
-    handle = directory.fs.open_read(directory.log_path(file.seq))
-    try:
-        scan = scan_file(
-            handle,
-            position=entry.position if entry is not None else 0,
-            expected_offset=entry.offset if entry is not None else file.first_offset,
-        )
-    finally:
-        handle.close()
-    return scan.next_offset if scan.next_offset is not None else file.first_offset
-
-
-def _read_frame(directory: WalDirectory, recovered: Recovered, offset: int) -> bytes | None:
-    """A whole local frame by its offset; None if it is not here, or not whole."""
-    at = bisect_right(recovered.files, offset, key=lambda file: file.first_offset)
-    if at == 0:
-        return None
-    file = recovered.files[at - 1]
-    is_last = at == len(recovered.files)
-    index = recovered.index if is_last else SparseIndex(directory.load_index(file.seq))
-    entry = index.find_offset(offset)
-    found: list[bytes] = []
-
-    def visit(chunk: bytes, position: int, scan: Scan) -> None:
-        number = offset - ((scan.next_offset or 0) - len(scan.starts))
-        if 0 <= number < len(scan.starts):
-            ends = [*scan.starts[1:], scan.end]
-            found.append(chunk[scan.starts[number] : ends[number]])
-
-    handle = directory.fs.open_read(directory.log_path(file.seq))
-    try:
-        scan_file(
-            handle,
-            position=entry.position if entry is not None else 0,
-            expected_offset=entry.offset if entry is not None else file.first_offset,
-            visit=visit,
-        )
-    finally:
-        handle.close()
-    return found[0] if found else None
-
-
-def _adopt(owned: OwnedTopic, tiers: Tiers) -> None:
-    """Takes objects into the catalog that continue it and that it does not know."""
-    name: TopicName = owned.catalog.keys.topic
-    lineage = owned.record.lineage
-    found = find_continuation(
-        tiers.objects,
-        name,
-        owned.tiered,
-        incarnation=owned.record.incarnation,
-        epoch_min=0 if owned.is_rebuilt or not lineage else lineage[0].epoch,
-    )
-    if found:
-        owned.adopt(found)
-        _log.warning(
-            "the catalog had forgotten objects, which were adopted",
-            extra={"topic": owned.topic, "objects": [d.object_id for d in found]},
-        )
-
-
-def set_aside(directory: WalDirectory, reason: str) -> str:
-    """Takes a topic's directory out of the way without removing anything; returns where to."""
-    fs, path = directory.fs, directory.path
-    number = 1
-    while fs.exists(aside := f"{path}.aside-{number}"):
-        number += 1
-    # The new directory is made first: a crash between the two names must not look like a loss.
-    parent = path.rpartition("/")[0]
-    directory.begin_rename()
-    WalDirectory(fs, f"{path}{_FRESH_SUFFIX}").mark()
-    fs.rename(path, aside)
-    fs.sync_directory(parent)
-    failpoints.reach("tier.after_set_aside")
-    fs.rename(f"{path}{_FRESH_SUFFIX}", path)
-    fs.sync_directory(parent)
-    _log.error("local files set aside", extra={"path": aside, "reason": reason})
-    return aside
-
-
-def finish_set_aside(directory: WalDirectory) -> None:
-    """Goes on where a crash has interrupted `set_aside`."""
-    fs, path = directory.fs, directory.path
-    fresh = f"{path}{_FRESH_SUFFIX}"
-    if not fs.exists(fresh):
-        return
-    if fs.exists(path):
-        remove_directory(fs, fresh)
-    else:
-        directory.begin_rename()
-        WalDirectory(fs, fresh).mark()
-        fs.rename(fresh, path)
-        fs.sync_directory(path.rpartition("/")[0])
-
-
-def remove_directory(fs: FileSystem, path: str) -> None:
-    """Removes a topic's directory and what is in it; one that does not exist is fine.
-
-    A crash in the middle leaves some of the files: the caller has recorded before that they are
-    not needed, and does this again.
-    """
-    if not fs.exists(path):
-        return
-    for name in fs.list_directory(path):
-        fs.remove(f"{path}/{name}")
-    fs.remove_directory(path)
-    fs.sync_directory(path.rpartition("/")[0])
-
-
-def measure_backlog(directory: WalDirectory, recovered: Recovered, tiered: int) -> int:
-    """About how many bytes of the local files are not tiered: whole files, to be quick."""
-    total = 0
-    for at, file in enumerate(recovered.files):
-        is_last = at + 1 == len(recovered.files)
-        end = recovered.next_offset if is_last else recovered.files[at + 1].first_offset
-        if end > tiered:
-            handle = directory.fs.open_read(directory.log_path(file.seq))
-            try:
-                total += handle.size()
-            finally:
-                handle.close()
-    return total
+def check_same(topic: Topic, ack: AckLevel | None, codec: Codec | None) -> None:
+    """Raises ConflictError if a topic has another ack level or codec than the caller wants."""
+    for what, wanted, actual in (("ack level", ack, topic.ack), ("codec", codec, topic.codec)):
+        if wanted is not None and wanted is not actual:
+            raise ConflictError(
+                f"the topic exists with {what} {actual}, not {wanted}",
+                topic=topic.name,
+                hint="leave it out to open the topic as it is",
+            )

@@ -8,25 +8,23 @@ Rows are divided by what is in them, not by their place in a batch: a batch that
 whatever order, has the same rows for each partition. That is what lets Spark's sink append the rows
 of each partition once.
 
-Owns: which partition a message goes to. Does not own: the partitions; each is a topic of its own.
+Owns: which partition a message goes to. Does not own: the partitions, which are topics.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 from zlib import crc32
 
 from ister.errors import InvalidRequestError
 from ister.partitions import partition_of
+from ister.topic.append import MessageFields
 from ister.topic.topic import Topic
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-__all__ = ["PartitionedTopic", "PlacedMessage", "split_rows"]
 
 
 class PlacedMessage(NamedTuple):
@@ -53,13 +51,7 @@ class PartitionedTopic:
     def append(
         self,
         payload: bytes | bytearray | memoryview,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        routing_key: str | None = None,
-        producer_name: str = "",
-        publish_time: datetime | int | None = None,
-        schema_id: int | None = None,
-        schema_version: int | None = None,
+        **fields: Unpack[MessageFields],
     ) -> PlacedMessage:
         """Accepts a message as `Topic.append` does, in the partition of its routing key.
 
@@ -71,6 +63,7 @@ class PartitionedTopic:
         Raises:
             As `Topic.append`.
         """
+        routing_key = fields.get("routing_key")
         if routing_key is None:
             with self._lock:
                 number = self._turn
@@ -82,16 +75,7 @@ class PartitionedTopic:
                 )
             number = partition_of(routing_key, len(self.partitions))
         topic = self.partitions[number]
-        offset = topic.append(
-            payload,
-            attributes=attributes,
-            routing_key=routing_key,
-            producer_name=producer_name,
-            publish_time=publish_time,
-            schema_id=schema_id,
-            schema_version=schema_version,
-        )
-        return PlacedMessage(topic, offset)
+        return PlacedMessage(topic, topic.append(payload, **fields))
 
     def append_arrow(self, batch: pa.RecordBatch) -> list[tuple[Topic, range]]:
         """Accepts the rows of a record batch as `Topic.append_arrow` does, divided by routing key.

@@ -1,15 +1,15 @@
 """A reader: one place in one topic, from any offset to the live tail.
 
-    bucket ─► files ─► cache ─► live     pulled by offset; where to is decided anew at every fetch
+    bucket ─► files ─► cache ─► live     pulled by offset; each fetch decides where to read
 
 Owns: its position. Does not own: anything that others share; a slow reader holds one chunk and
-one file (one more chunk while it reads the bucket), and costs nobody else anything. It falls back
-from live to cache to files to the bucket by itself, because each fetch asks only "who has the next
-offset". So local files may be trimmed, and objects replaced, under a reader that never notices.
+one file (one more chunk while it reads the bucket), and costs others nothing. It falls back
+from live to cache to files to the bucket by itself, because each fetch looks up where the next
+offset is. So local files may be trimmed, and objects replaced, under a reader that never notices.
 
 Invariants: every message that comes out is the one after the last (unless those between were left
 out of their object on purpose, or are damaged and left out by configuration); an offset that should
-exist and that nobody holds raises, with the range; nothing comes out that is not visible (has not
+exist and that no tier holds raises, with the range; nothing comes out that is not visible (has not
 reached the topic's level); an end of data and an error are different answers.
 
 Used by one thread at a time, except `close`, which any thread may call and which wakes a reader
@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from ister import forks
+from ister.bucket.history_reader import HistoryReader, NothingLeftError
 from ister.clock import Clock
 from ister.errors import (
     ClosedError,
@@ -43,17 +44,14 @@ from ister.errors import (
 from ister.format.frame import FrameBatch, encode_frame
 from ister.metrics import Metrics
 from ister.model import AckLevel
-from ister.tier.reader import HistoryReader, NothingLeftError
 from ister.topic.message import Message, MessageBatch
-from ister.wal.interrupts import is_held
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
+from ister.wal.signals import is_held
 from ister.wal.waiters import ThreadWaiter
 
 if TYPE_CHECKING:
     from ister.topic.cache import Cache
-
-__all__ = ["TAIL_SAMPLE", "Reader"]
 
 _log = logging.getLogger("ister.topic.reader")
 
@@ -107,7 +105,6 @@ class Reader:
         self._files: WalReader | None = None
         self._history: HistoryReader | None = None
         self._batch: FrameBatch | None = None
-        self._batch_at = 0
         self._waiter: ThreadWaiter | None = None
         self._is_closed = False
         self._reading = threading.RLock()
@@ -131,7 +128,7 @@ class Reader:
         max_bytes: int | None = None,
         timeout: float | None = None,
     ) -> Sequence[Message]:
-        """The next messages, in order: as many as are at hand, at least one.
+        """The next messages, in order: as many as are available, at least one.
 
         Args:
             max_messages: At most so many.
@@ -179,9 +176,9 @@ class Reader:
     def poll(
         self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22
     ) -> Sequence[Message]:
-        """What can be read now, without waiting for appends; empty if that is nothing."""
+        """The messages that can be read now, without waiting for appends; may be empty."""
         if max_messages < 1:
-            raise InvalidRequestError(f"a batch of {max_messages} messages")
+            raise InvalidRequestError(f"max_messages must be at least 1, not {max_messages}")
         return self._read(lambda: self._poll(max_messages, max_bytes))
 
     def _read(self, read: Callable[[], _T]) -> _T:
@@ -219,7 +216,7 @@ class Reader:
             found: What the call had read, if anything.
         """
         try:
-            self._wal.settle()
+            self._wal.clean_up_interrupt()
         finally:
             if found or not isinstance(error, IsterError):
                 self.next_offset = start
@@ -237,14 +234,14 @@ class Reader:
     def poll_cache(
         self, max_messages: int = _BATCH_MESSAGES, max_bytes: int = 1 << 22
     ) -> Sequence[Message]:
-        """What can be read now from memory; empty if that is nothing. Touches no file.
+        """The messages that can be read now from memory; may be empty. Touches no file.
 
         Raises:
             ClosedError: The reader is closed.
             InvalidRequestError: `max_messages` is below one.
         """
         if self._is_closed or max_messages < 1:
-            return self.poll(max_messages, max_bytes)  # raises, and says why
+            return self.poll(max_messages, max_bytes)  # raises the reader's error
         start = self.next_offset
         end = min(self._wal.visible, start + max_messages)
         if self._end is not None:
@@ -295,7 +292,7 @@ class Reader:
     def _frames_from_cache(self, start: int, end: int, max_bytes: int) -> FrameBatch | None:
         """Frames made of the cached bodies; for logs that never had any."""
         with self._wal.lock:
-            self._wal.mend()
+            self._wal.fill_cache(end)
             bodies = self._cache.bodies(start, end, bytes_max=max_bytes)
         if not bodies:
             return self._frames_from_tiers(start, max_bytes)  # raises: it has left the memory
@@ -401,9 +398,9 @@ class Reader:
         if start < cache.start:
             return []
         if self._wal.buffer.is_changing:
-            self._wal.check_outside()
+            self._wal.check_reentry()
         with self._wal.lock:
-            self._wal.mend()
+            self._wal.fill_cache(end)
             messages = cache.read(start, end, bytes_max=max_bytes)
         if messages:
             self._count_cached(len(messages))
@@ -483,7 +480,7 @@ class Reader:
         return self._fetch_history(start, readable, max_bytes)
 
     def _fetch_history(self, start: int, readable: int, max_bytes: int) -> FrameBatch:
-        """Frames from the bucket; raises if it does not have what nobody else has."""
+        """Frames from the bucket; raises if it does not have them."""
         wal = self._wal
         tiered = wal.tiered or 0
         if self._open_history is None or start < self._earliest():
@@ -580,7 +577,7 @@ class Reader:
         self._files = self._history = self._batch = self._waiter = None
 
     def _drop_if_idle(self) -> None:
-        """Gives the file back, unless a thread is reading it: then that one does it at its end."""
+        """Closes the file, unless a thread is reading it, which then closes it."""
         # Not within a `_read` that a signal handler has interrupted, either.
         if not self._is_reading and self._reading.acquire(blocking=False):
             try:
@@ -605,7 +602,7 @@ class Reader:
         self.close()
 
     def __iter__(self) -> Iterator[Message]:
-        """Every message up to the reader's end; without an end, on and on."""
+        """Every message up to the reader's end; without an end, it never stops."""
         while batch := self.next_batch():
             yield from batch
 

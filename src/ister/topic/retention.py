@@ -1,4 +1,4 @@
-"""Which local files of a topic may go: the rules, without doing anything.
+"""Which local files of a topic may be removed, by age and by size: the rules, without I/O.
 
 A file goes only if all of these hold:
 
@@ -23,8 +23,6 @@ from ister.errors import NotFoundError
 from ister.limits import MIB
 from ister.wal.log import Wal
 
-__all__ = ["NO_FLOOR", "ActiveFloor", "LocalFile", "list_files", "no_floor", "plan_trim"]
-
 _MINUTE_MS = 60_000
 
 
@@ -45,7 +43,7 @@ def no_floor(*, include_inactive: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalFile:
+class RetentionFile:
     """A WAL file as retention sees it."""
 
     first_offset: int
@@ -53,36 +51,28 @@ class LocalFile:
     modified_ms: int | None
 
 
-def list_files(wal: Wal) -> list[LocalFile]:
+def list_files(wal: Wal) -> list[RetentionFile]:
     """A log's files, in the order of their offsets."""
     directory = wal.directory
     if directory is None:
         return []
-    found: list[LocalFile] = []
+    found: list[RetentionFile] = []
     for file in wal.files:
-        path = directory.log_path(file.seq)
+        modified_ms: int | None = 0
         try:
-            handle = directory.fs.open_read(path)
+            size = directory.log_size(file.seq)
         except NotFoundError:
-            # Removed by hand: nothing to keep.
-            found.append(LocalFile(first_offset=file.first_offset, size_bytes=0, modified_ms=0))
-            continue
-        try:
-            size = handle.size()
-        finally:
-            handle.close()
+            size = 0  # Removed by hand: nothing to keep.
+        else:
+            modified_ms = directory.fs.modified_ms(directory.log_path(file.seq))
         found.append(
-            LocalFile(
-                first_offset=file.first_offset,
-                size_bytes=size,
-                modified_ms=directory.fs.modified_ms(path),
-            )
+            RetentionFile(first_offset=file.first_offset, size_bytes=size, modified_ms=modified_ms)
         )
     return found
 
 
 def plan_trim(
-    files: Sequence[LocalFile],
+    files: Sequence[RetentionFile],
     *,
     safe_before: int,
     now_ms: int,

@@ -5,9 +5,9 @@
 Owns: nothing; reads local files, by their indexes. Does not own: whether anything is uploaded, and
 by whom: a job plans with this on the machine that has the files, or asks the topic's owner to.
 
-The ranges are those that the owner's own cycle would come to (`ister.tier.uploader`): one object
+The ranges are those that the owner's own cycle would come to (`ister.bucket.upload`): one object
 after the other from `start` on, each as long as its limits allow, the last one up to `synced`.
-A damaged frame ends the plan: what lies before it is planned, and the error says where it is.
+A damaged frame ends the plan: what precedes it is planned, and the error has its position.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from ister.metrics import Metrics
 from ister.model import Codec
 from ister.topic.topic import Topic
 from ister.wal.reader import ReadableLog, WalReader
-
-__all__ = ["PlannedObject", "UploadPlan", "plan_objects", "plan_topic", "read_frames"]
 
 # A plan looks at frames around the ends of objects only.
 _PLAN_CHUNK_BYTES: Final = 256 * KIB
@@ -126,7 +124,7 @@ def _measure(
             begin = source.place_of(start) if start > log.trimmed else (log.files[0].seq, 0)
         finish = source.place_of(end)
     except CorruptDataError:
-        # Whoever makes the object finds out what is wrong; until then nobody knows its size.
+        # Making the object will raise the error; until then its size is unknown.
         return 0, None
     if begin[0] == finish[0]:
         return finish[1] - begin[1], finish
@@ -140,11 +138,7 @@ def _sizes(log: ReadableLog, first_seq: int, end_seq: int) -> int:
         return 0
     for file in log.files:
         if first_seq <= file.seq < end_seq:
-            handle = directory.fs.open_read(directory.log_path(file.seq))
-            try:
-                total += handle.size()
-            finally:
-                handle.close()
+            total += directory.log_size(file.seq)
     return total
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import Final
 
-__all__ = ["Arrivals"]
-
 _MARKS_MAX: Final = 4096
 _STRIDE_MS: Final = 1000
 

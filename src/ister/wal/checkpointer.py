@@ -23,12 +23,10 @@ from ister.errors import IsterError
 from ister.format.checkpoint import RotatedFile, WalCheckpoint, WalState
 from ister.limits import CHECKPOINT_BYTES_BEHIND_MAX, CHECKPOINT_INTERVAL_SECONDS
 from ister.metrics import Metrics
-from ister.model import AckLevel, Codec
 from ister.wal.directory import format_log_name
-from ister.wal.recovery import WalFile
+from ister.wal.recovery import Recovered, WalFile
+from ister.wal.settings import WalSettings
 from ister.wal.writer import WalWriter
-
-__all__ = ["Checkpointer", "DurablePoint"]
 
 _log = logging.getLogger("ister.wal.checkpointer")
 
@@ -49,34 +47,27 @@ class Checkpointer:
     def __init__(
         self,
         writer: WalWriter,
+        recovered: Recovered,
+        settings: WalSettings,
         *,
-        topic: str,
-        codec: Codec,
-        ack: AckLevel,
-        incarnation: str,
-        synced: int,
-        stored: WalState | None,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        """Continues from recovery's result; `stored` is the checkpoint on disk, or None."""
+        """Continues from recovery's result."""
         self._writer = writer
-        self._topic = topic
-        self._codec = codec
-        self._ack = ack
-        self._incarnation = incarnation
+        self._settings = settings
         self._clock = clock
         self._metrics = metrics
         self._lock = threading.Lock()
         self._saved_at = clock.monotonic()
         self._saved: DurablePoint | None = None
-        self._stored = stored
+        self._stored = recovered.state
         self._is_poisoned = False
         self._is_ended = False
-        self._point = self._take(synced)
+        self._point = self._take(recovered.next_offset)
 
-    def note(self, synced: int) -> None:
-        """A sync or a change of files has just ended. Nobody else changes the files meanwhile."""
+    def update(self, synced: int) -> None:
+        """Takes the state after a sync or a change of files; no other thread changes them now."""
         self._point = self._take(synced)
 
     def _take(self, synced: int) -> DurablePoint:
@@ -116,7 +107,7 @@ class Checkpointer:
         self._metrics.count("wal.checkpoint_saves")
 
     def end(self) -> None:
-        """Saves nothing after this: the file belongs to whoever opens the log next."""
+        """Saves nothing after this: the next process that opens the log owns the file."""
         with self._lock:
             self._is_ended = True
 
@@ -129,7 +120,9 @@ class Checkpointer:
             self.save()
         except IsterError as error:
             self._metrics.count("wal.checkpoint_errors")
-            _log.warning("checkpoint not saved", extra={"topic": self._topic, "error": str(error)})
+            _log.warning(
+                "checkpoint not saved", extra={"topic": self._settings.topic, "error": str(error)}
+            )
 
     def record_poison(self) -> None:
         """Notes on disk that bytes above `synced` are not to be trusted, if the disk takes it."""
@@ -141,7 +134,7 @@ class Checkpointer:
             except IsterError as error:
                 _log.warning(
                     "the failed sync could not be recorded; reopen in this process to be safe",
-                    extra={"topic": self._topic, "error": str(error)},
+                    extra={"topic": self._settings.topic, "error": str(error)},
                 )
 
     def _state(self, point: DurablePoint, *, is_poisoned: bool) -> WalState:
@@ -151,9 +144,9 @@ class Checkpointer:
             synced=point.synced,
             synced_position=point.position,
             is_poisoned=is_poisoned,
-            codec=self._codec,
-            ack=self._ack,
-            incarnation=self._incarnation,
+            codec=self._settings.codec,
+            ack=self._settings.ack,
+            incarnation=self._settings.incarnation,
             checkpoint=WalCheckpoint(
                 start_offset=files[0].first_offset if files else point.synced,
                 last_offset=max(point.synced - 1, 0),

@@ -35,17 +35,8 @@ from ister.format.checkpoint import (
 )
 from ister.format.sparse_index import INDEX_ENTRY_SIZE, IndexEntry, decode_index, encode_index
 from ister.fs.base import File, FileSystem
+from ister.fs.whole_files import file_size, read_file, write_file
 from ister.limits import CHECKPOINT_BYTES_MAX, INDEX_ENTRIES_MAX
-
-__all__ = [
-    "CHECKPOINT_NAME",
-    "LOCK_NAME",
-    "ORIGIN_NAME",
-    "UPLOADER_CHECKPOINT_NAME",
-    "WalDirectory",
-    "format_log_name",
-    "parse_log_name",
-]
 
 CHECKPOINT_NAME: Final = "wal.ckpt"
 UPLOADER_CHECKPOINT_NAME: Final = "uploader.ckpt"
@@ -89,6 +80,14 @@ class WalDirectory:
     def log_path(self, seq: int) -> str:
         """Where the file number `seq` lies."""
         return f"{self.path}/{format_log_name(seq)}"
+
+    def log_size(self, seq: int) -> int:
+        """The size of the file number `seq` in bytes.
+
+        Raises:
+            NotFoundError: There is no such file.
+        """
+        return file_size(self.fs, self.log_path(seq))
 
     def index_path(self, seq: int) -> str:
         """Where the index of the file number `seq` lies."""
@@ -188,7 +187,7 @@ class WalDirectory:
         self._replace(self.checkpoint_path, encode_wal_checkpoint(state), "wal")
 
     def load_uploader(self) -> UploaderCheckpoint | None:
-        """How far uploads had come, or None if nothing whole says so.
+        """Returns the uploader's checkpoint; None if it is missing or damaged.
 
         Raises:
             UnsupportedVersionError: A newer Ister wrote it.
@@ -204,23 +203,14 @@ class WalDirectory:
     def _load(self, path: str) -> bytes | None:
         """A small file whole, or None if it is missing or too large to be one."""
         try:
-            file = self.fs.open_read(path)
+            data = read_file(self.fs, path, CHECKPOINT_BYTES_MAX + 1)
         except NotFoundError:
             return None
-        try:
-            data = file.read_at(0, CHECKPOINT_BYTES_MAX + 1)
-        finally:
-            file.close()
         return data if len(data) <= CHECKPOINT_BYTES_MAX else None
 
     def _replace(self, path: str, data: bytes, who: str) -> None:
         temporary = f"{path}.tmp"
-        file = self.fs.create(temporary)
-        try:
-            file.write_at(0, [data])
-            file.sync()
-        finally:
-            file.close()
+        write_file(self.fs, temporary, data)
         failpoints.reach(f"{who}.before_checkpoint_rename")
         self.fs.rename(temporary, path)
         self.fs.sync_directory(self.path)
@@ -228,14 +218,11 @@ class WalDirectory:
 
     def load_index(self, seq: int) -> list[IndexEntry]:
         """The index of the file number `seq`, as far as it is whole; empty if there is none."""
+        bytes_max = INDEX_ENTRIES_MAX * INDEX_ENTRY_SIZE
         try:
-            file = self.fs.open_read(self.index_path(seq))
+            return decode_index(read_file(self.fs, self.index_path(seq), bytes_max))
         except NotFoundError:
             return []
-        try:
-            return decode_index(file.read_at(0, INDEX_ENTRIES_MAX * INDEX_ENTRY_SIZE))
-        finally:
-            file.close()
 
     def save_index(self, seq: int, entries: list[IndexEntry], *, start: int) -> None:
         """Writes the entries from number `start` on; the earlier ones are there already.

@@ -14,8 +14,6 @@ from operator import attrgetter
 from ister.format.sparse_index import IndexEntry
 from ister.limits import INDEX_STRIDE_BYTES
 
-__all__ = ["SparseIndex"]
-
 
 class SparseIndex:
     """Entries in ascending order; see the module header."""

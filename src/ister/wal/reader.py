@@ -3,7 +3,7 @@
 Owns: one open file, one position in it, and nothing between two calls but those. Does not own:
 which offsets may be seen (the caller passes `end`), the cache, message bodies.
 
-Every call resolves anew which file holds the wanted offset, so rotation under a reader is
+Every call resolves again which file holds the wanted offset, so rotation under a reader is
 invisible, and trim is noticed only by a reader whose next message it took. Continuity and crc are
 checked for every frame; one that should be there and is not raises `CorruptDataError` with file,
 position and offset.
@@ -25,13 +25,12 @@ from ister.errors import CorruptDataError, NotFoundError, OffsetOutOfRangeError,
 from ister.format.frame import (
     FRAME_HEADER_SIZE,
     Corrupt,
-    Frame,
     FrameBatch,
     NeedMore,
     Scan,
-    decode_frame,
     scan_frames,
 )
+from ister.format.frame_search import search_frame
 from ister.format.message import (
     decode_publish_time,
     decode_publish_times,
@@ -45,8 +44,6 @@ from ister.wal.directory import WalDirectory
 from ister.wal.index import SparseIndex
 from ister.wal.recovery import WalFile, build_index
 from ister.wal.writer import WalWriter
-
-__all__ = ["ReadableLog", "ReadableSettings", "WalReader"]
 
 # Indexes of rotated files that a reader keeps: a reader walks forward, so few are enough.
 _INDEXES_MAX = 2
@@ -89,7 +86,7 @@ class ReadableLog(Protocol):
 
     @property
     def writer(self) -> WalWriter | None:
-        """Who knows the active file's index; None for a log that somebody else has open."""
+        """Has the active file's index; None for a log that another process has open."""
         ...
 
     @property
@@ -206,23 +203,20 @@ class WalReader:
     def _skip_damage(self, file: File, start: int) -> bool:
         """Looks for the frame `start` behind damage that lies before it; whether it was found.
 
-        Someone who asks for an offset behind the damage gets it, whatever the way there is like.
+        A read that starts behind the damage gets the messages there.
         """
-        position = self._position + 1
-        while chunk := file.read_at(position, self._chunk_bytes):
-            at = chunk.find(start.to_bytes(8, "little"))
-            while at >= 0:
-                whole = file.read_at(position + at, FRAME_HEADER_SIZE)
-                size = FRAME_HEADER_SIZE + int.from_bytes(whole[8:12], "little")
-                if size <= FRAME_HEADER_SIZE + FRAME_BODY_BYTES_MAX and isinstance(
-                    decode_frame(file.read_at(position + at, size), expected_offset=start), Frame
-                ):
-                    self._position, self._next = position + at, start
-                    return True
-                at = chunk.find(start.to_bytes(8, "little"), at + 1)
-            # The pattern may lie across two chunks.
-            position += max(1, len(chunk) - 7)
-        return False
+        found = search_frame(
+            file.read_at,
+            self._position + 1,
+            offset_min=start,
+            end_offset=start + 1,
+            size_bytes=file.size(),
+            chunk_bytes=self._chunk_bytes,
+        )
+        if found is None:
+            return False
+        self._position, self._next = found
+        return True
 
     def _damage(self, file: File, scan: Scan) -> CorruptDataError:
         self._metrics.count("wal_reader.crc_errors_total")
@@ -370,7 +364,7 @@ class WalReader:
             OffsetOutOfRangeError: `start` has been trimmed.
             CorruptDataError: A frame on the way is damaged.
         """
-        check(start < end, "a plan is for something")
+        check(start < end, "the range of a plan is not empty")
         first = self.fetch(start, end, bytes_max=_CHUNK_BYTES_MIN)
         end = self._end_of_span(start, end, span_ms_max)
         room = bytes_max

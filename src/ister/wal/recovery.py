@@ -44,19 +44,17 @@ from ister.format.frame import (
     Scan,
     decode_frame,
 )
+from ister.format.frame_search import search_frame
 from ister.format.message import decode_publish_time, recognise
 from ister.fs.base import File
-from ister.limits import FRAME_BODY_BYTES_MAX, RECOVERY_CHUNK_BYTES
+from ister.limits import RECOVERY_CHUNK_BYTES
 from ister.model import Codec
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.index import SparseIndex
 from ister.wal.scan import FileScan, describe_stop, scan_file
 
-__all__ = ["Damage", "Recovered", "UntrustedTailError", "WalFile", "build_index", "recover"]
-
 _log = logging.getLogger("ister.wal.recovery")
 
-_FRAME_BYTES_MIN: Final = FRAME_HEADER_SIZE + 1
 # Enough for the first frame of most files, in one read.
 _FIRST_READ_BYTES: Final = 4096
 
@@ -235,7 +233,7 @@ class _Recovery:
             return Recovered(next_offset=self._floor)
         if state.synced > state.checkpoint.start_offset:
             # The checkpoint proves that there were frames. The next offset stays beyond them.
-            self._note_damage(
+            self._add_damage(
                 state.checkpoint.file_seq,
                 f"no log file is left, the log was durable up to {state.synced}",
                 offset=state.checkpoint.start_offset,
@@ -251,12 +249,12 @@ class _Recovery:
     def _check_sequence(self, seqs: list[int]) -> None:
         for before, after in pairwise(seqs):
             if after != before + 1:
-                self._note_damage(
+                self._add_damage(
                     before + 1,
                     f"file missing between {format_log_name(before)} and {format_log_name(after)}",
                 )
 
-    def _note_damage(
+    def _add_damage(
         self, seq: int, reason: str, *, position: int = 0, offset: int | None = None
     ) -> None:
         path = self._directory.log_path(seq)
@@ -276,7 +274,7 @@ class _Recovery:
                 continue
             found[seq] = hints.get(seq, frame.offset)
             if frame.offset != found[seq]:
-                self._note_damage(
+                self._add_damage(
                     seq,
                     f"the first frame says {frame.offset}, the checkpoint {found[seq]}",
                     offset=found[seq],
@@ -305,12 +303,12 @@ class _Recovery:
                 if is_last and begin is None:
                     begin = self._begin_of_only_file(seq)
                 elif not is_last and (begin is None or begin != next_begin):
-                    self._note_damage(seq, "bad first frame", offset=begin)
+                    self._add_damage(seq, "bad first frame", offset=begin)
             if begin is not None:
                 files.append(WalFile(seq, begin))
         state = self._state
         if state is not None and files[0].first_offset > state.checkpoint.start_offset:
-            self._note_damage(
+            self._add_damage(
                 max(0, files[0].seq - 1), "file missing", offset=state.checkpoint.start_offset
             )
         return files
@@ -326,7 +324,7 @@ class _Recovery:
         if seq == 0:
             return self._floor
         known = self._state.synced if self._state is not None else 0
-        self._note_damage(
+        self._add_damage(
             seq, "the only file has no whole frame, and nothing says where it began", offset=known
         )
         return known
@@ -394,7 +392,7 @@ class _Recovery:
         next_offset = scan.next_offset if scan.next_offset is not None else last.first_offset
         path = self._directory.log_path(last.seq)
         if next_offset < durable or scan.end < trusted:
-            self._note_damage(
+            self._add_damage(
                 last.seq,
                 f"{describe_stop(scan)}, durable up to {durable}",
                 position=scan.end,
@@ -404,7 +402,7 @@ class _Recovery:
             # Whatever follows the damage stays where it is. Offsets up to `durable` were given
             # out, and those of frames behind the damage, so the next one is beyond them even
             # though nothing will be appended.
-            end_behind, has_unread_bytes = self._look_behind(last, scan)
+            end_behind, has_unread_bytes = self._scan_behind(last, scan)
             return Recovered(
                 files=tuple(files),
                 has_unread_bytes=has_unread_bytes,
@@ -430,11 +428,11 @@ class _Recovery:
             cut_bytes=scan.size - scan.end,
         )
 
-    def _look_behind(self, file: WalFile, scan: FileScan) -> tuple[int, bool]:
-        """The offset after the last whole frame behind damage (0 if there is none).
+    def _scan_behind(self, file: WalFile, scan: FileScan) -> tuple[int, bool]:
+        """The offset after the last whole frame behind damage, or 0; and `has_unread_bytes`.
 
-        And whether there are bytes of which nobody can tell what they were: more than the one
-        damaged frame, by its own length, and not followed by whole frames to the end.
+        There are unread bytes if the damage is more than one frame, by its own length, and is not
+        followed by whole frames to the end.
         """
         low = (scan.next_offset if scan.next_offset is not None else file.first_offset) + 1
         end = 0
@@ -442,8 +440,9 @@ class _Recovery:
             header = handle.read_at(scan.end, FRAME_HEADER_SIZE)
             explained = scan.end + FRAME_HEADER_SIZE + int.from_bytes(header[8:12], "little")
             position = scan.end + 1
-            while (found := _find_frame(handle, position, low)) is not None:
-                run = scan_file(handle, position=found[0], expected_offset=found[1])
+            size = handle.size()
+            while found := search_frame(handle.read_at, position, offset_min=low, size_bytes=size):
+                run = scan_file(handle, position=found.position, expected_offset=found.offset)
                 end = max(end, run.next_offset or 0)
                 low, position, explained = end, run.end + 1, run.end
             return end, scan.end < handle.size() != explained
@@ -572,10 +571,10 @@ class _IndexBuilder:
         for start, end in zip(scan.starts, ends, strict=True):
             if self.index.wants(position + start):
                 self.index.add(offset, position + start, self.publish_time_max)
-            self._note_time(chunk, start + FRAME_HEADER_SIZE, end, offset)
+            self._record_time(chunk, start + FRAME_HEADER_SIZE, end, offset)
             offset += 1
 
-    def _note_time(self, chunk: bytes, start: int, end: int, offset: int) -> None:
+    def _record_time(self, chunk: bytes, start: int, end: int, offset: int) -> None:
         if self._codec is None:
             self._codec = recognise(chunk[start:end], offset=offset)
             if self._codec is None:
@@ -664,38 +663,3 @@ class _closing:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def _find_frame(file: File, position: int, low: int) -> tuple[int, int] | None:
-    """The first whole frame from `position` on with an offset of at least `low`: (where, which).
-
-    However many frames are gone, the rest of the file cannot hold more than one for every few
-    bytes, which bounds the offsets that may come. Their upper bytes are the same for nearly all of
-    them, and those are looked for; the rest of the header and the crc decide.
-    """
-    size = file.size()
-    high = low + (size - position) // _FRAME_BYTES_MIN + 1
-    while position + FRAME_HEADER_SIZE <= size:
-        chunk = file.read_at(position, RECOVERY_CHUNK_BYTES)
-        for upper in range(low >> 16, (high >> 16) + 1):
-            pattern = upper.to_bytes(6, "little")
-            at = chunk.find(pattern, 2)
-            while at >= 0:
-                begin = at - 2
-                offset = int.from_bytes(chunk[begin : begin + 8], "little")
-                if low <= offset < high and _is_whole(file, position + begin, offset, size):
-                    return position + begin, offset
-                at = chunk.find(pattern, at + 1)
-        # A header may lie across two chunks.
-        position += max(1, len(chunk) - FRAME_HEADER_SIZE + 1)
-    return None
-
-
-def _is_whole(file: File, position: int, offset: int, size: int) -> bool:
-    """Whether a whole frame begins at `position`; asks for its body only if its length can be."""
-    header = file.read_at(position, FRAME_HEADER_SIZE)
-    length = int.from_bytes(header[8:12], "little")
-    if not 0 < length <= min(FRAME_BODY_BYTES_MAX, size - position - FRAME_HEADER_SIZE):
-        return False
-    whole = file.read_at(position, FRAME_HEADER_SIZE + length)
-    return isinstance(decode_frame(whole, expected_offset=offset), Frame)

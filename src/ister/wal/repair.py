@@ -24,20 +24,14 @@ from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.log import Wal
 from ister.wal.reader import WalReader
 
-__all__ = ["rewrite_log"]
-
 _log = logging.getLogger("ister.wal.repair")
 
 
 def rewrite_log(wal: Wal, start: int, *, chunk_bytes: int, clock: Clock, metrics: Metrics) -> int:
     """Replaces the files of a quarantined log by one with the frames from `start` on.
 
-    Args:
-        wal: The log; nothing is appended to it meanwhile, and it is closed afterwards.
-        start: Everything before this offset is in the other tier.
-        chunk_bytes: How much is copied at once.
-        clock: For the reader.
-        metrics: Likewise.
+    Nothing is appended to the log meanwhile, and it is closed afterwards. Everything before `start`
+    is in the other tier; `chunk_bytes` are copied at once.
 
     Returns:
         How many frames were copied.

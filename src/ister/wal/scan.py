@@ -13,8 +13,6 @@ from ister.format.frame import FRAME_HEADER_SIZE, Corrupt, NeedMore, Scan, scan_
 from ister.fs.base import File
 from ister.limits import RECOVERY_CHUNK_BYTES
 
-__all__ = ["FileScan", "describe_stop", "scan_file"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileScan:

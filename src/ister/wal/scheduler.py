@@ -1,7 +1,7 @@
-"""The threads that commit for logs when nobody does it for themselves.
+"""Background threads that commit and maintain logs.
 
-A few threads serve every topic of a process; one more keeps the time. Neither knows what a log
-does: they call `run` and `on_timer`.
+A few threads serve every topic of a process, and call `run`; one more is the timer, and calls
+`on_timer`.
 
 Owns: the queue, the timer heap, the limit on open files. Does not own: any log's state. A log is
 in the queue once (it keeps a flag), and once more for each call that an exception from a signal
@@ -19,54 +19,53 @@ from typing import Protocol
 from ister import threads as background
 from ister.clock import Clock
 from ister.errors import IsterError
-from ister.wal.interrupts import is_main_thread
-from ister.wal.log import Schedule, Wal
+from ister.wal.commit import GroupCommit
+from ister.wal.signals import is_main_thread
+from ister.wal.state import LogScheduler
 
-__all__ = ["Scheduler", "Threads"]
 
-
-class Threads(Schedule, Protocol):
+class Threads(LogScheduler, Protocol):
     """What a log of topics needs of its background threads."""
 
-    def forget(self, log: Wal) -> None:
-        """The log was closed."""
+    def forget(self, log: GroupCommit) -> None:
+        """Drops a closed log."""
         ...
 
     def stop(self) -> None:
-        """Every log has been closed: end the threads."""
+        """Ends the threads, after every log was closed."""
         ...
 
 
 class Scheduler:
-    """Runs logs on `threads` threads; see `ister.wal.log.Schedule`."""
+    """Runs logs on `threads` threads; see `ister.wal.state.LogScheduler`."""
 
     def __init__(self, *, threads: int, clock: Clock, open_files_max: int) -> None:
         self._clock = clock
         self._open_files_max = open_files_max
-        self._queue: SimpleQueue[Wal | None] = SimpleQueue()
-        self._alarms: SimpleQueue[tuple[float, Wal] | None] = SimpleQueue()
+        self._queue: SimpleQueue[GroupCommit | None] = SimpleQueue()
+        self._alarms: SimpleQueue[tuple[float, GroupCommit] | None] = SimpleQueue()
         # Logs that may hold a file, in the order in which they were last run.
-        self._holders: dict[Wal, None] = {}
+        self._holders: dict[GroupCommit, None] = {}
         self._holders_lock = threading.Lock()
         self._threads = [
             background.start(f"ister-commit-{number}", self._work) for number in range(threads)
         ]
         self._threads.append(background.start("ister-timer", self._tick))
 
-    def submit(self, log: Wal) -> None:
+    def submit(self, log: GroupCommit) -> None:
         """Has `log.run()` called soon."""
         self._queue.put(log)
 
-    def submit_at(self, log: Wal, when: float) -> None:
+    def submit_at(self, log: GroupCommit, when: float) -> None:
         """Has `log.on_timer(when)` called at `when`."""
         self._alarms.put((when, log))
 
-    def is_exposed(self) -> bool:
+    def is_interruptible(self) -> bool:
         """Whether this is the main thread, in which Python runs signal handlers."""
         return is_main_thread()
 
-    def forget(self, log: Wal) -> None:
-        """The log was closed."""
+    def forget(self, log: GroupCommit) -> None:
+        """Drops a closed log."""
         with self._holders_lock:
             self._holders.pop(log, None)
 
@@ -82,12 +81,12 @@ class Scheduler:
         while (log := self._queue.get()) is not None:
             try:
                 log.run()
-                self.note_open_file(log)
+                self.track_open_file(log)
             except Exception as error:  # noqa: BLE001
                 self._stop_log("ister-commit", log, error)
 
     @staticmethod
-    def _stop_log(thread: str, log: Wal, error: Exception) -> None:
+    def _stop_log(thread: str, log: GroupCommit, error: Exception) -> None:
         """Stops a log after an unexpected exception; the thread continues with other logs.
 
         Logs handle the errors that they expect, so this is a bug. The state of the log's commits is
@@ -97,7 +96,7 @@ class Scheduler:
         with background.guard(thread, topic=log.settings.topic):
             log.stop(error)
 
-    def note_open_file(self, log: Wal) -> None:
+    def track_open_file(self, log: GroupCommit) -> None:
         """Closes the files of those that have been idle longest, beyond the limit."""
         with self._holders_lock:
             self._holders.pop(log, None)
@@ -109,16 +108,16 @@ class Scheduler:
             try:
                 is_released = holder.release_file(sync=True)
             except IsterError:
-                # Its writer has stopped, and whoever waits for it has been told.
+                # Its writer has stopped, and its waiters have the error.
                 is_released = True
             if is_released or not holder.has_open_file:
                 with self._holders_lock:
                     self._holders.pop(holder, None)
 
     def _tick(self) -> None:
-        heap: list[tuple[float, int, Wal]] = []
+        heap: list[tuple[float, int, GroupCommit]] = []
         # A log asks for the same time again after each earlier alarm: once is enough.
-        armed: set[tuple[float, Wal]] = set()
+        armed: set[tuple[float, GroupCommit]] = set()
         order = count()
         while True:
             try:

@@ -1,10 +1,10 @@
 """A log's files as its checkpoint describes them, for readers outside of the process that owns it.
 
-Owns: nothing. The owner goes on writing, rotating and trimming meanwhile, so a snapshot is true of
+Owns: nothing. The owner keeps writing, rotating and trimming meanwhile, so a snapshot is true of
 the past: below its `synced` every frame is durable and stays what it is, and a file that it names
 may be trimmed by the time it is opened (`NotFoundError`; a newer snapshot, or the bucket, has it).
 
-What lies in the files above `synced` is never looked at: the owner may still be writing it, a crash
+What lies in the files above `synced` is never read: the owner may still be writing it, a crash
 may take it back, and other messages may get its offsets.
 
 The owner saves its checkpoint within `CHECKPOINT_INTERVAL_SECONDS` of a sync; `covers` tells
@@ -20,8 +20,6 @@ from ister.model import Codec
 from ister.wal.directory import WalDirectory
 from ister.wal.recovery import WalFile
 from ister.wal.writer import WalWriter
-
-__all__ = ["SnapshotSettings", "WalSnapshot", "load_snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class WalSnapshot:
 
     @property
     def writer(self) -> WalWriter | None:
-        """Nobody: indexes are read from their files."""
+        """Always None: a snapshot has no writer."""
         return None
 
     @property
@@ -68,7 +66,7 @@ class WalSnapshot:
         if directory is not None:
             # A rotation that has just begun, or failed, leaves an empty last file.
             for seq in reversed(directory.log_seqs()):
-                if size := self._size(directory, seq):
+                if size := _size(directory, seq):
                     return seq, size
         return self.active_seq, 0
 
@@ -86,21 +84,18 @@ class WalSnapshot:
         ends = [file.first_offset for file in self.files[1:]]
         for file, file_end in zip(self.files, [*ends, self.synced], strict=True):
             is_active = file.seq == self.active_seq
-            size = self.synced_position if is_active else self._size(directory, file.seq)
+            size = self.synced_position if is_active else _size(directory, file.seq)
             wanted = min(end, file_end) - max(start, file.first_offset)
             if wanted > 0:
                 total += size * wanted // (file_end - file.first_offset)
         return total
 
-    def _size(self, directory: WalDirectory, seq: int) -> int:
-        try:
-            file = directory.fs.open_read(directory.log_path(seq))
-        except NotFoundError:
-            return 0
-        try:
-            return file.size()
-        finally:
-            file.close()
+
+def _size(directory: WalDirectory, seq: int) -> int:
+    try:
+        return directory.log_size(seq)
+    except NotFoundError:
+        return 0
 
 
 def load_snapshot(directory: WalDirectory, topic: str) -> WalSnapshot | None:

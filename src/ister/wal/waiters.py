@@ -1,12 +1,12 @@
-"""Who waits for which watermark to pass which offset.
+"""Waiters: calls that wait until a watermark passes an offset.
 
 A waiter is called once, with None when its offset was passed or with the error that ended the
 wait; again only if an exception from a signal handler came right after the call. Thread waiters
-block on a plain lock, the cheapest thing that Python can wake; asyncio edges register a function of
-their own.
+block on a plain lock, the cheapest thing that Python can wake; all others, such as an event
+loop's edge, enlists a plain `Waiter` with a function of its own.
 
 Owns: the order of waiters. Does not own: when a watermark moves. All methods except `Waiter.wait`
-are called with the log's lock held; callbacks are run by the caller after it has let go of it.
+are called with the log's lock held; the caller runs callbacks after it has released the lock.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from heapq import heapify, heappop, heappush
 
 from ister.errors import IsterError
 
-__all__ = ["ThreadWaiter", "Waiter", "Waiters"]
-
 _COMPACT_MIN = 64
 
 
 class Waiter:
     """Calls `on_done` once; `offset` is what the watermark has to pass.
 
-    A patient waiter, such as a reader at the tail, waits through a full disk; a producer who wants
-    to know about its message does not.
+    `on_done` runs in the thread that commits, which goes on with others only when it returns: it
+    must not block, append, or raise. Setting `is_done` gives up.
+
+    A patient waiter, such as a reader at the tail, waits through a full disk; a producer's call
+    does not.
     """
 
     __slots__ = ("is_done", "is_patient", "offset", "on_done")
@@ -55,7 +56,7 @@ class Waiter:
 
 
 class ThreadWaiter(Waiter):
-    """A thread that blocks until it is told."""
+    """A thread that blocks until it is notified."""
 
     __slots__ = ("_blocked", "error")
 
@@ -96,8 +97,8 @@ class Waiters:
         """Enlists a waiter."""
         heappush(self._heap, waiter)
         if len(self._heap) >= self._compact_at:
-            # Those who gave up are dropped now and then, so that someone who asks again and again
-            # at a quiet tail, each time with a timeout, does not pile up.
+            # Waiters that gave up are dropped now and then: a reader that waits at a quiet tail
+            # again and again, each time with a timeout, must not fill the heap.
             heap = [waiting for waiting in self._heap if not waiting.is_done]
             heapify(heap)
             self._heap = heap
@@ -110,7 +111,7 @@ class Waiters:
             heappop(heap)
         return bool(heap) and heap[0].offset < next_offset
 
-    def tell_passed(self, watermark: int, count_max: int) -> bool:
+    def wake_passed(self, watermark: int, count_max: int) -> bool:
         """Wakes waiters whose offset is below `watermark`, at most `count_max` of them.
 
         Each is woken before it is removed: an exception from a signal handler may end this call at
@@ -137,7 +138,7 @@ class Waiters:
         return passed
 
     def take_impatient(self, watermark: int) -> list[Waiter]:
-        """Removes and returns those below `watermark` who do not wait through a full disk."""
+        """Removes and returns the waiters below `watermark` that are not patient."""
         passed = self.take_passed(watermark)
         for waiter in passed:
             if waiter.is_patient:
@@ -145,6 +146,6 @@ class Waiters:
         return [waiter for waiter in passed if not waiter.is_patient]
 
     def take_all(self) -> list[Waiter]:
-        """Removes and returns everyone."""
+        """Removes and returns all waiters."""
         everyone, self._heap = self._heap, []
         return everyone

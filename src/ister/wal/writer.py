@@ -1,8 +1,8 @@
 """The one writer of a topic's files: where the next frame goes, rotation, sync.
 
 Owns: the active file's handle and position, its index, the list of files. Does not own: the
-append buffer, watermarks, waiters and threads, all of which are `ister.wal.log`'s; whoever calls
-holds that log's commit lock.
+append buffer, watermarks, waiters and threads, all of which are `ister.wal.log`'s. Callers
+hold that log's commit lock.
 
 Commit points:
 
@@ -33,8 +33,7 @@ from ister.wal.buffer import Chunk
 from ister.wal.directory import WalDirectory, format_log_name
 from ister.wal.index import SparseIndex
 from ister.wal.recovery import Recovered, WalFile
-
-__all__ = ["SyncFailedError", "WalWriter"]
+from ister.wal.settings import WalSettings
 
 _log = logging.getLogger("ister.wal.writer")
 
@@ -44,15 +43,14 @@ class SyncFailedError(DiskError):
 
 
 class WalWriter:
-    """See the module header. Not thread-safe by itself."""
+    """See the module header. Not thread-safe."""
 
     def __init__(
         self,
         directory: WalDirectory,
         recovered: Recovered,
+        settings: WalSettings,
         *,
-        rotate_max_bytes: int,
-        rotate_max_seconds: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
@@ -74,8 +72,8 @@ class WalWriter:
         """Whether the active file's handle is open."""
         self._seq = recovered.active_seq
         self._time_max = recovered.publish_time_max
-        self._rotate_max_bytes = rotate_max_bytes
-        self._rotate_max_seconds = rotate_max_seconds
+        self._rotate_max_bytes = settings.rotate_max_bytes
+        self._rotate_max_seconds = settings.rotate_max_seconds
         self._clock = clock
         self._metrics = metrics
         self._file: File | None = None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ister.bench import chain
+from benchmarks import chain
 from ister.cli.main import main
 from ister.errors import InvariantError
 from ister.limits import MIB

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from ister.bench import history
-from ister.bench.measurement import Run
+from benchmarks import history
+from benchmarks.measurement import Run
 from ister.cli.main import main
 from ister.errors import UnavailableError
 from ister.limits import MIB
@@ -89,7 +89,7 @@ def test_server_that_does_not_start_is_an_error(tmp_path):
 def test_server_ends_when_the_benchmark_is_killed():
     script = (
         "import subprocess, time\n"
-        "from ister.bench.history import _ending_with_parent\n"
+        "from benchmarks.history import _ending_with_parent\n"
         "child = subprocess.Popen(['sleep', '600'], preexec_fn=_ending_with_parent())\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"

@@ -10,26 +10,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks import jobs
+from benchmarks.jobs_data import fill_bucket, fill_local, link_place, make_json_rows, object_paths
+from benchmarks.jobs_helpers import Helpers
+from benchmarks.measurement import file_paths
 from ister.api import open_history
-from ister.bench import jobs
-from ister.bench.jobs_data import (
-    fill_bucket,
-    fill_local,
-    link_place,
-    make_json_rows,
-    object_paths,
-)
-from ister.bench.jobs_helpers import Helpers
-from ister.bench.measurement import file_paths
 from ister.cli.main import main
 from ister.errors import InvariantError, UnavailableError
 from ister.limits import KIB, MIB
-from ister.spark.jobs.report import JobReport
+from ister.spark.jobs.job_report import JobReport
 
 TOPIC = "/default/orders"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quick_run_prints_its_results_as_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jobs, "_ROUNDS", 1)
     monkeypatch.setattr(jobs, "_TABLE_BYTES", 200 * MIB)
@@ -70,15 +64,15 @@ def test_quick_run_prints_its_results_as_json(tmp_path, capsys, monkeypatch):
 # -- what jobs work on ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("message_bytes", [100, KIB])
-def test_payloads_are_json_that_compresses_like_it(message_bytes):
-    rows = make_json_rows(500, message_bytes, topic=TOPIC)
-    payloads = rows["payload"].to_pylist()
-    assert {len(payload) for payload in payloads} == {message_bytes}
-    assert len(set(payloads)) == 500
-    assert json.loads(payloads[0])["order"] == 10_000_000
-    whole = b"".join(payloads)
-    assert 2 < len(whole) / len(zlib.compress(whole)) < 10
+def test_payloads_are_json_that_compresses_like_it():
+    for message_bytes in [100, KIB]:
+        rows = make_json_rows(500, message_bytes, topic=TOPIC)
+        payloads = rows["payload"].to_pylist()
+        assert {len(payload) for payload in payloads} == {message_bytes}, message_bytes
+        assert len(set(payloads)) == 500, message_bytes
+        assert json.loads(payloads[0])["order"] == 10_000_000, message_bytes
+        whole = b"".join(payloads)
+        assert 2 < len(whole) / len(zlib.compress(whole)) < 10, message_bytes
 
 
 def test_linked_place_is_the_same_and_one_of_its_own(tmp_path):
@@ -139,7 +133,7 @@ def test_helper_that_fails_is_an_error(tmp_path, capfd):
 
 def test_helper_ends_with_whoever_tells_it_what_to_do():
     child = subprocess.run(
-        [sys.executable, "-m", "ister.bench.jobs_helpers"],
+        [sys.executable, "-m", "benchmarks.jobs_helpers"],
         input="",
         capture_output=True,
         text=True,
@@ -182,7 +176,7 @@ def test_growth_of_the_driver_is_that_of_its_peak():
     """
     script = (
         "import dataclasses, json\n"
-        "from ister.bench.jobs_memory import MemoryWatch\n"
+        "from benchmarks.jobs_memory import MemoryWatch\n"
         "watch = MemoryWatch()\n"
         # Written to: pages of zeros that nobody has touched are not there yet.
         "grown = [watch.measure(lambda: len(b'x' * (128 << 20))), watch.measure(lambda: None)]\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ister.bench.measurement import Run, file_paths, payloads, quantile, spread, take_turns
+from benchmarks.measurement import Run, file_paths, payloads, quantile, spread, take_turns
 from ister.errors import UnavailableError
 
 
@@ -12,9 +12,8 @@ def run(tmp_path):
         yield run
 
 
-@pytest.mark.parametrize(
-    ("target", "met"),
-    [
+def test_target_is_on_the_value_or_on_the_ratio(run):
+    for target, met in [
         ({"at_least": 10}, True),
         ({"at_least": 10.1}, False),
         ({"at_most": 10}, True),
@@ -23,18 +22,21 @@ def run(tmp_path):
         ({"at_least": 0.6, "on": "ratio"}, False),
         ({"at_most": 0.5, "on": "ratio"}, True),
         ({}, None),
-    ],
-)
-def test_target_is_on_the_value_or_on_the_ratio(run, target, met):
-    run.add("x", 10, "s", limit=20, **target)
-    (result,) = run.results
-    assert result.met is met
-    assert result.ratio == 0.5
+    ]:
+        run.add("x", 10, "s", limit=20, **target)
+        result = run.results[-1]
+        assert result.met is met, target
+        assert result.ratio == 0.5, target
 
 
 def test_result_without_a_limit_has_no_ratio(run):
     run.add("x", 10, "s", at_least=0.5, on="ratio")
     assert (run.results[0].ratio, run.results[0].met) == (None, None)
+
+
+def test_what_was_not_measured_is_in_the_output(run):
+    run.skip("x", "no such thing")
+    assert run.as_json()["skipped"] == [{"name": "x", "why": "no such thing"}]
 
 
 def test_quantile_is_one_of_the_values():

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from ister.bench import spark
-from ister.bench.measurement import Run
-from ister.bench.spark_sources import NullSource, WatchedSource, make_rows, read_notes
+from benchmarks import spark
+from benchmarks.measurement import Run
+from benchmarks.spark_sources import NullSource, WatchedSource, make_rows, read_notes
 from ister.cli.main import main
 from ister.errors import InvariantError, UnavailableError
 from ister.limits import KIB, MIB
-from ister.spark import place
+from ister.spark import location
 from ister.spark.source import IsterDataSource
 
 TOPIC = "/default/orders"
@@ -22,7 +22,7 @@ TOPIC = "/default/orders"
 def _closed_connections():
     """A task's process ends with its connections; here they are this one's."""
     yield
-    place._close_all()
+    location._close_all()
 
 
 def _filled(tmp_path, *, size_bytes=6 * MIB, **settings):
@@ -35,7 +35,7 @@ def _reader(source):
     return source.reader(source.schema())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quick_run_prints_its_results_as_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(spark, "_ROUNDS", 1)
     # Compiling from nothing takes longer than all the rest.
@@ -122,6 +122,7 @@ def test_frames_are_all_decoded_whatever_a_chunk_cuts():
         spark._decode(chunks[:-1], count)
 
 
+@pytest.mark.nightly
 def test_start_is_measured_in_a_new_process(tmp_path):
     assert spark._start_child("numba", cache=str(tmp_path)) > 0
     assert spark._start_loops() > 0

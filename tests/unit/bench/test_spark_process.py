@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ister.bench.spark_process import check_java, cpu_seconds, read_processes
+from benchmarks.spark_process import check_java, cpu_seconds, read_processes
 from ister.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def test_without_java_the_command_is_named(tmp_path, monkeypatch):
 def test_process_with_spark_ends_with_the_one_that_started_it():
     script = (
         "import time\n"
-        "from ister.bench.spark_process import end_with_parent\n"
+        "from benchmarks.spark_process import end_with_parent\n"
         "end_with_parent()\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"

@@ -9,20 +9,22 @@ import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from broker_rig import a_broker, a_record, eventually, run
-from ister.broker import wire
-from ister.broker.principal_limits import PrincipalLimit
+from ister import wire
+from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Permission, Role, Scope
-from ister.broker.wire import danube, danube_admin, ister_api
 from ister.client import Client
-from ister.client.contract import RangeTicket
 from ister.client.flight import FlightClient
 from ister.errors import CapacityError, IsterError, PermissionDeniedError
 from ister.metrics import Metrics
-from security_rig import auth_settings, sign
+from ister.wire import danube, danube_admin, ister_api
+from ister.wire.contract import RangeTicket
+from support.broker import a_broker, a_record, eventually, run
+from support.cases import each
+from support.security import auth_settings, sign
 
 TOPIC = "/shop/orders"
+both_engines = each("engine", ["grpcio", "native"])
 SERVICES = (
     *("danube.ProducerService", "danube.ConsumerService", "danube.Discovery", "danube.HealthCheck"),
     *("danube.StorageService", "danube_admin.TopicAdmin", "danube_admin.NamespaceAdmin"),
@@ -35,9 +37,15 @@ def metadata(name):
 
 
 @asynccontextmanager
-async def guarded(tmp_path, limits=None, **rights):
+async def guarded(tmp_path, limits=None, engine="grpcio", **rights):
     """A broker with auth, a topic with a subscription, and callers with roles on it."""
-    settings = {"broker": {"auth": auth_settings(tmp_path), "limits": limits or {}}}
+    settings = {
+        "broker": {
+            "auth": auth_settings(tmp_path),
+            "limits": limits or {},
+            "grpc": {"engine": engine},
+        }
+    }
     async with a_broker(tmp_path, settings) as (broker, services, listening):
         if "shop" not in await broker.topics.namespaces():
             await broker.topics.create_namespace("shop")
@@ -103,13 +111,13 @@ def filled(kind, method, names):
 
 def methods():
     for service in SERVICES:
-        for method in wire._service(service).methods:
+        for method in wire.describe_service(service).methods:
             yield service, method
 
 
 async def asked(services, service, method, names, who):
     call = getattr(wire.stub(services.channel, service), method.name)
-    request = filled(wire._class_of(method.input_type), f"{service}/{method.name}", names)
+    request = filled(wire.message_class(method.input_type), f"{service}/{method.name}", names)
     if method.client_streaming:
         call = call(iter([request]), metadata=metadata(who), timeout=30)
     else:
@@ -125,11 +133,13 @@ async def asked(services, service, method, names, who):
     return status, text
 
 
-def test_grpc_answers_those_without_rights_alike_whether_something_exists(tmp_path):
+@pytest.mark.nightly
+@both_engines
+def test_grpc_answers_those_without_rights_alike_whether_something_exists(tmp_path, engine):
     """Goal: nobody learns which namespaces, topics, subscriptions and consumers there are."""
 
     async def scenario():
-        async with guarded(tmp_path, ada="consumer") as (broker, services, _):
+        async with guarded(tmp_path, engine=engine, ada="consumer") as (broker, services, _):
             subscribed = await services.consumers.Subscribe(
                 danube.ConsumerRequest(topic_name=TOPIC, consumer_name="c", subscription="billing"),
                 metadata=metadata("ada"),
@@ -219,9 +229,10 @@ def test_http_and_flight_answer_those_without_rights_alike(tmp_path):
     run(scenario())
 
 
-def test_whoever_may_know_of_a_namespace_is_told_that_there_is_none(tmp_path):
+@both_engines
+def test_whoever_may_know_of_a_namespace_is_told_that_there_is_none(tmp_path, engine):
     async def scenario():
-        async with guarded(tmp_path, ada="consumer") as (_broker, services, _):
+        async with guarded(tmp_path, engine=engine, ada="consumer") as (_broker, services, _):
             listing = services.namespaces.GetNamespaceTopics
             shop, nowhere = (
                 danube_admin.NamespaceRequest(name=name) for name in ("shop", "nowhere")
@@ -305,10 +316,10 @@ def uses(services, listening, who, consumer):
 
 
 @asynccontextmanager
-async def restricted(tmp_path):
+async def restricted(tmp_path, engine="grpcio"):
     async with guarded(tmp_path) as (broker, services, listening):
         await with_manager_role(broker)
-    async with guarded(tmp_path, **RIGHTS) as (broker, services, listening):
+    async with guarded(tmp_path, engine=engine, **RIGHTS) as (broker, services, listening):
         consumer = (await subscribing(services, "billing")).consumer_id
         await restricting(services, "boss", "user:billing")
         yield broker, services, listening, consumer
@@ -375,9 +386,11 @@ def test_a_restriction_outlasts_a_restart_and_can_be_seen(tmp_path):
     run(scenario())
 
 
-def test_a_restriction_ends_the_streams_of_others(tmp_path):
+@pytest.mark.nightly
+@both_engines
+def test_a_restriction_ends_the_streams_of_others(tmp_path, engine):
     async def scenario():
-        async with restricted(tmp_path) as (broker, services, _listening, consumer):
+        async with restricted(tmp_path, engine) as (broker, services, _listening, consumer):
             await broker.topics.find_open(TOPIC).publish(a_record())
             stream = services.consumers.ReceiveMessages(
                 danube.ReceiveRequest(consumer_id=consumer), metadata=metadata("billing")
@@ -432,11 +445,13 @@ def test_a_principal_has_so_many_subscriptions(tmp_path):
     run(scenario())
 
 
-@pytest.mark.parametrize("setting", ["max_consumers_per_principal", "max_streams_per_principal"])
-def test_a_principal_has_so_many_consumers_and_streams(tmp_path, setting):
+@pytest.mark.nightly
+@both_engines
+@each("setting", ["max_consumers_per_principal", "max_streams_per_principal"])
+def test_a_principal_has_so_many_consumers_and_streams(tmp_path, engine, setting):
     async def scenario():
         limits = {setting: 1}
-        async with guarded(tmp_path, limits, ada="consumer", bob="consumer") as (
+        async with guarded(tmp_path, limits, engine, ada="consumer", bob="consumer") as (
             broker,
             services,
             _,
@@ -538,5 +553,41 @@ def test_records_of_subscriptions_without_the_new_fields_are_read(tmp_path):
             found = broker.topics.find_open(TOPIC).subscriptions["billing"]
             assert (found.principals, found.stored.created_by) == (None, "")
             assert (await outcome(subscribing(services, "ada")))[0] == "OK"
+
+    run(scenario())
+
+
+def test_health_tells_nothing_to_those_without_rights(tmp_path):
+    def metadata(name):
+        return [("authorization", f"Bearer {sign(name)}")]
+
+    async def scenario():
+        settings = {"broker": {"auth": auth_settings(tmp_path)}}
+        async with a_broker(tmp_path, settings, mode="memory") as (_, services, _):
+            root, nobody = metadata("root"), metadata("nobody")
+            created = await services.producers.CreateProducer(
+                danube.ProducerRequest(
+                    request_id=1, topic_name="/default/t", producer_name="p", dispatch_strategy=1
+                ),
+                metadata=root,
+            )
+            subscribed = await services.consumers.Subscribe(
+                danube.ConsumerRequest(
+                    topic_name="/default/t", consumer_name="c", subscription="s"
+                ),
+                metadata=root,
+            )
+
+            async def ask(client, id, who):
+                request = danube.HealthCheckRequest(request_id=1, client=client, id=id)
+                try:
+                    return (await services.health.HealthCheck(request, metadata=who)).status
+                except grpc.aio.AioRpcError as error:
+                    return error.code(), error.details()
+
+            for client, known in ((0, created.producer_id), (1, subscribed.consumer_id)):
+                assert await ask(client, known, root) == 0
+                assert await ask(client, known + 1, root) == 1
+                assert await ask(client, known, nobody) == await ask(client, known + 1, nobody)
 
     run(scenario())

@@ -178,6 +178,6 @@ def test_a_store_that_does_not_answer_does_not_end_the_broker(caplog):
     cluster.join()
     cluster.leave()
     assert [record.message for record in caplog.records] == [
-        "this broker is not known to others",
-        "this broker is still listed",
+        "broker entry not written; other brokers do not see this one",
+        "broker entry not removed; it is listed until its lease expires",
     ]

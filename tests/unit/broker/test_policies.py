@@ -9,6 +9,7 @@ from ister.broker.policies import NAMES, Policies, Rate, parse_overrides
 from ister.config import BrokerPoliciesConfig
 from ister.errors import InvalidRequestError
 from ister.limits import MESSAGE_SIZE_BYTES_MAX
+from support.cases import each
 
 
 def test_the_closest_setting_counts():
@@ -37,7 +38,7 @@ def test_overrides_are_read():
     }
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "nonsense",
@@ -55,7 +56,6 @@ def test_overrides_are_read():
         json.dumps({"max_message_size": MESSAGE_SIZE_BYTES_MAX + 1}),
         "[" * 100_000,
     ],
-    ids=lambda text: text[:40],
 )
 def test_other_overrides_are_refused(text):
     with pytest.raises(InvalidRequestError):

@@ -10,14 +10,15 @@ import aiohttp
 import grpc
 import pytest
 
-from broker_rig import Services, a_broker, eventually, run, settings_of
 from ister import failpoints
 from ister.broker.server import Broker, Listening
-from ister.broker.topics import Topics
-from ister.broker.wire import danube, danube_admin, ister_api
+from ister.broker.topics.topics import Topics
 from ister.errors import ConfigError, DirectoryLockedError, UnavailableError
 from ister.topic.log import Log
+from ister.wire import danube, danube_admin, ister_api
 from servers.ports import free_port
+from support.broker import Services, a_broker, eventually, run, settings_of
+from support.cases import each
 
 NAME = "/default/t"
 
@@ -103,11 +104,11 @@ def test_it_is_ready_when_every_topic_is_recovered_and_not_before(tmp_path, monk
             await until(lambda: get(ports["http"], "/live"), (200, "live\n"))
             assert await get(ports["http"], "/ready") == (
                 503,
-                "not ready: topics are being recovered\n",
+                "not ready: recovering topics\n",
             )
             status, text = await get(ports["http"], "/health")
             assert status == 503
-            assert json.loads(text)["reasons"] == ["topics are being recovered"]
+            assert json.loads(text)["reasons"] == ["recovering topics"]
             # Whoever connects is not served before.
             call = services.admin.Info(ister_api.InfoRequest(), timeout=0.3)
             with pytest.raises(grpc.aio.AioRpcError):
@@ -136,7 +137,7 @@ def test_a_namespace_that_is_missing_is_told_as_danube_does(tmp_path):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await publish(services, name="/nowhere/t")
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "no namespace 'nowhere'" in refused.value.details()
+            assert "namespace 'nowhere' does not exist" in refused.value.details()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await services.topics.CreateTopic(danube_admin.NewTopicRequest(name="/nowhere/t"))
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
@@ -169,7 +170,9 @@ def test_its_health_has_reasons(tmp_path, monkeypatch):
                 patch.setattr(membership, "is_valid", property(lambda _: False))
                 status, text = await get(listening.http, "/health")
                 assert status == 503
-                assert json.loads(text)["reasons"] == ["the lease in the metadata store has ended"]
+                assert json.loads(text)["reasons"] == [
+                    "the lease in the metadata store has expired"
+                ]
                 assert (await get(listening.http, "/ready"))[0] == 503
             assert (await get(listening.http, "/ready"))[0] == 200
 
@@ -204,7 +207,7 @@ def test_its_metrics_are_those_of_this_broker(tmp_path):
 # -- ports and addresses ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("taken", ["grpc", "flight", "http"])
+@each("taken", ["grpc", "flight", "http"])
 def test_a_port_that_is_taken_is_told_and_nothing_is_left_running(tmp_path, taken):
     ports = free_ports()
 
@@ -242,7 +245,7 @@ def test_a_directory_that_another_has_is_told(tmp_path):
     assert our_threads() == []
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])
+@each("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])
 def test_beyond_this_machine_without_auth_needs_a_flag(tmp_path, host):
     with pytest.raises(ConfigError, match="allow_insecure"):
         Broker(settings_of(tmp_path, {"broker": {"host": host}}))
@@ -297,7 +300,7 @@ def test_addresses_as_text():
 # -- modes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["memory", "local_only", "wal_cloud"])
+@each("mode", ["memory", "local_only", "wal_cloud"])
 def test_cursors_and_ids_survive_a_restart_where_messages_do(tmp_path, mode):
     async def scenario():
         async with a_broker(tmp_path, mode=mode) as (broker, services, _):
@@ -382,6 +385,7 @@ def test_what_is_under_way_is_answered_and_what_comes_later_is_told(tmp_path, mo
                 return await real(message, **more)
 
             monkeypatch.setattr(topic, "publish", slow)
+            monkeypatch.setattr(broker.topics.admission, "is_immediate", lambda *of: False)
             sending = asyncio.create_task(publish(services, b"last"))
             await inside.wait()
             stopping = asyncio.create_task(broker.stop())
@@ -390,7 +394,7 @@ def test_what_is_under_way_is_answered_and_what_comes_later_is_told(tmp_path, mo
                 await services.admin.Info(ister_api.InfoRequest())
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             status, text = await get(listening.http, "/health")
-            assert (status, json.loads(text)["reasons"]) == (503, ["the broker is ending"])
+            assert (status, json.loads(text)["reasons"]) == (503, ["the broker is shutting down"])
             go_on.set()
             await asyncio.wait_for(sending, 20)
             # Its stream gets it, and then ends with what makes clients come again.
@@ -417,6 +421,7 @@ def test_a_call_that_does_not_end_does_not_hold_it_up(tmp_path, monkeypatch):
                 await asyncio.sleep(600)
 
             monkeypatch.setattr(broker.topics.find_open(NAME), "publish", hang)
+            monkeypatch.setattr(broker.topics.admission, "is_immediate", lambda *of: False)
             sending = asyncio.create_task(publish(services))
             await inside.wait()
             loop = asyncio.get_running_loop()
@@ -432,7 +437,7 @@ def test_a_call_that_does_not_end_does_not_hold_it_up(tmp_path, monkeypatch):
 # -- a start that does not get to its end -----------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["Log", "open_all", "_join"])
+@each("step", ["Log", "open_all", "_join"])
 def test_a_start_that_is_given_up_leaves_nothing(tmp_path, monkeypatch, step):
     """Cancelled at each step, as `ister serve` does on SIGTERM."""
     ports = free_ports()

@@ -1,13 +1,15 @@
 """The names that a broker knows: partitions of each, and what making a topic costs."""
 
-from broker_rig import run, some_topics
 from ister import partitions
-from ister.broker.topic_names import TopicNames
+from ister.broker.topic_names import TopicNameIndex
 from ister.partitions import parse_partition
+from support.broker import run, some_topics
 
 
 def test_partitions_are_found_in_their_order():
-    names = TopicNames(["/d/a", *(f"/d/p-part-{number}" for number in (10, 2, 0)), "/d/p-part-x"])
+    names = TopicNameIndex(
+        ["/d/a", *(f"/d/p-part-{number}" for number in (10, 2, 0)), "/d/p-part-x"]
+    )
     assert names.partitions_of("/d/p") == ["/d/p-part-0", "/d/p-part-2", "/d/p-part-10"]
     assert names.partitions_of("/d/a") == names.partitions_of("/d") == []
     assert "/d/p" not in names

@@ -38,9 +38,10 @@ def complete(script, line, directory):
 
 
 @pytest.mark.skipif(BASH is None, reason="there is no bash")
-@pytest.mark.parametrize(
-    ("line", "offered", "not_offered"),
-    [
+def test_bash_completes(script, tmp_path):
+    (tmp_path / "ister.yml").touch()
+    (tmp_path / "data").mkdir()
+    for line, offered, not_offered in [
         ("ister ser", {"serve"}, {"topics"}),
         ("ister ", {"serve", "topics", "config", "pipeline"}, {"wal"}),
         ("ister config ", {"check", "show", "example"}, {"serve"}),
@@ -51,31 +52,27 @@ def complete(script, line, directory):
         ("ister serve --config is", {"ister.yml"}, {"data"}),
         ("ister serve --data-dir ", {"data"}, {"ister.yml"}),
         ("ister config check ", {"ister.yml"}, set()),
-    ],
-)
-def test_bash_completes(script, tmp_path, line, offered, not_offered):
-    (tmp_path / "ister.yml").touch()
-    (tmp_path / "data").mkdir()
-    found = {item.rstrip("/") for item in complete(script, line, tmp_path)}
-    assert offered <= found
-    assert not not_offered & found
+    ]:
+        found = {item.rstrip("/") for item in complete(script, line, tmp_path)}
+        assert offered <= found, line
+        assert not not_offered & found, line
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
-def test_script_of_each_shell_names_every_command(shell, capsys):
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for command in make_parser().commands:
-        assert command in script
+def test_script_of_each_shell_names_every_command(capsys):
+    for shell in ["bash", "zsh", "fish", "tcsh"]:
+        assert main(["completion", shell]) == 0, shell
+        script = capsys.readouterr().out
+        for command in make_parser().commands:
+            assert command in script, shell
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_script_is_one_that_the_shell_reads(shell, tmp_path):
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell}")
-    path = tmp_path / "script"
-    path.write_text(make_script(make_parser(), shell))
-    subprocess.run([shell, "-n", str(path)], check=True, capture_output=True)
+def test_script_is_one_that_the_shell_reads(tmp_path):
+    for shell in ["bash", "zsh", "fish"]:
+        if shutil.which(shell) is None:
+            continue
+        path = tmp_path / "script"
+        path.write_text(make_script(make_parser(), shell))
+        subprocess.run([shell, "-n", str(path)], check=True, capture_output=True)
 
 
 def test_arguments_that_are_files_and_directories_are_completed_as_such():

@@ -8,10 +8,9 @@ import yaml
 
 from ister.cli.main import main
 from ister.config import load_config
-from ister.format.records import Progress
 from ister.model import TopicName
-from ister.tier.cursors import save_progress
 from ister.topic.log import Log
+from support.tiers import save_cursor
 
 TOPIC = "/default/orders"
 COUNT = 30
@@ -42,7 +41,7 @@ class Place:
                 if log.tiers is not None and first in (5, 15):
                     topic.upload()
             if log.tiers is not None:
-                save_progress(topic.tier.owned, "billing", Progress(offset=12, timestamp=0))
+                save_cursor(topic.tier.owned, "billing", 12)
         return self
 
 
@@ -282,27 +281,3 @@ def test_both_checkpoints_of_a_directory_are_shown(place, capsys):
     path.unlink()
     assert main(["inspect", "checkpoint", str(place.files), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["uploader"] is None
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["recover"], ["repair"], ["inspect", "object"], ["inspect", "topic"], ["inspect", "wal"]],
-    ids=" ".join,
-)
-def test_help_has_an_example(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
-    assert stop.value.code == 0
-    assert f"examples:\n  ister {' '.join(command)}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["topic"], ["topic", "orders"], ["topic", TOPIC, "--data", "a", "--config", "b"], ["object"]],
-    ids=" ".join,
-)
-def test_wrong_usage_ends_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["inspect", *arguments])
-    assert stop.value.code == 2
-    assert "usage: ister inspect" in capsys.readouterr().err

@@ -17,41 +17,6 @@ def test_version_names_the_release(capsys):
     assert capsys.readouterr().out == f"ister {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["inspect"], ["inspect", "wal"], ["bench"]])
-def test_help_lists_what_there_is(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
-    assert stop.value.code == 0
-    assert "usage: ister" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["nonsense"],
-        ["inspect"],
-        ["inspect", "nonsense"],
-        ["inspect", "wal"],
-        ["inspect", "wal", "a", "b"],
-        ["inspect", "wal", ".", "--limit", "-1"],
-        ["inspect", "wal", ".", "--limit", "many"],
-        ["inspect", "checkpoint"],
-        ["bench"],
-        ["bench", "nonsense"],
-        ["bench", "append", "--nonsense"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_usage_ends_with_2_and_says_so_on_stderr(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert "usage: ister" in output.err
-
-
 def test_installed_command_shows_an_error_without_a_traceback(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ister.cli.main", "inspect", "wal", str(tmp_path / "none")],
@@ -82,11 +47,11 @@ def test_output_into_a_closed_pipe_ends_quietly(tmp_path):
     assert error == ""
 
 
-@pytest.mark.parametrize("arguments", [["--limit", "-1"], ["--limit=0"]])
-def test_a_number_that_is_too_small_is_said_so(arguments, capsys):
-    with pytest.raises(SystemExit):
-        main(["consume", "/default/t", *arguments])
-    assert "must be a whole number, and at least 1" in capsys.readouterr().err
+def test_a_number_that_is_too_small_is_said_so(capsys):
+    for arguments in [["--limit", "-1"], ["--limit=0"]]:
+        with pytest.raises(SystemExit):
+            main(["consume", "/default/t", *arguments])
+        assert "must be a whole number of at least 1" in capsys.readouterr().err, arguments
 
 
 @pytest.mark.parametrize("arguments", [["--data=~/data"], ["--data", "~/data"]])

@@ -23,9 +23,8 @@ def payloads(data, step=1 << 20, **options):
     return [one.payload for one in read_messages(reader(data, step), InputOptions(**options))]
 
 
-@pytest.mark.parametrize(
-    ("data", "found"),
-    [
+def test_a_line_is_a_message():
+    for data, found in [
         (b"", []),
         (b"\n", [b""]),
         (b"a\n", [b"a"]),
@@ -33,10 +32,8 @@ def payloads(data, step=1 << 20, **options):
         (b"a\n\nb\n", [b"a", b"", b"b"]),
         (b"a\r\n", [b"a\r"]),
         (b"\xff\x00\n", [b"\xff\x00"]),
-    ],
-)
-def test_a_line_is_a_message(data, found):
-    assert payloads(data) == found
+    ]:
+        assert payloads(data) == found, data
 
 
 @given(
@@ -62,19 +59,16 @@ def test_keys_and_attributes_of_all():
     assert one == (b"x", "k", {"a": "1"})
 
 
-@pytest.mark.parametrize(
-    ("line", "key"),
-    [
+def test_a_field_of_a_message_is_its_key():
+    for line, key in [
         (b'{"id": "a"}', "a"),
         (b'{"id": 7}', "7"),
         (b'{"id": {"x": [1]}}', '{"x":[1]}'),
         (b'{"id": null}', "default"),
         (b'{"other": 1}', "default"),
-    ],
-)
-def test_a_field_of_a_message_is_its_key(line, key):
-    (one,) = read_messages(reader(line), InputOptions(key_field="id", key="default"))
-    assert (one.payload, one.routing_key) == (line, key)
+    ]:
+        (one,) = read_messages(reader(line), InputOptions(key_field="id", key="default"))
+        assert (one.payload, one.routing_key) == (line, key), line
 
 
 def test_a_field_inside_of_another():
@@ -113,26 +107,23 @@ def test_json_by_hand():
     assert {one.routing_key for one in found} == {"k"}
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
+def test_a_line_that_is_none_is_named():
+    for line, what in [
         (b"nonsense", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"\xff", "not JSON"),
         (b"[]", "not an object"),
-        (b"{}", "without a payload"),
+        (b"{}", "has no payload"),
         (b'{"payload_base64": "%%"}', "base64"),
         (b'{"payload_base64": 7}', "base64"),
         (b'{"payload": "x", "attributes": {"a": 1}}', "attributes"),
         (b'{"payload": "x", "attributes": [1]}', "attributes"),
         (b'{"payload": "x", "routing_key": 1}', "routing_key"),
         (b'{"payload": "\\ud800"}', "Unicode"),
-    ],
-)
-def test_a_line_that_is_none_is_named(line, what):
-    data = b'{"payload": "good"}\n' + line
-    with pytest.raises(InvalidRequestError, match=f"message 2 of the input: .*{what}"):
-        list(read_messages(reader(data), InputOptions(is_json=True)))
+    ]:
+        data = b'{"payload": "good"}\n' + line
+        with pytest.raises(InvalidRequestError, match=f"message 2 of the input: .*{what}"):
+            list(read_messages(reader(data), InputOptions(is_json=True)))
 
 
 def test_a_message_without_an_end_is_refused(monkeypatch):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ister.cli.interrupts import Interrupts
-from ister.cli.messages_out import Output, Received, StoppedError, formatter
+from ister.cli.messages_out import LineOutput, Received, StoppedError, formatter
 
 MESSAGE = Received(
     "/default/t", 7, 1_760_745_600_123, "shop", b"pay\tload", {"b": "2", "a": "1"}, "eu"
@@ -76,7 +76,7 @@ def pipe():
 
 def test_a_line_counts_when_it_was_read(pipe):
     read_end, write_end, interrupts = pipe
-    output = Output(write_end, interrupts, is_careful=True)
+    output = LineOutput(write_end, interrupts, is_careful=True)
     assert output.is_stepwise
     output.write(b"one\n")
     taken = threading.Event()
@@ -95,7 +95,7 @@ def test_a_line_counts_when_it_was_read(pipe):
 
 def test_a_reader_that_leaves_before_reading(pipe):
     read_end, write_end, interrupts = pipe
-    output = Output(write_end, interrupts, is_careful=True)
+    output = LineOutput(write_end, interrupts, is_careful=True)
     output.write(b"one\n")
     os.close(read_end)
     with pytest.raises(BrokenPipeError):
@@ -104,7 +104,7 @@ def test_a_reader_that_leaves_before_reading(pipe):
 
 def test_a_reader_that_leaves_after_reading(pipe):
     read_end, write_end, interrupts = pipe
-    output = Output(write_end, interrupts, is_careful=True)
+    output = LineOutput(write_end, interrupts, is_careful=True)
     output.write(b"one\n")
     os.read(read_end, 100)
     os.close(read_end)
@@ -116,7 +116,7 @@ def test_a_reader_that_leaves_after_reading(pipe):
 @pytest.mark.parametrize("is_careful", [True, False])
 def test_long_lines_go_through_whole(pipe, is_careful):
     read_end, write_end, interrupts = pipe
-    output = Output(write_end, interrupts, is_careful=is_careful)
+    output = LineOutput(write_end, interrupts, is_careful=is_careful)
     found = bytearray()
 
     def read():
@@ -132,7 +132,7 @@ def test_long_lines_go_through_whole(pipe, is_careful):
 
 def test_a_signal_ends_waiting_for_a_reader(pipe):
     _, write_end, interrupts = pipe
-    output = Output(write_end, interrupts, is_careful=False)
+    output = LineOutput(write_end, interrupts, is_careful=False)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(StoppedError):
         output.write(b"x" * 1_000_000)
@@ -141,7 +141,7 @@ def test_a_signal_ends_waiting_for_a_reader(pipe):
 
 def test_what_is_no_pipe_is_written_and_counts(tmp_path):
     with Interrupts() as interrupts, (tmp_path / "f").open("wb") as file:
-        output = Output(file.fileno(), interrupts, is_careful=True)
+        output = LineOutput(file.fileno(), interrupts, is_careful=True)
         assert not output.is_stepwise
         output.write(b"x" * 100_000)
         output.taken()

@@ -9,7 +9,7 @@ import pytest
 from ister.cli.main import main
 from ister.cli.pipeline import compact as command
 from ister.spark.jobs import compaction
-from ister.spark.jobs.report import JobReport
+from ister.spark.jobs.job_report import JobReport
 
 
 @pytest.fixture
@@ -73,19 +73,16 @@ def test_job_gets_what_is_asked_for(run):
     assert [given[name] for name in ("tombstone_hours", "zstd_level", "dry_run")] == [72, 9, True]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_wrong_usage_is_refused_before_spark_starts(run, capsys):
+    for arguments, says in [
         (["--keep", "latest-per-key"], "--keep latest-per-key needs --format parquet"),
         (["--format", "csv"], "invalid choice"),
         (["--target-mb", "much"], "invalid int"),
-    ],
-)
-def test_wrong_usage_is_refused_before_spark_starts(run, capsys, arguments, says):
-    with pytest.raises(SystemExit) as stopped:
-        run(*arguments)
-    assert stopped.value.code == 2
-    assert says in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            run(*arguments)
+        assert stopped.value.code == 2, arguments
+        assert says in capsys.readouterr().err, arguments
 
 
 def test_messages_are_removed_only_after_a_question_on_a_terminal(monkeypatch):

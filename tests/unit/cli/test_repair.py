@@ -8,15 +8,15 @@ import sys
 import pytest
 import yaml
 
-from builders import with_bit_flipped
 from ister.cli import repair as command
 from ister.cli.main import main
 from ister.config import load_config
 from ister.errors import ConflictError, UnavailableError
-from ister.format.records import Progress
-from ister.tier.cursors import save_progress
 from ister.topic.log import Log
-from rig import eventually
+from ister.topic.offline_repair import TopicRepair
+from support.builders import with_bit_flipped
+from support.machine import eventually
+from support.tiers import save_cursor
 
 TOPIC = "/default/orders"
 COUNT = 30
@@ -257,11 +257,7 @@ def test_named_topics_alone_are_repaired(place, capsys):
     place.write("/default/other")
     (place.objects / "data-0-9.dnb1").unlink()
     code, printed = repair(place, capsys, "/default/other")
-    assert (code, only(printed)["topic"], only(printed)["status"]) == (
-        0,
-        "/default/other",
-        "whole",
-    )
+    assert (code, only(printed)["topic"], only(printed)["status"]) == (0, "/default/other", "whole")
     code, printed = repair(place, capsys)
     assert [(t["topic"], t["status"]) for t in printed["topics"]] == [
         (TOPIC, "repaired"),
@@ -310,9 +306,7 @@ def test_topics_of_another_node_are_left_alone_unless_named(place, capsys):
 
 def test_topic_of_a_node_whose_disk_is_lost_is_taken_over(place, capsys):
     with place.open() as log:
-        owned = log.topic(TOPIC).tier.owned
-        incarnation = owned.record.incarnation
-        save_progress(owned, "s", Progress(offset=25, timestamp=1, incarnation=incarnation))
+        save_cursor(log.topic(TOPIC).tier.owned, "s", 25)
     shutil.rmtree(place.path / "wal")
     other = Place(place.path, node="-b")
     code, printed = repair(other, capsys, TOPIC, "--take-over", "--yes")
@@ -328,12 +322,12 @@ def test_take_over_in_a_script_needs_yes_and_lists_what_is_given_up(place, capsy
     code, printed = repair(other, capsys, TOPIC, "--take-over")
     assert (code, printed["topics"]) == (1, [])
     (error,) = printed["errors"]
-    assert f"{TOPIC} gives up all offsets from {TIERED} on" in error["message"]
+    assert f"{TOPIC} loses all offsets from {TIERED} on" in error["message"]
     assert "--yes" in error["hint"]
     with other.open() as log, pytest.raises(ConflictError, match="not handed it over"):
         log.topic(TOPIC)
     assert main(["repair", "--config", str(other.config), TOPIC, "--take-over", "--yes"]) == 0
-    assert f"gives up all offsets from {TIERED} on" in capsys.readouterr().err
+    assert f"loses all offsets from {TIERED} on" in capsys.readouterr().err
     assert other.read() == PAYLOADS[:TIERED]
 
 
@@ -357,14 +351,15 @@ def test_take_over_needs_names(place, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["repair", "--config", str(place.config), "--take-over"])
     assert stop.value.code == 2
-    assert "names of the topics" in capsys.readouterr().err
+    assert "needs topic names" in capsys.readouterr().err
 
 
 def test_lease_is_kept_while_a_repair_takes_its_time(place, capsys, monkeypatch):
     """Goal: nobody may take a topic away in the middle, even when a renewal fails."""
     seen = []
 
-    def slow(log, tiers, name, row, options, *, is_named):
+    def slow(log, name, **_):
+        tiers = log.tiers
         renew = tiers.membership.renew
 
         def failing_once():
@@ -377,19 +372,20 @@ def test_lease_is_kept_while_a_repair_takes_its_time(place, capsys, monkeypatch)
         eventually(lambda: len(seen) >= 3)
         assert tiers.membership.is_valid
         assert seen[-1] > seen[0]
+        return TopicRepair(topic=str(name))
 
-    monkeypatch.setattr(command, "_repair_topic", slow)
+    monkeypatch.setattr(command, "try_repair", slow)
     code, _ = repair(place, capsys)
     assert code == 0
 
 
-@pytest.mark.parametrize("mode", ["local_only", "memory"])
-def test_log_without_a_bucket_is_refused(tmp_path, mode, capsys):
-    path = tmp_path / "ister.yml"
-    wal = {} if mode == "memory" else {"wal": {"dir": str(tmp_path / "wal")}}
-    path.write_text(yaml.safe_dump({"storage": {"mode": mode, **wal}}))
-    assert main(["repair", "--config", str(path), "--json"]) == 1
-    assert "no bucket" in json.loads(capsys.readouterr().out)["errors"][0]["message"]
+def test_log_without_a_bucket_is_refused(tmp_path, capsys):
+    for mode in ["local_only", "memory"]:
+        path = tmp_path / "ister.yml"
+        wal = {} if mode == "memory" else {"wal": {"dir": str(tmp_path / "wal")}}
+        path.write_text(yaml.safe_dump({"storage": {"mode": mode, **wal}}))
+        assert main(["repair", "--config", str(path), "--json"]) == 1, mode
+        assert "no bucket" in json.loads(capsys.readouterr().out)["errors"][0]["message"], mode
 
 
 def test_people_get_a_table(place, capsys):
@@ -423,5 +419,5 @@ def test_taking_over_is_asked_for_on_a_terminal(monkeypatch, place):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         monkeypatch.setattr(sys, "stderr", shown := Terminal())
         assert main(arguments) == code
-        assert f"{TOPIC} gives up all offsets from {TIERED} on" in shown.getvalue()
+        assert f"{TOPIC} loses all offsets from {TIERED} on" in shown.getvalue()
         assert f"Take {TOPIC} over" in shown.getvalue()

@@ -14,6 +14,7 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
+import uvloop
 
 from ister.cli import serve
 from ister.cli.main import main
@@ -90,33 +91,23 @@ def test_a_port_that_is_none_is_refused():
         parsed("--port=65536")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--port=x"], ["--config=a", "--data-dir=b"], ["extra"], ["--nonsense"]]
-)
-def test_wrong_usage_ends_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["serve", *arguments])
-    assert stop.value.code == 2
-    assert "usage: ister" in capsys.readouterr().err
-
-
 # -- refusals ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("library", ["grpc", "aiohttp", "google.protobuf"])
-def test_a_missing_library_is_answered_with_what_to_install(library, tmp_path):
-    program = (
-        f"import sys; sys.modules[{library!r}] = None\n"
-        "from ister.cli.main import main\n"
-        f"sys.exit(main(['serve', '--data-dir={tmp_path}/d']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 1
-    assert "ister[broker]" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_a_missing_library_is_answered_with_what_to_install(tmp_path):
+    for library in ["grpc", "aiohttp", "google.protobuf"]:
+        program = (
+            f"import sys; sys.modules[{library!r}] = None\n"
+            "from ister.cli.main import main\n"
+            f"sys.exit(main(['serve', '--data-dir={tmp_path}/d']))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 1, library
+        assert "ister[broker]" in done.stderr, library
+        assert "Traceback" not in done.stderr, library
+        assert list(tmp_path.iterdir()) == [], library
 
 
 def test_beyond_this_machine_without_auth_is_refused(capsys, tmp_path):
@@ -195,7 +186,7 @@ def end(child, number=signal.SIGTERM):
 
 def test_without_arguments_it_serves_on_a_directory_here_and_ends_with_0(tmp_path):
     with process(tmp_path) as child:
-        said = read_until(child, b"Ctrl-C ends it.\n")
+        said = read_until(child, b"Press Ctrl-C to stop it.\n")
         assert said.startswith("Ister is ready.\n")
         assert f"  data    {tmp_path}/ister-data\n" in said
         [line] = [line for line in said.splitlines() if line.strip().startswith("gRPC")]
@@ -226,9 +217,10 @@ def test_one_line_of_json_says_where_it_listens(tmp_path):
     assert took < 10
     logged = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines()]
     said = [line["event"] for line in logged if line["target"] == "ister.cli.serve"]
-    assert said == ["ending", "ended"]
+    assert said == ["stopping", "stopped"]
 
 
+@pytest.mark.nightly
 def test_a_start_that_is_told_to_end_ends(tmp_path):
     """It stands still just before it is ready, and goes on when it has been told."""
     with process(tmp_path, "--json", ISTER_FAILPOINTS="broker.before_ready=pause@1") as child:
@@ -262,8 +254,16 @@ def test_greeting_in_a_pipe_is_plain(capsys, tmp_path):
         "  Flight  127.0.0.1:7002",
         "  HTTP    http://0.0.0.0:7003/",
         f"  data    {tmp_path}",
-        "Ctrl-C ends it.",
+        "Press Ctrl-C to stop it.",
     ]
+
+
+def test_greeting_names_the_address_that_is_advertised(capsys):
+    advertised = {"broker_url": "https://broker.example.org:6650"}
+    settings = {"storage": {"mode": "memory"}, "broker": {"advertised": advertised}}
+    serve._greet(load_config(settings), LISTENING)
+    said = "  gRPC    127.0.0.1:7001   Danube's clients: https://broker.example.org:6650"
+    assert said in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("columns", ["80", "50"])
@@ -304,3 +304,13 @@ def test_a_port_that_is_taken_leaves_no_data_behind(capsys, tmp_path):
         assert main(["serve", *arguments]) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
+
+
+def test_the_loop_is_uvloops_unless_there_is_tls(monkeypatch):
+    plain = load_config({"storage": {"mode": "memory"}}, {})
+    tls = {"cert_file": "/c.pem", "key_file": "/k.pem"}
+    encrypted = load_config({"storage": {"mode": "memory"}, "broker": {"tls": tls}}, {})
+    assert serve._loop_factory(plain) is uvloop.new_event_loop
+    assert serve._loop_factory(encrypted) is None
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert serve._loop_factory(plain) is None

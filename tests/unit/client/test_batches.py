@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from ister.client.batches import Batch, as_payload, size_of
+from ister.client.core.batches import Batch, as_payload, size_of
 from ister.errors import InvalidRequestError, UnavailableError
-from ister.format.columnar import arrow_schema
+from ister.format.arrow.schema import arrow_schema
 
 
 def batch_of(count, **more):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ister.demo.interrupts import SIGNALS, run_until_told
+from demo.interrupts import SIGNALS, run_until_signal
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -23,7 +23,7 @@ def test_a_signal_ends_the_work_in_order(number):
 
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
-        run_until_told(work)
+        run_until_signal(work)
     assert seen == ["ended"]
     assert signal.getsignal(number) == before
 
@@ -43,7 +43,7 @@ def test_a_signal_while_the_loop_is_made_ends_it_before_it_begins(number, monkey
     asyncio.set_event_loop_policy(Policy())
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_until_told(work)
+            run_until_signal(work)
     finally:
         asyncio.set_event_loop_policy(None)
     assert not begun
@@ -56,8 +56,8 @@ def test_work_without_a_signal_ends_by_itself_in_any_thread():
         await asyncio.sleep(0)
         done.append(threading.current_thread().name)
 
-    run_until_told(work)
-    thread = threading.Thread(target=run_until_told, args=(work,), name="other")
+    run_until_signal(work)
+    thread = threading.Thread(target=run_until_signal, args=(work,), name="other")
     thread.start()
     thread.join()
     assert done == ["MainThread", "other"]
@@ -68,4 +68,4 @@ def test_an_error_of_the_work_is_raised():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        run_until_told(work)
+        run_until_signal(work)

@@ -3,8 +3,8 @@
 import re
 from html.parser import HTMLParser
 
-from ister.demo.charts import Band, Line, Mark, histogram, lines, tier_map
-from ister.demo.report import render
+from demo.charts import Band, Line, Mark, histogram, lines, tier_map
+from demo.report import render
 
 _EVIL = '<script>alert("1")</script>'
 
@@ -250,7 +250,7 @@ def test_a_tier_map_is_to_scale():
         ]
     }
     assert blocks["parquet object"] == 0.6 * widths[0] - 1
-    assert blocks["wal.0.log"] == widths[0] - 1
+    assert blocks["files"] == widths[0] - 1
     assert "offsets 900 up to 1,000" in text
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from ister.demo.shop import CLICKS, ORDERS, PAYMENTS, TOPICS, make_shop, parse_id
+from demo.shop import CLICKS, ORDERS, PAYMENTS, TOPICS, make_shop, parse_id
 from ister.errors import InvalidRequestError
 
 
@@ -16,17 +16,21 @@ def test_a_seed_gives_the_same_bytes_and_another_one_does_not():
     assert [event.payload for event in first.events] != [event.payload for event in other.events]
 
 
-@pytest.mark.parametrize("messages", [1000, 4321])
-def test_there_are_as_many_messages_as_asked_for(messages):
-    shop = make_shop(messages, 1)
-    assert len(shop.events) == messages == shop.truth.total
-    for topic in TOPICS:
-        events = shop.of(topic)
-        assert len(events) == shop.truth.messages[topic] > 0
-        assert [event.id for event in events] == list(range(len(events)))
-        assert [parse_id(event.payload) for event in events] == [event.id for event in events]
-        assert sum(len(event.payload) for event in events) == shop.truth.payload_bytes[topic]
-    assert shop.truth.messages[CLICKS] > 2 * shop.truth.messages[ORDERS]
+def test_there_are_as_many_messages_as_asked_for():
+    for messages in [1000, 4321]:
+        shop = make_shop(messages, 1)
+        assert len(shop.events) == messages == shop.truth.total, messages
+        for topic in TOPICS:
+            events = shop.of(topic)
+            assert len(events) == shop.truth.messages[topic] > 0, messages
+            assert [event.id for event in events] == list(range(len(events))), messages
+            assert [parse_id(event.payload) for event in events] == [
+                event.id for event in events
+            ], messages
+            assert sum(len(event.payload) for event in events) == shop.truth.payload_bytes[topic], (
+                messages
+            )
+        assert shop.truth.messages[CLICKS] > 2 * shop.truth.messages[ORDERS], messages
 
 
 def test_the_day_is_in_order():
@@ -68,16 +72,16 @@ def test_a_few_customers_and_products_make_much_of_it():
     assert len(customers) > 100
 
 
-@pytest.mark.parametrize("messages", [999, 5_000_001])
-def test_a_day_that_makes_no_sense_is_refused(messages):
-    with pytest.raises(InvalidRequestError):
-        make_shop(messages, 1)
+def test_a_day_that_makes_no_sense_is_refused():
+    for messages in [999, 5_000_001]:
+        with pytest.raises(InvalidRequestError):
+            make_shop(messages, 1)
 
 
-@pytest.mark.parametrize("payload", [b"", b"{}", b'{"id":x,', b"hello", b'{"id":7}'])
-def test_what_is_not_the_shops_has_no_number(payload):
-    with pytest.raises(ValueError):
-        parse_id(payload)
+def test_what_is_not_the_shops_has_no_number():
+    for payload in [b"", b"{}", b'{"id":x,', b"hello", b'{"id":7}']:
+        with pytest.raises(ValueError):
+            parse_id(payload)
 
 
 def _body(event):

@@ -4,16 +4,17 @@ import asyncio
 from collections import deque
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
-from ister.demo.serving import BrokerProcess
-from ister.demo.shop import TOPICS, make_shop
-from ister.demo.show import NoShow
-from ister.demo.traffic import SUBSCRIPTIONS, Kill, Sample, Traffic
+from demo.serving import BrokerProcess
+from demo.shop import TOPICS, make_shop
+from demo.show import Show
+from demo.traffic import SUBSCRIPTIONS, Kill, Sample, Traffic
 
 
 def _traffic(tmp_path):
     broker = BrokerProcess(str(tmp_path), engine="spark")
-    return Traffic(broker, make_shop(2000, 1), NoShow())
+    return Traffic(broker, make_shop(2000, 1), create_autospec(Show))
 
 
 def test_the_day_is_cut_into_parts_and_nothing_is_left(tmp_path):

@@ -13,28 +13,30 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.compute as pc  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from builders import a_message, frames, golden, with_bit_flipped  # noqa: E402
 from ister.errors import (  # noqa: E402
     CorruptDataError,
     InvalidRequestError,
     UnsupportedVersionError,
 )
-from ister.format.archive import ArchiveReader, ArchiveWriter  # noqa: E402
-from ister.format.columnar import (  # noqa: E402
-    COLUMNS,
-    EVERY_FIELD,
-    ColumnarDecoder,
-    arrow_schema,
-    restore_frames,
-)
+from ister.format.archive import ArchiveReader  # noqa: E402
+from ister.format.archive_writer import ArchiveWriter  # noqa: E402
+from ister.format.arrow.decode import ColumnarDecoder  # noqa: E402
+from ister.format.arrow.encode import restore_frames  # noqa: E402
+from ister.format.arrow.schema import EVERY_FIELD, arrow_schema  # noqa: E402
 from ister.format.crc import crc32  # noqa: E402
 from ister.format.frame import FrameBatch, scan_frames  # noqa: E402
 from ister.format.message import encode_message  # noqa: E402
 from ister.limits import OBJECT_INDEX_ENTRIES_MAX  # noqa: E402
-from ister.model import Codec, MessageId  # noqa: E402
+from ister.model import (  # noqa: E402
+    COLUMNS,
+    Codec,
+    MessageId,
+)
+from support.builders import a_message, frames, golden, with_bit_flipped  # noqa: E402
+from support.cases import each  # noqa: E402
 
 TOPIC = "/default/t"
-BOTH_CODECS = pytest.mark.parametrize("codec", list(Codec))
+BOTH_CODECS = each("codec", list(Codec))
 
 
 def bodies(count, codec, first=0):
@@ -91,7 +93,7 @@ def test_frames_come_back_byte_for_byte(codec):
     assert restored(reader) == data
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "codec"),
     [
         ("bincode1_frame", Codec.BINCODE1),
@@ -107,7 +109,7 @@ def test_frames_that_danube_wrote_come_back(name, codec):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("is_compiled", [False, None])
+@each("is_compiled", [False, None])
 def test_a_part_of_a_batch_is_restored_alone(codec, is_compiled):
     data = frames(0, bodies(300, codec))
     whole = restore_frames(as_batch(data, codec), topic=TOPIC, codec=codec)
@@ -134,7 +136,7 @@ def test_the_table_is_the_usual_one_to_others(tmp_path):
     assert (statistics.min, metadata.row_group(0).column(0).compression) == (0, "ZSTD")
 
 
-@pytest.mark.parametrize("columns", [(), ("payload",), ("attributes", "offset"), EVERY_FIELD])
+@each("columns", [(), ("payload",), ("attributes", "offset"), EVERY_FIELD])
 def test_some_columns_in_the_wanted_order(columns):
     codec = Codec.BINCODE2
     batch = as_batch(frames(0, bodies(300, codec)), codec)
@@ -283,7 +285,7 @@ def test_a_newer_version_is_not_read():
             opened(other)
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"start": "1"},
@@ -356,7 +358,7 @@ def test_every_flipped_bit_is_found_or_harmless():
     assert found > len(bits) * 0.98
 
 
-@pytest.mark.parametrize("size", [0, 1, 8, 11, 12, 100, -1, -8, -2000])
+@each("size", [0, 1, 8, 11, 12, 100, -1, -8, -2000])
 def test_a_file_that_was_cut_short_is_damage(size):
     codec = Codec.BINCODE2
     file, _ = written([as_batch(frames(0, bodies(60, codec)), codec)])

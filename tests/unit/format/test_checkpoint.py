@@ -4,13 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from builders import (
-    VARINT_BOUNDARIES,
-    measured_allocation,
-    with_bit_flipped,
-    with_bytes_at,
-    with_valid_crc,
-)
 from ister.errors import UnsupportedVersionError
 from ister.format.bincode import BincodeError, VarintWriter, encode_varint
 from ister.format.checkpoint import (
@@ -28,8 +21,16 @@ from ister.format.checkpoint import (
     encode_wal_checkpoint,
 )
 from ister.model import Codec
+from support.builders import (
+    VARINT_BOUNDARIES,
+    measured_allocation,
+    with_bit_flipped,
+    with_bytes_at,
+    with_valid_crc,
+)
+from support.cases import each
 
-BOTH_CODECS = pytest.mark.parametrize("codec", list(Codec))
+BOTH_CODECS = each("codec", list(Codec))
 U64_MAX = 2**64 - 1
 
 FULL_CHECKPOINT = WalCheckpoint(
@@ -84,7 +85,7 @@ UPLOADER_CHECKPOINT = UploaderCheckpoint(
 STATE = WalState(synced=300, synced_position=6500, checkpoint=FULL_CHECKPOINT)
 STATE_OF_A_TOPIC = replace(STATE, incarnation="0123456789abcdef")
 
-ENVELOPES = pytest.mark.parametrize(
+ENVELOPES = each(
     ("data", "decode"),
     [
         pytest.param(encode_wal_checkpoint(STATE), decode_wal_checkpoint, id="older-wal.ckpt"),
@@ -110,14 +111,14 @@ def an_envelope(*, kind, body, extra):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("checkpoint", WAL_CHECKPOINTS)
+@each("checkpoint", WAL_CHECKPOINTS)
 def test_wal_body_survives_both_ways(checkpoint, codec):
     assert decode_wal_body(encode_wal_body(checkpoint, codec), codec) == checkpoint
 
 
-@pytest.mark.parametrize("checkpoint", WAL_CHECKPOINTS)
-@pytest.mark.parametrize("is_poisoned", [False, True])
-@pytest.mark.parametrize("codec", list(Codec))
+@each("checkpoint", WAL_CHECKPOINTS)
+@each("is_poisoned", [False, True])
+@each("codec", list(Codec))
 def test_wal_checkpoint_survives_both_ways(checkpoint, is_poisoned, codec):
     state = WalState(
         synced=U64_MAX,
@@ -130,7 +131,7 @@ def test_wal_checkpoint_survives_both_ways(checkpoint, is_poisoned, codec):
     assert decode_wal_checkpoint(encode_wal_checkpoint(state)) == state
 
 
-@pytest.mark.parametrize("incarnation", ["", "0123456789abcdef", "größe"])
+@each("incarnation", ["", "0123456789abcdef", "größe"])
 def test_wal_checkpoint_says_which_topic_of_its_name_it_is_of(incarnation):
     state = replace(STATE, incarnation=incarnation)
     assert decode_wal_checkpoint(encode_wal_checkpoint(state)) == state
@@ -145,8 +146,8 @@ def test_wal_checkpoint_of_an_older_ister_is_of_any_topic_of_its_name():
     assert encode_wal_checkpoint(STATE) == older
 
 
-@pytest.mark.parametrize("value", VARINT_BOUNDARIES)
-@pytest.mark.parametrize("last_object_id", [None, "", "ü"])
+@each("value", VARINT_BOUNDARIES)
+@each("last_object_id", [None, "", "ü"])
 def test_uploader_checkpoint_survives_both_ways(value, last_object_id):
     checkpoint = UploaderCheckpoint(
         last_committed_offset=value,
@@ -174,13 +175,13 @@ def test_checkpoint_with_any_flipped_bit_is_none(data, decode):
 
 
 @ENVELOPES
-@pytest.mark.parametrize("extra", [b"\0", b"\xff", bytes(4), bytes(4096)], ids=len)
+@each("extra", [b"\0", b"\xff", bytes(4), bytes(4096)], ids=len)
 def test_checkpoint_with_bytes_behind_it_is_none(data, decode, extra):
     assert decode(data + extra) is None
 
 
-@pytest.mark.parametrize("decode", [decode_wal_checkpoint, decode_uploader_checkpoint])
-@pytest.mark.parametrize(
+@each("decode", [decode_wal_checkpoint, decode_uploader_checkpoint])
+@each(
     "data",
     [
         pytest.param(b"", id="empty"),
@@ -197,7 +198,7 @@ def test_bytes_that_are_no_checkpoint_are_none(decode, data):
 
 
 @ENVELOPES
-@pytest.mark.parametrize("version", [2, 3, 255])
+@each("version", [2, 3, 255])
 def test_intact_checkpoint_of_a_newer_version_is_refused(data, decode, version):
     with pytest.raises(UnsupportedVersionError, match=f"version {version}"):
         decode(resealed(data, 4, bytes([version])))
@@ -209,7 +210,7 @@ def test_checkpoint_of_the_other_kind_is_none():
 
 
 @ENVELOPES
-@pytest.mark.parametrize(
+@each(
     ("position", "new"),
     [
         pytest.param(0, b"ISTX", id="other-magic"),
@@ -231,7 +232,7 @@ WAL_BODY = encode_wal_body(FULL_CHECKPOINT, Codec.BINCODE2)
 EXTRA = VarintWriter().u64(1).u64(2).some(False).text("bincode2").text("synced").finish()
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "extra"),
     [
         pytest.param(WAL_BODY + b"\0", EXTRA, id="bytes-behind-the-body"),
@@ -250,14 +251,14 @@ def test_intact_envelope_with_bad_content_is_none(body, extra):
     assert decode_wal_checkpoint(an_envelope(kind=1, body=body, extra=extra)) is None
 
 
-@pytest.mark.parametrize("body", [b"", b"\0\0\0", b"\0\0\0\2\0", b"\0\0\0\0\0\0"], ids=len)
+@each("body", [b"", b"\0\0\0", b"\0\0\0\2\0", b"\0\0\0\0\0\0"], ids=len)
 def test_intact_uploader_envelope_with_bad_content_is_none(body):
     assert decode_uploader_checkpoint(an_envelope(kind=2, body=bytes(5), extra=b"")) is not None
     assert decode_uploader_checkpoint(an_envelope(kind=2, body=body, extra=b"")) is None
 
 
 @pytest.mark.timeout(10)
-@pytest.mark.parametrize("count", [2**20, 2**32, U64_MAX], ids=hex)
+@each("count", [2**20, 2**32, U64_MAX], ids=hex)
 def test_count_bomb_of_rotated_files_allocates_nothing(count):
     body = b"\0\0\0\0" + encode_varint(count) + bytes(100)
     with measured_allocation() as allocation:

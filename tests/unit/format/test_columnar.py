@@ -14,7 +14,6 @@ import pytest
 
 pa = pytest.importorskip("pyarrow")
 
-from builders import a_message, bincode_integer, frames, golden  # noqa: E402
 from ister import kernels  # noqa: E402
 from ister.errors import (  # noqa: E402
     ConfigError,
@@ -22,16 +21,10 @@ from ister.errors import (  # noqa: E402
     InvalidRequestError,
     MessageTooLargeError,
 )
-from ister.format import columnar  # noqa: E402
-from ister.format.columnar import (  # noqa: E402
-    COLUMNS,
-    HIDDEN,
-    ColumnarDecoder,
-    EncodedFrames,
-    FrameFeed,
-    arrow_schema,
-    encode_frames,
-)
+from ister.format.arrow import decode  # noqa: E402
+from ister.format.arrow.decode import ColumnarDecoder, FrameFeed  # noqa: E402
+from ister.format.arrow.encode import EncodedFrames, encode_frames  # noqa: E402
+from ister.format.arrow.schema import HIDDEN, arrow_schema  # noqa: E402
 from ister.format.frame import (  # noqa: E402
     Corrupt,
     CorruptReason,
@@ -41,7 +34,14 @@ from ister.format.frame import (  # noqa: E402
 )
 from ister.format.message import decode_message, encode_message  # noqa: E402
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, FRAME_BODY_BYTES_MAX, KIB, MIB  # noqa: E402
-from ister.model import Codec, MessageId, StreamMessage  # noqa: E402
+from ister.model import (  # noqa: E402
+    COLUMNS,
+    Codec,
+    MessageId,
+    StreamMessage,
+)
+from support.builders import a_message, bincode_integer, frames, golden  # noqa: E402
+from support.cases import each  # noqa: E402
 
 TOPIC = "/default/t"
 NOW_MS = 1_760_745_600_000
@@ -118,10 +118,10 @@ def test_columns_come_in_the_order_asked_for(is_compiled):
     assert batch.to_pylist()[1] == {"payload": b"payload 1", "request_id": 1, "offset": 1}
 
 
-@pytest.mark.parametrize(
+@each(
     ("columns", "text"),
     [
-        (["payload", "body"], "no column 'body'.*publish_time.*request_id"),
+        (["payload", "body"], "unknown column 'body'.*publish_time.*request_id"),
         (["offset"] * 2, "twice"),
     ],
 )
@@ -135,7 +135,7 @@ def test_columns_that_cannot_be_are_refused(columns, text):
 # -- decoding: values -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "codec", "schema"),
     [
         ("bincode1_frame", Codec.BINCODE1, (None, None, None)),
@@ -164,7 +164,7 @@ def test_golden_frames_become_rows(is_compiled, name, codec, schema):
     assert (found.end, found.next_offset, found.stop) == (len(data), 8, NeedMore(16))
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "stored", "shown"),
     [
         ("schema_id", 2**63 - 1, 2**63 - 1),
@@ -184,7 +184,7 @@ def test_values_at_the_edges_of_their_types(is_compiled, field, stored, shown):
     assert batch.column(0).to_pylist() == [shown]
 
 
-@pytest.mark.parametrize(
+@each(
     ("stored_ms", "microseconds"),
     [
         (0, 0),
@@ -216,7 +216,7 @@ def test_no_frames_are_a_batch_without_rows(is_compiled):
     found.batch.validate(full=True)
 
 
-@pytest.mark.parametrize("codec", list(Codec))
+@each("codec", list(Codec))
 def test_batches_of_any_shape_follow_each_other(is_compiled, codec):
     """Goal: room that was right for one batch and is wrong for the next is made anew.
 
@@ -245,6 +245,7 @@ def test_batches_of_any_shape_follow_each_other(is_compiled, codec):
         assert batch.column("offset").to_pylist() == list(range(70, 70 + len(shape)))
 
 
+@pytest.mark.nightly
 def test_batch_holds_little_more_than_its_rows(is_compiled):
     """Goal: a batch that is kept does not keep room that it has no use for.
 
@@ -272,7 +273,7 @@ def test_batch_is_independent_of_the_buffer(is_compiled):
     assert batch.to_pylist() == before
 
 
-@pytest.mark.parametrize(
+@each(
     "wrap",
     [
         bytes,
@@ -313,7 +314,7 @@ def test_threads_share_a_decoder(is_compiled):
 # -- decoding: verdicts ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "damage",
     [
         pytest.param(lambda data: data, id="none"),
@@ -327,7 +328,7 @@ def test_threads_share_a_decoder(is_compiled):
         pytest.param(lambda data: b"", id="nothing"),
     ],
 )
-@pytest.mark.parametrize("end_offset", [None, 0, 3, 4, 10, 11])
+@each("end_offset", [None, 0, 3, 4, 10, 11])
 def test_decoding_stops_where_a_scan_does(is_compiled, damage, end_offset):
     data = b"abc" + damage(framed(messages(10)))
     scan = scan_frames(data, 3, expected_offset=0, end_offset=end_offset)
@@ -432,7 +433,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("codec", "body"), CASES)
+@each(("codec", "body"), CASES)
 def test_good_frame_with_a_body_that_is_no_message(is_compiled, codec, body):
     """Goal: the error of `decode_message`, with the offset, whatever columns are wanted."""
     with pytest.raises(CorruptDataError) as reference:
@@ -459,7 +460,7 @@ def test_good_frame_with_a_body_that_is_no_message(is_compiled, codec, body):
         assert again.value.offset == 103
 
 
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 66, 300])
+@each("count", [1, 63, 64, 65, 66, 300])
 def test_many_attributes_are_fine_as_long_as_they_differ(is_compiled, count):
     attributes = {f"key {number:03}": str(number) for number in range(count)}
     message = a_message(attributes=attributes)
@@ -473,7 +474,7 @@ def test_many_attributes_are_fine_as_long_as_they_differ(is_compiled, count):
             one.decode(encode_frame(0, twice), expected_offset=0)
 
 
-@pytest.mark.parametrize("offset", [-1, 2**63 - 1, 2**63, 2**64])
+@each("offset", [-1, 2**63 - 1, 2**63, 2**64])
 def test_offsets_that_arrow_cannot_hold_are_refused(is_compiled, offset):
     with pytest.raises(InvalidRequestError, match="offset"):
         decoder(is_compiled).decode(b"", expected_offset=offset)
@@ -490,14 +491,14 @@ def test_last_offset_that_arrow_can_hold_is_decoded(is_compiled):
     assert found.next_offset == 2**63 - 1
 
 
-@pytest.mark.parametrize("position", [-1, 101])
+@each("position", [-1, 101])
 def test_position_outside_of_the_buffer_is_refused(is_compiled, position):
     with pytest.raises(InvalidRequestError, match="position"):
         decoder(is_compiled).decode(bytes(100), position, expected_offset=0)
 
 
 def test_more_than_a_batch_can_hold_is_refused(is_compiled, monkeypatch):
-    monkeypatch.setattr(columnar, "_COLUMN_BYTES_MAX", 1000)
+    monkeypatch.setattr(decode, "COLUMN_BYTES_MAX", 1000)
     data = framed(messages(30))
     with pytest.raises(InvalidRequestError, match="FrameFeed"):
         decoder(is_compiled, ["offset"]).decode(data, expected_offset=0)
@@ -566,7 +567,7 @@ def test_feed_ends_at_its_end_offset(is_compiled):
         assert (feed.next_offset, feed.carried_bytes, feed.corrupt) == (6, 0, None)
 
 
-@pytest.mark.parametrize("step", [1, 10, 33, 10_000])
+@each("step", [1, 10, 33, 10_000])
 def test_feed_ends_at_damage_with_the_rows_before_it(is_compiled, step):
     data = bytearray(framed(messages(10)))
     scan = scan_frames(data, expected_offset=0)
@@ -607,8 +608,8 @@ def a_row(row, *, first_offset=0, **fields):
     )
 
 
-@pytest.mark.parametrize("codec", list(Codec))
-@pytest.mark.parametrize("first_offset", [0, 249, 65_533, 2**32 - 3, 2**62])
+@each("codec", list(Codec))
+@each("first_offset", [0, 249, 65_533, 2**32 - 3, 2**62])
 def test_rows_become_the_frames_of_their_messages(is_compiled, codec, first_offset):
     """Every optional column with and without nulls, in an order of its own."""
     batch = pa.RecordBatch.from_arrays(
@@ -710,7 +711,7 @@ TEXT_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", PAYLOAD_TYPES, ids=str)
+@each("kind", PAYLOAD_TYPES, ids=str)
 def test_payload_may_be_of_any_binary_type(is_compiled, kind):
     payloads = [b"abc", b"def"]
     is_text = kind in (pa.string(), pa.large_string(), pa.string_view())
@@ -720,7 +721,7 @@ def test_payload_may_be_of_any_binary_type(is_compiled, kind):
     assert encode(batch, is_compiled)[0].data == framed(items)
 
 
-@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+@each("kind", TEXT_TYPES, ids=str)
 def test_text_may_be_of_any_string_type(is_compiled, kind):
     names = [None, None] if kind == pa.null() else ["one", None]
     batch = table_of(
@@ -733,7 +734,7 @@ def test_text_may_be_of_any_string_type(is_compiled, kind):
     assert encode(batch, is_compiled)[0].data == framed(items)
 
 
-@pytest.mark.parametrize(
+@each(
     "kind",
     [pa.map_(pa.string(), pa.large_string()), pa.map_(pa.string_view(), pa.string()), pa.null()],
     ids=str,
@@ -750,7 +751,7 @@ def test_attributes_may_be_of_any_string_type(is_compiled, kind):
     assert encode(batch, is_compiled)[0].data == framed(items)
 
 
-@pytest.mark.parametrize(
+@each(
     ("column", "kind", "value", "stored"),
     [
         ("schema_id", pa.uint64(), 2**64 - 1, 2**64 - 1),
@@ -769,7 +770,7 @@ def test_integers_of_other_widths_are_taken(is_compiled, column, kind, value, st
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "value", "milliseconds"),
     [
         (pa.timestamp("s"), 3, 3000),
@@ -791,7 +792,7 @@ def test_publish_times_of_any_unit_are_floored(is_compiled, kind, value, millise
     assert found.publish_time_max == milliseconds
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "value"),
     [
         (pa.timestamp("s"), -1),
@@ -810,7 +811,7 @@ def test_publish_times_that_no_calendar_has_are_refused(is_compiled, kind, value
         encode(batch, is_compiled)
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 0), (0, 5), (1, 3), (3, 9), (7, 20), (8, 17)])
+@each(("start", "count"), [(0, 0), (0, 5), (1, 3), (3, 9), (7, 20), (8, 17)])
 def test_slice_of_a_batch_is_encoded_as_its_rows(is_compiled, start, count):
     """Goal: nothing before or behind a slice is read: neither offsets nor bits nor entries."""
     size = 30
@@ -860,7 +861,7 @@ def test_null_attributes_hide_what_lies_under_them(is_compiled):
     )
 
 
-@pytest.mark.parametrize("count", [64, 65, 300])
+@each("count", [64, 65, 300])
 def test_many_attributes_are_encoded(is_compiled, count):
     attributes = {f"key {number}": str(number) for number in range(count)}
     maps = pa.array([list(attributes.items()), []], MAP)
@@ -1002,7 +1003,7 @@ BAD_TABLES = {
 }
 
 
-@pytest.mark.parametrize(("batch", "settings", "kind", "text"), BAD_TABLES.values(), ids=BAD_TABLES)
+@each(("batch", "settings", "kind", "text"), BAD_TABLES.values(), ids=BAD_TABLES)
 def test_rows_that_cannot_be_messages_are_refused(is_compiled, batch, settings, kind, text):
     with pytest.raises(InvalidRequestError, match=text) as caught:
         encode(batch, is_compiled, **settings)
@@ -1010,7 +1011,7 @@ def test_rows_that_cannot_be_messages_are_refused(is_compiled, batch, settings, 
     assert caught.value.hint or kind is MessageTooLargeError or "Arrow" not in caught.value.message
 
 
-@pytest.mark.parametrize("codec", list(Codec))
+@each("codec", list(Codec))
 def test_fields_that_a_codec_lacks_may_be_null(is_compiled, codec):
     batch = table_of(
         payload=[b"a"],
@@ -1040,7 +1041,7 @@ ENTRIES = pa.array(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("column", "kind", "offsets", "data"),
     [
         ("payload", pa.binary(), [0, 1, 2, 2**31 - 1], b"abc"),
@@ -1105,7 +1106,7 @@ def test_what_is_required_and_not_there_is_a_setting_to_fix(monkeypatch):
 
 def test_module_needs_no_numba_until_it_decodes():
     in_a_process(
-        "import sys, ister.format.columnar as c\n"
+        "import sys, ister.format.arrow.decode as c, ister.format.arrow.encode\n"
         "from ister.model import Codec\n"
         "c.ColumnarDecoder('/a/b', Codec.BINCODE2, is_compiled=False)\n"
         "assert 'numba' not in sys.modules"
@@ -1114,10 +1115,10 @@ def test_module_needs_no_numba_until_it_decodes():
 
 GUARDED = """
 import ctypes, mmap, random, zlib
-from builders import a_message
+from support.builders import a_message
 from ister.errors import CorruptDataError
 from ister import kernels
-from ister.format import columnar
+from ister.format.arrow.decode import ColumnarDecoder
 from ister.format.frame import pack_header
 from ister.format.message import decode_message, encode_message
 from ister.model import Codec
@@ -1138,7 +1139,7 @@ bodies = {codec: [encode_message(a_message(
     payload=bytes(size), producer_name="n" * (size % 19), attributes={"k" * size: "v", "": "w"},
     **({"schema_id": 2**size, "schema_version": size, "routing_key": "r" * size}
        if codec is Codec.BINCODE2 else {})), codec) for size in range(0, 40, 3)] for codec in Codec}
-decoders = [columnar.ColumnarDecoder("/default/t", codec, columns, is_compiled=True)
+decoders = [ColumnarDecoder("/default/t", codec, columns, is_compiled=True)
             for codec in Codec for columns in (None, [], ["payload"], ["attributes"])]
 good = bad = 0
 for turn in range(12_000):
@@ -1188,7 +1189,7 @@ GUARDED_WRITING = """
 import random
 import pyarrow as pa
 from ister import kernels
-from ister.format import columnar
+from ister.format.arrow.encode import encode_frames
 from ister.model import Codec
 
 if not kernels.load():
@@ -1210,8 +1211,8 @@ for turn in range(300):
     })
     settings = dict(topic="/default/t", codec=Codec.BINCODE2, first_offset=rng.choice((0, 2**40)),
                     now_ms=1, payload_bytes_max=1000, segment_bytes=rng.choice((1, 500, 2**20)))
-    fast = columnar.encode_frames(batch, **settings, is_compiled=True)
-    assert fast == columnar.encode_frames(batch, **settings, is_compiled=False), (seed, turn)
+    fast = encode_frames(batch, **settings, is_compiled=True)
+    assert fast == encode_frames(batch, **settings, is_compiled=False), (seed, turn)
 """
 
 

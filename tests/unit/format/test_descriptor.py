@@ -18,6 +18,7 @@ from ister.format.descriptor import (
 )
 from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
 from ister.model import Codec
+from support.cases import each
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 _KEY = "/danube/storage/topics/default/orders/objects/00000000000000001000"
@@ -83,7 +84,7 @@ def test_descriptor_comes_back_as_it_was(descriptor):
     assert decode_descriptor(encode_descriptor(descriptor), key=_KEY) == descriptor
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "arrival_time_max", "arrived_ms"),
     [
         ("descriptor.json", None, 1_703_001_234_000),
@@ -114,7 +115,7 @@ def test_descriptor_of_danube_is_read_and_what_it_does_not_say_is_unknown():
     assert (found.epoch, found.incarnation, found.publish_time_index) == (0, "", ())
 
 
-@pytest.mark.parametrize("missing", ["etag", "created_at", "completed", "offset_index"])
+@each("missing", ["etag", "created_at", "completed", "offset_index"])
 def test_descriptor_of_danube_without_an_optional_field_is_read(missing):
     fields = {key: value for key, value in DANUBE.items() if key != missing}
     found = decode_descriptor(json.dumps(fields).encode(), key=_KEY)
@@ -161,7 +162,7 @@ def test_largest_descriptor_stays_below_its_limit():
     assert decode_descriptor(data, key=_KEY) == largest
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         {"start": 5, "end": 5},
@@ -188,7 +189,7 @@ _WRONG_JSON = {
 }
 
 
-@pytest.mark.parametrize("data", _WRONG_JSON.values(), ids=_WRONG_JSON)
+@each("data", _WRONG_JSON.values(), ids=_WRONG_JSON)
 def test_bytes_that_are_no_descriptor_are_refused_with_their_key(data):
     with pytest.raises(CorruptDataError) as refused:
         decode_descriptor(data, key=_KEY)
@@ -217,7 +218,7 @@ _WRONG_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), _WRONG_FIELDS, ids=repr)
+@each(("name", "value"), _WRONG_FIELDS, ids=repr)
 def test_field_of_another_kind_is_refused_with_its_key(name, value):
     fields = {**json.loads(encode_descriptor(FULL)), name: value}
     with pytest.raises(CorruptDataError) as refused:
@@ -225,7 +226,7 @@ def test_field_of_another_kind_is_refused_with_its_key(name, value):
     assert refused.value.path == _KEY
 
 
-@pytest.mark.parametrize("name", ["object_id", "start_offset", "end_offset", "size"])
+@each("name", ["object_id", "start_offset", "end_offset", "size"])
 def test_field_that_is_missing_is_refused_by_name(name):
     fields = json.loads(encode_descriptor(FULL))
     del fields[name]
@@ -252,7 +253,7 @@ INDEXED = replace(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("offset", "expected"),
     [
         (100, (100, 0)),
@@ -271,7 +272,7 @@ def test_position_without_an_entry_before_is_the_beginning():
     assert replace(INDEXED, offset_index=((200, 5000),)).position_before(150) == (100, 0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("time", "expected"),
     [
         (0, (100, 0)),
@@ -313,7 +314,7 @@ def test_position_by_time_is_never_behind_the_first_message_of_that_time(times, 
         assert offset <= first
 
 
-@pytest.mark.parametrize(("crc", "text"), [(0, "crc32:00000000"), (2**32 - 1, "crc32:ffffffff")])
+@each(("crc", "text"), [(0, "crc32:00000000"), (2**32 - 1, "crc32:ffffffff")])
 def test_checksum_has_eight_digits(crc, text):
     assert format_checksum(crc) == text
 

@@ -7,7 +7,6 @@ import zlib
 
 import pytest
 
-from builders import a_message, golden
 from ister.format.checkpoint import (
     RotatedFile,
     UploaderCheckpoint,
@@ -24,6 +23,8 @@ from ister.format.frame import Frame, decode_frame, encode_frame
 from ister.format.message import decode_message, encode_message, recognise
 from ister.format.sparse_index import IndexEntry, decode_index, encode_index
 from ister.model import Codec
+from support.builders import a_message, golden
+from support.cases import each
 
 WORKED_FRAMES = [
     pytest.param("bincode1_frame", Codec.BINCODE1, a_message(), 115, 0x2A0A9C08, id="danube-0.5.0"),
@@ -88,14 +89,14 @@ INDEX = [
 ]
 
 
-@pytest.mark.parametrize(("name", "codec", "message", "body_size", "crc"), WORKED_FRAMES)
+@each(("name", "codec", "message", "body_size", "crc"), WORKED_FRAMES)
 def test_danubes_worked_message_encodes_to_its_bytes(name, codec, message, body_size, crc):
     body = encode_message(message, codec)
     assert encode_frame(7, body) == golden(name)
     assert (len(body), zlib.crc32(body)) == (body_size, crc)
 
 
-@pytest.mark.parametrize(("name", "codec", "message", "body_size", "crc"), WORKED_FRAMES)
+@each(("name", "codec", "message", "body_size", "crc"), WORKED_FRAMES)
 def test_danubes_worked_frame_decodes_to_its_message(name, codec, message, body_size, crc):
     data = golden(name)
     frame = decode_frame(data, expected_offset=7)
@@ -105,7 +106,7 @@ def test_danubes_worked_frame_decodes_to_its_message(name, codec, message, body_
     assert recognise(frame.body) is codec
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "codec", "size"),
     [
         pytest.param("bincode1_wal_checkpoint_body", Codec.BINCODE1, 114, id="danube-0.5.0"),
@@ -119,7 +120,7 @@ def test_danubes_worked_checkpoint_matches_both_ways(name, codec, size):
     assert decode_wal_body(data, codec) == DANUBE_CHECKPOINT
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "encode", "decode", "value"),
     [
         pytest.param(

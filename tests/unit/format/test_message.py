@@ -5,7 +5,18 @@ import random
 
 import pytest
 
-from builders import (
+from ister.errors import CorruptDataError, InvalidRequestError
+from ister.format.bincode import BincodeError, encode_varint
+from ister.format.message import (
+    BodyEncoder,
+    RecordEncoder,
+    decode_message,
+    decode_publish_time,
+    encode_message,
+    recognise,
+)
+from ister.model import Codec, MessageId, StreamMessage
+from support.builders import (
     VARINT_BOUNDARIES,
     a_message,
     bincode_body,
@@ -13,18 +24,9 @@ from builders import (
     measured_allocation,
     with_bytes_at,
 )
-from ister.errors import CorruptDataError, InvalidRequestError
-from ister.format.bincode import BincodeError, encode_varint
-from ister.format.message import (
-    BodyEncoder,
-    decode_message,
-    decode_publish_time,
-    encode_message,
-    recognise,
-)
-from ister.model import Codec, MessageId, StreamMessage
+from support.cases import each
 
-BOTH_CODECS = pytest.mark.parametrize("codec", list(Codec))
+BOTH_CODECS = each("codec", list(Codec))
 MIB = 1024 * 1024
 PAYLOAD_SIZES = (0, 250, 251, 65535, 65536)
 
@@ -34,11 +36,51 @@ def assert_survives_both_ways(message, codec):
     assert body == bincode_body(message, codec)
     assert decode_message(body, codec) == message
     assert decode_publish_time(body, codec) == message.publish_time
+    assert body_by_parts(message, RecordEncoder(codec)) == body
 
 
-@pytest.mark.parametrize("subscription_name", [None, "", "s"])
-@pytest.mark.parametrize("attributes", [{}, {"k": "v"}, {"": "", "b": "2", "a": "1"}])
-@pytest.mark.parametrize("producer_name", ["", "p"])
+def body_by_parts(message, encoder):
+    identity = message.msg_id
+    head = encoder.head(
+        message.request_id, identity.producer_id, identity.topic_name, identity.broker_addr
+    )
+    tail = encoder.tail(
+        message.producer_name,
+        message.subscription_name,
+        message.attributes,
+        schema_id=message.schema_id,
+        schema_version=message.schema_version,
+        routing_key=message.routing_key,
+    )
+    offset = identity.topic_offset
+    return encoder.body(head, offset, message.payload, message.publish_time, tail)
+
+
+@BOTH_CODECS
+def test_parts_that_an_encoder_keeps_are_those_of_their_message(codec):
+    encoder = RecordEncoder(codec)
+    messages = [
+        a_message(
+            request_id=number,
+            producer_name=f"p{number % 3}",
+            subscription_name=(None, "", "s")[number % 3],
+            attributes={"k": str(number)} if number % 2 else {},
+            msg_id=MessageId(
+                producer_id=number % 2,
+                topic_name=f"/default/{number % 3}",
+                broker_addr="b" * (number % 5),
+                topic_offset=number,
+            ),
+        )
+        for number in range(300)
+    ]
+    for message in messages:
+        assert body_by_parts(message, encoder) == encode_message(message, codec)
+
+
+@each("subscription_name", [None, "", "s"])
+@each("attributes", [{}, {"k": "v"}, {"": "", "b": "2", "a": "1"}])
+@each("producer_name", ["", "p"])
 def test_bincode1_message_with_any_optional_fields_survives(
     subscription_name, attributes, producer_name
 ):
@@ -48,11 +90,11 @@ def test_bincode1_message_with_any_optional_fields_survives(
     assert_survives_both_ways(message, Codec.BINCODE1)
 
 
-@pytest.mark.parametrize("subscription_name", [None, "", "s"])
-@pytest.mark.parametrize("attributes", [{}, {"k": "v"}])
-@pytest.mark.parametrize("schema_id", [None, 0, 300])
-@pytest.mark.parametrize("schema_version", [None, 0, 2**32 - 1])
-@pytest.mark.parametrize("routing_key", [None, "", "k1"])
+@each("subscription_name", [None, "", "s"])
+@each("attributes", [{}, {"k": "v"}])
+@each("schema_id", [None, 0, 300])
+@each("schema_version", [None, 0, 2**32 - 1])
+@each("routing_key", [None, "", "k1"])
 def test_bincode2_message_with_any_optional_fields_survives(
     subscription_name, attributes, schema_id, schema_version, routing_key
 ):
@@ -67,7 +109,7 @@ def test_bincode2_message_with_any_optional_fields_survives(
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize(
+@each(
     "message",
     [
         pytest.param(StreamMessage(), id="all-defaults"),
@@ -96,24 +138,24 @@ def test_message_of_10_mib_survives(codec):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("value", VARINT_BOUNDARIES)
-@pytest.mark.parametrize("field", ["request_id", "producer_id", "topic_offset", "publish_time"])
+@each("value", VARINT_BOUNDARIES)
+@each("field", ["request_id", "producer_id", "topic_offset", "publish_time"])
 def test_integer_at_the_edge_of_a_width_survives(codec, field, value):
     assert_survives_both_ways(a_message(**{field: value}), codec)
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("size", PAYLOAD_SIZES)
+@each("size", PAYLOAD_SIZES)
 def test_payload_length_at_the_edge_of_a_width_survives(codec, size):
     assert_survives_both_ways(a_message(payload=b"x" * size), codec)
 
 
-@pytest.mark.parametrize("value", VARINT_BOUNDARIES)
+@each("value", VARINT_BOUNDARIES)
 def test_schema_id_at_the_edge_of_a_width_survives(value):
     assert_survives_both_ways(a_message(schema_id=value), Codec.BINCODE2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "encoded"),
     [
         (0, "00"),
@@ -130,7 +172,7 @@ def test_varint_takes_the_shortest_form(value, encoded):
     assert encode_varint(value) == bytes.fromhex(encoded)
 
 
-@pytest.mark.parametrize("value", [-1, 2**64])
+@each("value", [-1, 2**64])
 def test_varint_out_of_range_is_refused(value):
     with pytest.raises(BincodeError, match="unsigned 64-bit"):
         encode_varint(value)
@@ -168,7 +210,7 @@ def test_body_encoder_matches_encode_message_when_widths_change_back_and_forth(c
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("publish_time", VARINT_BOUNDARIES)
+@each("publish_time", VARINT_BOUNDARIES)
 def test_body_encoder_matches_encode_message_for_any_publish_time(codec, publish_time):
     message = StreamMessage(
         msg_id=MessageId(topic_name="/default/t", topic_offset=7),
@@ -206,7 +248,7 @@ def test_body_encoder_matches_encode_message_for_10_mib(codec):
     assert encoder.encode(1, payload, 1, encoder.suffix()) == encode_message(message, codec)
 
 
-FIELDS_OF_BINCODE2 = pytest.mark.parametrize(
+FIELDS_OF_BINCODE2 = each(
     "fields", [{"schema_id": 0}, {"schema_version": 0}, {"routing_key": ""}], ids=str
 )
 
@@ -225,14 +267,14 @@ def test_field_that_bincode1_lacks_is_refused_in_a_suffix(fields):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("value", [-1, 2**64])
-@pytest.mark.parametrize("field", ["request_id", "producer_id", "topic_offset", "publish_time"])
+@each("value", [-1, 2**64])
+@each("field", ["request_id", "producer_id", "topic_offset", "publish_time"])
 def test_integer_out_of_range_is_refused(codec, field, value):
     with pytest.raises(InvalidRequestError):
         encode_message(a_message(**{field: value}), codec)
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [{"schema_id": -1}, {"schema_id": 2**64}, {"schema_version": -1}, {"schema_version": 2**32}],
     ids=str,
@@ -245,7 +287,7 @@ def test_schema_integer_out_of_range_is_refused(fields):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         {"request_id": None},
@@ -264,7 +306,7 @@ def test_value_of_another_type_is_refused(codec, fields):
         encode_message(a_message(**fields), codec)
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         {"producer_name": None},
@@ -283,7 +325,7 @@ def test_value_of_another_type_is_refused_in_a_suffix(fields):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         pytest.param({"topic_name": "/a/\ud800"}, id="topic_name"),
@@ -304,12 +346,12 @@ def test_lone_surrogate_in_a_routing_key_is_refused():
         encode_message(a_message(routing_key="\ud800"), Codec.BINCODE2)
 
 
-BOMB_SIZES = pytest.mark.parametrize("size", [2**31, 2**32 - 1, 2**63, 2**64 - 1], ids=hex)
+BOMB_SIZES = each("size", [2**31, 2**32 - 1, 2**63, 2**64 - 1], ids=hex)
 
 
 @BOTH_CODECS
 @BOMB_SIZES
-@pytest.mark.parametrize(
+@each(
     "fields_before",
     [
         pytest.param(2, id="topic_name"),
@@ -329,9 +371,7 @@ def test_length_bomb_is_refused_without_allocation(codec, size, fields_before):
 @pytest.mark.timeout(10)
 @BOTH_CODECS
 @BOMB_SIZES
-@pytest.mark.parametrize(
-    ("pairs", "error"), [("", "past the end"), ("1122", "past the end"), ("1010", "twice")]
-)
+@each(("pairs", "error"), [("", "past the end"), ("1122", "past the end"), ("1010", "twice")])
 def test_attribute_count_bomb_is_refused_without_allocation(codec, size, pairs, error):
     """A count of attributes beyond what the bytes can hold ends at the first missing key.
 
@@ -349,7 +389,7 @@ def test_attribute_count_bomb_is_refused_without_allocation(codec, size, pairs, 
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("extra", [b"\0", b"\1", bytes(8), b"\xff" * 100])
+@each("extra", [b"\0", b"\1", bytes(8), b"\xff" * 100])
 def test_bytes_behind_a_message_are_refused(codec, extra):
     body = encode_message(a_message(), codec)
     with pytest.raises(CorruptDataError, match="left over"):
@@ -372,7 +412,7 @@ def test_attribute_twice_is_refused(codec):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize(
+@each(
     ("position", "new", "error"),
     [
         pytest.param(0, b"\xff", "UTF-8", id="stray-byte"),
@@ -388,7 +428,7 @@ def test_bad_utf8_is_refused(codec, position, new, error):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("tag", [2, 0x80, 0xFF])
+@each("tag", [2, 0x80, 0xFF])
 def test_option_tag_other_than_0_and_1_is_refused(codec, tag):
     body = encode_message(a_message(subscription_name=None, attributes={}), codec)
     end = {Codec.BINCODE1: 9, Codec.BINCODE2: 5}[codec]
@@ -396,7 +436,7 @@ def test_option_tag_other_than_0_and_1_is_refused(codec, tag):
         decode_message(with_bytes_at(body, len(body) - end, bytes([tag])), codec)
 
 
-@pytest.mark.parametrize(
+@each(
     ("integer", "error"),
     [
         pytest.param("fb fa00", "longer form", id="u16-for-one-byte"),
@@ -432,7 +472,7 @@ def test_publish_time_of_a_cut_head_is_refused(codec):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("view", [bytes, bytearray, memoryview])
+@each("view", [bytes, bytearray, memoryview])
 def test_body_in_any_kind_of_buffer_decodes_to_plain_values(codec, view):
     body = view(encode_message(a_message(), codec))
     message = decode_message(body, codec)
@@ -443,8 +483,8 @@ def test_body_in_any_kind_of_buffer_decodes_to_plain_values(codec, view):
 
 
 @BOTH_CODECS
-@pytest.mark.parametrize("offset", [None, 7, 8], ids=["no-offset", "its-offset", "other-offset"])
-@pytest.mark.parametrize(
+@each("offset", [None, 7, 8], ids=["no-offset", "its-offset", "other-offset"])
+@each(
     "message",
     [
         pytest.param(a_message(), id="usual"),
@@ -458,7 +498,7 @@ def test_codec_of_a_message_is_recognised(codec, offset, message):
     assert recognise(encode_message(message, codec), offset=offset) is codec
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         pytest.param(b"", id="empty"),
@@ -476,7 +516,7 @@ def test_codec_of_garbage_is_none(body):
     assert recognise(body, offset=0) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("offset", "codec"),
     [
         pytest.param(5, Codec.BINCODE2, id="offset-of-bincode2"),

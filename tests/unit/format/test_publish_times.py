@@ -6,12 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from builders import VARINT_BOUNDARIES, a_message, bincode_body
 from ister import kernels
 from ister.format import compiled
 from ister.format.frame import encode_frame
 from ister.format.message import decode_publish_times
 from ister.model import Codec
+from support.builders import VARINT_BOUNDARIES, a_message, bincode_body
+from support.cases import each
 
 CODECS = pytest.mark.parametrize("codec", list(Codec))
 
@@ -57,7 +58,7 @@ def test_times_are_those_of_the_messages(codec, times):
 
 
 @CODECS
-@pytest.mark.parametrize("time", [t for t in VARINT_BOUNDARIES if t < 2**63])
+@each("time", [t for t in VARINT_BOUNDARIES if t < 2**63])
 def test_times_of_every_width_are_read(codec, time):
     chunk, starts, end = laid_out(bodies_of([time, 1, time], codec))
     fast, slow = both(chunk, starts, end, codec)
@@ -65,7 +66,7 @@ def test_times_of_every_width_are_read(codec, time):
 
 
 @CODECS
-@pytest.mark.parametrize("time", [2**63, 2**64 - 1])
+@each("time", [2**63, 2**64 - 1])
 def test_times_that_no_clock_gives_are_treated_alike(codec, time):
     chunk, starts, end = laid_out(bodies_of([5, time], codec))
     fast, slow = both(chunk, starts, end, codec)

@@ -33,6 +33,7 @@ from ister.format.records import (
     encode_writer,
 )
 from ister.model import AckLevel, Codec
+from support.cases import each
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 _KEY = "/danube/somewhere"
@@ -79,13 +80,13 @@ _KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@each("kind", _KINDS)
 def test_record_comes_back_as_it_was(kind):
     encode, decode, record = _KINDS[kind]
     assert decode(encode(record), key=_KEY) == record
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "kind"),
     [("topic_record", "topic"), ("sealed_state", "sealed"), ("writer_record", "writer")],
 )
@@ -106,9 +107,7 @@ def test_pointer_has_twenty_digits_and_comes_back(start):
 # -- topics -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("state", "is_open"), [("open", True), ("deleting", False), ("deleted", False)]
-)
+@each(("state", "is_open"), [("open", True), ("deleting", False), ("deleted", False)])
 def test_topic_is_open_in_one_state_alone(state, is_open):
     fields = {**json.loads(encode_topic(TOPIC)), "state": state}
     assert decode_topic(json.dumps(fields).encode(), key=_KEY).is_open is is_open
@@ -149,7 +148,7 @@ def test_what_others_put_into_a_record_never_hides_its_own_fields():
 # -- seals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("next_offset", "last"), [(0, 0), (1, 0), (2, 1), (5001, 5000)], ids=["empty", "one", "2", "n"]
 )
 def test_seal_is_inclusive_for_danube_and_tells_empty_from_one_message(next_offset, last):
@@ -214,7 +213,7 @@ def test_writers_record_comes_back_whatever_is_in_it(record):
     assert decode_writer(encode_writer(record), key=_KEY) == record
 
 
-@pytest.mark.parametrize("name", sorted(json.loads(encode_writer(WRITER))))
+@each("name", sorted(json.loads(encode_writer(WRITER))))
 def test_writers_record_needs_all_of_its_fields(name):
     fields = json.loads(encode_writer(WRITER))
     del fields[name]
@@ -241,8 +240,8 @@ _WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.parametrize("data", _WRONG.values(), ids=_WRONG)
+@each("kind", _KINDS)
+@each("data", _WRONG.values(), ids=_WRONG)
 def test_bytes_that_are_no_record_are_refused_with_their_key(kind, data):
     _, decode, _ = _KINDS[kind]
     with pytest.raises(CorruptDataError) as refused:
@@ -261,8 +260,8 @@ _NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.parametrize("text", ["null", '"x"', "[]", "{}", "NaN", "Infinity"])
+@each("kind", _KINDS)
+@each("text", ["null", '"x"', "[]", "{}", "NaN", "Infinity"])
 def test_number_of_another_kind_is_refused_with_its_key(kind, text):
     encode, decode, record = _KINDS[kind]
     fields = json.loads(encode(record))
@@ -273,7 +272,7 @@ def test_number_of_another_kind_is_refused_with_its_key(kind, text):
     assert refused.value.path == _KEY
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("ack", "sometimes"),

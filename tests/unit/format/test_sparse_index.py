@@ -2,9 +2,10 @@
 
 import pytest
 
-from builders import VARINT_BOUNDARIES, with_bit_flipped, with_bytes_at, with_valid_crc
 from ister.format import sparse_index
 from ister.format.sparse_index import INDEX_ENTRY_SIZE, IndexEntry, decode_index, encode_index
+from support.builders import VARINT_BOUNDARIES, with_bit_flipped, with_bytes_at, with_valid_crc
+from support.cases import each
 
 ENTRIES = [
     IndexEntry(offset=100, position=0, publish_time_max=0),
@@ -15,14 +16,14 @@ ENTRIES = [
 DATA = encode_index(ENTRIES)
 
 
-@pytest.mark.parametrize("view", [bytes, bytearray, memoryview])
+@each("view", [bytes, bytearray, memoryview])
 def test_index_survives_both_ways(view):
     assert len(DATA) == len(ENTRIES) * INDEX_ENTRY_SIZE
     assert decode_index(view(DATA)) == ENTRIES
     assert decode_index(view(b"")) == []
 
 
-@pytest.mark.parametrize("value", VARINT_BOUNDARIES)
+@each("value", VARINT_BOUNDARIES)
 def test_entry_with_any_integers_survives(value):
     entry = IndexEntry(offset=value, position=value, publish_time_max=value)
     assert decode_index(encode_index(iter([entry]))) == [entry]
@@ -53,7 +54,7 @@ def test_index_zeroed_from_anywhere_keeps_the_entries_before_it():
         assert decode_index(zeroed) == ENTRIES[:kept]
 
 
-@pytest.mark.parametrize(
+@each(
     "tail",
     [
         pytest.param(bytes(1), id="one-zero"),
@@ -69,7 +70,7 @@ def test_rubbish_behind_the_entries_is_ignored(tail):
     assert decode_index(DATA + tail) == ENTRIES
 
 
-@pytest.mark.parametrize(
+@each(
     "second",
     [
         pytest.param(IndexEntry(100, 51, 0), id="same-offset"),

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from ister.errors import CapacityError, DirectoryLockedError, DiskError
-from ister.fs.memory import SECTOR_BYTES, FaultPlan, MemoryFileSystem, SimulatedCrash
+from support.cases import each
+from support.memory_fs import SECTOR_BYTES, FaultPlan, MemoryFileSystem, SimulatedCrash
 
 SEEDS = range(300)
 
@@ -154,7 +155,7 @@ def _names_left(prepare):
     return found
 
 
-@pytest.mark.parametrize("kind", ["file", "directory"])
+@each("kind", ["file", "directory"])
 def test_unsynced_rename_loses_nothing_and_doubles_nothing(kind):
     """Goal: a rename is atomic: a crash leaves the old name or the new one, and always one."""
 
@@ -248,7 +249,7 @@ def test_crash_frees_the_locks_and_the_hook(fs):
     fs.lock("/d/LOCK").release()
 
 
-@pytest.mark.parametrize("is_sticky", [False, True], ids=["once", "for good"])
+@each("is_sticky", [False, True])
 def test_fault_plan_fails_its_operation(fs, is_sticky):
     file = _file(fs, "/d/a")
     fs.before = plan = FaultPlan(
@@ -274,7 +275,7 @@ def test_fault_plan_without_kinds_counts_everything(fs):
     fs.create("/d/a")
 
 
-@pytest.mark.parametrize(
+@each(
     "operation",
     [
         lambda fs: fs.open("/d/a"),
@@ -287,21 +288,8 @@ def test_fault_plan_without_kinds_counts_everything(fs):
         lambda fs: fs.sync_directory("/d"),
         lambda fs: fs.lock("/d/LOCK"),
     ],
-    ids=[
-        "open",
-        "open_read",
-        "create",
-        "list",
-        "make",
-        "rename",
-        "remove",
-        "sync_directory",
-        "lock",
-    ],
 )
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "no"), SimulatedCrash()], ids=["EIO", "crash"]
-)
+@each("error", [OSError(errno.EIO, "no"), SimulatedCrash()])
 def test_operation_that_fails_has_changed_nothing(fs, operation, error):
     _file(fs, "/d/a", b"x").close()
     before = fs.list_directory("/d")

@@ -21,7 +21,7 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.metadata import etcd
+from ister.metadata import etcd, etcd_endpoint
 from ister.metadata.base import Absent, Put
 from ister.metadata.etcd import EtcdMetadata
 
@@ -212,9 +212,9 @@ def test_full_quota_is_capacity_and_reads_still_work():
 
 
 def test_answer_over_our_limit_is_asked_for_in_smaller_pages(open_store, monkeypatch):
-    options = dict(etcd._CHANNEL_OPTIONS)
+    options = dict(etcd_endpoint._CHANNEL_OPTIONS)
     options["grpc.max_receive_message_length"] = 300_000
-    monkeypatch.setattr(etcd, "_CHANNEL_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr(etcd_endpoint, "_CHANNEL_OPTIONS", tuple(options.items()))
     store = open_store()
     for number in range(20):
         store.put(f"/pages/{number:02d}", b"x" * 100_000)
@@ -328,6 +328,7 @@ def _wait_until(condition, seconds=8.0):
 # -- a cluster ----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_cluster_that_loses_its_leader_goes_on():
     """Killed, then cut off from its peers: reads find the others, and no answer is stale."""
     with EtcdCluster(3) as cluster:

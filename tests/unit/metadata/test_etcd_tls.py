@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from tests.servers.etcd import EtcdServer
 
-from certificates import LOCAL_NAMES, Authority
 from ister.clock import ManualClock, SystemClock
 from ister.config import EtcdTlsConfig, load_config
 from ister.errors import ConfigError, UnavailableError
-from ister.metadata import etcd
+from ister.metadata import etcd_endpoint
 from ister.metadata.base import Put
 from ister.metadata.etcd import EtcdMetadata
 from ister.metadata.etcd_tls import ClientTls
-from ister.topic.tiers import open_metadata
+from ister.topic.stores import open_metadata
+from support.certificates import LOCAL_NAMES, Authority
 
 
 class Files:
@@ -142,7 +142,7 @@ def test_calls_under_way_and_watches_outlive_new_certificates(
     tmp_path, server, files, open_store, monkeypatch
 ):
     """The old channel is let go; nothing is cancelled that somebody waits for."""
-    monkeypatch.setattr(etcd, "_RETIRE_SECONDS", 0.2)
+    monkeypatch.setattr(etcd_endpoint, "_RETIRE_SECONDS", 0.2)
     own = Files(tmp_path)
     issued = files.authority.issue("ister")
     replace(own.ca_file, files.authority.certificate)
@@ -170,16 +170,19 @@ def test_calls_under_way_and_watches_outlive_new_certificates(
 # -- what is refused, and how it is said --------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_error_of_a_plain_client_says_that_etcd_uses_tls(server, open_store):
     assert "uses TLS; use https://" in refusal(open_store(server.endpoint))
 
 
+@pytest.mark.nightly
 def test_error_of_a_tls_client_says_that_etcd_has_no_tls(files, open_store):
     with EtcdServer() as plain:
         store = open_store(f"https://{plain.endpoint}", tls=files.config)
         assert re.search(r"(not use|has no) TLS[;,].* use http://", refusal(store))
 
 
+@pytest.mark.nightly
 def test_error_names_the_missing_client_certificate(files, open_store):
     store = open_store(tls=EtcdTlsConfig(ca_file=files.ca_file))
     said = refusal(store)
@@ -187,12 +190,14 @@ def test_error_names_the_missing_client_certificate(files, open_store):
     assert "cert_file" in said
 
 
+@pytest.mark.nightly
 def test_error_names_a_client_certificate_of_another_authority(tmp_path, files, open_store):
     cert_file, key_file = Authority("other").issue("ister").write(tmp_path, "other")
     config = EtcdTlsConfig(ca_file=files.ca_file, cert_file=cert_file, key_file=key_file)
     assert "rejects the client certificate" in refusal(open_store(tls=config))
 
 
+@pytest.mark.nightly
 def test_error_names_an_expired_client_certificate(tmp_path, files, open_store):
     issued = files.authority.issue("ister", start=timedelta(days=-9), end=timedelta(days=-1))
     cert_file, key_file = issued.write(tmp_path, "expired")
@@ -200,6 +205,7 @@ def test_error_names_an_expired_client_certificate(tmp_path, files, open_store):
     assert "rejects the client certificate" in refusal(open_store(tls=config))
 
 
+@pytest.mark.nightly
 def test_error_names_a_server_of_another_authority(tmp_path, files, open_store):
     config = EtcdTlsConfig(
         ca_file=Authority("other").write(tmp_path, "other"),
@@ -211,6 +217,7 @@ def test_error_names_a_server_of_another_authority(tmp_path, files, open_store):
     assert "storage.metadata.tls.ca_file" in said
 
 
+@pytest.mark.nightly
 def test_error_names_a_host_that_is_not_in_the_certificate(tmp_path, files, open_store):
     issued = files.authority.issue("server", names=["etcd.example"])
     other = (files.ca_file, *issued.write(tmp_path, "named"))
@@ -262,11 +269,11 @@ def test_half_replaced_files_are_not_used(tmp_path, caplog):
     assert "cannot load new certificates" in caplog.text
     replace(files.key_file, issued.key)
     clock.advance(2)
-    assert tls.material().key == issued.key
+    assert tls.material().value.key == issued.key
     assert tls.material().serial == before.serial + 1
     os.unlink(files.key_file)
     clock.advance(2)
-    assert tls.material().key == issued.key
+    assert tls.material().value.key == issued.key
 
 
 # -- inside -------------------------------------------------------------------------------------

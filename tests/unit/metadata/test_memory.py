@@ -4,9 +4,10 @@ import pytest
 
 from ister.clock import ManualClock
 from ister.errors import CommitUnknownError, NotFoundError, UnavailableError
-from ister.fs.memory import SimulatedCrash
 from ister.metadata.base import Absent, Delete, Put, ValueIs
 from ister.metadata.memory import MemoryMetadata
+from support.cases import each
+from support.memory_fs import SimulatedCrash
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_error_before_a_change_means_that_nothing_happened(store):
     assert store.put("/a", b"1") == 1
 
 
-@pytest.mark.parametrize("error", [CommitUnknownError("lost"), SimulatedCrash()], ids=repr)
+@each("error", [CommitUnknownError("lost"), SimulatedCrash()])
 def test_error_after_a_change_is_a_lost_answer(store, error):
     store.after = _fail_once("transact", error)
     with pytest.raises(type(error)):

@@ -24,9 +24,10 @@ from ister.errors import (
     UnsupportedOperationError,
     UnsupportedVersionError,
 )
-from ister.metadata import sqlite
+from ister.metadata import sqlite, sqlite_change, sqlite_file
 from ister.metadata.base import Put, RevisionIs
 from ister.metadata.sqlite import SqliteMetadata
+from support.cases import each
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_file_system_without_wal_is_refused(path, open_store, monkeypatch):
 
     connect = sqlite3.connect
     monkeypatch.setattr(
-        sqlite.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Network)
+        sqlite_file.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Network)
     )
     with pytest.raises(UnavailableError) as refused:
         open_store()
@@ -129,14 +130,16 @@ def test_synchronous_that_cannot_be_set_is_refused(path, open_store, monkeypatch
             return super().execute(statement.replace("FULL", "NORMAL"), *values)
 
     connect = sqlite3.connect
-    monkeypatch.setattr(sqlite.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Fast))
+    monkeypatch.setattr(
+        sqlite_file.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Fast)
+    )
     with pytest.raises(ConfigError):
         open_store()
 
 
-@pytest.mark.parametrize("name", ["user_version", "application_id", "schema_version"])
+@each("name", ["user_version", "application_id", "schema_version"])
 def test_file_that_another_process_makes_meanwhile_is_ours(path, monkeypatch, name):
-    read = sqlite._pragma
+    read = sqlite_file._pragma
     made = []
 
     def read_then_make(connection, pragma):
@@ -146,7 +149,7 @@ def test_file_that_another_process_makes_meanwhile_is_ours(path, monkeypatch, na
             SqliteMetadata(path, clock=ManualClock()).close()
         return value
 
-    monkeypatch.setattr(sqlite, "_pragma", read_then_make)
+    monkeypatch.setattr(sqlite_file, "_pragma", read_then_make)
     SqliteMetadata(path, clock=ManualClock()).close()
     assert made
 
@@ -262,7 +265,7 @@ store.close()
     assert store.get("/n").value == b"100"
 
 
-@pytest.mark.parametrize("answers", [1, 30, 150])
+@each("answers", [1, 30, 150])
 def test_kill_in_the_middle_of_commits_loses_nothing_answered(path, open_store, answers):
     """A child prints every revision it was answered and is killed; all of them are there."""
     program = """
@@ -387,11 +390,13 @@ _CODES = {
 }
 
 
-@pytest.mark.parametrize("code", _CODES)
+@each("code", _CODES)
 def test_errors_of_sqlite_become_ours(open_store, path, code):
     error = sqlite3.OperationalError("what it said")
     error.sqlite_errorcode = code | (3 << 8)
-    mapped = open_store()._map_error(error, "put")
+    mapped = sqlite_file.SqliteFile(path, busy_timeout_seconds=1.0, is_read_only=False)._map_error(
+        error, "put"
+    )
     assert type(mapped) is _CODES[code]
     assert mapped.path == path
     assert "put failed: what it said" in str(mapped)
@@ -449,7 +454,8 @@ def test_watch_is_told_of_keys_that_ended(open_store):
 
 
 def test_watch_that_is_too_late_is_told_of_every_key(open_store, monkeypatch):
-    monkeypatch.setattr(sqlite, "_CHANGES_KEPT", 3)
+    monkeypatch.setattr(sqlite, "CHANGES_KEPT", 3)
+    monkeypatch.setattr(sqlite_change, "CHANGES_KEPT", 3)
     store = open_store()
     for number in range(9):
         store.put(f"/{number}", b"")

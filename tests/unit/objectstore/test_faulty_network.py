@@ -18,6 +18,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.objectstore.opendal_store import open_store
+from support.cases import each
 
 MIB = 1024 * 1024
 IO_SECONDS = 0.8
@@ -117,6 +118,7 @@ CALLS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("action", PASSING)
 @pytest.mark.parametrize("name", CALLS)
 def test_call_that_may_be_repeated_survives_one_failure(place, name, action):
@@ -149,7 +151,8 @@ def test_denial_is_raised_at_once(place, name):
     assert place.pauses == []
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.nightly
+@each("name", CALLS)
 def test_call_to_a_store_that_hangs_ends_at_its_deadline(place, name):
     method, call = CALLS[name]
     place.proxy.add(Action.HANG, method=method, count=None)
@@ -193,7 +196,7 @@ def test_missing_object_is_asked_for_once(place):
 # -- bodies -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("start", "size"), [(0, 10), (2, 6), (5, 100)])
+@each(("start", "size"), [(0, 10), (2, 6), (5, 100)])
 def test_truncated_body_is_read_again(place, start, size):
     place.proxy.add(Action.TRUNCATED, method="GET")
     assert place.store.read("there", start, size) == b"0123456789"[start : start + size]
@@ -312,8 +315,9 @@ def test_missing_bucket_is_not_found(any_place):
 # -- streams ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("action", PASSING)
-@pytest.mark.parametrize("path", ["[?]uploads", "partNumber=1", "partNumber=3"])
+@pytest.mark.nightly
+@each("action", PASSING)
+@each("path", ["[?]uploads", "partNumber=1", "partNumber=3"])
 def test_request_of_a_stream_that_fails_once_is_repeated(place, path, action):
     rule = place.proxy.add(action, path=path)
     place.stream("big", store=place.patient)
@@ -321,9 +325,7 @@ def test_request_of_a_stream_that_fails_once_is_repeated(place, path, action):
     assert place.store.stat("big").size == 12 * MIB
 
 
-@pytest.mark.parametrize(
-    "action", [Action.SLOW_DOWN, Action.INTERNAL_ERROR, Action.RESET, Action.OK_WITH_ERROR]
-)
+@each("action", [Action.SLOW_DOWN, Action.INTERNAL_ERROR, Action.RESET, Action.OK_WITH_ERROR])
 def test_complete_that_fails_once_is_repeated(place, action):
     rule = place.proxy.add(action, method="POST", path="uploadId=")
     place.stream("big", store=place.patient)
@@ -349,7 +351,7 @@ def test_complete_whose_answers_are_all_lost_is_unknown(any_place):
     assert any_place.store.stat("big").size == 12 * MIB
 
 
-@pytest.mark.parametrize("action", [Action.SLOW_DOWN, Action.HANG, Action.OK_WITH_ERROR])
+@each("action", [Action.SLOW_DOWN, Action.HANG, Action.OK_WITH_ERROR])
 def test_complete_that_keeps_failing_leaves_no_object(place, action):
     place.proxy.add(action, method="POST", path="uploadId=", count=None)
     begin = time.monotonic()
@@ -436,6 +438,7 @@ def test_wrong_secret_is_a_denial_that_does_not_repeat_it(place):
         assert "CANARY" not in f"{raised.value} {raised.value.__cause__}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("any_server", ["moto"], indirect=True)  # rclone has one page for all
 def test_interrupted_listing_goes_on_behind_what_it_has(any_server):
     """Goal: a long listing survives failures. Method: a page that fails between two others."""

@@ -4,8 +4,9 @@ import pytest
 
 from ister.clock import ManualClock
 from ister.errors import NotFoundError, UnavailableError, UnsupportedOperationError
-from ister.fs.memory import SimulatedCrash
-from ister.objectstore.memory import MemoryObjectStore
+from support.cases import each
+from support.memory_fs import SimulatedCrash
+from support.memory_store import MemoryObjectStore
 
 
 def fail(kind, error):
@@ -27,8 +28,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("error", [UnavailableError("x"), SimulatedCrash()], ids=repr)
-@pytest.mark.parametrize("kind", CALLS)
+@each("error", [UnavailableError("x"), SimulatedCrash()])
+@each("kind", CALLS)
 def test_error_before_an_operation_leaves_the_store_as_it_was(kind, error):
     store = MemoryObjectStore()
     store.put("a", b"old")
@@ -40,9 +41,7 @@ def test_error_before_an_operation_leaves_the_store_as_it_was(kind, error):
     assert (kind, "" if kind == "list" else "a") in store.calls
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "data"), [("put", ("a",), b"new"), ("copy", ("a", "b"), b"old")]
-)
+@each(("kind", "keys", "data"), [("put", ("a",), b"new"), ("copy", ("a", "b"), b"old")])
 def test_lost_answer_leaves_the_change(kind, keys, data):
     store = MemoryObjectStore()
     store.put("a", b"old")
@@ -53,7 +52,7 @@ def test_lost_answer_leaves_the_change(kind, keys, data):
     assert store.read(keys[-1], 0, 9) == data
 
 
-@pytest.mark.parametrize(
+@each(
     ("hook", "kind", "exists"),
     [
         ("before", "write", False),

@@ -10,6 +10,7 @@ from ister.clock import ManualClock, SystemClock
 from ister.errors import IsterError, PermissionDeniedError
 from ister.objectstore.opendal_store import open_store
 from ister.objectstore.s3_uploads import S3Uploads, Upload
+from support.cases import each
 
 MIB = 1024 * 1024
 CHUNK = 5 * MIB
@@ -195,11 +196,7 @@ def test_many_uploads_are_listed_page_by_page(monkeypatch):
     assert asked[1]["key-marker"] == "a"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"role_arn": "arn", "access_key_id": "a", "secret_access_key": "b"}],
-    ids=["no key", "a role"],
-)
+@each("settings", [{}, {"role_arn": "arn", "access_key_id": "a", "secret_access_key": "b"}])
 def test_credentials_that_only_opendal_knows_are_not_guessed(settings, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     settings = {"bucket": "c", "region": "eu-1", **settings}

@@ -10,6 +10,7 @@ from ister.clock import SystemClock
 from ister.errors import ConfigError, IsterError, PermissionDeniedError
 from ister.objectstore.backends import hidden_values, parse_backend
 from ister.objectstore.opendal_store import open_store
+from support.cases import each
 
 KEY, SECRET, TOKEN = "CANARYKEY00001", "CANARYSECRET0002", "CANARYTOKEN0003"
 
@@ -67,7 +68,7 @@ def test_other_clouds_have_their_own_names():
     assert found["endpoint"] == "https://acc.blob.core.windows.net"
 
 
-@pytest.mark.parametrize(
+@each(
     ("backend", "root", "options", "location"),
     [
         ("s3", "s3://bucket/pre/fix/", {"region": "x"}, "s3://bucket/pre/fix"),
@@ -88,7 +89,7 @@ def test_local_is_another_name_for_fs(tmp_path):
     assert store.location == f"fs://{tmp_path}/x"
 
 
-@pytest.mark.parametrize(
+@each(
     ("backend", "root", "options", "named"),
     [
         ("ftp", "ftp://x", {}, "storage.cloud.backend"),

@@ -3,7 +3,6 @@
 import errno
 
 import opendal.exceptions as raised
-import pytest
 
 from ister.errors import (
     AlreadyExistsError,
@@ -15,6 +14,7 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.objectstore.store_errors import error_code, error_kind, map_store_error, redact
+from support.cases import each
 
 
 def s3(kind, code, message="Something."):
@@ -64,9 +64,7 @@ REMOTE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "expected"), REMOTE, ids=lambda value: getattr(value, "__name__", "")
-)
+@each(("kind", "text", "expected"), REMOTE)
 def test_error_of_a_store_becomes_the_one_that_tells_what_to_do(kind, text, expected):
     original = kind(text)
     mapped = map_store_error(original, "put", "a/b", location="s3://bucket/prefix")
@@ -76,7 +74,7 @@ def test_error_of_a_store_becomes_the_one_that_tells_what_to_do(kind, text, expe
     assert mapped.__cause__ is original
 
 
-@pytest.mark.parametrize(
+@each(
     ("number", "expected"),
     [
         (errno.ENOSPC, CapacityError),
@@ -129,7 +127,7 @@ def test_text_has_the_stores_words_and_not_their_surroundings():
     assert "Connection reset by peer" in str(map_store_error(error, "put", "a", location="s3://b"))
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "Authorization: AWS4-HMAC-SHA256 Credential=CANARY/x, Signature=CANARY",

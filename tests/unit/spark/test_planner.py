@@ -7,24 +7,26 @@ the test to replay it.
 
 import pickle
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ister.bucket.chunks import ObjectPart
 from ister.errors import DataGapError, InvariantError
 from ister.format.descriptor import ObjectDescriptor
 from ister.limits import KIB, MIB
 from ister.model import Codec
 from ister.spark.planner import (
-    ObjectSlice,
     TailSlice,
     TopicRange,
     limit_bytes,
     limit_messages,
     plan,
 )
+from support.loops import case
 
 EXAMPLES = settings(max_examples=300, deadline=None, print_blob=True)
 
@@ -83,7 +85,7 @@ def test_small_object_is_one_slice():
     (partition,) = plan([a_range(an_object(10, (5, 500), (5, 300)))], split_bytes=1000)
     assert partition.number == 0
     assert partition.slices == (
-        ObjectSlice(
+        ObjectPart(
             topic=A,
             start=10,
             end=20,
@@ -92,7 +94,7 @@ def test_small_object_is_one_slice():
             index_offset=10,
             position=0,
             end_position=800,
-            size_bytes=800,
+            object_bytes=800,
             boundaries=(),
         ),
     )
@@ -159,26 +161,24 @@ def test_object_without_an_index_is_one_slice():
     found = without_index(an_object(0, *[(10, 100)] * 10))
     ((only,),) = (part.slices for part in plan([a_range(found, start=55)], split_bytes=100))
     assert (only.start, only.end, only.index_offset, only.position) == (55, 100, 0, 0)
-    assert only.end_position == only.size_bytes == 1000
+    assert only.end_position == only.object_bytes == 1000
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        pytest.param(((0, 0), (20, 200), (10, 300)), id="offsets-descend"),
-        pytest.param(((0, 0), (10, 300), (20, 200)), id="positions-descend"),
-        pytest.param(((0, 0), (10, 100), (10, 200)), id="offset-twice"),
-        pytest.param(((0, 0), (10, 100), (20, 100)), id="position-twice"),
-        pytest.param(((0, 0), (40, 200)), id="offset-behind-the-object"),
-        pytest.param(((0, 0), (10, 400)), id="position-behind-the-object"),
-        pytest.param(((0, 7), (10, 100)), id="first-frame-not-at-zero"),
-        pytest.param(((0, 0), (0, 0), (10, 100), (5, 50)), id="begins-twice"),
-    ],
-)
-def test_index_that_cannot_be_true_is_not_used(index):
-    found = replace(an_object(0, (40, 400)), offset_index=index)
-    ((only,),) = (part.slices for part in plan([a_range(found, start=15)], split_bytes=64))
-    assert (only.index_offset, only.position, only.end_position) == (0, 0, 400)
+def test_index_that_cannot_be_true_is_not_used():
+    for index in [
+        ((0, 0), (20, 200), (10, 300)),
+        ((0, 0), (10, 300), (20, 200)),
+        ((0, 0), (10, 100), (10, 200)),
+        ((0, 0), (10, 100), (20, 100)),
+        ((0, 0), (40, 200)),
+        ((0, 0), (10, 400)),
+        ((0, 7), (10, 100)),
+        ((0, 0), (0, 0), (10, 100), (5, 50)),
+    ]:
+        with case(index):
+            found = replace(an_object(0, (40, 400)), offset_index=index)
+            ((only,),) = (part.slices for part in plan([a_range(found, start=15)], split_bytes=64))
+            assert (only.index_offset, only.position, only.end_position) == (0, 0, 400)
 
 
 def test_index_that_leaves_out_the_first_frame_is_used():
@@ -262,25 +262,26 @@ def test_object_that_starts_in_the_middle_of_another_goes_on_at_its_end():
     ]
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "gap"),
-    [
-        pytest.param(0, 60, (0, 10), id="before-the-first"),
-        pytest.param(5, 15, (5, 10), id="start-aged-out"),
-        pytest.param(10, 60, (20, 30), id="hole"),
-        pytest.param(15, 25, (20, 25), id="hole-at-the-end"),
-        pytest.param(22, 60, (22, 30), id="start-in-the-hole"),
-        pytest.param(30, 60, (50, 60), id="behind-the-last"),
-        pytest.param(2, 4, (2, 4), id="all-aged-out"),
-    ],
-)
-def test_offsets_in_no_object_are_a_gap_by_name(start, end, gap):
-    objects = [an_object(10, (10, 100)), an_object(30, (20, 100))]
-    found = a_range(*objects, start=start, end=end, tiered=60)
-    for call in (lambda: plan([found], split_bytes=100), lambda: limit_bytes([found], 1)):
-        with pytest.raises(DataGapError) as caught:
-            call()
-        assert (caught.value.start, caught.value.end, caught.value.topic) == (*gap, A)
+def test_offsets_in_no_object_are_a_gap_by_name():
+    for start, end, gap in [
+        (0, 60, (0, 10)),
+        (5, 15, (5, 10)),
+        (10, 60, (20, 30)),
+        (15, 25, (20, 25)),
+        (22, 60, (22, 30)),
+        (30, 60, (50, 60)),
+        (2, 4, (2, 4)),
+    ]:
+        with case(start, end, gap):
+            objects = [an_object(10, (10, 100)), an_object(30, (20, 100))]
+            found = a_range(*objects, start=start, end=end, tiered=60)
+            for call in (
+                partial(plan, [found], split_bytes=100),
+                partial(limit_bytes, [found], 1),
+            ):
+                with pytest.raises(DataGapError) as caught:
+                    call()
+                assert (caught.value.start, caught.value.end, caught.value.topic) == (*gap, A)
 
 
 def test_no_objects_at_all_are_a_gap():
@@ -355,12 +356,10 @@ def test_empty_ranges_give_nothing():
     assert plan([], split_bytes=64) == []
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"start": 5, "end": 4}, {"start": -1}, {"tail_bytes": -1}], ids=str
-)
-def test_range_that_cannot_be_is_a_bug(wrong):
-    with pytest.raises(InvariantError):
-        a_range(an_object(0, (10, 100)), **wrong)
+def test_range_that_cannot_be_is_a_bug():
+    for wrong in [{"start": 5, "end": 4}, {"start": -1}, {"tail_bytes": -1}]:
+        with case(wrong), pytest.raises(InvariantError):
+            a_range(an_object(0, (10, 100)), **wrong)
 
 
 def test_min_partitions_lowers_the_target():
@@ -375,17 +374,18 @@ def test_min_partitions_does_not_raise_the_target():
     assert len(plan([a_range(found)], split_bytes=64 * KIB, min_partitions=2)) == 16
 
 
-@pytest.mark.parametrize("wanted", [1, 2, 3, 7, 20])
-def test_min_partitions_are_met_where_the_index_allows(wanted):
+def test_min_partitions_are_met_where_the_index_allows():
     """One block has nearly all of the bytes, so a target in bytes alone does not get there."""
-    found = an_object(0, (1, 2), (1, 10 * MIB), *[(1, 2)] * 18)
-    partitions = plan([a_range(found)], split_bytes=64 * MIB, min_partitions=wanted)
-    # Around the large block there are two more partitions whatever is wanted, but for one.
-    assert len(partitions) == (wanted if wanted == 1 else max(wanted, 3))
-    edges = [pair for part in offsets_of(partitions) for pair in part]
-    assert edges[0][0] == 0
-    assert edges[-1][1] == 20
-    assert all(before[1] == after[0] for before, after in pairwise(edges))
+    for wanted in [1, 2, 3, 7, 20]:
+        with case(wanted):
+            found = an_object(0, (1, 2), (1, 10 * MIB), *[(1, 2)] * 18)
+            partitions = plan([a_range(found)], split_bytes=64 * MIB, min_partitions=wanted)
+            # Around the large block there are two more partitions whatever is wanted, but for one.
+            assert len(partitions) == (wanted if wanted == 1 else max(wanted, 3))
+            edges = [pair for part in offsets_of(partitions) for pair in part]
+            assert edges[0][0] == 0
+            assert edges[-1][1] == 20
+            assert all(before[1] == after[0] for before, after in pairwise(edges))
 
 
 def test_min_partitions_of_small_topics_are_met_by_taking_them_apart():
@@ -496,7 +496,7 @@ def read(item, stored):
         return list(range(item.start, item.end))
     found = stored[item.topic][item.object_id]
     assert item.codec == found.descriptor.codec
-    assert item.size_bytes == found.descriptor.size_bytes
+    assert item.object_bytes == found.descriptor.size_bytes
     first = item.index_offset - found.descriptor.start
     assert found.positions[first] == item.position
     assert item.index_offset <= item.start < item.end
@@ -519,6 +519,7 @@ def is_indivisible(item, stored):
     return not [1 for _, position in index if item.position < position < item.end_position]
 
 
+@pytest.mark.nightly
 @EXAMPLES
 @given(
     many_topics(),
@@ -540,7 +541,7 @@ def test_every_offset_is_read_once_and_in_order(given_topics, split_bytes, min_p
         for found in own:
             assert isinstance(found, TailSlice) == (found.start >= item.tiered)
         for before, after in pairwise(own):
-            if isinstance(after, ObjectSlice) and before.object_id == after.object_id:
+            if isinstance(after, ObjectPart) and before.object_id == after.object_id:
                 assert before.end_position == after.position
                 assert after.start == after.index_offset
     total = sum(found.bytes for found in slices)
@@ -551,7 +552,7 @@ def test_every_offset_is_read_once_and_in_order(given_topics, split_bytes, min_p
         assert part.bytes == sum(found.bytes for found in part.slices)
         if part.bytes > target:
             (only,) = part.slices
-            is_part = isinstance(only, ObjectSlice) and part.bytes <= target + target // 8
+            is_part = isinstance(only, ObjectPart) and part.bytes <= target + target // 8
             assert is_part or is_indivisible(only, stored)
     if min_partitions is not None and len(partitions) < min_partitions:
         assert all(
@@ -559,6 +560,7 @@ def test_every_offset_is_read_once_and_in_order(given_topics, split_bytes, min_p
         )
 
 
+@pytest.mark.nightly
 @EXAMPLES
 @given(many_topics(), st.randoms(use_true_random=False))
 def test_order_of_descriptors_does_not_matter(given_topics, random):
@@ -570,6 +572,7 @@ def test_order_of_descriptors_does_not_matter(given_topics, random):
     assert plan(shuffled, split_bytes=50_000) == plan(ranges, split_bytes=50_000)
 
 
+@pytest.mark.nightly
 @EXAMPLES
 @given(many_topics(), st.data())
 def test_missing_object_is_a_gap_that_is_named(given_topics, data):
@@ -622,9 +625,10 @@ def test_longest_queues_go_first_where_not_each_can_have_a_message():
     }
 
 
-@pytest.mark.parametrize("limit", [1, 0, -5])
-def test_one_message_is_always_taken(limit):
-    assert limit_messages({A: 3}, {A: 9}, limit) == {A: 4}
+def test_one_message_is_always_taken():
+    for limit in [1, 0, -5]:
+        with case(limit):
+            assert limit_messages({A: 3}, {A: 9}, limit) == {A: 4}
 
 
 def test_topic_whose_end_went_back_stays():
@@ -685,12 +689,13 @@ def test_bytes_are_cut_at_index_entries():
     ]
 
 
-@pytest.mark.parametrize("limit", [99, 1, 0, -1])
-def test_one_block_is_always_taken(limit):
-    item = a_range(an_object(0, *[(10, 100)] * 3))
-    assert limit_bytes([item], limit) == {A: 10}
-    assert limit_bytes([replace(item, start=7)], limit) == {A: 10}
-    assert limit_bytes([replace(item, start=7, end=9)], limit) == {A: 9}
+def test_one_block_is_always_taken():
+    for limit in [99, 1, 0, -1]:
+        with case(limit):
+            item = a_range(an_object(0, *[(10, 100)] * 3))
+            assert limit_bytes([item], limit) == {A: 10}
+            assert limit_bytes([replace(item, start=7)], limit) == {A: 10}
+            assert limit_bytes([replace(item, start=7, end=9)], limit) == {A: 9}
 
 
 def test_object_without_an_index_is_taken_whole():
@@ -720,6 +725,7 @@ def test_bytes_are_shared_in_proportion():
     assert limit_bytes(ranges, 2000) == {A: 150, B: 50, "/default/c": 4}
 
 
+@pytest.mark.nightly
 @EXAMPLES
 @given(many_topics(), st.integers(1, 500_000))
 def test_byte_limit_is_exceeded_by_one_block_a_topic_at_most(given_topics, limit):

@@ -4,9 +4,12 @@ A batch is staged by writers in tasks and committed by another writer on the dri
 raises is followed by `abort` with every message, and later by the same batch, staged anew.
 """
 
+import contextlib
+import inspect
 import itertools
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -14,16 +17,17 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 import ister
 from fault.tier_checks import memory_directory
-from ister import failpoints
-from ister.client.contract import Action
+from ister import failpoints, retry
 from ister.errors import DirectoryLockedError, InvalidRequestError, NotFoundError, UnavailableError
 from ister.partitions import partition_of
-from ister.spark import patience, place, sink
+from ister.spark import location, sink
 from ister.spark.options import WriteOptions
 from ister.spark.sink import StreamWriter
-from rig import PATIENCE_SECONDS, Task, eventually, payloads
+from ister.wire.contract import Action
 from servers.flight import FlightProcess, FlightTopics
-from stream_rig import A, B, Home
+from support.loops import case
+from support.machine import PATIENCE_SECONDS, Task, eventually, payloads
+from support.streams import A, B, Home
 
 QUERY = "5e6a3f0e-3a58-4b1c-9d67-2a4f8b6a1c11"
 OTHER = "0b7c1f9d-6f0a-4c57-8b0e-1d2e3f4a5b6c"
@@ -104,7 +108,7 @@ class Sink:
 def _tidy():
     """No connections that outlive a test."""
     yield
-    place._close_all()
+    location._close_all()
 
 
 @pytest.fixture
@@ -149,29 +153,44 @@ def place_for(where, home):
         yield {"broker": server.address, "config": home.remote_config()}, Here(home, log)
 
 
-@pytest.fixture(params=["directory", "broker"])
-def topics(request, home):
-    with place_for(request.param, home) as found:
-        yield found
+def in_both_places(names=(), cases=((),), *, is_partitioned=False):
+    """Runs a test for each case, with new topics in a directory, and behind a broker.
+
+    The test may take `make`, which makes sinks that write to topic A unless told, `there`, `home`,
+    and `names`.
+    """
+
+    def decorate(test):
+        wanted = inspect.signature(test).parameters
+
+        def run(monkeypatch):
+            for kind, values in itertools.product(("directory", "broker"), cases):
+                with case(kind, *values), memory_directory() as directory:
+                    home = Home(directory)
+                    with place_for(kind, home) as (options, there):
+                        if is_partitioned:
+                            make_partitions(home, there)
+                        given = {
+                            "make": partial(make_sink, monkeypatch, options),
+                            "there": there,
+                            "home": home,
+                            **dict(zip(names, values, strict=True)),
+                        }
+                        test(**{name: given[name] for name in wanted})
+                failpoints.disarm()
+                location._close_all()
+
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        return run
+
+    return decorate
 
 
-@pytest.fixture
-def make(topics, monkeypatch):
-    """Makes sinks that write to topic A unless told."""
-    options, _ = topics
-
-    def made(*, query=QUERY, schema=PLAIN, **more):
-        given = {**options, **more}
-        if schema is PLAIN:
-            given.setdefault("topic", A)
-        return Sink(monkeypatch, given, query=query, schema=schema)
-
-    return made
-
-
-@pytest.fixture
-def there(topics):
-    return topics[1]
+def make_sink(monkeypatch, options, *, query=QUERY, schema=PLAIN, **more):
+    given = {**options, **more}
+    if schema is PLAIN:
+        given.setdefault("topic", A)
+    return Sink(monkeypatch, given, query=query, schema=schema)
 
 
 def crash_at(point, *, visit=1, error=CrashError):
@@ -195,6 +214,7 @@ ANEW = [[b"5", b"3", b"1"], [b"0", b"2", b"4"]]
 # -- once ---------------------------------------------------------------------------------------
 
 
+@in_both_places()
 def test_rows_arrive_in_the_order_of_partitions(make, there, home):
     messages = make().stage(0, PARTS)
     make().commit([messages[at] for at in (3, 0, 2, 1)], 0)
@@ -202,6 +222,7 @@ def test_rows_arrive_in_the_order_of_partitions(make, there, home):
     assert home.staged() == set()
 
 
+@in_both_places()
 def test_batch_that_is_committed_again_is_in_once(make, there, home):
     """A crash between the sink's commit and Spark's own: the same number comes again."""
     make().run(0, PARTS)
@@ -214,6 +235,7 @@ def test_batch_that_is_committed_again_is_in_once(make, there, home):
     assert home.staged() == set()
 
 
+@in_both_places()
 def test_batch_that_is_behind_the_last_one_is_known(make, there):
     for batch in range(3):
         make().run(batch, [[b"%d" % batch]])
@@ -222,6 +244,7 @@ def test_batch_that_is_behind_the_last_one_is_known(make, there):
     assert there.texts() == [b"0", b"1", b"2"]
 
 
+@in_both_places()
 def test_numbers_of_another_query_are_others(make, there):
     """A new checkpoint is a new query, whose batches begin at 0."""
     make().run(0, [[b"one"]])
@@ -231,6 +254,7 @@ def test_numbers_of_another_query_are_others(make, there):
     assert there.texts() == [b"one", b"two"]
 
 
+@in_both_places()
 def test_batches_without_rows_leave_nothing(make, there, home):
     make().run(0, [[], []])
     make().run(1, [])
@@ -242,6 +266,7 @@ def test_batches_without_rows_leave_nothing(make, there, home):
     assert home.staged() == set()
 
 
+@in_both_places()
 def test_replay_of_a_batch_without_rows_does_not_undo_anything(make, there):
     make().run(5, [[b"5"]])
     make().run(6, [[]])
@@ -255,21 +280,14 @@ def test_replay_of_a_batch_without_rows_does_not_undo_anything(make, there):
 IN_PARTS = [f"{A}-part-{number}" for number in range(3)]
 
 
-@pytest.fixture
-def partitioned(topics, home):
-    """Topic A has three partitions."""
-    _, there = topics
-    if there._log is not None:
-        for name in IN_PARTS:
-            there._log.topic(name, create=True)
-        return
-    with home.open() as log:
+def make_partitions(home, there):
+    """Gives topic A three partitions."""
+    with contextlib.nullcontext(there._log) if there._log is not None else home.open() as log:
         for name in IN_PARTS:
             log.topic(name, create=True)
 
 
-@pytest.mark.usefixtures("partitioned")
-@pytest.mark.parametrize("schema", [PLAIN, BY_TOPIC])
+@in_both_places(("schema",), [(one,) for one in [PLAIN, BY_TOPIC]], is_partitioned=True)
 def test_rows_of_a_partitioned_topic_go_to_its_partitions(make, there, home, schema):
     rows = [b"%d" % n for n in range(60)]
     make(schema=schema).run(0, [rows if schema is PLAIN else [(A, row) for row in rows]])
@@ -280,7 +298,7 @@ def test_rows_of_a_partitioned_topic_go_to_its_partitions(make, there, home, sch
     assert home.staged() == set()
 
 
-@pytest.mark.usefixtures("partitioned")
+@in_both_places(is_partitioned=True)
 def test_rows_with_a_key_go_to_the_partition_of_the_client(make, there):
     keys = ["a", "b", "order-17", "", "x" * 50]
     batch = pa.record_batch(
@@ -297,9 +315,15 @@ def test_rows_with_a_key_go_to_the_partition_of_the_client(make, there):
         assert key.encode() in there.texts(IN_PARTS[partition_of(key, 3)])
 
 
-@pytest.mark.usefixtures("partitioned")
-@pytest.mark.parametrize("visit", [1, 2, 3])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.nightly
+@in_both_places(
+    (
+        "visit",
+        "point",
+    ),
+    list(itertools.product([1, 2, 3], POINTS)),
+    is_partitioned=True,
+)
 def test_commit_to_partitions_that_raises_anywhere_is_finished_by_the_next_one(
     make, there, home, point, visit
 ):
@@ -319,7 +343,8 @@ def test_commit_to_partitions_that_raises_anywhere_is_finished_by_the_next_one(
 # -- commits that end half way --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.nightly
+@in_both_places(("point",), [(one,) for one in POINTS])
 def test_commit_that_raises_anywhere_is_finished_by_the_next_one(make, there, home, point):
     make().run(0, [[b"before"]])
     crash_at(point)
@@ -337,6 +362,7 @@ def test_commit_that_raises_anywhere_is_finished_by_the_next_one(make, there, ho
     assert sorted(there.texts()) == sorted([b"before", *ROWS, b"after"])
 
 
+@in_both_places()
 def test_commit_that_raises_again_and_again_comes_further_each_time(make, there, home):
     steps = [
         ("batch.after_manifest", 1),
@@ -356,7 +382,7 @@ def test_commit_that_raises_again_and_again_comes_further_each_time(make, there,
     assert there.texts() == ROWS
 
 
-@pytest.mark.parametrize("visit", [1, 2, 3])
+@in_both_places(("visit",), [(one,) for one in [1, 2, 3]])
 def test_commit_that_raises_after_some_rows(make, there, visit):
     crash_at("batch.after_rows", visit=visit)
     with pytest.raises(Exception, match=r"after_rows|CrashError"):
@@ -368,6 +394,7 @@ def test_commit_that_raises_after_some_rows(make, there, visit):
     assert there.texts() == ROWS
 
 
+@in_both_places()
 def test_abort_keeps_the_files_that_a_begun_commit_needs(make, there, home):
     messages = make().stage(0, PARTS)
     needed = {file.key for message in messages for _, file in message.files}
@@ -384,6 +411,7 @@ def test_abort_keeps_the_files_that_a_begun_commit_needs(make, there, home):
     assert home.staged() == set()
 
 
+@in_both_places()
 def test_abort_after_a_failed_task_removes_what_the_others_have_staged(make, there, home):
     messages = make().stage(0, PARTS)
     assert len(home.staged()) == 3
@@ -393,6 +421,7 @@ def test_abort_after_a_failed_task_removes_what_the_others_have_staged(make, the
     assert there.texts() == ROWS
 
 
+@in_both_places()
 def test_abort_removes_nothing_of_others(make, there, home):
     others = [make(query=OTHER).stage(0, PARTS), make().stage(7, PARTS)]
     kept = home.staged()
@@ -404,7 +433,7 @@ def test_abort_removes_nothing_of_others(make, there, home):
     assert there.texts() == ROWS + ROWS
 
 
-@pytest.mark.parametrize("topics_written", [0, 1, 40])
+@in_both_places(("topics_written",), [(one,) for one in [0, 1, 40]])
 def test_task_that_raises_leaves_nothing(make, home, topics_written):
     """With files that it has not closed yet, and with files that it has."""
 
@@ -418,6 +447,7 @@ def test_task_that_raises_leaves_nothing(make, home, topics_written):
     assert home.objects() == before, "neither under their names nor under way to them"
 
 
+@in_both_places()
 def test_attempt_that_was_killed_leaves_files_that_count_for_nothing(make, there, home):
     lost = make().write(0, 0, [b"0", b"1"])
     make().commit([make().write(0, 0, [b"0", b"1"])], 0)
@@ -428,6 +458,7 @@ def test_attempt_that_was_killed_leaves_files_that_count_for_nothing(make, there
 # -- topics by column -----------------------------------------------------------------------------
 
 
+@in_both_places()
 def test_rows_go_to_the_topics_that_they_name(make, there):
     writing = make(schema=BY_TOPIC)
     writing.run(0, [[(A, b"0"), (B, b"1"), (A, b"2")], [(B, b"3")]])
@@ -435,8 +466,14 @@ def test_rows_go_to_the_topics_that_they_name(make, there):
     assert there.texts(B) == [b"1", b"3"]
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("visit", [1, 2])
+@pytest.mark.nightly
+@in_both_places(
+    (
+        "point",
+        "visit",
+    ),
+    list(itertools.product(POINTS, [1, 2])),
+)
 def test_topics_of_a_batch_are_in_once_each(make, there, point, visit):
     """With a crash in the first topic, and with one in the second, when the first is in."""
     parts = [[(A, b"0"), (B, b"1"), (A, b"2")], [(B, b"3")]]
@@ -450,6 +487,8 @@ def test_topics_of_a_batch_are_in_once_each(make, there, point, visit):
     assert there.texts(B) == [b"1", b"3"]
 
 
+@pytest.mark.nightly
+@in_both_places()
 def test_many_topics_in_one_task(make, there):
     names = [f"/default/t{number}" for number in range(40)]
     rows = [(name, b"%d" % number) for number in range(2) for name in names]
@@ -457,8 +496,12 @@ def test_many_topics_in_one_task(make, there):
     assert {name: there.texts(name) for name in names} == {name: [b"0", b"1"] for name in names}
 
 
-@pytest.mark.parametrize(
-    ("row", "text"), [((None, b"x"), "no topic"), (("no name", b"x"), "no name")]
+@in_both_places(
+    (
+        "row",
+        "text",
+    ),
+    [((None, b"x"), "no topic"), (("no name", b"x"), "no name")],
 )
 def test_row_without_a_proper_topic_fails_its_task(make, home, row, text):
     with pytest.raises(InvalidRequestError, match=text):
@@ -466,8 +509,9 @@ def test_row_without_a_proper_topic_fails_its_task(make, home, row, text):
     assert home.staged() == set()
 
 
+@in_both_places()
 def test_topics_are_not_made_where_that_is_not_wanted(make, there):
-    with pytest.raises(NotFoundError, match="no topic"):
+    with pytest.raises(NotFoundError, match="does not exist"):
         make(createTopics="false").run(0, [[b"0"]])
     assert there.topics() == []
     make(createTopics="true").run(0, [[b"0"]])
@@ -498,6 +542,7 @@ def test_commit_that_waits_too_long_says_who_to_ask(home, monkeypatch):
     assert payloads(home.read(A)) == ROWS
 
 
+@in_both_places()
 def test_queries_that_write_the_same_topic_at_once_all_finish(make, there):
     queries, batches = ("one", "two", "three"), 6
     barrier = threading.Barrier(len(queries))
@@ -532,15 +577,16 @@ def test_queries_that_write_the_same_topic_at_once_all_finish(make, there):
 
 @pytest.mark.parametrize("point", POINTS)
 def test_broker_whose_stores_do_not_answer_is_asked_again(home, monkeypatch, point):
-    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.001,))
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.001, 0.001))
     with place_for("broker", home) as (options, there):
         crash_at(point, error=UnavailableError)
         Sink(monkeypatch, {**options, "topic": A}).run(0, PARTS)
         assert there.texts() == ROWS
 
 
+@pytest.mark.nightly
 def test_broker_that_dies_in_the_middle_of_a_commit_and_between_two(home, monkeypatch):
-    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.1,))
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.1, 0.1))
     monkeypatch.setenv("ISTER_FAILPOINTS", "batch.after_rows=kill@2")
     with FlightProcess(home.config) as broker:
         monkeypatch.delenv("ISTER_FAILPOINTS")
@@ -567,9 +613,10 @@ def test_broker_that_dies_in_the_middle_of_a_commit_and_between_two(home, monkey
     assert not [path for path in home.staged() if path.endswith(".rows")]
 
 
+@pytest.mark.nightly
 def test_query_that_knows_the_broker_alone_survives_its_restart(home, monkeypatch):
     """Spark makes a writer for every batch: also at a moment when the broker is away."""
-    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.05,))
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.05, 0.05))
     with FlightProcess(home.config) as broker:
         writing = Sink(monkeypatch, {"broker": broker.address, "topic": A})
         writing.run(0, [[b"0"]])
@@ -584,7 +631,7 @@ def test_query_that_knows_the_broker_alone_survives_its_restart(home, monkeypatc
 
 
 def test_broker_that_never_comes_back_ends_the_batch_and_not_its_rows(home, monkeypatch):
-    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.05,))
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.05, 0.05))
     with home.open() as log, FlightTopics(log) as server:
         options = {
             "broker": server.address,
@@ -599,7 +646,7 @@ def test_broker_that_never_comes_back_ends_the_batch_and_not_its_rows(home, monk
             writing.commit(messages, 0)
         assert len(home.staged()) == 3, "the commit may have begun"
         with FlightTopics(log, port=server.port):
-            place._close_all()
+            location._close_all()
             writing.run(0, PARTS)
         assert payloads(log.topic(A).read()) == ROWS
 
@@ -631,16 +678,17 @@ def test_small_batches_wait_for_their_upload(home, monkeypatch):
 
 def test_task_that_spark_says_nothing_about_is_refused(home, monkeypatch):
     writing = Sink(monkeypatch, {"config": home.config, "topic": A})
-    with pytest.raises(InvalidRequestError, match="which query and batch"):
+    with pytest.raises(InvalidRequestError, match="did not pass the query"):
         writing.writer().write(iter(()))
 
 
 def test_topic_cannot_be_overwritten(home):
     options = WriteOptions.parse({"config": home.config, "topic": A}, is_streaming=True)
-    with pytest.raises(InvalidRequestError, match="never overwritten"):
+    with pytest.raises(InvalidRequestError, match="can only be appended to"):
         StreamWriter(options, PLAIN, overwrite=True)
 
 
+@in_both_places()
 def test_readers_see_the_rows_while_the_query_goes_on(make, there):
     for batch in range(3):
         make().run(batch, [[b"%d" % batch]])

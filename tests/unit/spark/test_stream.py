@@ -18,7 +18,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 
 import ister
 from fault.tier_checks import memory_directory
-from fault.writer_child import HEAVY, new_seed, say_replay
+from fault.writer_child import new_seed, say_replay
+from ister import retry
 from ister.clock import SystemClock
 from ister.errors import (
     ConflictError,
@@ -29,12 +30,14 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.sqlite import SqliteMetadata
-from ister.spark import patience, place, reading, stream
-from ister.spark.heads import Heads
+from ister.spark import location, read_task, stream
+from ister.spark.offset_resolver import OffsetResolver
 from ister.spark.offsets import StreamOffset
-from rig import Task, eventually
 from servers.flight import READ, FlightProcess, FlightTopics
-from stream_rig import (
+from support.loops import each, making
+from support.machine import Task, eventually
+from support.scale import scaled
+from support.streams import (
     A,
     B,
     C,
@@ -61,7 +64,7 @@ def _quick(monkeypatch):
     """No pauses between two looks, and no connections that outlive a test."""
     monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
     yield
-    place._close_all()
+    location._close_all()
 
 
 @pytest.fixture
@@ -81,17 +84,24 @@ def query(home):
     return partial(Query, partial(a_reader, home))
 
 
+@making("home", "query")
+def fresh(path):
+    """Topics of one case."""
+    home = Home(path)
+    return {"home": home, "query": partial(Query, partial(a_reader, home))}
+
+
 @pytest.fixture
 def looks(monkeypatch):
     """How often the driver has asked what topics hold: one entry each."""
     seen = []
-    look = Heads.look
+    heads = OffsetResolver.heads
 
     def counted(self, **arguments):
         seen.append(arguments)
-        return look(self, **arguments)
+        return heads(self, **arguments)
 
-    monkeypatch.setattr(Heads, "look", counted)
+    monkeypatch.setattr(OffsetResolver, "heads", counted)
     return seen
 
 
@@ -114,9 +124,10 @@ def test_initial_offset_is_the_same_however_often_it_is_asked_for(home):
     assert ends(first) == {A: 5}
 
 
-@pytest.mark.parametrize(
+@each(
     ("start", "expected"),
     [("earliest", 0), ("latest", 7), (json.dumps({A: 3}), 3), (json.dumps({A: -2}), 0)],
+    fresh=fresh,
 )
 def test_stream_begins_where_its_option_says(home, query, start, expected):
     home.append(A, 7)
@@ -135,7 +146,7 @@ def test_stream_begins_with_what_comes_unless_told(home, query):
     assert running.run() == rows_of(A, [7, 8])
 
 
-@pytest.mark.parametrize("upload", [False, True])
+@each("upload", [False, True], fresh=fresh)
 def test_stream_begins_at_a_time(home, query, upload):
     with home.open() as log:
         topic = log.topic(A, create=True)
@@ -176,7 +187,7 @@ def test_start_that_aged_out_is_refused_unless_loss_is_allowed(home, query):
 
 def test_topic_that_does_not_exist_is_refused_with_those_that_do(home):
     home.append(B, 1)
-    with pytest.raises(NotFoundError, match="there is no topic /default/a") as unknown:
+    with pytest.raises(NotFoundError, match="topic /default/a does not exist") as unknown:
         a_reader(home).initialOffset()
     assert B in str(unknown.value)
     with pytest.raises(NotFoundError, match="no topic matches"):
@@ -186,7 +197,7 @@ def test_topic_that_does_not_exist_is_refused_with_those_that_do(home):
 # -- the first batch ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails", ["before", "after"], ids=["unread", "read"])
+@each("fails", ["before", "after"], fresh=fresh)
 def test_first_batch_that_fails_under_latest_loses_nothing(home, query, fails):
     home.append(A, 90)
     running = query(startingOffsets="latest")
@@ -351,15 +362,12 @@ def test_checkpoint_of_something_else_is_refused(home):
 # -- how often the stores are asked -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{}, {"maxMessagesPerTrigger": "5", "maxBytesPerTrigger": "1k"}],
-    ids=["all", "limits"],
-)
+@pytest.mark.nightly
+@each("option", [{}, {"maxMessagesPerTrigger": "5", "maxBytesPerTrigger": "1k"}], fresh=fresh)
 def test_idle_stream_asks_a_few_times_a_second(home, looks, monkeypatch, option):
     monkeypatch.setattr(stream, "_POLL_SECONDS", POLL_SECONDS)
     measured = []
-    monkeypatch.setattr(Heads, "range_of", lambda *_: measured.append(1))
+    monkeypatch.setattr(OffsetResolver, "range_of", lambda *_: measured.append(1))
     home.append(A, 5)
     reader = a_reader(home, startingOffsets="latest", **option)
     start, limit = reader.initialOffset(), reader.getDefaultReadLimit()
@@ -401,7 +409,7 @@ def test_stream_with_news_does_not_wait(home, looks, monkeypatch):
     reader = a_reader(home, startingOffsets="earliest", maxMessagesPerTrigger="3")
     limit = reader.getDefaultReadLimit()
     waits = []
-    monkeypatch.setattr(stream.StreamReader, "_wait_for_next_look", lambda _: waits.append(1))
+    monkeypatch.setattr(stream.StreamReader, "_wait_for_next_read", lambda _: waits.append(1))
     offset = reader.initialOffset()
     for expected in (3, 6, 9):
         offset = reader.latestOffset(offset, limit)
@@ -426,7 +434,7 @@ def test_idle_stream_sees_news_at_its_next_look(home, monkeypatch):
 @pytest.fixture
 def impatient(monkeypatch):
     """Pauses between two attempts that a test can afford."""
-    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.001,))
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.001, 0.001))
 
 
 class Failing:
@@ -448,11 +456,18 @@ class Failing:
         monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize("times", [1, 4])
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [(Heads, "look"), (SqliteMetadata, "get"), (SqliteMetadata, "range")],
-    ids=["look", "get", "range"],
+@each(
+    ("owner", "method", "times"),
+    [
+        (owner, method, times)
+        for owner, method in [
+            (OffsetResolver, "heads"),
+            (SqliteMetadata, "get"),
+            (SqliteMetadata, "range"),
+        ]
+        for times in (1, 4)
+    ],
+    fresh=fresh,
 )
 def test_store_that_does_not_answer_for_a_while_ends_no_query(
     home, query, monkeypatch, impatient, caplog, owner, method, times
@@ -462,20 +477,20 @@ def test_store_that_does_not_answer_for_a_while_ends_no_query(
     running = query(startingOffsets="earliest", maxBytesPerTrigger="1g")
     for step in (running.driver.initialOffset, running.plan, running.collect):
         failing = Failing(monkeypatch, owner, method, times=times)
-        with caplog.at_level(logging.WARNING, logger="ister.spark.patience"):
+        with caplog.at_level(logging.DEBUG, logger="ister.retry"):
             step()
         assert failing.left == 0, "the store was not asked"
         monkeypatch.undo()
         monkeypatch.setattr(stream, "_POLL_SECONDS", 0.0)
-        monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.001,))
-    assert sum(record.message == "asked again" for record in caplog.records) >= 3 * times
+        monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.001, 0.001))
+    assert sum(record.message == "retrying" for record in caplog.records) >= 3 * times
     assert running.collect() == rows_of(A, range(8))
 
 
-@pytest.mark.parametrize("method", ["find_time", "range_of"])
+@each("method", ["find_time", "range_of"], fresh=fresh)
 def test_store_that_fails_in_the_middle_is_asked_again(home, query, monkeypatch, impatient, method):
     home.append(A, 6, upload=True)
-    failing = Failing(monkeypatch, Heads, method, times=3)
+    failing = Failing(monkeypatch, OffsetResolver, method, times=3)
     running = query(startingTimestamp="0", maxBytesPerTrigger="1g")
     assert running.run() == rows_of(A, range(6))
     assert failing.left == 0
@@ -483,7 +498,7 @@ def test_store_that_fails_in_the_middle_is_asked_again(home, query, monkeypatch,
 
 def test_frozen_end_survives_a_store_that_does_not_answer(home, query, monkeypatch, impatient):
     home.append(A, 6)
-    failing = Failing(monkeypatch, Heads, "look", times=3)
+    failing = Failing(monkeypatch, OffsetResolver, "heads", times=3)
     running = query(startingOffsets="earliest")
     assert running.available_now() == [rows_of(A, range(6))]
     assert failing.left == 0
@@ -493,9 +508,9 @@ def test_store_that_never_answers_ends_the_query_at_last(home, monkeypatch):
     home.append(A, 1)
     reader = a_reader(home)
     start = reader.initialOffset()
-    monkeypatch.setattr(stream, "patiently", partial(patience.patiently, seconds=0.01))
-    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.004,))
-    failing = Failing(monkeypatch, Heads, "look", times=1000)
+    monkeypatch.setattr(stream, "retry_unavailable", partial(retry.retry_unavailable, seconds=0.01))
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.004, 0.004))
+    failing = Failing(monkeypatch, OffsetResolver, "heads", times=1000)
     with pytest.raises(UnavailableError):
         reader.latestOffset(start, EVERYTHING)
     assert 2 <= failing.calls <= 4
@@ -505,15 +520,20 @@ def test_wrong_request_is_not_asked_again(home, monkeypatch):
     home.append(A, 1)
     reader = a_reader(home)
     failing = Failing(
-        monkeypatch, Heads, "look", times=5, error=InvalidRequestError("never going to work")
+        monkeypatch,
+        OffsetResolver,
+        "heads",
+        times=5,
+        error=InvalidRequestError("never works"),
     )
     with pytest.raises(InvalidRequestError):
         reader.initialOffset()
     assert failing.calls == 1
 
 
+@pytest.mark.nightly
 def test_broker_that_is_killed_and_started_again_ends_no_query(home, query, looks, monkeypatch):
-    monkeypatch.setattr(patience, "_PAUSE_SECONDS", (0.1,))
+    monkeypatch.setattr(retry, "_DRIVER_PAUSES", (0.1, 0.1))
     home.append(A, 10)
     with FlightProcess(home.config) as broker:
         running = query(
@@ -538,7 +558,7 @@ def test_broker_that_is_killed_and_started_again_ends_no_query(home, query, look
 
 
 def test_task_reads_on_when_the_bucket_answers_again(home, query, monkeypatch):
-    monkeypatch.setattr(reading, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(read_task, "_PAUSE_SECONDS", 0.001)
     home.append(A, 6, upload=True)
     running = query(config=home.remote_config(), includeTail="false", startingOffsets="earliest")
     running.plan()
@@ -744,7 +764,7 @@ def test_topic_made_again_has_a_cursor_of_its_own(home, query):
 # -- restarts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "option",
     [
         {"startingOffsets": "latest"},
@@ -753,7 +773,7 @@ def test_topic_made_again_has_a_cursor_of_its_own(home, query):
         {"startingOffsets": json.dumps({A: 1_000_000})},
         {"startingTimestamp": "32503680000000"},
     ],
-    ids=["latest", "earliest", "number", "beyond", "time"],
+    fresh=fresh,
 )
 def test_restart_goes_on_from_the_checkpoint_whatever_the_start_options_say(home, query, option):
     home.append(A, 5)
@@ -837,7 +857,7 @@ def test_golden_checkpoint_goes_on_where_it_stands(tmp_path):
 # -- limits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "kind"),
     [
         ({}, ReadAllAvailable),
@@ -845,6 +865,7 @@ def test_golden_checkpoint_goes_on_where_it_stands(tmp_path):
         ({"maxBytesPerTrigger": "7k"}, ReadMaxBytes),
         ({"maxMessagesPerTrigger": "7", "maxBytesPerTrigger": "7k"}, ReadMaxRows),
     ],
+    fresh=fresh,
 )
 def test_default_limit_is_one_that_spark_knows(home, options, kind):
     home.append(A, 1)
@@ -863,7 +884,7 @@ def test_messages_of_a_batch_are_limited_over_all_topics(home, query):
     )
 
 
-@pytest.mark.parametrize("upload", [True, False], ids=["bucket", "files"])
+@each("upload", [True, False], fresh=fresh)
 def test_bytes_of_a_batch_are_limited_about(home, query, upload):
     with home.open() as log:
         topic = log.topic(A, create=True)
@@ -885,9 +906,7 @@ def test_limit_below_one_message_still_goes_on(home, query):
     assert [len(rows) for rows in running.drain()] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("messages", "size", "most"), [("4", "1g", 4), ("1000", "10k", 15)], ids=["messages", "bytes"]
-)
+@each(("messages", "size", "most"), [("4", "1g", 4), ("1000", "10k", 15)], fresh=fresh)
 def test_both_limits_count(home, query, messages, size, most):
     with home.open() as log:
         publish(log.topic(A, create=True), 50, size=KILOBYTE)
@@ -1080,7 +1099,7 @@ def _lose(home, how):
         home.age_out(10)
 
 
-@pytest.mark.parametrize("how", LOSSES)
+@each("how", LOSSES, fresh=fresh)
 def test_loss_ends_the_query_with_a_text_that_says_what_to_do(home, query, how):
     home.append(A, 5, upload=True, size=KILOBYTE)
     home.append(B, 5)
@@ -1096,7 +1115,7 @@ def test_loss_ends_the_query_with_a_text_that_says_what_to_do(home, query, how):
         running.restart()
 
 
-@pytest.mark.parametrize("how", LOSSES)
+@each("how", LOSSES, fresh=fresh)
 def test_stream_goes_on_after_a_loss_that_is_allowed(home, query, caplog, how):
     home.append(A, 5, upload=True, size=KILOBYTE)
     home.append(B, 5)
@@ -1130,7 +1149,7 @@ def test_stream_past_a_loss_without_news_makes_no_batch(home, query):
     assert not running.plan()
 
 
-@pytest.mark.parametrize("how", LOSSES)
+@each("how", LOSSES, fresh=fresh)
 def test_loss_after_a_batch_was_planned(home, query, how):
     """A restarted query gets a batch from Spark's checkpoint whose messages are gone."""
     home.append(A, 5, upload=True, size=KILOBYTE)
@@ -1178,7 +1197,7 @@ def test_messages_that_age_out_between_plan_and_read(home):
             assert _read(reader, parts) == list(range(5, 10))
 
 
-@pytest.mark.parametrize("upload", [False, True], ids=["files", "bucket"])
+@each("upload", [False, True], fresh=fresh)
 def test_topic_made_again_between_plan_and_read_is_not_taken_for_the_old_one(home, upload):
     home.append(A, 5, upload=upload)
     reader = a_reader(home, startingOffsets="earliest")
@@ -1263,7 +1282,7 @@ def test_every_message_once_while_its_owner_does_everything_at_once(home, query,
     seed = new_seed()
     say_replay(seed, request.node.nodeid)
     rng = random.Random(seed)
-    rounds = 400 if HEAVY else 40
+    rounds = scaled(20, 400)
     names = (A, B)
     with home.open() as log, FlightTopics(log) as server:
         topics = [log.topic(name, create=True) for name in names]

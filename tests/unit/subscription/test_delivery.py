@@ -6,22 +6,17 @@ import pytest
 
 from ister.errors import ConflictError, InvalidRequestError, InvariantError
 from ister.subscription import delivery as delivery_module
-from ister.subscription.delivery import (
-    EXCUSES_MAX,
-    KEYED_MESSAGES_MIN,
-    REASON_CHARACTERS_MAX,
-    AckResult,
-    DeadLetter,
-    Delivery,
-    Drop,
-    Send,
-)
+from ister.subscription.consumer_set import SILENCE_EXTENSIONS_MAX
+from ister.subscription.delivery import KEYED_MESSAGES_MIN, Delivery
+from ister.subscription.entries import AckResult, DeadLetter, Drop, Send
 from ister.subscription.floor import RANGES_MAX
 from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
+from ister.subscription.redelivery import REASON_CHARACTERS_MAX
+from support.cases import each
 
 EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = SubscriptionKind
-ALL_KINDS = pytest.mark.parametrize("kind", list(SubscriptionKind))
-IN_LINE = pytest.mark.parametrize("kind", [EXCLUSIVE, SHARED, FAILOVER])
+ALL_KINDS = each("kind", list(SubscriptionKind))
+IN_LINE = each("kind", [EXCLUSIVE, SHARED, FAILOVER])
 END = 1_000_000
 DEAD = "/default/dead"
 
@@ -184,7 +179,7 @@ def test_messages_with_a_hole_are_refused_and_repeated_ones_passed_over():
     assert subscription.offsets() == [5, 6]
 
 
-@pytest.mark.parametrize("window", [0, -1])
+@each("window", [0, -1])
 def test_window_is_at_least_one(window):
     with pytest.raises(InvalidRequestError):
         Subscription(EXCLUSIVE, window=window)
@@ -275,12 +270,12 @@ def test_traces_of_acknowledged_messages_do_not_pile_up():
         machine.validate_state()
         queue = machine._queue
         if kind is KEY_SHARED:
-            left = [*queue._lanes["stuck"].runs, *queue._attached[1].ready]
+            left = [*queue._queues["stuck"].runs, *queue._attached[1].ready]
         else:
-            left = [*queue._fresh, *queue._again]
+            left = [*queue._fresh, *queue._redeliveries]
         assert len(machine._entries) == 1
         assert len(left) < 1000
-        assert len(machine._sent) < 1000
+        assert len(machine._timers.waits) < 1000
 
 
 # -- failures -----------------------------------------------------------------------------------
@@ -493,7 +488,7 @@ def test_policy_that_changes_before_a_message_is_dropped_keeps_it():
 
 
 @ALL_KINDS
-@pytest.mark.parametrize("poison", [PoisonPolicy.DROP, PoisonPolicy.DEAD_LETTER])
+@each("poison", [PoisonPolicy.DROP, PoisonPolicy.DEAD_LETTER])
 def test_poison_is_handed_out_once_and_is_done_when_resolved(kind, poison):
     subscription = Subscription(
         kind, 1, max_redelivery_count=0, poison=poison, dead_letter_topic=DEAD
@@ -562,12 +557,12 @@ def test_long_reason_is_cut():
 
 # -- slow consumers ------------------------------------------------------------------------------
 
-REPORTING = pytest.mark.parametrize("reports", [False, True], ids=["silent", "reporting"])
+REPORTING = each("reports", [False, True])
 
 
 @ALL_KINDS
 @REPORTING
-@pytest.mark.parametrize("seconds", [0.15, 0.2, 1.0, 29.0])
+@each("seconds", [0.15, 0.2, 1.0, 29.0])
 def test_a_program_that_takes_one_message_after_the_other_is_given_time(kind, reports, seconds):
     """Goal: by default, whatever a client reads ahead, each message is handled once."""
     subscription = Subscription(kind, window=1000)
@@ -625,7 +620,7 @@ def test_a_message_that_is_left_out_fails_though_others_are_acknowledged(kind, r
     assert subscription.take() == [Send(1, 0, 2), Send(1, 1, 2)]
 
 
-@pytest.mark.parametrize("kind", [EXCLUSIVE, FAILOVER, KEY_SHARED])
+@each("kind", [EXCLUSIVE, FAILOVER, KEY_SHARED])
 def test_of_a_silent_consumer_the_oldest_message_fails_and_then_the_next(kind):
     subscription = Subscription(kind, 1, ack_timeout_ms=5000, base_redelivery_delay_ms=60_000)
     subscription.offer(*"abc")
@@ -638,7 +633,7 @@ def test_of_a_silent_consumer_the_oldest_message_fails_and_then_the_next(kind):
     assert subscription.stats.waiting_retry == 3
 
 
-@pytest.mark.parametrize("kind", [EXCLUSIVE, FAILOVER, KEY_SHARED])
+@each("kind", [EXCLUSIVE, FAILOVER, KEY_SHARED])
 def test_what_a_program_has_not_received_does_not_fail(kind):
     subscription = Subscription(kind, ack_timeout_ms=5000, base_redelivery_delay_ms=60_000)
     subscription.attach(1, reports=True)
@@ -713,12 +708,12 @@ def test_an_answer_to_what_a_consumer_had_before_is_a_sign_of_life():
 def test_a_program_that_answers_elsewhere_is_not_silent_for_some_time(kind):
     """Partitions: their messages are taken in turn."""
     subscription = Subscription(kind, ack_timeout_ms=5000)
-    subscription.machine.attach(1, elsewhere=lambda: subscription.now - 1.0, now=0.0)
+    subscription.machine.attach(1, active_elsewhere_at=lambda: subscription.now - 1.0, now=0.0)
     subscription.machine.set_room(1, 10)
     subscription.offer("a")
     subscription.take()
     # It answers elsewhere, up to a second before each look: four more seconds.
-    for _ in range(EXCUSES_MAX):
+    for _ in range(SILENCE_EXTENSIONS_MAX):
         subscription.wait(5.0)
     subscription.machine.validate_state()
     assert subscription.machine.timeouts == 0
@@ -765,7 +760,7 @@ def test_exclusive_is_for_one():
     subscription = Subscription(EXCLUSIVE, 1)
     with pytest.raises(ConflictError):
         subscription.attach(2)
-    assert subscription.machine.consumers == [1]
+    assert subscription.machine.stats().consumers == 1
     assert subscription.machine.active == 1
     subscription.attach(1)
 
@@ -1078,7 +1073,7 @@ def test_saved_state_beyond_the_end_of_the_log_is_left_aside():
     assert elsewhere.cursor == 6
 
 
-@pytest.mark.parametrize(
+@each(
     "saved",
     [
         {},
@@ -1132,7 +1127,7 @@ def test_version_changes_with_what_is_to_be_saved():
 
 
 @ALL_KINDS
-@pytest.mark.parametrize("target", [0, 2, 50])
+@each("target", [0, 2, 50])
 def test_seek_forgets_everything_and_goes_on(kind, target):
     subscription = Subscription(kind, 1, window=4, max_redelivery_count=0)
     subscription.offer("a", "b", "c", "d", "e")
@@ -1201,7 +1196,7 @@ def test_danube_fault_subscription_at_the_end_of_a_topic_answers_everything():
     assert len(subscription.sent()) == 2
 
 
-@pytest.mark.parametrize("kind", [SHARED, KEY_SHARED])
+@each("kind", [SHARED, KEY_SHARED])
 def test_danube_fault_slow_consumer_stops_nobody_else(kind):
     subscription = Subscription(kind, 1, 2, window=5)
     subscription.machine.set_room(1, 0)
@@ -1225,7 +1220,7 @@ def test_danube_fault_key_shared_consumer_that_leaves_has_acknowledged_nothing()
     assert sorted(again) == sorted((2, offset) for consumer, offset in held if consumer == 1)
 
 
-@pytest.mark.parametrize("poison", [PoisonPolicy.DROP, PoisonPolicy.DEAD_LETTER])
+@each("poison", [PoisonPolicy.DROP, PoisonPolicy.DEAD_LETTER])
 def test_danube_fault_poison_takes_no_other_message_of_its_key_along(poison):
     subscription = Subscription(
         KEY_SHARED, 1, max_redelivery_count=0, poison=poison, dead_letter_topic=DEAD
@@ -1312,18 +1307,18 @@ def _steal(machine):
     machine._attached[1].flight.clear()
 
 
-def _forget_unseen(machine):
-    machine._known[1].unseen.clear()
+def _forget_unreceived(machine):
+    machine._consumers.known[1].unreceived.clear()
 
 
 def _forget_silence(machine):
-    machine._silences.clear()
+    machine._timers._silences.clear()
 
 
 def _forget_timeout(machine):
     machine.received(1, 1, now=0.0)
     machine.validate_state()
-    machine._sent.clear()
+    machine._timers.waits.clear()
 
 
 def _forget_queue(machine):
@@ -1331,7 +1326,7 @@ def _forget_queue(machine):
 
 
 def _forget_block(machine):
-    machine._blocked.add(1)
+    machine._redelivery.blocked.add(1)
 
 
 def _lose_record(machine):
@@ -1339,14 +1334,14 @@ def _lose_record(machine):
 
 
 @ALL_KINDS
-@pytest.mark.parametrize(
+@each(
     "damage",
     [
         _lose,
         _acknowledge,
         _unplug,
         _steal,
-        _forget_unseen,
+        _forget_unreceived,
         _forget_silence,
         _forget_timeout,
         _forget_queue,
@@ -1390,7 +1385,8 @@ def read_on(machine, keys, upto):
         yield
 
 
-@pytest.mark.parametrize("how", ["does not acknowledge", "has no room", "is away"])
+@pytest.mark.nightly
+@each("how", ["does not acknowledge", "has no room", "is away"])
 def test_keys_of_others_go_on_while_a_consumer_is_slow(how):
     """100,000 messages go past one that stands still; then it gets all of its own, in order."""
     subscription = Subscription(KEY_SHARED, window=10)

@@ -14,6 +14,7 @@ from ister.subscription.keys import (
     KeyFilter,
     hash_key,
 )
+from support.cases import each
 
 KEYS = [f"order-{n}" for n in range(2000)]
 
@@ -106,7 +107,7 @@ def test_empty_ring_has_no_taker():
     assert ring.find("k", anyone) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "key", "is_taken"),
     [
         ("eu-*", "eu-1", True),
@@ -148,10 +149,7 @@ def test_one_of_several_filters_is_enough():
     assert several.patterns == ("eu-*", "us-?")
 
 
-@pytest.mark.parametrize(
-    "patterns",
-    [["a"] * (FILTERS_MAX + 1), ["a" * (FILTER_CHARACTERS_MAX + 1)], "text", [1]],
-)
+@each("patterns", [["a"] * (FILTERS_MAX + 1), ["a" * (FILTER_CHARACTERS_MAX + 1)], "text", [1]])
 def test_filters_are_bounded(patterns):
     with pytest.raises(InvalidRequestError):
         KeyFilter(patterns)

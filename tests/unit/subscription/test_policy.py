@@ -4,6 +4,7 @@ import pytest
 
 from ister.errors import InvalidRequestError, TopicNameError
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy, SubscriptionKind
+from support.cases import each
 
 
 def test_defaults_are_danubes():
@@ -34,14 +35,12 @@ def test_fixed_pauses_stay():
     assert [policy.delay_ms(attempt) for attempt in (1, 2, 50)] == [1000] * 3
 
 
-@pytest.mark.parametrize(
-    ("requested", "pause"), [(None, 2000), (0, 2000), (-1, 2000), (5000, 5000), (2**64, 60_000)]
-)
+@each(("requested", "pause"), [(None, 2000), (0, 2000), (-1, 2000), (5000, 5000), (2**64, 60_000)])
 def test_longer_pause_is_granted_up_to_the_maximum(requested, pause):
     assert FailurePolicy().delay_ms(2, requested) == pause
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "word"),
     [
         ({"max_redelivery_count": -1}, "max_redelivery_count"),
@@ -64,7 +63,7 @@ def test_senseless_value_is_refused_by_name(changes, word):
         FailurePolicy.from_json(changes)
 
 
-@pytest.mark.parametrize("poison", list(PoisonPolicy))
+@each("poison", list(PoisonPolicy))
 def test_dead_letter_topic_is_a_topic(poison):
     with pytest.raises(TopicNameError):
         FailurePolicy(poison=poison, dead_letter_topic="dead")

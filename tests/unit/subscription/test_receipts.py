@@ -1,14 +1,13 @@
 """Receipts: who has one was given the message."""
 
-import pytest
-
 from ister.subscription.receipts import ATTEMPT_MAX, Receipts, new_key
+from support.cases import each
 
 BIG = 2**64 - 1
 
 
-@pytest.mark.parametrize("address", ["", "http://127.0.0.1:6650", "x#1.2", "a#1.0123456789abcdef"])
-@pytest.mark.parametrize(("consumer", "offset"), [(1, 0), (BIG, BIG), (2**63, 7)])
+@each("address", ["", "http://127.0.0.1:6650", "x#1.2", "a#1.0123456789abcdef"])
+@each(("consumer", "offset"), [(1, 0), (BIG, BIG), (2**63, 7)])
 def test_a_stamp_says_whom_the_message_was_given_to(address, consumer, offset):
     receipts = Receipts(new_key())
     stamped = receipts.stamp(address, consumer, offset, 3)
@@ -38,7 +37,7 @@ def test_receipts_of_neighbours_differ_and_are_made_again_alike():
     assert [again.token(2, offset) for offset in reversed(range(5000))] == made[:4999:-1]
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["", "#", "#.", "#1.", "#1.0", "#x.0123456789abcdef", "#1.0123456789abcdeX", "#" * 10**6],
 )

@@ -1,11 +1,14 @@
 """Subscriptions in the metadata store: made whole, moved forward, fenced, whatever gets lost."""
 
+import functools
+import inspect
 import json
 import threading
 from dataclasses import replace
 
 import pytest
 
+from ister.bucket.cursors import clip_progress
 from ister.errors import (
     AlreadyExistsError,
     CommitUnknownError,
@@ -26,8 +29,8 @@ from ister.subscription.store import (
     SubscriptionStore,
     check_subscription_name,
 )
-from ister.tier.cursors import clip_progress
-from tier_rig import NAME, PREFIX, TTL_SECONDS, Cluster
+from support.cases import each
+from support.tiers import NAME, PREFIX, TTL_SECONDS, Cluster
 
 LIFE = "0123456789abcdef"
 PLACE = f"{PREFIX}/subscriptions{NAME}/"
@@ -50,10 +53,32 @@ def store(cluster):
     return SubscriptionStore(cluster.metadata, root_prefix=PREFIX, clock=cluster.clock)
 
 
-@pytest.fixture(params=["owned", "alone"])
-def owned(request, cluster):
-    """The topic's owner, or None for a topic that has none in the metadata store."""
-    return cluster.claim("a") if request.param == "owned" else None
+def on_both_kinds_of_topics(test):
+    """Runs a test for a topic with an owner in the metadata store, and for one without."""
+    signature = inspect.signature(test)
+    own = [one for one in signature.parameters if one in ("cluster", "metadata", "store", "owned")]
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        for is_owned in (True, False):
+            cluster = Cluster()
+            made = {
+                "cluster": cluster,
+                "metadata": cluster.metadata,
+                "store": SubscriptionStore(
+                    cluster.metadata, root_prefix=PREFIX, clock=cluster.clock
+                ),
+                "owned": cluster.claim("a") if is_owned else None,
+            }
+            try:
+                test(**fixtures, **{name: made[name] for name in own})
+            except BaseException as error:
+                error.add_note(f"with an owner: {is_owned}")
+                raise
+
+    left = [one for name, one in signature.parameters.items() if name not in own]
+    run.__signature__ = signature.replace(parameters=left)
+    return run
 
 
 def create(store, owned, name="billing", *, cursor=4, life=LIFE, **settings):
@@ -96,7 +121,7 @@ def interfere(metadata, change, *, kind="transact"):
 # -- names --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a", "A-z_0.9", "x" * 120, ".."])
+@each("name", ["a", "A-z_0.9", "x" * 120, ".."])
 def test_names_that_are_taken(name):
     assert check_subscription_name(name) == name
 
@@ -112,6 +137,7 @@ def test_names_that_are_refused(store, name):
 # -- making -------------------------------------------------------------------------------------
 
 
+@on_both_kinds_of_topics
 def test_new_subscription_has_its_cursor_at_once(store, metadata, owned, cluster):
     policy = FailurePolicy(poison=PoisonPolicy.DROP)
     made = create(store, owned, policy=policy, window=7)
@@ -132,6 +158,7 @@ def test_new_subscription_has_its_cursor_at_once(store, metadata, owned, cluster
     assert store.load(NAME, LIFE) == {"billing": made}
 
 
+@on_both_kinds_of_topics
 def test_options_are_json_of_these_fields(store, metadata, owned):
     create(store, owned)
     fields = json.loads(metadata.get(OPTIONS).value)
@@ -147,6 +174,7 @@ def test_options_are_json_of_these_fields(store, metadata, owned):
     assert (fields["kind"], fields["max_unacked_messages"]) == ("shared", None)
 
 
+@on_both_kinds_of_topics
 def test_subscription_that_exists_is_given_as_it_is(store, owned):
     made = create(store, owned)
     save(store, owned, 9)
@@ -154,6 +182,7 @@ def test_subscription_that_exists_is_given_as_it_is(store, owned):
     assert again == replace(made, cursor=9)
 
 
+@on_both_kinds_of_topics
 def test_a_subscription_of_an_earlier_version_has_no_key_until_it_gets_one(store, metadata, owned):
     made = create(store, owned)
     fields = json.loads(metadata.get(OPTIONS).value)
@@ -167,6 +196,7 @@ def test_a_subscription_of_an_earlier_version_has_no_key_until_it_gets_one(store
     assert store.renew_key(NAME, renewed, owned=owned).receipt_key != renewed.receipt_key
 
 
+@on_both_kinds_of_topics
 def test_lost_answers_make_no_second_subscription(store, metadata, owned):
     lose_answers(metadata, 2)
     made = create(store, owned)
@@ -195,6 +225,7 @@ def test_many_threads_make_one(store):
     assert len({item.cursor for item in made}) == 1
 
 
+@on_both_kinds_of_topics
 def test_subscription_of_a_topic_that_is_gone_is_replaced(store, owned):
     create(store, owned, life="before", cursor=77)
     assert store.load(NAME, LIFE) == {}
@@ -202,6 +233,7 @@ def test_subscription_of_a_topic_that_is_gone_is_replaced(store, owned):
     assert store.load(NAME, "before") == {}
 
 
+@on_both_kinds_of_topics
 def test_cursor_of_a_stream_is_not_taken_for_a_subscription(store, metadata, owned):
     stream = encode_progress(Progress(offset=3, timestamp=1, incarnation=LIFE))
     metadata.put(PROGRESS, stream)
@@ -215,6 +247,7 @@ def test_cursor_of_a_stream_is_not_taken_for_a_subscription(store, metadata, own
     assert metadata.get(PROGRESS).value == stream
 
 
+@on_both_kinds_of_topics
 def test_cursor_of_a_stream_of_a_deleted_topic_is_in_nobodys_way(store, metadata, owned):
     metadata.put(PROGRESS, encode_progress(Progress(offset=3, timestamp=1, incarnation="before")))
     assert create(store, owned).cursor == 4
@@ -247,6 +280,7 @@ def test_store_that_keeps_changing_is_a_conflict(store, metadata):
 # -- cursors ------------------------------------------------------------------------------------
 
 
+@on_both_kinds_of_topics
 def test_cursor_moves_forward_with_what_is_saved(store, owned):
     create(store, owned)
     assert save(store, owned, 4, SAVED) == 4
@@ -256,6 +290,7 @@ def test_cursor_moves_forward_with_what_is_saved(store, owned):
     assert (loaded.cursor, loaded.saved) == (8, None)
 
 
+@on_both_kinds_of_topics
 def test_cursor_moves_back_only_by_force(store, metadata, owned):
     create(store, owned, cursor=50)
     assert save(store, owned, 3) == 50
@@ -278,6 +313,7 @@ def test_fields_and_times_of_others_stay(store, metadata, cluster):
     assert found.timestamp == cluster.clock.now_ns() // 1_000_000
 
 
+@on_both_kinds_of_topics
 def test_lost_answer_is_read_back(store, metadata, owned):
     create(store, owned)
     lose_answers(metadata, 1)
@@ -295,6 +331,7 @@ def test_late_write_of_an_earlier_cursor_changes_nothing(store, metadata):
     assert cursor_of(metadata) == 2
 
 
+@on_both_kinds_of_topics
 def test_cursor_of_a_subscription_that_was_deleted_is_not_made_again(store, metadata, owned):
     create(store, owned)
     store.delete(NAME, "billing", owned=owned)
@@ -311,6 +348,7 @@ def test_subscription_that_is_deleted_meanwhile_stays_so(store, metadata):
     assert metadata.range(PLACE) == []
 
 
+@on_both_kinds_of_topics
 def test_cursor_of_another_incarnation_is_not_moved(store, metadata, owned):
     create(store, owned)
     with pytest.raises(NotFoundError):
@@ -336,6 +374,7 @@ def test_one_that_was_fenced_moves_nothing(store, metadata, cluster):
     assert store.load(NAME, LIFE)["billing"] == stored
 
 
+@on_both_kinds_of_topics
 def test_store_that_does_not_answer_says_so(store, metadata, owned):
     create(store, owned)
 
@@ -356,6 +395,7 @@ def test_store_that_does_not_answer_says_so(store, metadata, owned):
     metadata.before = lambda kind, key: None
 
 
+@on_both_kinds_of_topics
 def test_damaged_cursor_begins_at_zero_and_is_replaced(store, metadata, owned):
     create(store, owned)
     metadata.put(PROGRESS, b"{")
@@ -366,6 +406,7 @@ def test_damaged_cursor_begins_at_zero_and_is_replaced(store, metadata, owned):
     assert cursor_of(metadata) == 2
 
 
+@on_both_kinds_of_topics
 def test_lost_cursor_begins_at_zero(store, metadata, owned):
     create(store, owned)
     metadata.delete(PROGRESS)
@@ -376,6 +417,7 @@ def test_lost_cursor_begins_at_zero(store, metadata, owned):
 # -- options ------------------------------------------------------------------------------------
 
 
+@on_both_kinds_of_topics
 def test_options_come_back_as_they_were_saved(store, owned):
     made = create(store, owned)
     wanted = replace(
@@ -391,6 +433,7 @@ def test_options_come_back_as_they_were_saved(store, owned):
     assert store.load(NAME, LIFE) == {"billing": wanted}
 
 
+@on_both_kinds_of_topics
 def test_options_that_are_the_same_are_not_written(store, metadata, owned):
     made = create(store, owned)
     before = metadata.get(OPTIONS).revision
@@ -398,6 +441,7 @@ def test_options_that_are_the_same_are_not_written(store, metadata, owned):
     assert metadata.get(OPTIONS).revision == before
 
 
+@on_both_kinds_of_topics
 def test_options_do_not_touch_the_cursor(store, owned, metadata):
     made = create(store, owned)
     save(store, owned, 9)
@@ -405,6 +449,7 @@ def test_options_do_not_touch_the_cursor(store, owned, metadata):
     assert cursor_of(metadata) == 9
 
 
+@on_both_kinds_of_topics
 def test_options_of_a_newer_ister_keep_their_fields(store, metadata, owned):
     made = create(store, owned)
     fields = json.loads(metadata.get(OPTIONS).value)
@@ -413,6 +458,7 @@ def test_options_of_a_newer_ister_keep_their_fields(store, metadata, owned):
     assert json.loads(metadata.get(OPTIONS).value)["colour"] == "red"
 
 
+@on_both_kinds_of_topics
 def test_options_of_a_subscription_that_is_gone_are_not_made_again(store, metadata, owned):
     made = create(store, owned)
     store.delete(NAME, "billing", owned=owned)
@@ -423,6 +469,7 @@ def test_options_of_a_subscription_that_is_gone_are_not_made_again(store, metada
         store.save_options(NAME, made, owned=owned)
 
 
+@on_both_kinds_of_topics
 def test_lost_answers_to_options_are_read_back(store, metadata, owned):
     made = create(store, owned)
     lose_answers(metadata, 2)
@@ -431,7 +478,8 @@ def test_lost_answers_to_options_are_read_back(store, metadata, owned):
     assert store.load(NAME, LIFE)["billing"].window == 3
 
 
-@pytest.mark.parametrize(
+@on_both_kinds_of_topics
+@each(
     "value",
     [
         b"{",
@@ -464,6 +512,7 @@ def test_damaged_options_keep_nobody_from_the_others(store, metadata, owned, val
 # -- removing -----------------------------------------------------------------------------------
 
 
+@on_both_kinds_of_topics
 def test_deleted_subscription_is_gone_with_its_cursor(store, metadata, owned):
     create(store, owned)
     create(store, owned, "billing2")
@@ -473,6 +522,7 @@ def test_deleted_subscription_is_gone_with_its_cursor(store, metadata, owned):
     assert [item.key for item in metadata.range(f"{PLACE}billing/")] == []
 
 
+@on_both_kinds_of_topics
 def test_deletion_whose_answer_is_lost_has_happened(store, metadata, owned):
     create(store, owned)
     lose_answers(metadata, 2)
@@ -510,6 +560,7 @@ def test_topics_are_those_with_subscriptions(store, metadata):
 # -- with deliveries ----------------------------------------------------------------------------
 
 
+@on_both_kinds_of_topics
 def test_cursor_that_the_topic_put_back_takes_its_saved_state_along(store, metadata, owned):
     """After a take-over offsets are given out again: nothing may be taken for acknowledged."""
     create(store, owned)

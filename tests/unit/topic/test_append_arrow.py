@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ister
+from ister import kernels
 from ister.clock import ManualClock
 from ister.errors import (
     CapacityError,
@@ -19,9 +20,10 @@ from ister.errors import (
     InvalidRequestError,
     MessageTooLargeError,
 )
+from ister.format.payloads import Payloads
 from ister.limits import INDEX_STRIDE_BYTES, MIB
 from ister.model import AckLevel, Codec, TopicState
-from rig import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
+from support.machine import NAME, Gate, Machine, NoThreads, Task, numbered, payloads
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NOW_MS = 1_700_000_000_000
@@ -571,3 +573,56 @@ def test_threads_that_append_rows_do_not_mix_them(machine):
         assert found[at : at + 25] == [b"%s-%s-%d" % (name, number, n) for n in range(25)]
         at += 25
     assert len(rows) == len(set(rows)) == 1500
+
+
+# -- payloads alone ------------------------------------------------------------------------------
+
+
+def plain_rows(count):
+    texts = [b"%d" % number for number in range(count)]
+    column = pa.array(texts, pa.binary())
+    _, offsets, data = column.buffers()
+    return texts, Payloads.of(memoryview(offsets), 4, memoryview(data), count)
+
+
+@pytest.mark.parametrize("count", [3, 100])
+@pytest.mark.parametrize("codec", list(Codec))
+def test_payloads_alone_are_stored_as_rows_of_arrow_are(machine, codec, count):
+    kernels.load()
+    topic = a_topic(machine, codec=codec)
+    texts, rows = plain_rows(count)
+    ids = {"producer_id": 2**64 - 1, "first_request_id": 41, "producer_name": "someone"}
+    assert topic.append_payloads(rows, **ids) == range(count)
+    assert topic.append_arrow(a_batch(texts), **ids) == range(count, 2 * count)
+    found = records(topic)
+    for first, second in zip(found[:count], found[count:], strict=True):
+        offset = first.msg_id.topic_offset + count
+        assert replace(first, msg_id=replace(first.msg_id, topic_offset=offset)) == second
+
+
+def test_payloads_are_encoded_again_if_another_message_was_first(machine, monkeypatch):
+    """Goal: offsets follow each other, though rows are encoded before the lock is taken."""
+    kernels.load()
+    topic = a_topic(machine)
+    texts, rows = plain_rows(100)
+    accept = type(topic)._accept
+
+    def late(self, size, put):
+        monkeypatch.undo()
+        topic.append(b"first")
+        return accept(self, size, put)
+
+    monkeypatch.setattr(type(topic), "_accept", late)
+    assert topic.append_payloads(rows) == range(1, 101)
+    assert [record.payload for record in records(topic)] == [b"first", *texts]
+    assert [record.msg_id.topic_offset for record in records(topic)] == list(range(101))
+
+
+@pytest.mark.parametrize("count", [11, 100])
+def test_payload_that_is_too_large_is_refused_with_its_batch(machine, count):
+    kernels.load()
+    topic = a_topic(machine, storage={"max_message_size": 1})
+    _, rows = plain_rows(count)
+    with pytest.raises(MessageTooLargeError):
+        topic.append_payloads(rows)
+    assert topic.watermarks.next == 0

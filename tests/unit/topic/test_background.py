@@ -8,8 +8,8 @@ from ister import threads
 from ister.clock import SystemClock
 from ister.errors import FencedError, UnavailableError
 from ister.model import AckLevel
-from rig import Task, TurningClock, eventually, numbered, payloads, waiting
-from tier_rig import NAME, TTL_SECONDS, Site
+from support.machine import Task, TurningClock, eventually, numbered, payloads, waiting
+from support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 SLOW = {"interval_seconds": 86_400, "max_batch_bytes": 1 << 40}
@@ -242,7 +242,7 @@ def test_owner_that_slept_too_long_is_fenced_by_its_own_thread():
 
 
 def test_append_of_an_owner_that_was_replaced_is_told_so_although_its_lease_lapsed_first():
-    """Goal: "goes on when the store answers" is no answer once another owner has the topic."""
+    """Goal: "appends resume when the store answers" is wrong once another owner has the topic."""
     with Site() as site:
         topic = site.open("a").topic(TEXT, create=True)
         topic.append(b"x")

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from ister import failpoints
+from ister.bucket.names import TopicKeys, staging_prefix
 from ister.errors import (
     CommitUnknownError,
     ConflictError,
@@ -28,20 +29,21 @@ from ister.errors import (
 )
 from ister.format.manifest import StagedFile, decode_manifest
 from ister.format.records import decode_writer, encode_writer
-from ister.format.staging import (
+from ister.format.staged_rows import (
     BLOCK_HEADER_SIZE,
     STAGED_SCHEMA,
     decode_block,
     encode_block,
     parse_block_size,
 )
-from ister.fs.memory import SimulatedCrash
 from ister.model import AckLevel
-from ister.tier.names import TopicKeys, staging_prefix
 from ister.topic import batches
 from ister.topic.batches import AppendedBatch, StagedBatch, check_writer_name
-from rig import ROOT, NoThreads, Task, payloads
-from tier_rig import NAME, PREFIX, TTL_SECONDS, Site
+from support.cases import each
+from support.machine import ROOT, NoThreads, Task, payloads
+from support.memory_fs import SimulatedCrash
+from support.scale import scaled
+from support.tiers import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -57,7 +59,7 @@ POINTS = (
     "batch.after_done",
 )
 HOW = ["error", "kill", "power cut"]
-ROUNDS = 5_000 if os.environ.get("ISTER_HEAVY") else 200
+ROUNDS = scaled(60, 5_000)
 
 
 class Desk(Site):
@@ -540,7 +542,7 @@ def test_batch_that_will_not_be_repeated_is_finished_once_begun(desk, point):
 # -- refusals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a", "A-b_9", "9", "x" * 120])
+@each("name", ["a", "A-b_9", "9", "x" * 120])
 def test_writer_may_be_called_this(name):
     check_writer_name(name)
 
@@ -1760,7 +1762,7 @@ def test_somebody_else_under_the_same_name_is_a_conflict(desk):
         desk.put_record(updated_at=1)
 
     failpoints.arm("batch.before_done", interfere)
-    with pytest.raises(ConflictError, match="somebody else"):
+    with pytest.raises(ConflictError, match="another process writes"):
         log.append_staged(TEXT, desk.stage_rows(rows_of()))
     failpoints.disarm()
     ask(log, desk.stage_rows(rows_of()))
@@ -2070,6 +2072,7 @@ class World:
         assert [payload for payload in foreign if payload in set(self.acked)] == self.acked
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_random_crashes_and_retries_end_in_every_row_once():
     """Goal: two writers, foreign messages, any crash at any step: every row once, in its order.

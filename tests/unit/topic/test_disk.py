@@ -6,12 +6,13 @@ from ister.config import load_config
 from ister.errors import CapacityError
 from ister.fs.base import DiskUsage
 from ister.fs.local import LocalFileSystem
-from ister.fs.memory import MemoryFileSystem
 from ister.limits import GIB, KIB, MIB
 from ister.metadata.sqlite import SqliteMetadata
 from ister.metrics import Metrics
 from ister.topic.disk import RESERVE_NAME, DiskGuard
-from rig import ManualClock
+from support.cases import each
+from support.machine import ManualClock
+from support.memory_fs import MemoryFileSystem
 
 
 def a_guard(fs, **disk) -> DiskGuard:
@@ -32,7 +33,7 @@ def use(fs: MemoryFileSystem, size: int) -> None:
     fs.others_bytes = lambda: size
 
 
-@pytest.mark.parametrize(
+@each(
     ("total", "min_free", "reserve"),
     [
         (4 * GIB // 1024, 4 * GIB // 1024 // 20, 0),
@@ -68,7 +69,7 @@ def test_appends_stop_at_the_mark_and_go_on_a_quarter_above_it():
     guard = a_guard(fs, min_free=100 * KIB, reserve=0)
     for free, is_low in ((101, False), (99, True), (101, True), (124, True), (125, False)):
         use(fs, MIB - free * KIB)
-        guard.look()
+        guard.measure()
         assert guard.is_low() is is_low, free
 
 
@@ -78,14 +79,14 @@ def test_reserve_is_freed_once_and_allocated_again_when_there_is_space():
     assert guard.reserve_bytes == 128 * KIB
     use(fs, MIB - 128 * KIB)
     assert fs.room_for(MIB) == 0
-    assert guard.give_up()
+    assert guard.free_reserve()
     assert fs.room_for(MIB) == 128 * KIB
-    assert not guard.give_up()
-    guard.look()
+    assert not guard.free_reserve()
+    guard.measure()
     assert guard.is_low(), "what it gave is not for appends"
     assert not guard.may_write()
     use(fs, 0)
-    guard.look()
+    guard.measure()
     assert guard.reserve_bytes == 128 * KIB
     assert not guard.is_low()
     assert guard.may_write()
@@ -97,7 +98,7 @@ def test_reserve_of_an_earlier_process_is_known():
     use(fs, fs.room_for(MIB))
     guard = a_guard(fs, min_free=0, reserve=64 * KIB)
     assert guard.reserve_bytes == 64 * KIB
-    assert guard.give_up()
+    assert guard.free_reserve()
 
 
 def test_zero_turns_watermark_and_reserve_off():
@@ -112,7 +113,7 @@ def test_error_says_how_much_is_free_and_needed_and_that_it_goes_on():
     fs = a_disk(MIB)
     guard = a_guard(fs, min_free=100 * KIB, reserve=0)
     use(fs, MIB - 50 * KIB)
-    guard.look()
+    guard.measure()
     error = guard.error("/ns/t")
     assert str(error).startswith(
         "50 KiB of 1.0 MiB are free on the disk; appends stop below 100 KiB and resume at 125 KiB"

@@ -7,9 +7,9 @@ import pytest
 
 from ister.clock import SystemClock
 from ister.errors import ConflictError
-from ister.topic.tier import TopicTier
-from rig import Task, eventually, numbered, payloads
-from tier_rig import NAME, Pipeline, Site
+from ister.topic.bucket_link import TopicTier
+from support.machine import Task, eventually, numbered, payloads
+from support.tiers import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 LEASE_SECONDS = 2
@@ -78,6 +78,7 @@ def kept(site):
 # -- auto -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_uploads_are_left_to_a_pipeline_and_followed(site, kept):
     topic = a_topic(site, "auto", ack="tiered")
     append(topic)
@@ -118,6 +119,7 @@ def test_uploads_are_taken_back_within_two_lease_times_of_a_death(site, kept):
     assert site.ranges() == [(0, 3), (3, 5)]
 
 
+@pytest.mark.nightly
 def test_uploads_go_to_and_fro(site):
     """Each offset goes to the bucket once, whoever is at it."""
     topic = a_topic(site, "auto")
@@ -148,6 +150,7 @@ def test_topic_that_a_pipeline_leaves_behind_is_uploaded_here(site, kept, monkey
 # -- the others -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_engine_spark_never_uploads(site, monkeypatch):
     monkeypatch.setattr(TopicTier, "is_left_behind", lambda self, now: True)
     topic = a_topic(site, "spark")

@@ -7,8 +7,9 @@ import pytest
 from ister import failpoints
 from ister.errors import ClosedError, FencedError, UnavailableError
 from ister.model import AckLevel
-from rig import ROOT, Task, eventually, numbered, payloads, waiting
-from tier_rig import NAME, Pipeline, Site
+from support.cases import each
+from support.machine import ROOT, Task, eventually, numbered, payloads, waiting
+from support.tiers import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -101,7 +102,7 @@ def test_part_of_what_is_synced_is_followed(site):
     assert not topic.tier.is_idle
 
 
-@pytest.mark.parametrize("uploader", [{}, {"max_object_bytes": 4096}, {"index_every_messages": 3}])
+@each("uploader", [{}, {"max_object_bytes": 4096}, {"index_every_messages": 3}])
 def test_pipeline_leaves_what_the_owner_would_have(uploader):
     """The same objects, descriptors and checkpoint, byte for byte, but for arrival times."""
     with Site() as one, Site() as two:

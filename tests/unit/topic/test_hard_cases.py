@@ -7,23 +7,23 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-import ister.topic.log as topic_log
+import ister.topic.opening as topic_opening
+from ister.bucket.catalog import Catalog
+from ister.bucket.names import format_object_id
 from ister.clock import SystemClock
 from ister.errors import (
+    ClosedError,
     CommitUnknownError,
     DataGapError,
     FencedError,
     UnavailableError,
 )
-from ister.format.records import Progress, encode_topic
-from ister.fs.memory import SimulatedCrash
+from ister.format.records import decode_progress, encode_topic
 from ister.model import TopicState
-from ister.tier.catalog import Catalog
-from ister.tier.cursors import load_progress, save_progress
-from ister.tier.names import format_object_id
 from ister.topic.background import Background
-from rig import ROOT, eventually, payloads
-from tier_rig import NAME, Pipeline, Site
+from support.machine import ROOT, eventually, payloads
+from support.memory_fs import SimulatedCrash
+from support.tiers import NAME, Pipeline, Site, save_cursor
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -375,7 +375,7 @@ def test_append_during_a_repair_is_refused_or_there_afterwards(live_site):
             return
         acked.append(offset)
 
-    ister_errors = (UnavailableError, topic_log.ClosedError)
+    ister_errors = (UnavailableError, ClosedError)
     topic.wal.unhold = unhold_and_append
     report = log.repair(TEXT)
     assert (report.local_frames, report.errors) == (20, ())
@@ -427,7 +427,7 @@ def test_upload_under_way_publishes_nothing_into_a_deleted_topic(live_site):
     def upload():
         try:
             outcome.append(topic.tier.upload())
-        except (FencedError, topic_log.ClosedError) as error:
+        except (FencedError, ClosedError) as error:
             outcome.append(error)
 
     uploading = threading.Thread(target=upload, name="uploading")
@@ -483,26 +483,23 @@ def test_replaced_owner_puts_no_cursor_back(site, monkeypatch):
     topic.upload()
     key = topic.tier.owned.catalog.keys.progress("s")
     log.close()
-    recover = topic_log.recover_tiered
+    recover = topic_opening.recover_tiered
 
     def slow(*args, **options):
         """The recovery takes longer than the lease."""
-        monkeypatch.setattr(topic_log, "recover_tiered", recover)
+        monkeypatch.setattr(topic_opening, "recover_tiered", recover)
         recovered = recover(*args, **options)
         site.clock.advance(60)
         other = site.open("b").topic(TEXT, take_over=True)
         fill(other, [b"y"] * 10)
-        incarnation = other.tier.owned.record.incarnation
-        save_progress(
-            other.tier.owned, "s", Progress(offset=20, timestamp=1, incarnation=incarnation)
-        )
+        save_cursor(other.tier.owned, "s", 20)
         return recovered
 
     log = site.open("a")
-    monkeypatch.setattr(topic_log, "recover_tiered", slow)
+    monkeypatch.setattr(topic_opening, "recover_tiered", slow)
     with pytest.raises(FencedError):
         log.topic(TEXT)
-    assert load_progress(site.metadata, key).offset == 20
+    assert decode_progress(site.metadata.get(key).value, key=key).offset == 20
 
 
 def test_tender_does_not_spin_while_producers_are_held(live_site, monkeypatch):

@@ -27,12 +27,13 @@ from ister.topic.local_tail import LocalTail
 from ister.topic.node import NODE_NAME
 from ister.wal.directory import WalDirectory
 from ister.wal.reader import WalReader
-from rig import Task, numbered, payloads
-from tier_rig import NAME, Site
+from support.machine import Task, numbered, payloads
+from support.scale import scaled
+from support.tiers import NAME, Site
 
 TEXT = str(NAME)
 CHUNK = 1 << 16
-SECONDS = 15.0 if os.environ.get("ISTER_HEAVY") else 1.5
+SECONDS = scaled(1.5, 15.0)
 
 
 class Place:
@@ -692,6 +693,7 @@ def test_catching_up_gives_up_when_the_owner_is_dead(place, caplog):
 # -- beside an owner that works -----------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("codec", ["bincode2", "bincode1"])
 @pytest.mark.timeout(120)
 def test_every_snapshot_is_what_was_appended_while_the_owner_works(place, codec):

@@ -10,13 +10,13 @@ import pytest
 from ister.clock import SystemClock
 from ister.errors import DiskError, NotFoundError, TopicNameError
 from ister.fs.local import LocalFileSystem
-from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.objectstore.staged_files import StagedFiles
-from ister.topic.sequences import SequencedTopics
-from ister.topic.tier import TopicTier
+from ister.topic.bucket_link import TopicTier
+from ister.topic.dedup import SequencedTopics
 from ister.topic.topic import Topic
-from rig import ROOT, NoThreads, eventually, numbered
-from tier_rig import NAME, Site
+from support.machine import ROOT, NoThreads, eventually, numbered
+from support.memory_fs import MemoryFileSystem, SimulatedCrash
+from support.tiers import NAME, Site
 
 TEXT = str(NAME)
 FEW, MANY = 10, 150

@@ -9,18 +9,20 @@ pa = pytest.importorskip("pyarrow")
 
 import pyarrow.compute as pc  # noqa: E402
 
+from ister.bucket.chunks import ObjectPart  # noqa: E402
+from ister.bucket.merge import merge_objects  # noqa: E402
+from ister.bucket.names import TopicKeys  # noqa: E402
+from ister.bucket.object_maker import UploadSettings  # noqa: E402
 from ister.config import load_config  # noqa: E402
-from ister.format.columnar import COLUMNS, HIDDEN  # noqa: E402
+from ister.format.arrow.schema import HIDDEN  # noqa: E402
 from ister.format.descriptor import encode_descriptor  # noqa: E402
-from ister.spark.planner import ObjectSlice, TopicRange, plan  # noqa: E402
-from ister.tier.chunks import ObjectPart  # noqa: E402
-from ister.tier.merge import merge_objects  # noqa: E402
-from ister.tier.names import TopicKeys  # noqa: E402
-from ister.tier.uploader import UploadSettings  # noqa: E402
+from ister.model import COLUMNS  # noqa: E402
+from ister.spark.planner import TopicRange, plan  # noqa: E402
 from ister.topic.columns import Decoders  # noqa: E402
 from ister.topic.history import History  # noqa: E402
-from rig import NoThreads, numbered  # noqa: E402
-from tier_rig import NAME, PREFIX, Site  # noqa: E402
+from support.cases import each  # noqa: E402
+from support.machine import NoThreads, numbered  # noqa: E402
+from support.tiers import NAME, PREFIX, Site  # noqa: E402
 
 TEXT = str(NAME)
 SMALL = {
@@ -76,7 +78,7 @@ def mix(site, rng):
     return sorted(left)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@each("seed", SEEDS)
 def test_every_reader_gives_what_is_there(seed):
     """Goal: formats and holes change nothing about any message, for whoever reads.
 
@@ -164,21 +166,9 @@ def check_plan(topic, left, rng):
     offsets = []
     for partition in plan([asked], split_bytes=rng.choice([2000, 10_000])):
         for item in partition.slices:
-            assert isinstance(item, ObjectSlice)
-            part = ObjectPart(
-                object_id=item.object_id,
-                codec=item.codec,
-                start=item.start,
-                end=item.end,
-                index_offset=item.index_offset,
-                position=item.position,
-                end_position=item.end_position,
-                boundaries=item.boundaries,
-                format=item.format,
-                object_bytes=item.size_bytes,
-            )
+            assert isinstance(item, ObjectPart)
             reached = item.start
-            for rows in topic.read_part(part, Decoders(TEXT, ("offset",))):
+            for rows in topic.read_part(item, Decoders(TEXT, ("offset",))):
                 offsets += rows.batch["offset"].to_pylist()
                 assert rows.next_offset >= reached
                 reached = rows.next_offset
@@ -217,7 +207,7 @@ def test_a_parquet_object_that_is_gone_or_damaged_is_read_with_care():
             return new
 
         archive = merge("parquet", "00000001")
-        part = ObjectPart.of(archive, 3, COUNT - 3)
+        part = ObjectPart.of(TEXT, archive, 3, COUNT - 3)
         merge("dnb1", "00000002")
         tree = {"storage": {**SMALL, "wal": {"dir": "/nowhere"}}}
         history = History(

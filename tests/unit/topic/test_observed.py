@@ -8,8 +8,8 @@ import pytest
 
 import ister
 from ister.topic.reader import TAIL_SAMPLE
-from rig import eventually, numbered, payloads
-from tier_rig import NAME, Site
+from support.machine import eventually, numbered, payloads
+from support.tiers import NAME, Site
 
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}
 KEEP_NOTHING = {"retention": {"time_minutes": 0, "size_mb": 0}}

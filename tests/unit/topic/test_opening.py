@@ -6,15 +6,14 @@ import random
 import pytest
 
 from ister import failpoints
+from ister.bucket.names import TopicKeys, object_key
+from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.clock import ManualClock
 from ister.errors import ConflictError, CorruptDataError, UnavailableError
 from ister.format.frame import scan_frames
-from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.model import TopicState
-from ister.tier.names import TopicKeys, object_key
-from ister.tier.rebuild import find_topics, rebuild_topic
 from ister.topic.node import INSTANCES_NAME
-from ister.topic.opening import (
+from ister.topic.reconcile import (
     finish_set_aside,
     measure_backlog,
     remove_directory,
@@ -22,8 +21,10 @@ from ister.topic.opening import (
 )
 from ister.wal.directory import WalDirectory
 from ister.wal.recovery import recover
-from rig import ROOT, NoThreads, numbered, payloads
-from tier_rig import NAME, PREFIX, TTL_SECONDS, Site
+from support.cases import each
+from support.machine import ROOT, NoThreads, numbered, payloads
+from support.memory_fs import MemoryFileSystem, SimulatedCrash
+from support.tiers import NAME, PREFIX, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -792,7 +793,7 @@ def left_over():
     return fs, directory
 
 
-@pytest.mark.parametrize("state", [interrupted, left_over])
+@each("state", [interrupted, left_over])
 def test_killed_while_finishing_the_next_one_finishes(state):
     fs, _ = state()
     wanted = {"wal.origin": b""} if state is interrupted else OLD
@@ -926,9 +927,7 @@ def backlog(tiered):
         return found, sizes
 
 
-@pytest.mark.parametrize(
-    ("tiered", "files"), [(0, 3), (4, 3), (5, 2), (9, 2), (10, 1), (11, 1), (12, 0), (99, 0)]
-)
+@each(("tiered", "files"), [(0, 3), (4, 3), (5, 2), (9, 2), (10, 1), (11, 1), (12, 0), (99, 0)])
 def test_backlog_counts_the_files_that_are_not_tiered_whole(tiered, files):
     found, sizes = backlog(tiered)
     assert found == sum(sizes[len(sizes) - files :])

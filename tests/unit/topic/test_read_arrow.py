@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ister
+from ister.bucket.names import object_key
 from ister.errors import (
     ClosedError,
     ConfigError,
@@ -25,15 +26,15 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.extras import missing_extra
-from ister.format.columnar import COLUMNS, HIDDEN, arrow_schema
+from ister.format.arrow.schema import HIDDEN, arrow_schema
 from ister.format.descriptor import encode_descriptor
 from ister.format.frame import encode_frame, scan_frames
 from ister.format.message import encode_message
-from ister.model import Codec, MessageId, StreamMessage
-from ister.tier.names import object_key
-from ister.topic import topic as topic_module
-from rig import ROOT, NoThreads, Task, numbered
-from tier_rig import NAME, Site
+from ister.model import COLUMNS, Codec, MessageId, StreamMessage
+from ister.topic import append as append_module
+from support.cases import each
+from support.machine import ROOT, NoThreads, Task, numbered
+from support.tiers import NAME, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -266,7 +267,7 @@ def test_arguments_are_those_of_read(site):
     ]:
         with pytest.raises(error):
             topic.read_arrow(start, end=end)
-    with pytest.raises(InvalidRequestError, match="there is no column 'value'"):
+    with pytest.raises(InvalidRequestError, match="unknown column 'value'"):
         topic.read_arrow(columns=["value"])
     assert topic.readers == []
 
@@ -328,6 +329,7 @@ def test_reader_is_closed_at_the_end(site):
     assert topic.readers == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["before the first batch", "after a batch"])
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_reader_is_closed_when_the_consumer_stops_early(site, where, how):
@@ -650,7 +652,7 @@ def test_missing_library_is_said_with_what_to_install(site, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
 
-    monkeypatch.setattr(topic_module.importlib, "import_module", missing)
+    monkeypatch.setattr(append_module.importlib, "import_module", missing)
     for call in (topic.read_arrow, lambda: topic.append_arrow(None)):
         with pytest.raises(ConfigError, match="needs pyarrow") as caught:
             call()
@@ -663,7 +665,7 @@ def test_extra_that_is_missing_is_named():
     assert error.hint == "pip install 'ister[spark]'"
 
 
-@pytest.mark.parametrize("name", [None, "ister", "ister.format.columnar"])
+@each("name", [None, "ister", "ister.format.arrow.schema"])
 def test_import_that_fails_for_another_reason_is_not_about_an_extra(name):
     with pytest.raises(ImportError, match="broken"):
         missing_extra("this", "spark", ImportError("broken", name=name))

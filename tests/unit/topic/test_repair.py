@@ -16,11 +16,11 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.format.frame import scan_frames
-from ister.fs.memory import SimulatedCrash
 from ister.model import TopicState
-from ister.topic.log import Repaired
-from rig import ROOT, NoThreads, Task, numbered, payloads
-from tier_rig import NAME, TTL_SECONDS, Site
+from ister.topic.repair import Repaired
+from support.machine import ROOT, NoThreads, Task, numbered, payloads
+from support.memory_fs import SimulatedCrash
+from support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

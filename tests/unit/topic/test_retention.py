@@ -1,11 +1,11 @@
 """Which local files may go: each rule alone and together."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ister.limits import MIB
-from ister.topic.retention import LocalFile, plan_trim
+from ister.topic.retention import RetentionFile, plan_trim
+from support.cases import each
 
 NOW = 1_700_000_000_000
 MINUTE = 60_000
@@ -14,7 +14,7 @@ MINUTE = 60_000
 def files(*ages_minutes, size_mb=1):
     """Files of ten messages each that were last written so long ago; None if nobody knows."""
     return [
-        LocalFile(
+        RetentionFile(
             first_offset=number * 10,
             size_bytes=size_mb * MIB,
             modified_ms=None if age is None else NOW - age * MINUTE,
@@ -31,9 +31,7 @@ def test_everything_stays_without_limits():
     assert planned(files(10**6, 10**6, 10**6)) is None
 
 
-@pytest.mark.parametrize(
-    ("minutes", "expected"), [(0, 30), (9, 30), (10, 20), (19, 20), (20, 10), (30, None)]
-)
+@each(("minutes", "expected"), [(0, 30), (9, 30), (10, 20), (19, 20), (20, 10), (30, None)])
 def test_files_older_than_the_limit_go(minutes, expected):
     assert planned(files(30, 20, 10, 0), time=minutes) == expected
 
@@ -48,9 +46,7 @@ def test_nothing_goes_behind_one_that_stays():
     assert planned(files(60, 5, 60, 60), time=30) == 10
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), [(0, 30), (1, 30), (2, 20), (3, 10), (4, None), (10, None)]
-)
+@each(("size", "expected"), [(0, 30), (1, 30), (2, 20), (3, 10), (4, None), (10, None)])
 def test_oldest_go_until_the_rest_fits(size, expected):
     assert planned(files(3, 2, 1, 0), size=size) == expected
 
@@ -60,9 +56,7 @@ def test_what_goes_by_time_counts_for_the_size():
     assert planned(files(60, 2, 1, 0), time=30, size=2) == 20
 
 
-@pytest.mark.parametrize(
-    ("safe", "expected"), [(0, None), (9, None), (10, 10), (19, 10), (20, 20), (35, 30)]
-)
+@each(("safe", "expected"), [(0, None), (9, None), (10, 10), (19, 10), (20, 20), (35, 30)])
 def test_file_with_an_offset_that_is_not_safe_stays(safe, expected):
     assert planned(files(60, 60, 60, 60), safe=safe, time=1) == expected
     assert planned(files(60, 60, 60, 60), safe=safe, size=0) == expected
@@ -103,7 +97,7 @@ def test_no_files_are_no_plan():
 )
 def test_plan_is_a_file_boundary_that_is_safe_and_never_the_end(shapes, safe, time, size):
     found = [
-        LocalFile(
+        RetentionFile(
             first_offset=number * 10,
             size_bytes=megabytes * MIB,
             modified_ms=None if age is None else NOW - age * MINUTE,

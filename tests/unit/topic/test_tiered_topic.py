@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from ister import failpoints
+from ister.bucket.rebuild import load_manifest
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -23,12 +24,11 @@ from ister.errors import (
 )
 from ister.format.frame import scan_frames
 from ister.format.records import Progress, encode_progress
-from ister.fs.memory import SimulatedCrash
 from ister.model import AckLevel, Codec, TopicState
-from ister.tier.rebuild import load_manifest
-from ister.topic.tier import RepairedObjects
-from rig import ROOT, NoThreads, Task, eventually, numbered, payloads, waiting
-from tier_rig import NAME, TTL_SECONDS, Site
+from ister.topic.bucket_link import RepairedObjects
+from support.machine import ROOT, NoThreads, Task, eventually, numbered, payloads, waiting
+from support.memory_fs import SimulatedCrash
+from support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"

@@ -6,16 +6,17 @@ import re
 import pytest
 
 from ister import failpoints
+from ister.bucket.rebuild import load_manifest
 from ister.errors import ConflictError, FencedError, NotFoundError, UnavailableError
-from ister.fs.memory import MemoryFileSystem, SimulatedCrash
 from ister.model import AckLevel, Codec, TopicState
 from ister.objectstore.base import Capabilities
-from ister.objectstore.memory import MemoryObjectStore
-from ister.tier.rebuild import load_manifest
+from ister.topic.bucket_link import RepairedObjects
 from ister.topic.node import NODE_NAME, Node
-from ister.topic.tier import RepairedObjects
-from rig import ROOT, NoThreads, eventually, numbered, payloads
-from tier_rig import NAME, TTL_SECONDS, Site
+from support.cases import each
+from support.machine import ROOT, NoThreads, eventually, numbered, payloads
+from support.memory_fs import MemoryFileSystem, SimulatedCrash
+from support.memory_store import MemoryObjectStore
+from support.tiers import NAME, TTL_SECONDS, Site
 
 TEXT = str(NAME)
 PATH = f"{ROOT}{TEXT}"
@@ -99,7 +100,7 @@ def test_every_directory_is_another_node():
     assert len({Node(a_root(), ROOT).id for _ in range(20)}) == 20
 
 
-@pytest.mark.parametrize("seed", range(6))
+@each("seed", range(6))
 def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
     steps = 0
     for at in range(1, 20):
@@ -130,7 +131,7 @@ def test_crash_while_the_identity_is_made_leaves_none_or_a_whole_one(seed):
     assert steps >= 5
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [b"", b"\0" * 17, b"0123456789abcde\n", b"0123456789abcdef0\n", b"x" * 5000, b"\xff" * 16],
     ids=["empty", "zeros", "short", "long", "huge", "not text"],
@@ -143,9 +144,7 @@ def test_file_that_is_no_identity_is_replaced_by_one(data):
     assert Node(fs, ROOT).id == node
 
 
-@pytest.mark.parametrize(
-    "data", [b"0123456789abcdef", b"0123456789abcdef\n", b" 0123456789abcdef\r\n"]
-)
+@each("data", [b"0123456789abcdef", b"0123456789abcdef\n", b" 0123456789abcdef\r\n"])
 def test_identity_is_read_with_or_without_an_end_of_line(data):
     fs = a_root()
     put_node(fs, data)
@@ -187,7 +186,7 @@ def test_lost_directory_of_the_node_that_wrote_last_is_refused(site, tiered):
         with pytest.raises(ConflictError) as refused:
             log.topic(TEXT, create=create)
         assert (refused.value.topic, refused.value.offset) == (TEXT, tiered)
-        assert f"take_over=True goes on from offset {tiered}" in refused.value.hint
+        assert f"take_over=True continues from offset {tiered}" in refused.value.hint
     assert site.catalog().record() == record, "nothing was claimed"
     assert not site.disk().exists(PATH), "nothing was made that hides the loss"
     topic = log.topic(TEXT, take_over=True)

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
@@ -20,8 +21,9 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX
-from ister.model import AckLevel, Codec, TopicState
-from rig import (
+from ister.model import AckLevel, Codec, MessageId, StreamMessage, TopicState
+from support.cases import each
+from support.machine import (
     NAME,
     Calls,
     Gate,
@@ -56,6 +58,52 @@ def _at(seconds):
 
 
 # -- appending ----------------------------------------------------------------------------------
+
+
+def test_record_keeps_every_field_and_gets_its_offset(machine):
+    """Goal: an empty field and a missing one are told apart, and a refused record has no offset."""
+    full = StreamMessage(
+        request_id=2**64 - 1,
+        msg_id=MessageId(
+            producer_id=77, topic_name="/a/b", broker_addr="10.0.0.1:6650", topic_offset=5
+        ),
+        payload=b"\x00payload\xff" * 10,
+        publish_time=1_760_745_600_123,
+        producer_name="prödücer",
+        subscription_name="sub",
+        attributes={"k": "v", "": "empty", "ключ": "значение"},
+        schema_id=2**63,
+        schema_version=3,
+        routing_key="key/1",
+    )
+    sent = [
+        replace(full, **changes)
+        for changes in (
+            {},
+            {"subscription_name": None},
+            {"subscription_name": ""},
+            {"payload": b"", "publish_time": 0},
+            {"attributes": {}},
+            {"schema_id": None, "schema_version": None, "routing_key": None},
+            {"schema_id": 0, "schema_version": 0, "routing_key": ""},
+        )
+    ]
+    topic = machine.topic(storage={"max_message_size": 1024})
+    for refused, error in (
+        (replace(full, payload=b"x" * 1025), MessageTooLargeError),
+        (replace(full, request_id=-1), InvalidRequestError),
+    ):
+        with pytest.raises(error):
+            topic.append_record(refused)
+    assert [topic.append_record(message) for message in sent] == list(range(len(sent)))
+    topic.flush()
+    stamped = [
+        replace(message, msg_id=replace(message.msg_id, topic_offset=offset))
+        for offset, message in enumerate(sent)
+    ]
+    assert [message.record for message in topic.read()] == stamped
+    machine.kill()
+    assert [message.record for message in machine.reopened().read()] == stamped
 
 
 @pytest.mark.parametrize("codec", list(Codec))
@@ -824,7 +872,7 @@ def test_name_that_differs_in_case_alone_is_refused(machine, twin):
     assert log.topics() == [NAME]
 
 
-@pytest.mark.parametrize("name", ["/LOCK/a", "/lock/a"])
+@each("name", ["/LOCK/a", "/lock/a"])
 def test_every_valid_name_can_be_made(tmp_path, name):
     with ister.open(tmp_path) as log:
         log.topic(name, create=True)
@@ -923,3 +971,11 @@ def test_failing_file_system_at_open_is_a_typed_error(machine):
     machine.fs.before = Calls(fail=lambda kind, path: OSError(5, "no"))
     with pytest.raises(IsterError):
         machine.open()
+
+
+def test_argument_that_is_misspelt_is_refused(topic):
+    with pytest.raises(TypeError, match="atributes"):
+        topic.append(b"x", atributes={})
+    with pytest.raises(TypeError, match="atributes"):
+        topic.append_many([b"x"], atributes={})
+    assert topic.watermarks.next == 0

@@ -10,11 +10,11 @@ from ister.format.checkpoint import (
     WalState,
     encode_uploader_checkpoint,
 )
-from ister.fs.memory import SimulatedCrash
 from ister.model import TopicState
 from ister.wal.directory import UPLOADER_CHECKPOINT_NAME, WalDirectory
 from ister.wal.recovery import recover
-from rig import NAME, ROOT, numbered, payloads
+from support.machine import NAME, ROOT, numbered, payloads
+from support.memory_fs import SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
 CHECKPOINT = UploaderCheckpoint(

@@ -2,12 +2,16 @@
 
 import errno
 import threading
+import time
 
 import pytest
 
+from ister.clock import ManualClock
 from ister.errors import ClosedError, DiskError, WaitTimeoutError
+from ister.limits import LAZY_WRITE_SECONDS
 from ister.model import AckLevel, TopicState
-from rig import Calls, Gate, NoThreads, Task, eventually, payloads, waiting
+from ister.wal.waiters import Waiter
+from support.machine import Calls, Gate, NoThreads, Task, eventually, payloads, waiting
 
 SYNCED = AckLevel.SYNCED
 
@@ -19,6 +23,56 @@ def test_lone_waiter_writes_and_syncs_in_its_own_thread(machine):
     assert calls.threads("write", ".log") == calls.threads("sync", ".log")
     assert calls.threads("sync", ".log") == {threading.get_ident()}
     assert calls.count("sync", ".log") == 1
+
+
+def test_try_commit_is_refused_while_another_thread_commits(machine):
+    """Goal: a caller that must not wait gets its commit, or leaves a function to be called."""
+    topic = machine.topic(scheduler=NoThreads())
+    wal = topic.wal
+    machine.fs.before = gate = Gate("sync")
+    first = Task(wal.try_commit, topic.append(b"first"), SYNCED)
+    gate.wait_reached()
+    offset = topic.append(b"second")
+    told: list[object] = []
+    waiter = Waiter(offset, told.append)
+    assert not wal.try_commit(offset, SYNCED)
+    assert wal.enlist(waiter, SYNCED)
+    gate.open()
+    assert first.result() is True
+    assert wal.try_commit(offset, SYNCED)
+    assert told == [None]
+    assert wal.try_commit(offset, SYNCED)
+    assert gate.count("sync", ".log") == 2
+
+
+def test_alarms_do_not_repeat_while_a_commit_runs(machine):
+    """Goal: threads that can do nothing during a sync are not woken over and over.
+
+    Method: a sync is held back with bytes in the buffer; what the scheduler would do is done here.
+    """
+
+    class Alarms(NoThreads):
+        def submit_at(self, log, when) -> None:
+            times.append(when)
+
+    times: list[float] = []
+    topic = machine.topic(scheduler=Alarms())
+    machine.fs.before = gate = Gate("sync")
+    first = Task(topic.wal.try_commit, topic.append(b"first"), SYNCED)
+    gate.wait_reached()
+    topic.append(b"second")
+    fired = 0
+    while times and fired < 10:
+        when = times.pop(0)
+        if when < time.monotonic() + 10 * LAZY_WRITE_SECONDS:
+            fired += 1
+            topic.wal.on_timer(when)
+            topic.wal.run()
+    gate.open()
+    assert first.result() is True
+    assert fired <= 2
+    # The end of the commit sets the alarm for what came meanwhile.
+    assert any(when < time.monotonic() + 10 * LAZY_WRITE_SECONDS for when in times)
 
 
 def test_those_who_come_during_a_sync_share_the_next_one(machine):
@@ -37,6 +91,49 @@ def test_those_who_come_during_a_sync_share_the_next_one(machine):
         task.result()
     assert topic.watermarks.synced == 9
     assert gate.count("sync", ".log") == 2
+
+
+class Yields(ManualClock):
+    """Lets others append when a thread gives way, as long as there is something to append."""
+
+    def __init__(self):
+        super().__init__()
+        self.appends = []
+        self.count = 0
+
+    def sleep(self, seconds):
+        assert seconds == 0
+        self.count += 1
+        if self.appends:
+            self.appends.pop()()
+
+
+def test_threads_that_were_woken_together_share_the_next_sync(machine):
+    """Goal: the first of them to wait lets the others append, and commits for all.
+
+    Method: two tasks wait for a sync that is held back, so that it wakes both. After it, others
+    append each time that the committing thread gives way.
+    """
+    clock = Yields()
+    topic = machine.topic(scheduler=NoThreads(), clock=clock)
+    machine.fs.before = gate = Gate("sync")
+    first = Task(topic.wait, topic.append(b"first"))
+    gate.wait_reached()
+    told = []
+    for _ in range(4):
+        topic.wal.enlist(Waiter(topic.append(b"more"), told.append), SYNCED)
+    gate.open()
+    first.result()
+    assert topic.wal.try_commit(4, SYNCED)
+    assert told == [None] * 4
+    assert clock.count == 0
+    clock.appends = [lambda: topic.append(b"woken")] * 2
+    topic.wait(topic.append(b"one of them"))
+    assert topic.watermarks.synced == topic.watermarks.next == 8
+    assert clock.count == 3
+    assert gate.count("sync", ".log") == 3
+    topic.wait(topic.append(b"alone"))
+    assert clock.count == 3
 
 
 def test_waiter_is_not_told_before_its_sync_has_returned(machine):

@@ -12,7 +12,7 @@ from ister.errors import (
     WaitTimeoutError,
 )
 from ister.model import AckLevel, TopicState
-from rig import ManualClock, Task, eventually, numbered, payloads, waiting
+from support.machine import ManualClock, Task, eventually, numbered, payloads, waiting
 
 
 def reason(text="not now"):
@@ -194,28 +194,28 @@ def test_log_that_was_told_nothing_has_nothing_tiered(topic):
 
 def test_tiered_only_ever_rises(topic):
     for told, known in ((0, 0), (4, 4), (2, 4), (4, 4), (10, 10)):
-        topic.wal.note_tiered(told)
+        topic.wal.advance_tiered(told)
         assert topic.wal.tiered == known
 
 
 def test_more_than_is_synced_cannot_be_tiered(topic):
     with pytest.raises(InvariantError):
-        topic.wal.note_tiered(11)
+        topic.wal.advance_tiered(11)
 
 
 def test_waiter_is_told_when_its_message_is_tiered_and_not_before(topic):
     tasks = [Task(topic.wal.wait, offset, AckLevel.TIERED) for offset in (0, 4, 9)]
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 3)
-    topic.wal.note_tiered(5)
+    topic.wal.advance_tiered(5)
     for task in tasks[:2]:
         task.result()
     assert tasks[2].is_running
-    topic.wal.note_tiered(10)
+    topic.wal.advance_tiered(10)
     tasks[2].result()
 
 
 def test_what_is_tiered_already_is_not_waited_for(topic):
-    topic.wal.note_tiered(5)
+    topic.wal.advance_tiered(5)
     topic.wal.wait(4, AckLevel.TIERED)
 
 
@@ -231,14 +231,14 @@ def test_wait_for_tiered_syncs_first_and_asks_for_an_upload(machine):
     task = Task(topic.wal.wait, offset, AckLevel.TIERED)
     eventually(lambda: asked)
     assert asked == [1]
-    topic.wal.note_tiered(1)
+    topic.wal.advance_tiered(1)
     task.result()
 
 
 def test_wait_for_tiered_gives_up_after_its_time(topic):
     with pytest.raises(WaitTimeoutError, match="tiered"):
         topic.wal.wait(3, AckLevel.TIERED, 0.02)
-    topic.wal.note_tiered(10)
+    topic.wal.advance_tiered(10)
     topic.wal.wait(3, AckLevel.TIERED, 0.02)
 
 
@@ -250,7 +250,7 @@ def test_close_ends_the_wait_for_tiered(topic):
 
 
 def test_watermarks_are_those_of_one_moment(topic):
-    topic.wal.note_tiered(4)
+    topic.wal.advance_tiered(4)
     marks = topic.watermarks
     assert (marks.trimmed, marks.tiered, marks.synced, marks.next) == (0, 4, 10, 10)
 
@@ -280,7 +280,7 @@ def test_async_wait_for_tiered_is_told(topic):
     async def scenario():
         waits = asyncio.create_task(topic.aio._passed(4, AckLevel.TIERED, None))
         await asyncio.sleep(0)
-        await asyncio.to_thread(topic.wal.note_tiered, 5)
+        await asyncio.to_thread(topic.wal.advance_tiered, 5)
         await asyncio.wait_for(waits, 5)
 
     asyncio.run(scenario())

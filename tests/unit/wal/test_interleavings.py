@@ -14,7 +14,7 @@ from ister.model import AckLevel, TopicState
 from ister.wal.directory import WalDirectory
 from ister.wal.waiters import ThreadWaiter
 from ister.wal.writer import SyncFailedError
-from rig import NAME, ROOT, Calls, Gate, NoThreads, Task, eventually, payloads
+from support.machine import NAME, ROOT, Calls, Gate, NoThreads, Task, eventually, payloads
 
 PATH = f"{ROOT}{NAME}"
 
@@ -224,7 +224,7 @@ def test_checkpoint_names_no_file_whose_first_frame_is_not_durable(machine):
     topic = machine.topic(ack="written", rotate_max_bytes=4096, scheduler=NoThreads())
     while len(topic.wal.files) < 2 or topic.wal.files[-1].first_offset < topic.wal.synced:
         topic.wait(topic.append(bytes(900)), "written")
-    topic.wal._checkpointer.note(topic.wal.synced)
+    topic.wal._checkpointer.update(topic.wal.synced)
     topic.wal.save_checkpoint()
     assert _saved(machine).checkpoint.active_file_first_offset is None
     topic.wait(topic.append(b"x"), "synced")

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from builders import with_valid_crc
 from ister.errors import (
     CapacityError,
     CorruptDataError,
@@ -14,9 +13,11 @@ from ister.errors import (
     UnsupportedVersionError,
 )
 from ister.format.checkpoint import decode_wal_checkpoint
-from ister.fs.memory import SimulatedCrash
 from ister.model import AckLevel, Codec, TopicState
-from rig import NAME, ROOT, Calls, Machine, numbered, payloads
+from support.builders import with_valid_crc
+from support.cases import each
+from support.machine import NAME, ROOT, Calls, Machine, numbered, payloads
+from support.memory_fs import SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
 CHECKPOINT = f"{PATH}/wal.ckpt"
@@ -487,7 +488,7 @@ def _recovered_after_crash(prepare, at, end_life):
         return crash.left <= 0
 
 
-@pytest.mark.parametrize(
+@each(
     "prepare",
     [
         *(pytest.param(prepare, id=name) for name, prepare in _STATES.items()),
@@ -508,11 +509,11 @@ def test_kill_at_any_point_of_recovery_changes_nothing(prepare):
     assert at > 10
 
 
-@pytest.mark.parametrize(
+@each(
     "prepare",
     [pytest.param(_torn, id="torn tail"), pytest.param(_torn_without_checkpoint, id="no hint")],
 )
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_power_cut_at_any_point_of_recovery_loses_nothing_durable(prepare, seed):
     at = 1
     while _recovered_after_crash(prepare, at, lambda machine: machine.cut_power(seed)):

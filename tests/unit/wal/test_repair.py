@@ -6,17 +6,18 @@ from operator import methodcaller
 
 import pytest
 
-from builders import with_bit_flipped
 from ister.config import load_config
 from ister.errors import CapacityError, CorruptDataError, DiskError, OffsetOutOfRangeError
 from ister.format.frame import scan_frames
-from ister.fs.memory import FaultPlan, SimulatedCrash
 from ister.metrics import Metrics
 from ister.model import TopicState
 from ister.topic.log import Log
 from ister.wal.directory import WalDirectory
 from ister.wal.repair import rewrite_log
-from rig import NAME, ROOT, Machine, ManualClock, NoThreads, numbered, payloads
+from support.builders import with_bit_flipped
+from support.cases import each
+from support.machine import NAME, ROOT, Machine, ManualClock, NoThreads, numbered, payloads
+from support.memory_fs import FaultPlan, SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
 COUNT = 40
@@ -67,14 +68,12 @@ CASES = [
     ("the last file", 38),
     ("the last file", 40),
 ]
-on_each_case = pytest.mark.parametrize(("harm", "start"), CASES)
+on_each_case = each(("harm", "start"), CASES)
 # What the other tier does not have lies in one file, or in several.
-in_one_file = pytest.mark.parametrize(
+in_one_file = each(
     ("harm", "start"), [("a file", 36), ("the last file", 38), ("the last file", 40)]
 )
-in_several_files = pytest.mark.parametrize(
-    ("harm", "start"), [("a frame", 12), ("a file", 12), ("the first file", 5)]
-)
+in_several_files = each(("harm", "start"), [("a frame", 12), ("a file", 12), ("the first file", 5)])
 
 _disks: dict[str, tuple] = {}
 
@@ -191,7 +190,7 @@ def test_checkpoint_says_what_the_new_file_is(harm, start):
     assert checkpoint.rotated_files == ()
 
 
-@pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 1 << 20])
+@each("chunk_bytes", [64, 1000, 4096, 1 << 20])
 def test_size_of_a_chunk_changes_nothing(chunk_bytes):
     machine, frames = a_machine("a frame")
     with machine:
@@ -238,7 +237,7 @@ def test_log_that_was_rewritten_can_be_rewritten_again():
 # -- what it refuses ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("harm", "start", "offset"),
     [
         ("a frame", 5, 7),
@@ -297,8 +296,8 @@ def test_refused_rewriting_leaves_no_half_copy_behind():
         log.close()
 
 
-@pytest.mark.parametrize("kind", ["create", "write", "sync", "rename", "sync_directory"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@each("kind", ["create", "write", "sync", "rename", "sync_directory"])
+@each("number", [errno.EIO, errno.ENOSPC])
 def test_new_file_that_cannot_be_written_leaves_the_log_as_it_was(kind, number):
     machine, _ = a_machine("the last file")
     with machine:
@@ -410,7 +409,7 @@ def test_power_cut_at_any_step_with_much_to_copy_the_next_rewriting_ends_the_sam
     check_power_cuts(harm, start, seeds=4)
 
 
-@pytest.mark.parametrize(("harm", "start"), [("a frame", 12), ("the last file", 38)])
+@each(("harm", "start"), [("a frame", 12), ("the last file", 38)])
 def test_crash_in_the_middle_leaves_every_message_readable(harm, start):
     """Goal: until a second rewriting comes, nothing that was whole is out of reach."""
     for at in range(1, steps_of(harm, start) + 1):

@@ -2,18 +2,18 @@
 
 import pytest
 
-from builders import with_valid_crc
 from ister.clock import ManualClock, SystemClock
 from ister.errors import NotFoundError, OffsetOutOfRangeError, UnsupportedVersionError
 from ister.format.frame import FRAME_HEADER_SIZE
 from ister.format.message import decode_message
-from ister.fs.memory import MemoryFileSystem
 from ister.metrics import Metrics
 from ister.model import Codec
 from ister.wal.directory import CHECKPOINT_NAME, WalDirectory
 from ister.wal.reader import WalReader
 from ister.wal.snapshot import load_snapshot
-from rig import NAME, ROOT, NoThreads, numbered
+from support.builders import with_valid_crc
+from support.machine import NAME, ROOT, NoThreads, numbered
+from support.memory_fs import MemoryFileSystem
 
 PATH = f"{ROOT}{NAME}"
 ROTATE = {"rotate_max_bytes": 4096, "cache_capacity": 1}

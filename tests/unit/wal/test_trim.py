@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 import pytest
 
 from ister.errors import DiskError, OffsetOutOfRangeError
-from ister.fs.memory import SimulatedCrash
 from ister.model import TopicState
-from rig import NAME, ROOT, Calls, Machine, NoThreads, numbered, payloads
+from support.cases import each
+from support.machine import NAME, ROOT, Calls, Machine, NoThreads, numbered, payloads
+from support.memory_fs import SimulatedCrash
 
 PATH = f"{ROOT}{NAME}"
 ROTATE = {"rotate_max_bytes": 4096}
@@ -85,7 +86,7 @@ def test_trimmed_log_opens_again_where_it_begins(machine):
     assert payloads(topic.read()) == SENT[first:]
 
 
-@pytest.mark.parametrize("is_power_cut", [False, True], ids=["kill", "power cut"])
+@each("is_power_cut", [False, True], ids=["kill", "power cut"])
 def test_crash_at_any_point_of_a_trim_leaves_a_log_without_holes(is_power_cut):
     """Goal: the checkpoint first, then file by file: each state in between opens.
 

@@ -12,10 +12,8 @@ from typing import Final
 
 import grpc
 
-from ister.client.contract import encode_error
 from ister.errors import InvariantError, IsterError
-
-__all__ = ["as_ister_error", "explain"]
+from ister.wire.errors import encode_error
 
 _log = logging.getLogger("ister.broker.flight")
 
@@ -29,7 +27,7 @@ _STATUSES: Final = {
 
 
 def explain(error: Exception, where: str = "") -> tuple[grpc.StatusCode, str]:
-    """What the client is told about an error of the call `where`."""
+    """Returns the status and text that a client gets for an error of the call `where`."""
     told = as_ister_error(error, where)
     # pyarrow's error for servers that refuse something.
     return _STATUSES.get(told.code, grpc.StatusCode.UNKNOWN), encode_error(told)

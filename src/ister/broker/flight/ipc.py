@@ -1,7 +1,7 @@
 """Decodes Arrow IPC schemas and batches from Flight messages, with a bound on their memory.
 
 Owns: decoding what comes from the network. Does not own: the protobuf message around it
-(`ister.client.flight_data`), nor the checks of the columns' values (`publish`).
+(`ister.wire.flight_data`), nor the checks of the columns' values (`publish`).
 
 The buffers of a batch may be compressed, and then begin with their uncompressed size. Arrow
 allocates that size without a check, so the sizes are added up here first, and a batch that would be
@@ -9,30 +9,35 @@ too large is refused before it is decompressed. For that, a few fields of its he
 are read:
 
     Message      0 version (4: V5)   1 kind of header (3: RecordBatch)   2 the header
-                 4 metadata
-    RecordBatch  2 buffers: (offset, length) in the body, 8 bytes each   3 compression, if any
+                 3 bytes of the body   4 metadata
+    RecordBatch  0 rows   1 columns: (rows, nulls), 8 bytes each
+                 2 buffers: (offset, length) in the body, 8 bytes each   3 compression, if any
 
 Before V5, compression may also be said in the message's metadata, and Arrow still reads that. Such
 batches are refused.
+
+Rows that are payloads alone, which most are, are found by the same fields, without Arrow: it takes
+longer to make its objects than to append a few rows.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Final, cast
 
 import pyarrow as pa
 
-from ister.client.flight_data import FlightData
 from ister.errors import InvalidRequestError, MessageTooLargeError
-
-__all__ = ["read_batch", "read_schema"]
+from ister.format.payloads import Payloads
+from ister.wire.flight_data import FlightData
 
 _CONTINUES: Final = 0xFFFFFFFF
 _PREFIX: Final = struct.Struct("<II")
 _ALIGNED: Final = 8
-_VERSION, _KIND, _HEADER, _METADATA = 0, 1, 2, 4
-_BUFFERS, _COMPRESSION = 2, 3
+_VERSION, _KIND, _HEADER, _BODY_BYTES, _METADATA = 0, 1, 2, 3, 4
+_ROWS, _NODES, _BUFFERS, _COMPRESSION = 0, 1, 2, 3
 _V5: Final = 4
 _RECORD_BATCH: Final = 3
 _I64: Final = struct.Struct("<q")
@@ -71,8 +76,92 @@ def read_batch(data: FlightData, schema: pa.Schema, *, bytes_max: int) -> pa.Rec
     except _NO_MESSAGE as error:
         raise InvalidRequestError(f"not a stream of record batches: {error}") from error
     if size > bytes_max:
-        raise MessageTooLargeError(f"a batch of {size} bytes", hint=f"at most {bytes_max}")
+        raise MessageTooLargeError(f"a batch has {size} bytes", hint=f"the maximum is {bytes_max}")
     return batch
+
+
+class PlainRows:
+    """Reads the batches of one stream whose rows have only a payload, without Arrow.
+
+    The headers of a stream's batches differ only in a few numbers, at the same positions. These are
+    found in the first header. If a later header differs elsewhere, it is examined as the first one
+    was. Not thread-safe.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        """Prepares for a stream with this schema; `read` returns None for others than `payload`."""
+        width = 0
+        if schema.names == ["payload"]:
+            width = {pa.binary(): 4, pa.large_binary(): 8}.get(schema.field(0).type, 0)
+        self._width = width
+        self._header = struct.Struct("")
+        self._numbers: Callable[[Sequence[int]], tuple[int, ...]] = itemgetter(0)
+        self._around: Callable[[Sequence[object]], object] = itemgetter(0)
+        self._known: object = None
+
+    def read(self, data: FlightData) -> Payloads | None:
+        """Returns the rows of a message.
+
+        Returns:
+            None if the rows have more than a payload or are damaged: use `read_batch`.
+        """
+        header, body = data.header, data.body
+        if not self._width:
+            return None
+        try:
+            found = self._header.unpack(header) if len(header) == self._header.size else ()
+            if not found or self._around(found) != self._known:
+                self._learn(header)
+                found = self._header.unpack(header)
+            # The second pair is the bitmap of nulls.
+            body_bytes, count, rows, nulls, _, _, *places = self._numbers(found)
+            if body_bytes != len(body) or rows != count or nulls:
+                return None
+            offsets, payloads = _part(body, *places[:2]), _part(body, *places[2:])
+            return Payloads.of(offsets, self._width, payloads, count)
+        except (ValueError, struct.error):
+            return None
+
+    def _learn(self, header: memoryview) -> None:
+        """Finds the positions of the numbers in headers of this kind.
+
+        Raises:
+            ValueError, struct.error: It is not the header of a batch of one plain column.
+        """
+        message = _Table(header, _unsigned(header, 0))
+        batch = message.table(_HEADER)
+        if (
+            message.byte(_KIND) != _RECORD_BATCH
+            or message.byte(_VERSION) != _V5
+            or batch is None
+            or batch.place(_COMPRESSION) is not None
+        ):
+            raise ValueError("not a plain batch")
+        (nodes, node_count), (buffers, buffer_count) = batch.vector(_NODES), batch.vector(_BUFFERS)
+        body_bytes, rows = message.place(_BODY_BYTES), batch.place(_ROWS)
+        if (node_count, buffer_count) != (1, 3) or body_bytes is None or rows is None:
+            raise ValueError("not one plain column")
+        numbers: dict[int, list[int]] = {}
+        around, layout, end, item = [], "<", 0, 0
+        for place, count in sorted([(body_bytes, 1), (rows, 1), (nodes, 2), (buffers, 6)]):
+            if place < end or place + 8 * count > len(header):
+                raise ValueError("numbers within each other, or outside of the header")
+            layout += f"{place - end}s{count}q"
+            around.append(item)
+            numbers[place] = list(range(item + 1, item + 1 + count))
+            item, end = item + 1 + count, place + 8 * count
+        self._header = struct.Struct(f"{layout}{len(header) - end}s")
+        self._around = itemgetter(*around, item)
+        self._numbers = itemgetter(
+            *numbers[body_bytes], *numbers[rows], *numbers[nodes], *numbers[buffers]
+        )
+        self._known = self._around(self._header.unpack(header))
+
+
+def _part(body: memoryview, offset: int, length: int) -> memoryview:
+    if offset < 0 or length < 0 or offset + length > len(body):
+        raise ValueError("a buffer outside of the body")
+    return body[offset : offset + length]
 
 
 def _message(data: FlightData, kind: str) -> pa.Message:
@@ -123,10 +212,8 @@ def _inflated_bytes(header: memoryview, body: memoryview) -> int:
     total = 0
     for offset, length in batch.pairs(_BUFFERS):
         if length >= _I64.size:
-            if offset < 0 or offset + length > len(body):
-                raise ValueError("a buffer outside of the body")
             # -1 says that this one is not compressed.
-            size = _I64.unpack_from(body, offset)[0]
+            size = _I64.unpack_from(_part(body, offset, length))[0]
             total += length if size < 0 else size
     return total
 
@@ -166,14 +253,18 @@ class _Table:
         place = self.place(field)
         return None if place is None else _Table(self._data, place + _unsigned(self._data, place))
 
-    def pairs(self, field: int) -> Any:  # noqa: ANN401 - an iterator of pairs of numbers
+    def vector(self, field: int) -> tuple[int, int]:
+        """Where the pairs of numbers of a field begin, and how many there are."""
         place = self.place(field)
         if place is None:
-            return iter(())
+            return 0, 0
         start = place + _unsigned(self._data, place)
-        count = _unsigned(self._data, start)
         # The pairs follow the count: flatbuffers places it so that they are aligned.
-        end = start + 4 + 16 * count
+        return start + 4, _unsigned(self._data, start)
+
+    def pairs(self, field: int) -> Iterator[tuple[int, int]]:
+        start, count = self.vector(field)
+        end = start + 16 * count
         if end > len(self._data):
             raise ValueError("more buffers than the header has room for")
-        return struct.iter_unpack("<qq", self._data[start + 4 : end])
+        return cast("Iterator[tuple[int, int]]", struct.iter_unpack("<qq", self._data[start:end]))

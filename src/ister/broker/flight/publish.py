@@ -1,20 +1,23 @@
-"""One stream of rows into a topic: appended as they come, answered when they are safe.
+"""One stream of rows into a topic: appended as they arrive, answered at the ack level.
 
-    take_all   read ─► check ─► append ─► pending        small batches on the loop, large ones in
-    answers                               pending ─► wait for the level ─► answer       a thread
+    take_all   read ─┬─► check ─► append ─┬─► pending        a small batch, on the loop
+                     └─► queue ─► thread ─┘                  others, and what comes behind them
+    answers    pending ─► wait for the level ─► answer
 
-Owns: the checks of what comes from the network, the order of answers, the bound on what is not
-answered yet. Does not own: what becomes of a batch that comes twice (`ister.topic.sequences`).
+Owns: the checks of rows from the network, the order of answers, the bounds on what is not appended
+and not answered yet. Does not own: deduplication of batches (`ister.topic.dedup`).
 
-Batches are answered in their order. The first that is refused ends the stream: what came before it
-is answered, then the error is, and nothing that came after it is appended. A client that does not
-take its answers is not read from any more.
+Batches are appended and answered in their order. The first refused batch ends the stream: earlier
+ones are answered, then the error is sent, and no later one is appended. While a client does not
+read its answers, nothing more is read from it.
 
 Small batches stay on the loop: to hand one to a thread and back costs more than to append it, and
-hundreds of them a second would have the threads wait for the interpreter lock.
+hundreds of them a second would have the threads wait for the interpreter lock. Of large ones, some
+wait in the queue, so that the network and the thread do not wait for each other; one call of the
+thread takes all that it finds there.
 
-A connection that ends, at whatever moment, leaves batches in the topic that were not answered. The
-client sends them again, and they are known.
+A connection may end at any moment, and leaves batches in the topic that were not answered. The
+client sends them again, and they are recognised as duplicates.
 """
 
 from __future__ import annotations
@@ -22,28 +25,31 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final, NamedTuple
+from contextlib import suppress
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import pyarrow as pa
 
+from ister.broker.flight.broker_source import FlightLimits
 from ister.broker.flight.failures import as_ister_error
-from ister.broker.flight.source import FlightLimits
-from ister.client.contract import PutAck, PutBatch, PutOpen, encode_error
 from ister.errors import InvalidRequestError, IsterError, MessageTooLargeError
-from ister.format.columnar import COLUMNS
-from ister.limits import KIB
-from ister.topic.sequences import Appended, SequencedTopic, check_producer
+from ister.format.payloads import Payloads
+from ister.limits import KIB, MIB
+from ister.model import COLUMNS
+from ister.topic.dedup import Appended, SequencedTopic, check_producer
 from ister.tracing import span
-
-__all__ = ["Publishing", "check_schema"]
+from ister.wire.contract import PutAck, PutBatch, PutOpen
+from ister.wire.errors import encode_error
 
 # How often a stream looks whether its client may still publish.
 _LOOK_SECONDS: Final = 1.0
 # What the loop takes itself: as it came and, if it was compressed, as it is then.
 _SMALL_BYTES: Final = 32 * KIB
 _SMALL_ROWS: Final = 1024
-# What a batch takes up until it is answered, however small it is.
+# What a batch takes up in the queue, and until it is answered, however small it is.
 _PENDING_BYTES: Final = 1 * KIB
+# While less than this waits to be appended, more is read: the size of two batches or so.
+_QUEUED_BYTES: Final = 2 * MIB
 _REFERENCES: Final = (
     pa.types.is_dictionary,
     pa.types.is_run_end_encoded,
@@ -63,11 +69,11 @@ def check_schema(schema: pa.Schema) -> None:
     names = schema.names
     if len(names) > len(COLUMNS) or len(set(names)) < len(names) or not set(names) <= set(COLUMNS):
         raise InvalidRequestError(
-            f"columns that a message does not have: {', '.join(map(repr, names[:20]))}",
-            hint=f"each of these at most once: {', '.join(COLUMNS)}",
+            f"unknown or repeated columns: {', '.join(map(repr, names[:20]))}",
+            hint=f"use each of these at most once: {', '.join(COLUMNS)}",
         )
     if "payload" not in names:
-        raise InvalidRequestError("there is no column 'payload'")
+        raise InvalidRequestError("the column 'payload' is missing")
     for field in schema:
         _refuse_references(field.name, field.type)
 
@@ -81,16 +87,30 @@ def _refuse_references(name: str, kind: pa.DataType) -> None:
     """
     if isinstance(kind, pa.BaseExtensionType) or any(is_one(kind) for is_one in _REFERENCES):
         raise InvalidRequestError(
-            f"column {name!r} is of the type {kind}", hint="send the values themselves"
+            f"column {name!r} has the unsupported type {kind}", hint="send plain values"
         )
     for number in range(kind.num_fields):
         _refuse_references(name, kind.field(number).type)
+
+
+_Result = TypeVar("_Result")
+
+Rows: TypeAlias = "pa.RecordBatch | Payloads"
+"""Rows as they came: payloads alone, which were checked, or any other batch."""
+
+
+class Run(Protocol):
+    """Calls a function in a thread."""
+
+    def __call__(self, function: Callable[..., _Result], *args: object) -> Awaitable[_Result]: ...
 
 
 class _Pending(NamedTuple):
     sequence: int
     appended: Appended
     size_bytes: int
+    queued_bytes: int = 0
+    """What its message took up in the queue, if it was there."""
 
 
 class Publishing:
@@ -101,32 +121,25 @@ class Publishing:
         topic: SequencedTopic,
         opened: PutOpen,
         *,
-        read: Callable[..., tuple[pa.RecordBatch | None, bytes]],
-        run: Callable[..., Awaitable[Any]],
+        read: Callable[..., tuple[Rows | None, bytes]],
+        run: Run,
         limits: FlightLimits,
         batch_bytes_max: int,
         admit: Callable[..., None],
         admits_at_once: Callable[[SequencedTopic], bool],
         still_allowed: Callable[[], None],
-        note: Callable[[SequencedTopic, pa.RecordBatch], None] = lambda _topic, _batch: None,
+        on_appended: Callable[[SequencedTopic, Rows], None] = lambda _topic, _rows: None,
     ) -> None:
         """Prepares a stream.
 
-        Args:
-            topic: Where the rows go.
-            opened: What the client has said at the beginning.
-            read: Makes a batch, and what came with it, of a message and the most bytes that the
-                batch may have; any thread may call it.
-            run: Calls a function in a thread.
-            limits: Bounds.
-            batch_bytes_max: The most bytes of one batch.
-            admit: Called with the topic, each batch before it is appended, and `is_gone`.
-            admits_at_once: Whether the loop may call `admit`.
-            still_allowed: Raises when the client's rights have ended.
-            note: Called with rows that were appended, and had not been before.
+        `read` makes a batch, and what came with it, of a message and the most bytes that the batch
+        may have; any thread may call it. `run` calls a function in a thread. `admit` is called with
+        the topic, each batch before it is appended, and `is_gone`; the loop may call it if
+        `admits_at_once`. `still_allowed` raises when the client's rights have ended. `on_appended`
+        is called with rows that were appended, and had not been before.
 
         Raises:
-            InvalidRequestError: The producer's name or epoch is none.
+            InvalidRequestError: The producer's name or epoch is invalid.
         """
         if opened.producer is not None:
             check_producer(opened.producer, opened.epoch)
@@ -139,7 +152,12 @@ class Publishing:
         self._admit = admit
         self._admits_at_once = admits_at_once
         self._still_allowed = still_allowed
-        self._note = note
+        self._on_appended = on_appended
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._working: asyncio.Future[None] | None = None
+        self._taken: deque[_Pending] = deque()
         self._pending: deque[_Pending] = deque()
         self._unacked_bytes = 0
         self._arrived = asyncio.Event()
@@ -148,7 +166,7 @@ class Publishing:
         self._failure: IsterError | None = None
 
     def stop(self, failure: IsterError) -> None:
-        """Ends the stream: what is appended is answered, then the client is told why."""
+        """Ends the stream: answers what was appended, then sends the error to the client."""
         if self._failure is None:
             self._failure = failure
         self._arrived.set()
@@ -158,40 +176,42 @@ class Publishing:
 
     async def take_all(self, requests: AsyncIterator[bytes]) -> None:
         """Takes everything that comes, until the stream ends or is stopped."""
-        ahead: asyncio.Future[bytes | None] | None = None
         watching = asyncio.create_task(self._watch())
         try:
             while self._failure is None:
-                message = await (anext(requests, None) if ahead is None else ahead)
-                ahead = None
+                message = await anext(requests, None)
                 if message is None or self._failure is not None:
                     break
                 self._still_allowed()
-                item: _Pending | None = None
-                if len(message) <= _SMALL_BYTES and self._admits_at_once(self._topic):
+                is_small = len(message) <= _SMALL_BYTES and self._working is None
+                item = None
+                if is_small and self._admits_at_once(self._topic):
                     item = await self._take_here(message)
-                if item is None:
-                    # The next one comes over the network meanwhile.
-                    ahead = asyncio.ensure_future(anext(requests, None))
-                    item = await self._run(self._take, message)
+                if item is not None:
+                    self._hand_on(item)
+                else:
+                    self._queue_up(message)
                 del message
-                assert item is not None  # noqa: S101 - for mypy
-                self._pending.append(item)
-                self._unacked_bytes += item.size_bytes
-                self._arrived.set()
                 await self._wait_for_room()
+            await self._end_work()
         except Exception as error:  # noqa: BLE001 - sent to the client
+            await self._end_work()
             # Without its traceback: that would keep the batch.
             self.stop(as_ister_error(error).with_traceback(None))
         finally:
             watching.cancel()
-            if ahead is not None:
-                ahead.cancel()
+            self._queue.clear()
             self._is_ended = True
             self._arrived.set()
 
+    def _hand_on(self, item: _Pending) -> None:
+        """Adds an appended batch to those that are answered once they are durable."""
+        self._pending.append(item)
+        self._unacked_bytes += item.size_bytes
+        self._arrived.set()
+
     async def _watch(self) -> None:
-        """Ends a stream whose client may not publish any more, also while it says nothing."""
+        """Ends a stream once its client may not publish any more, also while it is idle."""
         try:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -200,15 +220,65 @@ class Publishing:
             self.stop(as_ister_error(error).with_traceback(None))
 
     async def _wait_for_room(self) -> None:
-        while self._failure is None and self._unacked_bytes >= self._limits.unacked_bytes_max:
+        while self._failure is None and (
+            self._queued_bytes >= _QUEUED_BYTES
+            or self._unacked_bytes + self._queued_bytes >= self._limits.unacked_bytes_max
+        ):
             self._has_room.clear()
             await self._has_room.wait()
+
+    # -- in a thread --------------------------------------------------------------------------
+
+    def _queue_up(self, message: bytes) -> None:
+        self._queue.append(message)
+        self._queued_bytes += len(message) + _PENDING_BYTES
+        if self._working is None:
+            self._begin_work()
+
+    def _begin_work(self) -> None:
+        self._working = asyncio.ensure_future(self._run(self._work))
+        self._working.add_done_callback(self._after_work)
+
+    def _work(self) -> None:
+        """Decodes and appends queued batches until the queue is empty. In a thread."""
+        while self._queue and self._failure is None:
+            message = self._queue.popleft()
+            item = self._take(message)._replace(queued_bytes=len(message) + _PENDING_BYTES)
+            del message
+            self._taken.append(item)
+            if len(self._taken) == 1:
+                with suppress(RuntimeError):  # the loop has ended, and the stream with it
+                    self._loop.call_soon_threadsafe(self._hand_on_taken)
+
+    def _hand_on_taken(self) -> None:
+        while self._taken:
+            item = self._taken.popleft()
+            self._queued_bytes -= item.queued_bytes
+            self._hand_on(item)
+        self._has_room.set()
+
+    def _after_work(self, work: asyncio.Future[None]) -> None:
+        """Called on the loop when the thread ends: the queue was empty, or a batch is refused."""
+        self._working = None
+        self._hand_on_taken()
+        error = None if work.cancelled() else work.exception()
+        if isinstance(error, Exception):
+            self.stop(as_ister_error(error).with_traceback(None))
+        elif self._queue and self._failure is None:
+            self._begin_work()  # a batch arrived as the thread ended
+
+    async def _end_work(self) -> None:
+        """Waits until nothing is queued any more."""
+        while self._working is not None:
+            await asyncio.wait([self._working])  # `_after_work` was called by then
 
     def _take(self, message: bytes) -> _Pending:
         """Checks and appends a batch, however long that takes. In any thread."""
         batch, metadata = self._read(message, bytes_max=self._batch_bytes_max)
         batch, sequence, size = self._open(batch, metadata)
-        return self._noted(batch, sequence, size, self._append(batch, sequence))
+        return self._record_appended(batch, sequence, size, self._append(batch, sequence))
+
+    # -- on the loop ----------------------------------------------------------------------------
 
     async def _take_here(self, message: bytes) -> _Pending | None:
         """Like `_take`, on the loop; a thread helps where it would have to wait.
@@ -232,53 +302,58 @@ class Publishing:
                 )
         if appended is None:
             appended = await self._run(self._append, batch, sequence)
-        return self._noted(batch, sequence, size, appended)
+        return self._record_appended(batch, sequence, size, appended)
 
-    def _open(
-        self, batch: pa.RecordBatch | None, metadata: bytes
-    ) -> tuple[pa.RecordBatch, int, int]:
+    def _open(self, batch: Rows | None, metadata: bytes) -> tuple[Rows, int, int]:
         """The rows of a message, checked and admitted; their sequence and their size."""
         if batch is None or not metadata:
             raise InvalidRequestError(
-                "rows without their sequence, or the other way round",
-                hint="each batch carries the sequence of its first row",
+                "a batch without a sequence, or a sequence without a batch",
+                hint="send the sequence of its first row with each batch",
             )
         sequence = PutBatch.from_json(metadata).sequence
         size = self._check(batch)
         self._admit(self._topic, batch, is_gone=lambda: self._is_ended)
         return batch, sequence, size
 
-    def _noted(
-        self, batch: pa.RecordBatch, sequence: int, size: int, appended: Appended
+    def _record_appended(
+        self, batch: Rows, sequence: int, size: int, appended: Appended
     ) -> _Pending:
         if appended.known < batch.num_rows:
-            self._note(self._topic, batch.slice(appended.known) if appended.known else batch)
+            self._on_appended(self._topic, batch.slice(appended.known) if appended.known else batch)
         return _Pending(sequence, appended, size + _PENDING_BYTES)
 
-    def _check(self, batch: pa.RecordBatch) -> int:
-        """Refuses rows that are none, before anything else looks at them; returns their size."""
+    def _check(self, batch: Rows) -> int:
+        """Refuses invalid rows before they are used; returns their size."""
         rows = batch.num_rows
         if not 0 < rows <= self._limits.batch_rows_max:
             raise InvalidRequestError(
-                f"a batch of {rows} rows", hint=f"1 up to {self._limits.batch_rows_max}"
+                f"a batch must have 1 to {self._limits.batch_rows_max} rows, not {rows}"
             )
         # Of the buffers as they came: lengths inside of them are not to be believed yet.
-        size: int = batch.get_total_buffer_size()
+        size: int = (
+            batch.size_bytes if isinstance(batch, Payloads) else batch.get_total_buffer_size()
+        )
         if size > self._batch_bytes_max:
             raise MessageTooLargeError(
-                f"a batch of {size} bytes", hint=f"at most {self._batch_bytes_max}"
+                f"a batch must have at most {self._batch_bytes_max} bytes, not {size}"
             )
-        try:
-            batch.validate(full=True)
-        except (pa.ArrowException, ValueError) as error:
-            raise InvalidRequestError(f"a batch is not valid Arrow: {error}") from error
+        if not isinstance(batch, Payloads):
+            try:
+                batch.validate(full=True)
+            except (pa.ArrowException, ValueError) as error:
+                raise InvalidRequestError(f"a batch is not valid Arrow: {error}") from error
         return size
 
-    def _append(self, batch: pa.RecordBatch, sequence: int) -> Appended:
-        opened = self._opened
-        with span("append batch", topic=self._topic.topic.name, rows=batch.num_rows):
+    def _append(self, batch: Rows, sequence: int) -> Appended:
+        opened, topic = self._opened, self._topic.topic
+        with span("append batch", topic=topic.name, rows=batch.num_rows):
             if opened.producer is None:
-                offsets = self._topic.topic.append_arrow(batch)
+                offsets = (
+                    topic.append_payloads(batch)
+                    if isinstance(batch, Payloads)
+                    else topic.append_arrow(batch)
+                )
                 return Appended(offsets.start, offsets.stop, 0)
             return self._topic.append_arrow(
                 batch, producer=opened.producer, epoch=opened.epoch, sequence=sequence
@@ -290,7 +365,7 @@ class Publishing:
         """The answers, as batches become safe; the last one is the error, if there is one.
 
         Raises:
-            IsterError: Why the stream has ended before its end. The client was told.
+            IsterError: Why the stream ended early. The client received it.
         """
         pending = self._pending
         try:
@@ -305,7 +380,7 @@ class Publishing:
                 yield ack.to_json()
                 self._unacked_bytes -= pending.popleft().size_bytes
                 self._has_room.set()
-        except Exception as error:  # noqa: BLE001 - the client is told
+        except Exception as error:  # noqa: BLE001 - sent to the client
             self.stop(as_ister_error(error))
         if self._failure is not None:
             yield encode_error(self._failure).encode()

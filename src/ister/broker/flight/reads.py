@@ -1,6 +1,6 @@
 """What clients read: ranges of messages or frames, watermarks, where a time is, plans of uploads.
 
-A range is answered only if all of it is there, visible, and safe from a crash: no client holds
+A range is answered only if all of it is stored, visible, and synced: no client holds
 what its topic does not. Plans and frames are for objects that are committed in an owner's name, so
 that they are answered by this owner alone, and only for as long as it surely is the owner.
 """
@@ -12,7 +12,13 @@ from typing import Final
 
 import pyarrow as pa
 
-from ister.client.contract import (
+from ister.errors import ConflictError, OffsetOutOfRangeError, UnavailableError
+from ister.format.arrow.schema import arrow_schema
+from ister.limits import MIB
+from ister.topic.topic import Topic
+from ister.topic.upload_plan import plan_topic
+from ister.topic.upload_plan import read_frames as read_stored
+from ister.wire.contract import (
     FRAMES_COLUMN,
     HOLES,
     FramesTicket,
@@ -20,32 +26,14 @@ from ister.client.contract import (
     RangeTicket,
     TopicStatus,
     UploadPlanned,
-    encode_error,
 )
-from ister.errors import ConflictError, OffsetOutOfRangeError, UnavailableError
-from ister.format.columnar import arrow_schema
-from ister.limits import MIB
-from ister.topic.topic import Topic
-from ister.topic.upload_plan import plan_topic
-from ister.topic.upload_plan import read_frames as read_stored
-
-__all__ = [
-    "check_incarnation",
-    "check_owner",
-    "check_range",
-    "frames_schema",
-    "plan_upload",
-    "range_schema",
-    "read_frames",
-    "read_range",
-    "status_of",
-]
+from ister.wire.errors import encode_error
 
 _FRAMES_BYTES: Final = 4 * MIB
 
 
 def status_of(topic: Topic) -> TopicStatus:
-    """How far a topic has come, and what it is."""
+    """Returns the watermarks and settings of a topic."""
     marks = topic.watermarks
     return TopicStatus(
         topic=topic.name,
@@ -62,16 +50,16 @@ def status_of(topic: Topic) -> TopicStatus:
 
 
 def check_incarnation(topic: Topic, incarnation: str) -> None:
-    """Refuses a topic that was made anew.
+    """Refuses a topic that was deleted and created again.
 
     Raises:
         ConflictError: It is not the one that was meant.
     """
     if incarnation != _incarnation(topic):
         raise ConflictError(
-            "the topic is another one of the same name",
+            "the topic was deleted and created again",
             topic=topic.name,
-            hint="it was deleted and made again: ask for its watermarks",
+            hint="request its watermarks again",
         )
 
 
@@ -87,24 +75,24 @@ def check_owner(topic: Topic, asked: PlanUpload | FramesTicket) -> None:
     epoch = tier.owned.epoch if tier is not None else 0
     if asked.epoch != epoch:
         raise ConflictError(
-            f"the files here are of the owner of epoch {epoch}, not {asked.epoch}",
+            f"this broker's files belong to owner epoch {epoch}, not {asked.epoch}",
             topic=topic.name,
-            hint="ask the topic's owner; if this is it, read the topic's record again",
+            hint="send the request to the topic's owner, or read the topic's record again",
         )
     if tier is not None:
         tier.check_owner()
 
 
 def check_range(topic: Topic, start: int, end: int) -> None:
-    """Refuses what is not there, not visible, or not safe from a crash.
+    """Refuses a range that is not wholly stored, visible and synced.
 
     Raises:
         OffsetOutOfRangeError: Not all of the range is.
     """
-    earliest, readable = topic.earliest, min(topic.wal.visible, topic.watermarks.synced)
+    earliest, readable = topic.earliest, min(topic.visible, topic.synced)
     if not earliest <= start <= end <= readable:
         raise OffsetOutOfRangeError(
-            f"offsets {start} up to {end} are not all there",
+            f"offsets {start} to {end} are not all available",
             earliest=earliest,
             next=readable,
             topic=topic.name,
@@ -153,7 +141,7 @@ def read_range(
     if at < asked.end and not schema.metadata:
         # An object took another one's place after the schema had been sent.
         raise UnavailableError(
-            "messages were left out meanwhile; ask again from this offset on",
+            "messages were left out meanwhile; retry from this offset",
             topic=topic.name,
             offset=at,
         )

@@ -23,15 +23,20 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypedDict, TypeVar
 
 import grpc
 import pyarrow as pa
 
-from ister.broker.counters import Calls
+from ister.broker.flight.broker_source import (
+    BrokerSource,
+    FlightAccess,
+    FlightCaller,
+    FlightLimits,
+)
 from ister.broker.flight.failures import explain
-from ister.broker.flight.ipc import read_batch, read_schema
-from ister.broker.flight.publish import Publishing, check_schema
+from ister.broker.flight.ipc import PlainRows, read_batch, read_schema
+from ister.broker.flight.publish import Publishing, Rows, check_schema
 from ister.broker.flight.reads import (
     check_incarnation,
     check_owner,
@@ -43,16 +48,19 @@ from ister.broker.flight.reads import (
     read_range,
     status_of,
 )
-from ister.broker.flight.source import (
-    Access,
-    Caller,
-    FlightLimits,
-    OpenAccess,
-    TopicSource,
-)
-from ister.broker.rpc import streaming_handler
+from ister.broker.observe.counters import Calls
+from ister.broker.rpc.handlers import streaming_handler
 from ister.broker.security.rights import Permission
-from ister.client.contract import (
+from ister.errors import (
+    CapacityError,
+    InvalidRequestError,
+    IsterError,
+    UnavailableError,
+    UnsupportedOperationError,
+)
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
+from ister.topic.dedup import SequencedTopic
+from ister.wire.contract import (
     Action,
     AppendStaged,
     FindTime,
@@ -64,21 +72,10 @@ from ister.client.contract import (
     TopicNames,
     WatermarksRequest,
     encode_appended,
-    encode_settings,
     parse_ticket,
 )
-from ister.client.flight_data import FlightData, decode_fields, encode_data, encode_fields
-from ister.errors import (
-    CapacityError,
-    InvalidRequestError,
-    IsterError,
-    UnavailableError,
-    UnsupportedOperationError,
-)
-from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
-from ister.topic.sequences import SequencedTopic
-
-__all__ = ["PUBLISH", "READ", "SERVICE", "FlightService", "message_bytes_max"]
+from ister.wire.flight_data import FlightData, decode_fields, encode_data, encode_fields
+from ister.wire.settings import encode_settings
 
 SERVICE: Final = "arrow.flight.protocol.FlightService"
 READ: Final = "read"
@@ -109,33 +106,29 @@ class FlightService:
 
     def __init__(
         self,
-        source: TopicSource,
+        source: BrokerSource,
         *,
-        access: Access | None = None,
+        access: FlightAccess,
         limits: FlightLimits | None = None,
         on_call: Callable[[str], None] | None = None,
     ) -> None:
         """Prepares the service; `add_to` adds it to a server.
 
-        Args:
-            source: The topics.
-            access: Who may do what; everybody everything by default.
-            limits: Bounds.
-            on_call: Called with the name of each call.
+        `on_call` is called with the name of each call.
         """
         self._source = source
-        self._access = access or OpenAccess()
+        self._access = access
         self._limits = limits or FlightLimits()
         self._on_call = on_call or (lambda what: None)
         self._streams = _Streams(self._limits)
         self._threads = ThreadPoolExecutor(
             self._limits.streams_max + _ACTION_THREADS, thread_name_prefix="ister-flight"
         )
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._under_way: set[asyncio.Task[object]] = set()
         self._publishing: set[Publishing] = set()
         self._lock = threading.Lock()
         self._is_ending = False
-        self._actions: dict[str, Callable[[Caller, bytes, _IsGone], list[bytes]]] = {
+        self._actions: dict[str, Callable[[FlightCaller, bytes, _IsGone], list[bytes]]] = {
             Action.WATERMARKS: self._watermarks,
             Action.TOPICS: self._topics,
             Action.FIND_TIME: self._find_time,
@@ -147,7 +140,7 @@ class FlightService:
     def add_to(self, server: grpc.aio.Server, calls: Calls | None = None) -> None:
         """Adds Flight's calls to a server; `calls` counts them."""
         calls = calls or Calls()
-        methods: dict[str, tuple[Any, bool]] = {
+        methods: dict[str, tuple[Callable[..., AsyncIterator[bytes]], bool]] = {
             "DoGet": (self.do_get, False),
             "DoPut": (self.do_put, True),
             "DoAction": (self.do_action, False),
@@ -166,7 +159,6 @@ class FlightService:
                 call,
                 bytes,
                 f"{SERVICE}/{name}",
-                is_stream=is_stream,
                 counters=calls.of(SERVICE, name),
                 explain=explain,
             )
@@ -197,8 +189,8 @@ class FlightService:
         await asyncio.to_thread(self._threads.shutdown)
 
     @contextmanager
-    def _counted(self, what: str) -> Iterator[Caller]:
-        """A call under way, and who makes it."""
+    def _counted(self, what: str) -> Iterator[FlightCaller]:
+        """Counts a call under way; yields its caller."""
         task = asyncio.current_task()
         if self._is_ending or task is None:
             raise _ending()
@@ -209,12 +201,12 @@ class FlightService:
         finally:
             self._under_way.discard(task)
 
-    async def _run(self, function: Callable[..., _Answer], *args: Any) -> _Answer:  # noqa: ANN401
+    async def _run(self, function: Callable[..., _Answer], *args: object) -> _Answer:
         return await asyncio.wrap_future(self._threads.submit(function, *args))
 
     # -- reads ------------------------------------------------------------------------------
 
-    async def do_get(self, request: bytes, context: Any) -> AsyncIterator[bytes]:  # noqa: ANN401
+    async def do_get(self, request: bytes, context: object) -> AsyncIterator[bytes]:
         """The messages of a range."""
         with self._counted(READ) as caller:
             asked = parse_ticket(bytes(_fields(request).get(1, b"")))
@@ -243,7 +235,7 @@ class FlightService:
         except RuntimeError:  # the service ends
             close()
 
-    def _batches(self, asked: RangeTicket | FramesTicket, caller: Caller) -> Generator[bytes]:
+    def _batches(self, asked: RangeTicket | FramesTicket, caller: FlightCaller) -> Generator[bytes]:
         topic = self._source.open(asked.topic).topic
         check_incarnation(topic, asked.incarnation)
         allowed = partial(caller.check, Permission.CONSUME, topic=asked.topic)
@@ -259,7 +251,7 @@ class FlightService:
         for batch in batches:
             yield encode_data(batch.serialize())
 
-    async def do_action(self, request: bytes, context: Any) -> AsyncIterator[bytes]:  # noqa: ANN401
+    async def do_action(self, request: bytes, context: object) -> AsyncIterator[bytes]:
         """The answers to one of `Action`."""
         fields = _fields(request)
         name = bytes(fields.get(1, b"")).decode("utf-8", "replace")
@@ -268,7 +260,7 @@ class FlightService:
             answer = self._actions.get(name)
             if answer is None:
                 raise InvalidRequestError(
-                    f"there is no action {name!r}", hint=f"one of: {', '.join(Action)}"
+                    f"unknown action {name!r}", hint=f"use one of: {', '.join(Action)}"
                 )
             try:
                 answers = await self._run(answer, caller, bytes(fields.get(2, b"")), left.is_set)
@@ -277,28 +269,28 @@ class FlightService:
             for item in answers:
                 yield encode_fields((1, item))
 
-    async def list_actions(self, request: bytes, context: Any) -> AsyncIterator[bytes]:  # noqa: ANN401
+    async def list_actions(self, request: bytes, context: object) -> AsyncIterator[bytes]:
         """The names of the actions, and what they do."""
         for action in Action:
             yield encode_fields((1, action.encode()), (2, _DESCRIPTIONS[action].encode()))
 
-    def _watermarks(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
+    def _watermarks(self, caller: FlightCaller, body: bytes, _: _IsGone) -> list[bytes]:
         request = WatermarksRequest.from_json(body)
         if len(request.topics) > self._limits.topics_max:
             raise InvalidRequestError(
-                f"the watermarks of {len(request.topics)} topics",
-                hint=f"at most {self._limits.topics_max} at once",
+                f"too many topics: {len(request.topics)}",
+                hint=f"request at most {self._limits.topics_max} at once",
             )
         for name in request.topics:
             caller.check(Permission.LOOKUP, topic=name)
         return [status_of(self._source.open(name).topic).to_json() for name in request.topics]
 
-    def _topics(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
+    def _topics(self, caller: FlightCaller, body: bytes, _: _IsGone) -> list[bytes]:
         names = self._source.names()
         seen = tuple(name for name in names if caller.allows(Permission.LOOKUP, topic=name))
         return [TopicNames(topics=seen).to_json()]
 
-    def _find_time(self, caller: Caller, body: bytes, is_gone: _IsGone) -> list[bytes]:
+    def _find_time(self, caller: FlightCaller, body: bytes, is_gone: _IsGone) -> list[bytes]:
         asked = FindTime.from_json(body)
         caller.check(Permission.CONSUME, topic=asked.topic)
         topic = self._source.open(asked.topic).topic
@@ -312,22 +304,22 @@ class FlightService:
         )
         return [FoundTime(offset=found).to_json()]
 
-    def _plan_upload(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
+    def _plan_upload(self, caller: FlightCaller, body: bytes, _: _IsGone) -> list[bytes]:
         asked = PlanUpload.from_json(body)
         caller.check(Permission.CONSUME, topic=asked.topic)
         topic = self._source.open(asked.topic).topic
         check_incarnation(topic, asked.incarnation)
         return [plan_upload(topic, asked).to_json()]
 
-    def _storage(self, caller: Caller, body: bytes, _: _IsGone) -> list[bytes]:
-        # Whoever may see a topic may know where its data is; others need the right to all of them.
+    def _storage(self, caller: FlightCaller, body: bytes, _: _IsGone) -> list[bytes]:
+        # A caller that may see any topic may know where its data is; others need the permission.
         if not any(caller.allows(Permission.LOOKUP, topic=name) for name in self._source.names()):
             caller.check(Permission.LOOKUP)
         return [encode_settings(self._source.config)]
 
     # -- publishes --------------------------------------------------------------------------
 
-    def _append_staged(self, caller: Caller, body: bytes, is_gone: _IsGone) -> list[bytes]:
+    def _append_staged(self, caller: FlightCaller, body: bytes, is_gone: _IsGone) -> list[bytes]:
         asked = AppendStaged.from_json(body)
         caller.check(Permission.PRODUCE, topic=asked.topic)
         self._source.open(asked.topic, create=asked.create, ack=asked.ack, codec=asked.codec)
@@ -337,7 +329,7 @@ class FlightService:
     async def do_put(
         self,
         requests: AsyncIterator[bytes],
-        context: Any,  # noqa: ANN401
+        context: object,
     ) -> AsyncIterator[bytes]:
         """Appends rows, and answers each batch."""
         with self._counted(PUBLISH) as caller:
@@ -345,7 +337,7 @@ class FlightService:
             data = _data(first if first is not None else b"")
             if len(data.header) > _HEADER_BYTES:
                 raise InvalidRequestError(
-                    f"a schema of {len(data.header)} bytes", hint=f"at most {_HEADER_BYTES}"
+                    f"a schema must have at most {_HEADER_BYTES} bytes, not {len(data.header)}"
                 )
             opened = PutOpen.from_json(data.command or b"")
             caller.check(Permission.PRODUCE, topic=opened.topic)
@@ -354,17 +346,17 @@ class FlightService:
             release = self._streams.take(caller.name)
             try:
                 topic = await self._run(self._open_to_publish, opened)
-                who: dict[str, Any] = {"producer": opened.producer, "principal": caller.name}
+                who = _Publisher(producer=opened.producer, principal=caller.name)
                 publishing = Publishing(
                     topic,
                     opened,
-                    read=partial(_read_rows, schema=schema),
+                    read=partial(_read_rows, schema=schema, plain=PlainRows(schema)),
                     run=self._run,
                     limits=self._limits,
                     batch_bytes_max=self._batch_bytes_max,
                     admit=partial(self._source.admit, **who),
                     admits_at_once=partial(self._source.admits_at_once, **who),
-                    note=self._source.note,
+                    on_appended=self._source.count_appended,
                     still_allowed=partial(caller.check, Permission.PRODUCE, topic=opened.topic),
                 )
                 with self._listed(publishing), self._source.publishing(topic):
@@ -401,6 +393,11 @@ class FlightService:
                 self._publishing.discard(publishing)
 
 
+class _Publisher(TypedDict):
+    producer: str | None
+    principal: str
+
+
 class _Streams:
     """Counts streams under way, and refuses more than there may be. Thread-safe."""
 
@@ -418,7 +415,7 @@ class _Streams:
         """Counts one more stream; returns the function that ends it.
 
         Raises:
-            CapacityError: There are too many.
+            CapacityError: There are too many topics.
         """
         limits = self._limits
         with self._lock:
@@ -457,7 +454,7 @@ _UNSUPPORTED: Final = {
 }
 
 
-async def _refuse(name: str, _request: Any, _context: Any) -> AsyncIterator[bytes]:  # noqa: ANN401
+async def _refuse(name: str, _request: object, _context: object) -> AsyncIterator[bytes]:
     yield _unsupported(name)
 
 
@@ -474,25 +471,32 @@ def _fields(request: bytes) -> dict[int, memoryview]:
     try:
         return decode_fields(request)
     except ValueError as error:
-        raise InvalidRequestError(f"the request is not a message of this call: {error}") from error
+        raise InvalidRequestError(
+            f"the request cannot be decoded as this method's message: {error}"
+        ) from error
 
 
 def _read_rows(
-    message: bytes, *, schema: pa.Schema, bytes_max: int
-) -> tuple[pa.RecordBatch | None, bytes]:
-    """The batch of a message, if it has one, and its application metadata."""
+    message: bytes, *, schema: pa.Schema, plain: PlainRows, bytes_max: int
+) -> tuple[Rows | None, bytes]:
+    """The rows of a message, if it has any, and its application metadata."""
     data = _data(message)
-    return read_batch(data, schema, bytes_max=bytes_max), bytes(data.metadata)
+    rows: Rows | None = plain.read(data)
+    if rows is None:
+        rows = read_batch(data, schema, bytes_max=bytes_max)
+    return rows, bytes(data.metadata)
 
 
 def _data(message: bytes) -> FlightData:
     try:
         return FlightData(message)
     except ValueError as error:
-        raise InvalidRequestError(f"the request is not a message of this call: {error}") from error
+        raise InvalidRequestError(
+            f"the request cannot be decoded as this method's message: {error}"
+        ) from error
 
 
 def _ending() -> IsterError:
     return UnavailableError(
-        "the broker is ending", hint="reconnect, and send again what was not answered"
+        "the broker is shutting down", hint="reconnect, and send again what was not answered"
     )

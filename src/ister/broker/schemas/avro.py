@@ -1,26 +1,29 @@
-"""Avro schemas: reading them, telling them apart, and whether one reads what another wrote.
+"""Avro schemas: parsing, the canonical form, and Avro's rules of schema resolution.
 
-Owns: the canonical form and Avro's rules of schema resolution. Does not own: payloads
-(`avro_datum`).
+Does not own: payloads (`avro_datum`).
 
-Two texts mean the same schema if they differ only in layout, in `doc`, and in how names are
-written (with a namespace beside or inside). Unlike Avro's own canonical form this one keeps
-defaults, aliases and logical types: they decide what can be read.
+Two texts mean the same schema if they differ only in layout, in `doc`, and in where names have
+their namespace. Unlike Avro's own canonical form, this one keeps defaults, aliases and logical
+types, since they decide what can be read.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import fastavro
 import fastavro.schema
 
 from ister.broker.schemas.avro_datum import DatumChecker
-from ister.broker.schemas.definition import canonical_json, fingerprint, read_json, shorten
+from ister.broker.schemas.definition import (
+    Json,
+    canonical_json,
+    fingerprint,
+    read_json,
+    shorten,
+)
 from ister.broker.schemas.kinds import SchemaType
 from ister.errors import InvalidRequestError
-
-__all__ = ["AvroDefinition", "read_avro"]
 
 _PROMOTIONS: Final = {
     ("int", "long"),
@@ -44,19 +47,19 @@ class AvroDefinition:
 
     schema_type: Final = SchemaType.AVRO
 
-    def __init__(self, schema: Any) -> None:  # noqa: ANN401 - JSON
+    def __init__(self, schema: Json) -> None:
         self.schema = _tidy(schema)
-        """As fastavro parsed it: full names, every type defined where it is first met."""
-        self.named: dict[str, Any] = {}
+        """As parsed by fastavro: full names, every type defined where it is first used."""
+        self.named: dict[str, Json] = {}
         _collect_named(self.schema, self.named)
         self.fingerprint = fingerprint(canonical_json(self.schema))
         self._checker = DatumChecker(self.schema, self.named)
 
     def check(self, payload: bytes) -> str | None:
-        """Why a payload is not one datum of this schema, or a file of them; None if it is."""
+        """Why a payload is neither a datum nor an Avro file of this schema; None if it is."""
         reason = self._checker.check(payload)
         if reason is not None and payload.startswith(b"Obj\x01"):
-            # The reader of Danube's broker takes whole files, with the schema at their head.
+            # Danube's broker accepts whole Avro files, which start with the schema.
             return self._checker.check_file(payload, self._is_same)
         return reason
 
@@ -65,13 +68,13 @@ class AvroDefinition:
         return self._checker.check(payload)
 
     def cannot_read(self, writer: AvroDefinition) -> list[str]:
-        """What of `writer` does not resolve to this schema."""
+        """The parts of `writer` that do not resolve to this schema."""
         resolution = _Resolution(self.named, writer.named)
         resolution.compare(self.schema, writer.schema, "")
         return resolution.problems
 
     def breaks(self, older: AvroDefinition) -> list[str]:
-        """Nothing: resolution says it all."""
+        """Finds no problems: resolution covers all rules."""
         return []
 
     def _is_same(self, text: bytes) -> bool:
@@ -82,10 +85,10 @@ class AvroDefinition:
 
 
 def read_avro(data: bytes) -> AvroDefinition:
-    """Reads an Avro schema.
+    """Parses an Avro schema.
 
     Raises:
-        InvalidRequestError: It is none.
+        InvalidRequestError: It is invalid.
     """
     given = read_json(data, "Avro schema")
     try:
@@ -101,45 +104,45 @@ def read_avro(data: bytes) -> AvroDefinition:
     ) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        # fastavro raises what it stumbles over, not only its own errors.
+        # fastavro does not only raise its own errors.
         reason = shorten(str(error)) or type(error).__name__
-        raise InvalidRequestError(f"the Avro schema is wrong: {reason}") from error
+        raise InvalidRequestError(f"invalid Avro schema: {reason}") from error
 
 
-def _check_shape(schema: Any, *, is_branch: bool = False) -> None:  # noqa: ANN401 - JSON
-    """Refuses what fastavro lets through."""
+def _check_shape(schema: Json, *, is_branch: bool = False) -> None:
+    """Refuses invalid schemas that fastavro accepts."""
     if isinstance(schema, list):
         if is_branch:
-            raise InvalidRequestError("the Avro schema is wrong: a union in a union")
+            raise InvalidRequestError("invalid Avro schema: a union inside a union")
         for branch in schema:
             _check_shape(branch, is_branch=True)
         kinds = [_label(branch) for branch in schema if isinstance(branch, str | dict)]
         if len(set(kinds)) != len(kinds):
-            raise InvalidRequestError("the Avro schema is wrong: a union has a type twice")
+            raise InvalidRequestError("invalid Avro schema: a union has a type twice")
     if not isinstance(schema, dict):
         return
     kind = schema.get("type")
     if kind in ("record", "error"):
         fields = schema.get("fields")
         if not isinstance(fields, list):
-            raise InvalidRequestError("the Avro schema is wrong: a record without fields")
+            raise InvalidRequestError("invalid Avro schema: a record without fields")
         names = [field.get("name") for field in fields if isinstance(field, dict)]
         if len(set(names)) != len(names):
-            raise InvalidRequestError("the Avro schema is wrong: a record has a field twice")
+            raise InvalidRequestError("invalid Avro schema: a record has a field twice")
         for field in fields:
             _check_shape(field.get("type") if isinstance(field, dict) else None)
     elif kind == "fixed":
         size = schema.get("size")
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise InvalidRequestError("the Avro schema is wrong: a fixed type without a size")
+            raise InvalidRequestError("invalid Avro schema: a fixed type without a size")
     elif isinstance(kind, dict | list):
         _check_shape(kind)
     for inner in (schema.get("items"), schema.get("values")):
         _check_shape(inner)
 
 
-def _tidy(schema: Any) -> Any:  # noqa: ANN401 - JSON
-    """Without remarks, and without what fastavro notes for itself."""
+def _tidy(schema: Json) -> Json:
+    """The schema without docs and without fastavro's own entries."""
     if isinstance(schema, list):
         return [_tidy(branch) for branch in schema]
     if not isinstance(schema, dict):
@@ -168,7 +171,7 @@ def _tidy(schema: Any) -> Any:  # noqa: ANN401 - JSON
     return kind if is_reference or list(tidy) == ["type"] else tidy
 
 
-def _collect_named(schema: Any, named: dict[str, Any]) -> None:  # noqa: ANN401 - JSON
+def _collect_named(schema: Json, named: dict[str, Json]) -> None:
     if isinstance(schema, list):
         for branch in schema:
             _collect_named(branch, named)
@@ -182,17 +185,17 @@ def _collect_named(schema: Any, named: dict[str, Any]) -> None:  # noqa: ANN401 
 
 
 class _Resolution:
-    """One comparison of a reader's schema with a writer's."""
+    """Resolves a writer's schema against a reader's."""
 
-    def __init__(self, reader_named: dict[str, Any], writer_named: dict[str, Any]) -> None:
+    def __init__(self, reader_named: dict[str, Json], writer_named: dict[str, Json]) -> None:
         self.problems: list[str] = []
         self._reader_named = reader_named
         self._writer_named = writer_named
-        # Pairs of named types that were looked at, or are being looked at further up.
+        # Pairs of named types that were compared, or are being compared further up.
         self._seen: dict[tuple[str, str], bool] = {}
 
-    def compare(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
-        """Whether `reader` reads what `writer` wrote; notes down why not."""
+    def compare(self, reader: Json, writer: Json, where: str) -> bool:
+        """Whether `reader` reads what `writer` wrote; collects the problems."""
         reader = self._reader_named.get(reader, reader) if isinstance(reader, str) else reader
         writer = self._writer_named.get(writer, writer) if isinstance(writer, str) else writer
         if isinstance(writer, list):
@@ -213,7 +216,7 @@ class _Resolution:
             return self._compare_named(reader, writer, reader_kind, where)
         return self._compare_decimals(reader, writer, where)
 
-    def _compare_union(self, reader: list[Any], writer: Any, where: str) -> bool:  # noqa: ANN401
+    def _compare_union(self, reader: list[Json], writer: Json, where: str) -> bool:
         noted = len(self.problems)
         for branch in reader:
             if self.compare(branch, writer, where):
@@ -222,11 +225,11 @@ class _Resolution:
         del self.problems[noted:]
         return self._problem(where, f"no branch of the union reads {_label(writer)}")
 
-    def _compare_named(self, reader: Any, writer: Any, kind: str, where: str) -> bool:  # noqa: ANN401
+    def _compare_named(self, reader: Json, writer: Json, kind: str, where: str) -> bool:
         known = self._seen.get((reader["name"], writer["name"]))
         if known is not None:
             return known
-        # While it is being looked at it counts as fitting: a list fits if its elements do.
+        # A pair that is being compared counts as fitting: a recursive type fits if its parts do.
         self._seen[reader["name"], writer["name"]] = True
         fits = self._fits_by_name(reader, writer, where)
         if kind in ("record", "error"):
@@ -242,7 +245,7 @@ class _Resolution:
         self._seen[reader["name"], writer["name"]] = fits
         return fits
 
-    def _fits_by_name(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+    def _fits_by_name(self, reader: Json, writer: Json, where: str) -> bool:
         wanted = _short(writer["name"])
         if wanted == _short(reader["name"]):
             return True
@@ -250,7 +253,7 @@ class _Resolution:
             return True
         return self._problem(where, f"{writer['name']} is not {reader['name']}")
 
-    def _compare_fields(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+    def _compare_fields(self, reader: Json, writer: Json, where: str) -> bool:
         written = {field["name"]: field for field in writer["fields"]}
         fits = True
         for field in reader["fields"]:
@@ -260,16 +263,16 @@ class _Resolution:
             if source is not None:
                 fits = self.compare(field["type"], source["type"], place) and fits
             elif "default" not in field:
-                fits = self._problem(place, "is not written, and has no default")
+                fits = self._problem(place, "is not written and has no default")
         return fits
 
-    def _compare_symbols(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+    def _compare_symbols(self, reader: Json, writer: Json, where: str) -> bool:
         missing = [symbol for symbol in writer["symbols"] if symbol not in reader["symbols"]]
         if not missing or "default" in reader:
             return True
         return self._problem(where, f"{reader['name']} lacks the symbol {missing[0]}")
 
-    def _compare_decimals(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401
+    def _compare_decimals(self, reader: Json, writer: Json, where: str) -> bool:
         before, after = _decimal(writer), _decimal(reader)
         if before is None or after is None or before == after:
             return True
@@ -280,12 +283,12 @@ class _Resolution:
         return False
 
 
-def _kind(schema: Any) -> str:  # noqa: ANN401 - JSON
+def _kind(schema: Json) -> str:
     kind = schema["type"] if isinstance(schema, dict) else schema
     return "record" if kind == "error" else str(kind)
 
 
-def _label(schema: Any) -> str:  # noqa: ANN401 - JSON
+def _label(schema: Json) -> str:
     if isinstance(schema, dict):
         return str(schema.get("name") or schema.get("type"))
     return str(schema)
@@ -295,7 +298,7 @@ def _short(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _decimal(schema: Any) -> tuple[Any, Any] | None:  # noqa: ANN401 - JSON
+def _decimal(schema: Json) -> tuple[Json, Json] | None:
     if isinstance(schema, dict) and schema.get("logicalType") == "decimal":
         return schema.get("precision"), schema.get("scale", 0)
     return None

@@ -1,20 +1,20 @@
-"""Whether bytes are a datum of an Avro schema, without making a datum of them.
+"""Checks whether bytes are a datum of an Avro schema, without building the datum.
 
-Owns: walking over Avro's binary encoding. Nothing is kept of what is walked over: a decoder that
-builds lists and dicts makes gigabytes of a message that says `ten million empty records`.
+A decoder that builds lists and dicts would need gigabytes for a message that declares ten million
+empty records; walking over the encoding needs none.
 
-Bounds: a payload has at most as many items in arrays and maps as it has bytes, some more fields,
-and at most `_DEPTH_MAX` records inside of each other. An array of things that take no bytes, as
-`null`, may say more items than that; such a payload is refused.
+Limits: a payload has at most as many items in arrays and maps as it has bytes, a bounded number of
+fields, and at most `_DEPTH_MAX` nested records. A longer array of items without bytes, such as
+`null`, is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
-__all__ = ["DatumChecker"]
+from ister.broker.schemas.definition import Json
 
 _DEPTH_MAX: Final = 64
 _FIELDS_PER_BYTE: Final = 4
@@ -29,7 +29,7 @@ class _MisfitError(Exception):
 
 
 class _Cursor:
-    """Where the walk is."""
+    """The position of the walk."""
 
     __slots__ = ("data", "depth", "fields_left", "items", "position")
 
@@ -46,7 +46,7 @@ class _Cursor:
         data, position = self.data, self.position
         for _ in range(_VARINT_BYTES_MAX):
             if position >= len(data):
-                raise _MisfitError("the payload ends inside of a number")
+                raise _MisfitError("the payload ends inside a number")
             byte = data[position]
             position += 1
             value |= (byte & 0x7F) << shift
@@ -59,7 +59,7 @@ class _Cursor:
         raise _MisfitError(f"the number at byte {self.position} has more than {bits} bits")
 
     def skip(self, count: int) -> bytes:
-        """So many bytes."""
+        """Skips `count` bytes and returns them."""
         start = self.position
         if count < 0 or count > len(self.data) - start:
             raise _MisfitError(f"a value at byte {start} goes beyond the payload")
@@ -67,7 +67,7 @@ class _Cursor:
         return self.data[start : self.position]
 
     def block(self) -> int:
-        """How many items follow; 0 at the end."""
+        """The number of items in the next block; 0 at the end."""
         count = self.integer()
         if count < 0:
             count = -count
@@ -82,9 +82,9 @@ _Walk: TypeAlias = Callable[[_Cursor], object]
 
 
 class DatumChecker:
-    """Walks over payloads of one schema. Thread-safe."""
+    """Checks payloads of one schema. Thread-safe."""
 
-    def __init__(self, schema: Any, named: dict[str, Any]) -> None:  # noqa: ANN401 - JSON
+    def __init__(self, schema: Json, named: dict[str, Json]) -> None:
         self._named = named
         self._walks: dict[str, _Walk] = {}
         self._walk = self._compile(schema)
@@ -99,7 +99,7 @@ class DatumChecker:
         except RecursionError:
             return "nested too deep"
         if cursor.position != len(payload):
-            return f"{len(payload) - cursor.position} bytes are left behind the datum"
+            return f"{len(payload) - cursor.position} bytes follow the datum"
         return None
 
     def check_file(self, payload: bytes, is_same: Callable[[bytes], bool]) -> str | None:
@@ -108,7 +108,7 @@ class DatumChecker:
         try:
             header = self._read_header(cursor)
             if not is_same(header.get(b"avro.schema", b"")):
-                return "the file has another schema than the message says"
+                return "the schema in the file is not the one of the message"
             if header.get(b"avro.codec", b"null") != b"null":
                 return "the file is compressed"
             sync = cursor.skip(_SYNC_BYTES)
@@ -142,7 +142,7 @@ class DatumChecker:
                 header[name] = cursor.skip(cursor.integer())
         return header
 
-    def _compile(self, schema: Any) -> _Walk:  # noqa: ANN401 - JSON
+    def _compile(self, schema: Json) -> _Walk:
         if isinstance(schema, list):
             return _union([self._compile(branch) for branch in schema])
         if isinstance(schema, str) and schema in self._named:
@@ -161,7 +161,7 @@ class DatumChecker:
 
     def _named_walk(self, name: str) -> _Walk:
         if name not in self._walks:
-            # A type may contain itself, so what stands for it is looked up only when walking.
+            # A type may contain itself, so its walk is looked up only while walking.
             self._walks[name] = partial(self._walk_named, name)
             self._walks[name] = self._compile_named(self._named[name])
         return self._walks[name]
@@ -169,7 +169,7 @@ class DatumChecker:
     def _walk_named(self, name: str, cursor: _Cursor) -> None:
         self._walks[name](cursor)
 
-    def _compile_named(self, schema: Any) -> _Walk:  # noqa: ANN401 - JSON
+    def _compile_named(self, schema: Json) -> _Walk:
         if schema["type"] == "fixed":
             size = schema["size"]
             return lambda cursor: cursor.skip(size)
@@ -184,9 +184,9 @@ def _record(fields: list[_Walk]) -> _Walk:
         cursor.depth += 1
         cursor.fields_left -= len(fields)
         if cursor.depth > _DEPTH_MAX:
-            raise _MisfitError(f"more than {_DEPTH_MAX} records inside of each other")
+            raise _MisfitError(f"more than {_DEPTH_MAX} nested records")
         if cursor.fields_left < 0:
-            raise _MisfitError("far more fields than the payload has bytes")
+            raise _MisfitError("too many fields for the size of the payload")
         for field in fields:
             field(cursor)
         cursor.depth -= 1
@@ -220,13 +220,13 @@ def _map(value: _Walk) -> _Walk:
 def _index(cursor: _Cursor, count: int, what: str) -> int:
     index = cursor.integer()
     if not 0 <= index < count:
-        raise _MisfitError(f"there is no {what} {index} of {count}, before byte {cursor.position}")
+        raise _MisfitError(f"invalid {what} {index} of {count} before byte {cursor.position}")
     return index
 
 
 def _boolean(cursor: _Cursor) -> None:
     if cursor.skip(1) not in (b"\x00", b"\x01"):
-        raise _MisfitError(f"byte {cursor.position - 1} is no boolean")
+        raise _MisfitError(f"byte {cursor.position - 1} is not a boolean")
 
 
 def _string(cursor: _Cursor) -> None:

@@ -1,9 +1,9 @@
-"""Payloads by their schemas, as values of JSON: for people who look at messages.
+"""Decodes payloads by their schemas into JSON values, for browsing messages.
 
-Owns: how each kind of payload is shown. Does not own: what fits a schema (`definitions`).
+Does not own: whether a payload matches its schema (`definitions`).
 
-Both come from strangers. A payload that does not fit is not decoded, so what is decoded is bounded
-as the check is. What comes out is bounded, too: names of a schema may be long and come often.
+Both are untrusted. Only a payload that matches is decoded, so the limits of the check hold here
+too. The output is limited as well, since the names in a schema may be long and repeated.
 """
 
 from __future__ import annotations
@@ -17,60 +17,58 @@ import math
 import struct
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import fastavro
 from google.protobuf import json_format
 
 from ister.broker.schemas.avro import AvroDefinition
-from ister.broker.schemas.definition import Definition
+from ister.broker.schemas.definition import Definition, Json
 from ister.broker.schemas.kinds import SchemaType
 from ister.broker.schemas.primitives import NumberDefinition
 from ister.broker.schemas.protobuf import ProtobufDefinition
 from ister.errors import InvalidRequestError
 from ister.limits import KIB
 
-__all__ = ["DECODED_BYTES_MAX", "decode_payload", "parse_json"]
-
 DECODED_BYTES_MAX: Final = 256 * KIB
-"""The largest payload that is decoded, and about the most that comes out of one."""
+"""The largest payload that is decoded; the output is at most about twice as large."""
 
 _DEPTH_MAX: Final = 100
 _NUMBERS: Final = {"int": "i", "float": "f", "int64": "q", "double": "d"}
 
 
-def decode_payload(definition: Definition, payload: bytes) -> Any:  # noqa: ANN401 - JSON
-    """A payload as values of JSON.
+def decode_payload(definition: Definition, payload: bytes) -> Json:
+    """Decodes a payload into JSON values.
 
-    Bytes in it are base64, points in time and decimals are text, and so are numbers that JSON has
-    no word for.
+    Bytes become base64; times, decimals, and numbers that JSON cannot express become strings.
 
     Raises:
-        InvalidRequestError: It does not fit, or is too large to be shown.
+        InvalidRequestError: It does not match its schema, or is too large.
     """
     if len(payload) > DECODED_BYTES_MAX:
         raise InvalidRequestError(
-            f"{len(payload)} bytes are too many to be decoded here",
-            hint=f"at most {DECODED_BYTES_MAX} are",
+            f"the payload has {len(payload)} bytes; at most {DECODED_BYTES_MAX} are decoded"
         )
     reason = definition.check(payload)
     if reason is not None:
-        raise InvalidRequestError(f"it does not fit its schema: {reason}")
+        raise InvalidRequestError(f"the payload does not match its schema: {reason}")
     try:
         return _Plain().of(_decode(definition, payload), 0)
     except InvalidRequestError:
         raise
     except RecursionError as error:
-        raise InvalidRequestError("it is nested too deep to be shown") from error
-    except Exception as error:  # what a library stumbles over
-        raise InvalidRequestError(f"it cannot be decoded: {type(error).__name__}") from error
+        raise InvalidRequestError("the payload is nested too deep") from error
+    except Exception as error:  # libraries raise errors of their own
+        raise InvalidRequestError(
+            f"the payload cannot be decoded: {type(error).__name__}"
+        ) from error
 
 
-def parse_json(data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Bytes as JSON.
+def parse_json(data: bytes) -> Json:
+    """Parses JSON within the limits of `decode_payload`.
 
     Raises:
-        ValueError: They are none, or nested too deep to be shown.
+        ValueError: It is not JSON, or nested too deep.
     """
     try:
         value = json.loads(data, parse_constant=_refuse)
@@ -80,17 +78,17 @@ def parse_json(data: bytes) -> Any:  # noqa: ANN401 - JSON
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _decode(definition: Definition, payload: bytes) -> Any:  # noqa: ANN401 - any value
+def _decode(definition: Definition, payload: bytes) -> Json:
     if isinstance(definition, AvroDefinition):
         if payload.startswith(b"Obj\x01") and definition.check_datum(payload) is not None:
             return list(fastavro.reader(io.BytesIO(payload)))
         return fastavro.schemaless_reader(io.BytesIO(payload), definition.schema, None)
     if isinstance(definition, ProtobufDefinition):
         return json_format.MessageToDict(
-            definition.message_class.FromString(payload), preserving_proto_field_name=True
+            definition.decode(payload), preserving_proto_field_name=True
         )
     if isinstance(definition, NumberDefinition):
         return _number(definition.name, payload)
@@ -102,9 +100,9 @@ def _decode(definition: Definition, payload: bytes) -> Any:  # noqa: ANN401 - an
 
 
 def _number(name: str, payload: bytes) -> dict[str, float] | None:
-    """A number in either order of bytes: no schema says in which one clients write it.
+    """A number in both byte orders, since no schema says which one clients use.
 
-    None if the schema does not say which of the numbers of this width it is.
+    None if the schema does not name the number type.
     """
     kind = _NUMBERS.get(name)
     if kind is None:
@@ -116,20 +114,20 @@ def _number(name: str, payload: bytes) -> dict[str, float] | None:
 
 
 class _Plain:
-    """Makes values of JSON out of others, as long as they do not become too many."""
+    """Converts values to JSON values, up to a total size."""
 
     def __init__(self) -> None:
         self._room = 2 * DECODED_BYTES_MAX
 
-    def of(self, value: Any, depth: int) -> Any:  # noqa: ANN401 - one line for each kind
-        """A value, and all that is in it."""
+    def of(self, value: Json, depth: int) -> Json:
+        """Converts a value and everything in it."""
         if depth > _DEPTH_MAX:
-            raise InvalidRequestError("it is nested too deep to be shown")
+            raise InvalidRequestError("the payload is nested too deep")
         self._take(2)
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int):
-            # Beyond 64 bits nobody would read it as a number.
+            # JavaScript and others cannot read larger numbers.
             return value if -(1 << 63) <= value < 1 << 64 else self._text(f"{value:#x}")
         if isinstance(value, float):
             return value if math.isfinite(value) else str(value)
@@ -154,4 +152,4 @@ class _Plain:
     def _take(self, count: int) -> None:
         self._room -= count
         if self._room < 0:
-            raise InvalidRequestError("it is too large to be shown")
+            raise InvalidRequestError("the decoded payload is too large")

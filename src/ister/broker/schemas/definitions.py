@@ -1,7 +1,4 @@
-"""Definitions of every type: reading one, and whether it may follow on another.
-
-Owns: which reader goes with which type. Does not own: any of them.
-"""
+"""Reads a definition of any schema type, and compares two of them."""
 
 from __future__ import annotations
 
@@ -13,19 +10,17 @@ from ister.broker.schemas.primitives import BytesDefinition, StringDefinition, r
 from ister.broker.schemas.protobuf import read_protobuf
 from ister.errors import InvalidRequestError
 
-__all__ = ["find_incompatibilities", "read_definition"]
-
 
 def read_definition(type_name: str, data: bytes) -> Definition:
-    """Reads a definition.
+    """Parses a definition.
 
     Raises:
-        InvalidRequestError: There is no such type, or the definition is wrong or too large.
+        InvalidRequestError: The type is unknown, or the definition is invalid or too large.
     """
     schema_type = parse_schema_type(type_name)
     if len(data) > DEFINITION_BYTES_MAX:
         raise InvalidRequestError(
-            f"a schema of {len(data)} bytes", hint=f"at most {DEFINITION_BYTES_MAX} are taken"
+            f"the schema has {len(data)} bytes; the maximum is {DEFINITION_BYTES_MAX}"
         )
     match schema_type:
         case SchemaType.BYTES:
@@ -43,11 +38,11 @@ def read_definition(type_name: str, data: bytes) -> Definition:
 
 
 def find_incompatibilities(old: Definition, new: Definition, mode: CompatibilityMode) -> list[str]:
-    """Why `new` may not follow on `old`; empty if it may."""
+    """Why `new` may not follow `old`; empty if it may."""
     if mode is CompatibilityMode.NONE or old.fingerprint == new.fingerprint:
         return []
     if old.schema_type is not new.schema_type:
-        return [f"the subject is {old.schema_type}, and this is {new.schema_type}"]
+        return [f"the subject has the type {old.schema_type}, not {new.schema_type}"]
     problems = new.breaks(old)
     if mode in (CompatibilityMode.BACKWARD, CompatibilityMode.FULL):
         problems += [f"backward: {reason}" for reason in new.cannot_read(old)]

@@ -1,26 +1,22 @@
-"""Whether one JSON Schema admits what another one admits: rules, as a proof is out of reach.
+"""Compatibility of JSON Schemas by rules, since a proof is out of reach.
 
-Owns: the comparison. Does not own: reading schemas.
+`reader` must accept what was written for `writer`. Types, enumerations, bounds, objects and arrays
+are compared recursively. Two rules go beyond accepting and refusing:
 
-`reader` is to accept what was made for `writer`. Judged are types, enumerations, bounds, objects
-and arrays, all the way down. Two rules go beyond accepting and refusing:
+- a reader may add an optional property, although a writer that allows any properties could have
+  used the name for something else: this is how schemas grow;
+- the reader must know every required property of the writer. So required properties are neither
+  added nor removed, in either direction.
 
-- a property that the reader adds may be missing from the writer's schema, although a writer that
-  takes any properties could have used its name for something else: schemas grow like that;
-- a field that the writer always writes has to be known to the reader. So a required field is
-  neither added nor taken away, in whichever direction versions have to fit.
-
-What cannot be judged (`not`, `if`, patterns, ...) has to stay as it is; a reader may drop it.
+Other rules (`not`, `if`, patterns, ...) must stay equal; a reader may drop them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final, TypeAlias
 
-from ister.broker.schemas.definition import canonical_json, shorten
-
-__all__ = ["JsonComparison"]
+from ister.broker.schemas.definition import Json, canonical_json, shorten
 
 _TYPES: Final = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 _LOWER: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
@@ -44,22 +40,23 @@ _UNJUDGED: Final = (
     "$dynamicRef",
     "$recursiveRef",
 )
+_Object: TypeAlias = dict[str, Json]
 _PAIRS_MAX: Final = 20_000
 _PROBLEMS_MAX: Final = 50
 
 
 class JsonComparison:
-    """One comparison."""
+    """Compares two schemas."""
 
-    def __init__(self, reader: Any, writer: Any) -> None:  # noqa: ANN401 - JSON
+    def __init__(self, reader: Json, writer: Json) -> None:
         self._reader_root = reader
         self._writer_root = writer
         self._problems: list[str] = []
-        # Pairs that were looked at, or are being looked at further up: a schema may hold itself.
-        # The schemas live as long as the comparison does, so their ids stay theirs.
+        # Pairs that were compared, or are being compared further up: schemas may be recursive.
+        # The comparison keeps the schemas alive, so ids are not reused.
         self._seen: dict[tuple[int, int], bool] = {}
         self._pairs_left = _PAIRS_MAX
-        self._kept: list[Any] = []
+        self._kept: list[Json] = []
         definitions = [
             canonical_json([root.get("$defs"), root.get("definitions")])
             for root in (reader, writer)
@@ -68,31 +65,31 @@ class JsonComparison:
         self._has_same_definitions = len(set(definitions)) <= 1
 
     def run(self) -> list[str]:
-        """What does not fit; empty if all does."""
+        """The incompatibilities; empty if there are none."""
         self._compare(self._reader_root, self._writer_root, "")
         return self._problems[:_PROBLEMS_MAX]
 
-    def _compare(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+    def _compare(self, reader: Json, writer: Json, where: str) -> bool:
         reader = _resolve(reader, self._reader_root)
         writer = _resolve(writer, self._writer_root)
         if reader is None or writer is None:
-            return self._problem(where, "a reference cannot be followed")
+            return self._problem(where, "a reference cannot be resolved")
         pair = id(reader), id(writer)
         if pair in self._seen:
             return self._seen[pair]
         self._pairs_left -= 1
         if self._pairs_left < 0:
-            return self._problem(where, "there is too much to compare")
+            return self._problem(where, "the schemas are too large to compare")
         self._seen[pair] = True
         if reader is True or reader == {} or writer is False:
             return True
         if reader is False:
-            return self._problem(where, "nothing is accepted any more")
+            return self._problem(where, "nothing is accepted now")
         fits = self._compare_rules(reader, {} if writer is True else writer, where)
         self._seen[pair] = fits
         return fits
 
-    def _compare_rules(self, reader: dict[str, Any], writer: dict[str, Any], where: str) -> bool:
+    def _compare_rules(self, reader: _Object, writer: _Object, where: str) -> bool:
         if not _alternatives(reader) and _alternatives(writer):
             merged = self._merge_alternatives(writer)
             fits = [self._compare(reader, branch, where) for branch in merged]
@@ -114,7 +111,7 @@ class JsonComparison:
 
     # -- values -----------------------------------------------------------------------------
 
-    def _compare_types(self, reader: dict[str, Any], writer: dict[str, Any], where: str) -> bool:
+    def _compare_types(self, reader: _Object, writer: _Object, where: str) -> bool:
         if "enum" in writer or "const" in writer:
             written = {_type_of(value) for value in _values(writer) or ()}
         else:
@@ -126,10 +123,10 @@ class JsonComparison:
         if not missing:
             return True
         if "type" not in writer and "enum" not in writer and "const" not in writer:
-            return self._problem(where, f"only {_names(read)} is accepted, where all was")
+            return self._problem(where, f"only {_names(read)} is accepted; every type was")
         return self._problem(where, f"{_names(missing)} is not accepted, only {_names(read)}")
 
-    def _compare_values(self, reader: dict[str, Any], writer: dict[str, Any], where: str) -> bool:
+    def _compare_values(self, reader: _Object, writer: _Object, where: str) -> bool:
         accepted = _values(reader)
         if accepted is None:
             return True
@@ -143,7 +140,7 @@ class JsonComparison:
                 return self._problem(where, f"the value {shown} is not accepted")
         return True
 
-    def _compare_bounds(self, reader: dict[str, Any], writer: dict[str, Any], where: str) -> bool:
+    def _compare_bounds(self, reader: _Object, writer: _Object, where: str) -> bool:
         fits = True
         for names, is_narrower in ((_LOWER, _is_above), (_UPPER, _is_below)):
             for name in names:
@@ -154,10 +151,10 @@ class JsonComparison:
         if "multipleOf" in reader and not _divides(reader["multipleOf"], writer.get("multipleOf")):
             fits = self._problem(where, "multipleOf is narrower")
         if reader.get("uniqueItems") and not writer.get("uniqueItems"):
-            fits = self._problem(where, "items may not repeat any more")
+            fits = self._problem(where, "items must be unique now")
         return fits
 
-    def _compare_unjudged(self, reader: dict[str, Any], writer: dict[str, Any], where: str) -> bool:
+    def _compare_unjudged(self, reader: _Object, writer: _Object, where: str) -> bool:
         fits = True
         for name in _UNJUDGED:
             if name not in reader or (name in ("then", "else") and "if" not in reader):
@@ -166,13 +163,13 @@ class JsonComparison:
                 fits = self._problem(where, f"{name} is new or different")
         return fits
 
-    def _is_same(self, reader: Any, writer: Any) -> bool:  # noqa: ANN401 - JSON
+    def _is_same(self, reader: Json, writer: Json) -> bool:
         text = canonical_json(reader)
         if text != canonical_json(writer):
             return False
         return self._has_same_definitions or b'"$ref"' not in text
 
-    def _compare_all_of(self, reader: dict[str, Any], writer: dict[str, Any], where: str) -> bool:
+    def _compare_all_of(self, reader: _Object, writer: _Object, where: str) -> bool:
         fits = True
         written = writer.get("allOf", ())
         for part in reader.get("allOf", ()):
@@ -184,8 +181,8 @@ class JsonComparison:
                 fits = self._problem(where, "a part of allOf is new or narrower")
         return fits
 
-    def _merge_alternatives(self, schema: dict[str, Any]) -> list[Any]:
-        """Each alternative together with what holds for all of them."""
+    def _merge_alternatives(self, schema: _Object) -> list[Json]:
+        """Each alternative merged with the rules beside them."""
         common = {name: rule for name, rule in schema.items() if name not in ("anyOf", "oneOf")}
         merged = []
         for branch in _alternatives(schema):
@@ -194,9 +191,7 @@ class JsonComparison:
         self._kept.append(merged)
         return merged
 
-    def _compare_alternatives(
-        self, reader: dict[str, Any], writer: dict[str, Any], where: str
-    ) -> bool:
+    def _compare_alternatives(self, reader: _Object, writer: _Object, where: str) -> bool:
         fits = True
         for name in ("anyOf", "oneOf"):
             if name not in reader:
@@ -204,11 +199,11 @@ class JsonComparison:
             written = _alternatives(writer) or self._split_types(writer)
             for branch in written:
                 if not self._accepts_somewhere(reader[name], branch, where):
-                    fits = self._problem(where, f"no alternative of {name} accepts all of it")
+                    fits = self._problem(where, f"no alternative of {name} accepts it")
         return fits
 
-    def _split_types(self, schema: dict[str, Any]) -> list[Any]:
-        """A schema of several types as one of each: alternatives usually go by type."""
+    def _split_types(self, schema: _Object) -> list[Json]:
+        """One schema per type, since alternatives usually differ by type."""
         types = schema.get("type")
         if not isinstance(types, list):
             return [schema]
@@ -216,7 +211,7 @@ class JsonComparison:
         self._kept.append(split)
         return split
 
-    def _accepts_somewhere(self, branches: list[Any], writer: Any, where: str) -> bool:  # noqa: ANN401
+    def _accepts_somewhere(self, branches: list[Json], writer: Json, where: str) -> bool:
         noted = len(self._problems)
         fits = any(self._compare(branch, writer, where) for branch in branches)
         del self._problems[noted:]
@@ -224,7 +219,7 @@ class JsonComparison:
 
     # -- objects and arrays -----------------------------------------------------------------
 
-    def _compare_objects(self, reader: dict[str, Any], writer: dict[str, Any], where: str) -> bool:
+    def _compare_objects(self, reader: _Object, writer: _Object, where: str) -> bool:
         known, written = reader.get("properties", {}), writer.get("properties", {})
         others = reader.get("additionalProperties", True)
         written_others = writer.get("additionalProperties", True)
@@ -232,7 +227,7 @@ class JsonComparison:
         fits = True
         for name in _names_list(reader.get("required")):
             if name not in always:
-                fits = self._problem(f"{where}/{name}", "is required, and was not")
+                fits = self._problem(f"{where}/{name}", "is required now")
         for name, inner in known.items():
             place = f"{where}/{name}"
             if name in written:
@@ -244,21 +239,21 @@ class JsonComparison:
             if name in known or reader.get("patternProperties"):
                 continue
             if others is False:
-                fits = self._problem(place, "is not accepted any more")
+                fits = self._problem(place, "is not accepted now")
             elif isinstance(others, dict) and others:
                 fits = self._compare(others, inner, place) and fits
             elif name in always:
-                fits = self._problem(place, "is a required field that only one side knows")
+                fits = self._problem(place, "is required, and only one side knows it")
         return self._compare_others(others, written_others, where) and fits
 
-    def _compare_others(self, reader: Any, writer: Any, where: str) -> bool:  # noqa: ANN401 - JSON
+    def _compare_others(self, reader: Json, writer: Json, where: str) -> bool:
         if reader is True or reader == {} or writer is False:
             return True
         if writer is True or writer == {}:
-            return self._problem(where, "further properties are not accepted any more")
+            return self._problem(where, "additional properties are not accepted now")
         return self._compare(reader, writer, f"{where}/*")
 
-    def _compare_arrays(self, reader: dict[str, Any], writer: dict[str, Any], where: str) -> bool:
+    def _compare_arrays(self, reader: _Object, writer: _Object, where: str) -> bool:
         first, rest = _items(reader)
         written_first, written_rest = _items(writer)
         fits = True
@@ -274,12 +269,12 @@ class JsonComparison:
         return False
 
 
-def _alternatives(schema: dict[str, Any]) -> list[Any]:
+def _alternatives(schema: _Object) -> list[Json]:
     return schema.get("anyOf") or schema.get("oneOf") or []
 
 
-def _resolve(schema: Any, root: Any) -> Any:  # noqa: ANN401 - JSON
-    """What a reference means; None if it leads out of the schema or in a circle."""
+def _resolve(schema: Json, root: Json) -> Json:
+    """Resolves a reference; None if it leaves the schema or is circular."""
     for _ in range(100):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
@@ -293,7 +288,7 @@ def _resolve(schema: Any, root: Any) -> Any:  # noqa: ANN401 - JSON
     return None
 
 
-def _follow(root: Any, pointer: str) -> Any:  # noqa: ANN401 - JSON
+def _follow(root: Json, pointer: str) -> Json:
     for part in pointer.split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, dict) and name in root:
@@ -305,21 +300,21 @@ def _follow(root: Any, pointer: str) -> Any:  # noqa: ANN401 - JSON
     return root
 
 
-def _types(schema: dict[str, Any]) -> frozenset[str]:
+def _types(schema: _Object) -> frozenset[str]:
     given = schema.get("type")
     if given is None:
         return _TYPES
     return frozenset([given] if isinstance(given, str) else given)
 
 
-def _values(schema: dict[str, Any]) -> list[Any] | None:
+def _values(schema: _Object) -> list[Json] | None:
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
     return values if isinstance(values, list) else None
 
 
-def _type_of(value: Any) -> str:  # noqa: ANN401 - JSON
+def _type_of(value: Json) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -332,15 +327,15 @@ def _type_of(value: Any) -> str:  # noqa: ANN401 - JSON
     return "object"
 
 
-def _items(schema: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The schemas of the first items, and that of all others, in the words of every draft."""
+def _items(schema: _Object) -> tuple[list[Json], Json]:
+    """The schemas of the first items and of the others, for every draft."""
     items = schema.get("items", True)
     if isinstance(items, list):
         return items, schema.get("additionalItems", True)
     return schema.get("prefixItems", []), items
 
 
-def _names_list(required: Any) -> list[str]:  # noqa: ANN401 - JSON
+def _names_list(required: Json) -> list[str]:
     return required if isinstance(required, list) else []
 
 
@@ -348,26 +343,26 @@ def _names(types: frozenset[str] | set[str]) -> str:
     return " or ".join(sorted(types))
 
 
-def _is_number(value: Any) -> bool:  # noqa: ANN401 - JSON
+def _is_number(value: Json) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_above(bound: Any, before: Any) -> bool:  # noqa: ANN401 - JSON
+def _is_above(bound: Json, before: Json) -> bool:
     return _compare_numbers(bound, before, lambda new, old: new > old)
 
 
-def _is_below(bound: Any, before: Any) -> bool:  # noqa: ANN401 - JSON
+def _is_below(bound: Json, before: Json) -> bool:
     return _compare_numbers(bound, before, lambda new, old: new < old)
 
 
-def _compare_numbers(bound: Any, before: Any, is_narrower: Callable[[Any, Any], bool]) -> bool:  # noqa: ANN401
-    """Whether a bound is narrower. The boolean bounds of draft 4 have to stay as they are."""
+def _compare_numbers(bound: Json, before: Json, is_narrower: Callable[[Json, Json], bool]) -> bool:
+    """Whether a bound is narrower. The boolean bounds of draft 4 must stay equal."""
     if _is_number(bound) and _is_number(before):
         return is_narrower(bound, before)
     return bool(bound != before)
 
 
-def _divides(wanted: Any, before: Any) -> bool:  # noqa: ANN401 - JSON
+def _divides(wanted: Json, before: Json) -> bool:
     if not _is_number(before):
         return False
     try:

@@ -1,18 +1,14 @@
-"""JSON Schemas: reading them, telling them apart, and checking JSON against them.
+"""JSON Schemas: parsing, and checking JSON payloads in bounded time.
 
-Owns: which schemas are taken, and the bounds of a check. Does not own: whether one schema admits
-what another does (`json_rules`).
+Does not own: compatibility (`json_rules`). Since schemas are untrusted:
 
-What differs from a validator that trusts its schema:
+- a `$ref` resolves inside the schema or to a published meta-schema; nothing is fetched;
+- patterns are matched by RE2, in time proportional to the text; schemas with look-around or
+  back-references are refused;
+- a check has a budget of rules, so that schemas with multiplying alternatives end in a refusal;
+- `format` is not checked, which is the standard's default.
 
-- a `$ref` leads to a place in the schema itself or in a published meta-schema. Nothing is fetched;
-- patterns are RE2's, which takes time proportional to the text. They have no look-around and no
-  back-references; a schema that has them is refused;
-- a check has a budget of rules that it may apply: schemas whose alternatives multiply end in a
-  refusal and not in minutes;
-- `format` is a remark, as the standard has it by default.
-
-The dialect is what `$schema` says, 2020-12 without it.
+The dialect is that of `$schema`, or 2020-12.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
 import jsonschema_specifications
 import pyarrow as pa
@@ -33,6 +29,7 @@ from jsonschema import exceptions, validators
 
 from ister.broker.schemas.definition import (
     DEPTH_MAX,
+    Json,
     canonical_json,
     fingerprint,
     read_json,
@@ -41,8 +38,6 @@ from ister.broker.schemas.definition import (
 from ister.broker.schemas.json_rules import JsonComparison
 from ister.broker.schemas.kinds import SchemaType
 from ister.errors import InvalidRequestError
-
-__all__ = ["JsonDefinition", "read_json_schema"]
 
 _DIALECTS: Final = {
     "http://json-schema.org/draft-04/schema": validators.Draft4Validator,
@@ -56,9 +51,9 @@ _PATTERNS_MAX: Final = 1000
 _RULES_FREE: Final = 20_000
 _RULES_PER_BYTE: Final = 4
 _RULES_MAX: Final = 1_000_000
-"""Rules that a check may apply: some microseconds each."""
+"""The most rules that a check may apply, at some microseconds each."""
 
-_Rule: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+_Rule: TypeAlias = Callable[[Json, Json, Json, Json], Json]
 
 
 class _TooCostlyError(Exception):
@@ -66,15 +61,15 @@ class _TooCostlyError(Exception):
 
 
 class _Budget(threading.local):
-    """What is left of the check that runs on this thread."""
+    """The rules left to the check that runs on this thread."""
 
     left = 0
 
     def spend(self, rules: int) -> None:
-        """Takes some away.
+        """Uses up rules.
 
         Raises:
-            _TooCostlyError: There is none left.
+            _TooCostlyError: None are left.
         """
         self.left -= rules
         if self.left < 0:
@@ -89,13 +84,13 @@ class JsonDefinition:
 
     schema_type: Final = SchemaType.JSON_SCHEMA
 
-    def __init__(self, schema: Any, dialect: str) -> None:  # noqa: ANN401 - JSON
+    def __init__(self, schema: Json, dialect: str) -> None:
         self.schema = schema
         self.fingerprint = fingerprint(canonical_json(schema))
         self._validator = _BOUNDED[dialect](schema, registry=jsonschema_specifications.REGISTRY)
 
     def check(self, payload: bytes) -> str | None:
-        """Why a payload is not JSON that the schema admits; None if it is."""
+        """Why a payload is not JSON that the schema accepts; None if it is."""
         try:
             value = json.loads(payload.decode(), parse_constant=_refuse_constant)
         except UnicodeDecodeError as error:
@@ -114,7 +109,7 @@ class JsonDefinition:
         return None if found is None else _describe(found)
 
     def cannot_read(self, writer: JsonDefinition) -> list[str]:
-        """What `writer` admits and this schema does not, as far as rules can tell."""
+        """What `writer` accepts and this schema does not, as far as the rules tell."""
         comparison = JsonComparison(self.schema, writer.schema)
         try:
             return comparison.run()
@@ -122,47 +117,47 @@ class JsonDefinition:
             return ["the schemas are nested too deep to be compared"]
 
     def breaks(self, older: JsonDefinition) -> list[str]:
-        """Nothing: the comparison says it all."""
+        """Finds no problems: the comparison covers all rules."""
         return []
 
 
 def read_json_schema(data: bytes) -> JsonDefinition:
-    """Reads a JSON Schema.
+    """Parses a JSON Schema.
 
     Raises:
-        InvalidRequestError: It is none, or one that is not taken; see the module header.
+        InvalidRequestError: It is invalid or unsupported; see the module docstring.
     """
     schema = read_json(data, "JSON Schema")
     if not isinstance(schema, dict | bool):
-        raise InvalidRequestError("a JSON Schema is an object, true or false")
+        raise InvalidRequestError("a JSON Schema must be an object, true or false")
     dialect = _DEFAULT_DIALECT
     if isinstance(schema, dict) and "$schema" in schema:
         dialect = str(schema["$schema"]).removesuffix("#")
         if dialect not in _DIALECTS:
             raise InvalidRequestError(
-                f"there is no JSON Schema dialect {shorten(dialect)!r}",
-                hint="drafts 4, 6, 7, 2019-09 and 2020-12 are known",
+                f"unknown JSON Schema dialect {shorten(dialect)!r}",
+                hint="use draft 4, 6, 7, 2019-09 or 2020-12",
             )
     try:
         _DIALECTS[dialect].check_schema(schema, format_checker=None)
-        _Survey(dialect).walk(schema)
+        _SchemaCheck(dialect).walk(schema)
         return JsonDefinition(schema, dialect)
     except exceptions.SchemaError as error:
-        raise InvalidRequestError(f"the JSON Schema is wrong: {_describe(error)}") from error
+        raise InvalidRequestError(f"invalid JSON Schema: {_describe(error)}") from error
     except (RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        # What the library stumbles over in a schema that its meta-schema lets through.
+        # The library fails on some schemas that its meta-schema accepts.
         raise InvalidRequestError(
-            f"the JSON Schema is wrong: {shorten(str(error)) or type(error).__name__}"
+            f"invalid JSON Schema: {shorten(str(error)) or type(error).__name__}"
         ) from error
 
 
 # -- what a schema may say ------------------------------------------------------------------
 
 
-class _Survey:
-    """Looks at every place of a schema where a schema stands."""
+class _SchemaCheck:
+    """Checks the references and patterns of a schema and all schemas in it."""
 
     def __init__(self, dialect: str) -> None:
         self._specification = referencing.jsonschema.specification_with(dialect)
@@ -170,18 +165,18 @@ class _Survey:
         self._has_pattern_names = False
         self._has_unevaluated = False
 
-    def walk(self, schema: Any) -> None:  # noqa: ANN401 - JSON
+    def walk(self, schema: Json) -> None:
         resource = self._specification.create_resource(schema)
         base = resource.id() or ""
         registry = jsonschema_specifications.REGISTRY.with_resource(base, resource)
         self._walk(resource, registry.resolver(base), DEPTH_MAX)
         if self._has_pattern_names and self._has_unevaluated:
             raise InvalidRequestError(
-                "patternProperties and unevaluatedProperties in one schema are not taken",
+                "patternProperties and unevaluatedProperties cannot be used in one schema",
                 hint="use additionalProperties",
             )
 
-    def _walk(self, resource: Any, resolver: Any, depth: int) -> None:  # noqa: ANN401 - referencing's
+    def _walk(self, resource: Json, resolver: Json, depth: int) -> None:
         if depth == 0:
             raise InvalidRequestError("the JSON Schema is nested too deep")
         schema = resource.contents
@@ -198,16 +193,16 @@ class _Survey:
         for inner in resource.subresources():
             self._walk(inner, resolver.in_subresource(inner), depth - 1)
 
-    def _check_reference(self, resolver: Any, reference: Any) -> None:  # noqa: ANN401
+    def _check_reference(self, resolver: Json, reference: Json) -> None:
         try:
             resolver.lookup(reference)
         except (referencing.exceptions.Unresolvable, ValueError, LookupError, TypeError) as error:
             raise InvalidRequestError(
-                f"the reference {shorten(str(reference))!r} leads nowhere in the schema",
-                hint="definitions are part of the schema; none are fetched",
+                f"the reference {shorten(str(reference))!r} cannot be resolved",
+                hint="put all definitions into the schema; none are fetched",
             ) from error
 
-    def _check_pattern(self, pattern: Any) -> None:  # noqa: ANN401 - JSON
+    def _check_pattern(self, pattern: Json) -> None:
         if pattern in self._patterns:
             return
         self._patterns.add(pattern)
@@ -217,8 +212,8 @@ class _Survey:
             _matches(pattern, "")
         except (pa.ArrowException, TypeError) as error:
             raise InvalidRequestError(
-                f"the pattern {shorten(str(pattern))!r} is not taken",
-                hint="patterns are RE2's: without look-around and back-references",
+                f"unsupported pattern {shorten(str(pattern))!r}",
+                hint="use RE2 syntax, without look-around and back-references",
             ) from error
 
 
@@ -226,7 +221,7 @@ _UNICODE_ESCAPE: Final = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Whether a pattern is found in a text, by RE2."""
+    """Whether RE2 finds a pattern in a text."""
     translated = _UNICODE_ESCAPE.sub(r"\1\\x{\2}", pattern)
     return bool(pc.match_substring_regex(pa.scalar(text, pa.string()), pattern=translated).as_py())
 
@@ -234,17 +229,17 @@ def _matches(pattern: str, text: str) -> bool:
 # -- the rules that are ours ----------------------------------------------------------------
 
 
-def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:  # noqa: ANN401
+def _pattern(validator: Json, pattern: str, instance: Json, schema: Json) -> Iterator[Json]:
     if validator.is_type(instance, "string") and not _matches(pattern, instance):
         yield exceptions.ValidationError("the text does not match")
 
 
 def _pattern_properties(
-    validator: Any,  # noqa: ANN401
-    patterns: Mapping[str, Any],
-    instance: Any,  # noqa: ANN401
-    schema: Any,  # noqa: ANN401
-) -> Iterator[Any]:
+    validator: Json,
+    patterns: Mapping[str, Json],
+    instance: Json,
+    schema: Json,
+) -> Iterator[Json]:
     if not validator.is_type(instance, "object"):
         return
     for pattern, inner in patterns.items():
@@ -255,11 +250,11 @@ def _pattern_properties(
 
 
 def _additional_properties(
-    validator: Any,  # noqa: ANN401
-    additional: Any,  # noqa: ANN401
-    instance: Any,  # noqa: ANN401
-    schema: Any,  # noqa: ANN401
-) -> Iterator[Any]:
+    validator: Json,
+    additional: Json,
+    instance: Json,
+    schema: Json,
+) -> Iterator[Json]:
     if not validator.is_type(instance, "object"):
         return
     known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
@@ -273,14 +268,14 @@ def _additional_properties(
         for name in others:
             yield from validator.descend(instance[name], additional, path=name)
     elif not additional and others:
-        yield exceptions.ValidationError("there are properties that the schema does not name")
+        yield exceptions.ValidationError("there are additional properties")
 
 
-def _unique_items(validator: Any, is_wanted: bool, instance: Any, schema: Any) -> Iterator[Any]:  # noqa: ANN401
+def _unique_items(validator: Json, is_wanted: bool, instance: Json, schema: Json) -> Iterator[Json]:
     if is_wanted and validator.is_type(instance, "array"):
         _budget.spend(len(instance))
         if len({canonical_json(item) for item in instance}) != len(instance):
-            yield exceptions.ValidationError("an item is there twice")
+            yield exceptions.ValidationError("items are not unique")
 
 
 _OURS: Final[dict[str, _Rule]] = {
@@ -292,7 +287,7 @@ _OURS: Final[dict[str, _Rule]] = {
 
 
 def _counted(rule: _Rule) -> _Rule:
-    def apply(validator: Any, value: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401
+    def apply(validator: Json, value: Json, instance: Json, schema: Json) -> Json:
         _budget.spend(1)
         return rule(validator, value, instance, schema)
 
@@ -311,12 +306,12 @@ _BOUNDED: Final = {
 }
 
 
-def _refuse_constant(name: str) -> Any:  # noqa: ANN401 - never returns
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def _describe(error: Any) -> str:  # noqa: ANN401 - jsonschema's
-    """Where something is wrong and which rule says so, without the value that is wrong."""
+def _describe(error: exceptions._Error) -> str:
+    """The place and the rule of an error, without the value."""
     place = "".join(f"/{part}" for part in error.absolute_path) or "the whole"
     rule, wanted = error.validator, error.validator_value
     if rule == "required" and isinstance(error.instance, dict):
@@ -324,4 +319,4 @@ def _describe(error: Any) -> str:  # noqa: ANN401 - jsonschema's
     elif rule not in ("type", "minimum", "maximum", "minLength", "maxLength", "enum", "const"):
         wanted = None
     told = f" ({shorten(json.dumps(wanted))})" if wanted is not None else ""
-    return f"{shorten(place)} is against the rule {rule!r}{told}"
+    return f"{shorten(place)} violates {rule!r}{told}"

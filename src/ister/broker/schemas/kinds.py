@@ -1,7 +1,6 @@
-"""The words of the registry: types of schemas, modes of compatibility, policies of topics.
+"""Schema types, compatibility modes and validation policies, in the spellings of Danube's clients.
 
-Owns: their spellings, those of Danube's clients included. Whatever case they come in, they are
-stored and answered in lower case.
+Names are read in any case, and stored and returned in lower case.
 """
 
 from __future__ import annotations
@@ -11,21 +10,11 @@ from typing import Final, TypeVar
 
 from ister.errors import InvalidRequestError
 
-__all__ = [
-    "NUMBER_WIDTHS",
-    "CompatibilityMode",
-    "SchemaType",
-    "ValidationPolicy",
-    "parse_mode",
-    "parse_policy",
-    "parse_schema_type",
-]
-
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
 class SchemaType(StrEnum):
-    """What a definition is written in."""
+    """The language of a definition."""
 
     BYTES = "bytes"
     STRING = "string"
@@ -36,23 +25,23 @@ class SchemaType(StrEnum):
 
 
 class CompatibilityMode(StrEnum):
-    """What a new version owes to the latest one."""
+    """How a new version must be compatible with the latest one."""
 
     NONE = "none"
-    """Nothing."""
+    """Any version is accepted."""
     BACKWARD = "backward"
-    """Readers with the new version read what was written with the old one."""
+    """Readers with the new version can read messages of the old one."""
     FORWARD = "forward"
-    """Readers with the old version read what is written with the new one."""
+    """Readers with the old version can read messages of the new one."""
     FULL = "full"
-    """Both."""
+    """Backward and forward."""
 
 
 class ValidationPolicy(StrEnum):
-    """What happens to a message that does not fit its topic's schema."""
+    """What happens to a message that does not match its topic's schema."""
 
     NONE = "none"
-    """Nothing: nobody looks."""
+    """Messages are not checked."""
     WARN = "warn"
     """It is accepted, counted and logged."""
     ENFORCE = "enforce"
@@ -60,7 +49,7 @@ class ValidationPolicy(StrEnum):
 
 
 NUMBER_WIDTHS: Final = {"int": 4, "float": 4, "int64": 8, "double": 8}
-"""The numbers that a definition may name, and the bytes that each takes."""
+"""The number types that a definition may name, with their sizes in bytes."""
 
 _TYPE_NAMES: Final = {
     **{kind.value: kind for kind in SchemaType},
@@ -72,34 +61,33 @@ _TYPE_NAMES: Final = {
 
 
 def parse_schema_type(text: str) -> SchemaType:
-    """Reads the name of a type, or another name for it.
+    """Parses the name of a schema type, or an alias.
 
     Raises:
-        InvalidRequestError: There is no such type.
+        InvalidRequestError: The type is unknown.
     """
     found = _TYPE_NAMES.get(text.lower())
     if found is None:
         raise InvalidRequestError(
-            f"there is no schema type {text[:40]!r}",
-            hint=f"the types are {', '.join(SchemaType)}",
+            f"unknown schema type {text[:40]!r}", hint=f"use one of {', '.join(SchemaType)}"
         )
     return found
 
 
 def parse_mode(text: str) -> CompatibilityMode:
-    """Reads the name of a compatibility mode.
+    """Parses the name of a compatibility mode.
 
     Raises:
-        InvalidRequestError: There is no such mode.
+        InvalidRequestError: The mode is unknown.
     """
     return _parse(CompatibilityMode, "compatibility mode", text)
 
 
 def parse_policy(text: str) -> ValidationPolicy:
-    """Reads the name of a validation policy.
+    """Parses the name of a validation policy.
 
     Raises:
-        InvalidRequestError: There is no such policy.
+        InvalidRequestError: The policy is unknown.
     """
     return _parse(ValidationPolicy, "validation policy", text)
 
@@ -109,5 +97,5 @@ def _parse(words: type[_Word], what: str, text: str) -> _Word:
         return words(text.lower())
     except ValueError:
         raise InvalidRequestError(
-            f"there is no {what} {text[:40]!r}", hint=f"it is one of {', '.join(words)}"
+            f"unknown {what} {text[:40]!r}", hint=f"use one of {', '.join(words)}"
         ) from None

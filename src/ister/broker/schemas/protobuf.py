@@ -1,20 +1,23 @@
-"""Protocol Buffers: reading definitions, telling them apart, and whether one reads another's bytes.
+"""Protocol Buffers schemas: descriptor sets, and .proto texts, which are stored without parsing.
 
-Owns: what a definition may be (the text of a .proto file, or a serialized FileDescriptorSet), the
-rules of compatibility, and payloads. Does not own: the grammar (`proto_text`).
+Owns: reading a serialized FileDescriptorSet, the compatibility rules, and checking payloads.
+Imports are resolved inside the set, and from the well-known types that come with the library. Each
+definition has a descriptor pool of its own, so names of different schemas never meet. A payload is
+a message of the first type of the last file, which is the file that imports the others.
 
-Imports are resolved inside of the set, and from the well-known types that come with the library.
-Each definition lives in a pool of its own: names of one never meet names of another. A payload is a
-message of the first type in the file; in a set that is the last file, on which the others are
-imported.
+Two versions are compatible if the same bytes mean the same: fields are compared by number, names
+may change. A number may not return with another type, a reserved one not at all, and a field may
+not move.
 
-Compatible is what the same bytes mean: fields go by their numbers, names may change. A number may
-not come back with another type, a reserved one not at all, and a field may not move.
+Danube's clients register the text of a .proto file. Danube stores it as it is: it compares no
+versions of it and checks no payloads. So does this registry; whoever wants both registers the
+output of `protoc --include_imports --descriptor_set_out`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from google.protobuf import (
@@ -25,7 +28,6 @@ from google.protobuf import (
     duration_pb2,
     empty_pb2,
     field_mask_pb2,
-    message,
     message_factory,
     source_context_pb2,
     struct_pb2,
@@ -34,14 +36,16 @@ from google.protobuf import (
     unknown_fields,
     wrappers_pb2,
 )
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
+from google.protobuf.message import DecodeError, Message
 
 from ister.broker.schemas.definition import fingerprint, shorten
 from ister.broker.schemas.kinds import SchemaType
-from ister.broker.schemas.proto_text import read_proto_text
 from ister.errors import InvalidRequestError
 
-__all__ = ["ProtobufDefinition", "read_protobuf"]
-
+_PROTOC_HINT: Final = (
+    "register a descriptor set: protoc --include_imports --descriptor_set_out=FILE NAME.proto"
+)
 _WELL_KNOWN: Final = {
     module.DESCRIPTOR.name: module.DESCRIPTOR
     for module in (
@@ -49,12 +53,9 @@ _WELL_KNOWN: Final = {
         *(source_context_pb2, struct_pb2, timestamp_pb2, type_pb2, wrappers_pb2),
     )
 }
-_FILE_NAME: Final = "schema.proto"
 _FILES_MAX: Final = 200
 _PROBLEMS_MAX: Final = 50
 _TEXT_CONTROLS: Final = frozenset("\t\n\r\f\v")
-
-_Field: Final = descriptor_pb2.FieldDescriptorProto
 _READS: Final = {
     "int64": {"int32", "uint32", "bool", "enum"},
     "int32": {"bool", "enum"},
@@ -64,18 +65,41 @@ _READS: Final = {
     "bytes": {"string", "message"},
     "enum": {"int32"},
 }
-"""What each type reads beside its own: every value of these comes out as the same value."""
+"""The types that each type reads beside its own, without changing any value."""
+_KINDS: Final[dict[int, str]] = {
+    number: name.removeprefix("TYPE_").lower()
+    for name, number in descriptor_pb2.FieldDescriptorProto.Type.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProtoText:
+    """The text of a .proto file, which is stored and never parsed."""
+
+    fingerprint: str
+    schema_type: SchemaType = SchemaType.PROTOBUF
+
+    def check(self, payload: bytes) -> str | None:
+        """Refuses every payload: without a descriptor set none can be checked."""
+        return f"payloads cannot be checked against .proto text; {_PROTOC_HINT}"
+
+    def cannot_read(self, writer: ProtoText | ProtobufDefinition) -> list[str]:
+        """Finds no problems, since texts are not compared."""
+        return []
+
+    def breaks(self, older: ProtoText | ProtobufDefinition) -> list[str]:
+        """Why this text may not follow a descriptor set: it would end all checks."""
+        if isinstance(older, ProtoText):
+            return []
+        return [f".proto text cannot be compared with a descriptor set; {_PROTOC_HINT}"]
 
 
 class ProtobufDefinition:
-    """A message type and all that it needs. Immutable, thread-safe."""
+    """A message type and the types it needs. Immutable, thread-safe."""
 
     schema_type: Final = SchemaType.PROTOBUF
 
-    def __init__(self, file: Any, pool: Any) -> None:  # noqa: ANN401 - protobuf's
-        self.file = file
-        """The file's descriptor."""
-        self._pool = pool
+    def __init__(self, file: FileDescriptor) -> None:
         self.messages = dict(file.message_types_by_name)
         if not self.messages:
             raise InvalidRequestError("the Protobuf schema has no message")
@@ -83,20 +107,20 @@ class ProtobufDefinition:
         first = descriptor_pb2.FileDescriptorProto()
         file.CopyToProto(first)
         root = self.messages[first.message_type[0].name]
-        self._message = message_factory.GetMessageClass(root)
+        self._message: type[Message] = message_factory.GetMessageClass(root)
 
-    @property
-    def message_class(self) -> Any:  # noqa: ANN401 - protobuf's
-        """The class of the first message type, which payloads are."""
-        return self._message
+    def decode(self, payload: bytes) -> Message:
+        """A payload that `check` has accepted, as a message of the first type."""
+        return self._message.FromString(payload)
 
     def check(self, payload: bytes) -> str | None:
         """Why a payload is not a message of the first type; None if it is."""
         try:
             decoded = self._message.FromString(payload)
-        except message.DecodeError:
+        except DecodeError:
             return f"not a {self._message.DESCRIPTOR.full_name}"
-        missing = decoded.FindInitializationErrors()
+        typed: Any = decoded  # types-protobuf does not know FindInitializationErrors
+        missing = typed.FindInitializationErrors()
         if missing:
             return f"the required field {shorten(missing[0])} is missing"
         try:
@@ -104,19 +128,23 @@ class ProtobufDefinition:
         except RecursionError:
             return "nested too deep"
 
-    def cannot_read(self, writer: ProtobufDefinition) -> list[str]:
-        """Which bytes of `writer` mean something else here, or nothing."""
+    def cannot_read(self, writer: ProtobufDefinition | ProtoText) -> list[str]:
+        """The messages and fields of `writer` that this schema does not read as written."""
+        if isinstance(writer, ProtoText):
+            return []
         comparison = _Comparison()
         for name, written in writer.messages.items():
             reader = self.messages.get(name)
             if reader is None or reader.full_name != written.full_name:
-                comparison.problem(written.full_name, "is not there")
+                comparison.problem(written.full_name, "is missing")
             else:
                 comparison.compare(reader, written)
         return comparison.problems
 
-    def breaks(self, older: ProtobufDefinition) -> list[str]:
+    def breaks(self, older: ProtobufDefinition | ProtoText) -> list[str]:
         """Numbers used again, and fields that moved."""
+        if isinstance(older, ProtoText):
+            return []
         problems: list[str] = []
         new_messages = {item.full_name: item for item in _all_messages(self.messages.values())}
         for before in _all_messages(older.messages.values()):
@@ -126,14 +154,17 @@ class ProtobufDefinition:
         return problems[:_PROBLEMS_MAX]
 
 
-def read_protobuf(data: bytes) -> ProtobufDefinition:
-    """Reads a Protobuf schema: the text of a .proto file, or a serialized FileDescriptorSet.
+def read_protobuf(data: bytes) -> ProtobufDefinition | ProtoText:
+    """Reads a serialized FileDescriptorSet, or takes the text of a .proto file as it is.
 
     Raises:
-        InvalidRequestError: It is neither, or does not stand on its own.
+        InvalidRequestError: It is neither, or it does not include its imports.
     """
-    text = _as_text(data)
-    files = _read_set(data) if text is None else [read_proto_text(text, name=_FILE_NAME)]
+    if _is_text(data):
+        if not data.strip():
+            raise InvalidRequestError("the Protobuf schema is empty", hint=_PROTOC_HINT)
+        return ProtoText(fingerprint(data))
+    files = _read_set(data)
     pool = descriptor_pool.DescriptorPool()
     given = {file.name for file in files}
     try:
@@ -142,73 +173,74 @@ def read_protobuf(data: bytes) -> ProtobufDefinition:
                 if name not in given:
                     _add_well_known(pool, name)
             pool.AddSerializedFile(file.SerializeToString())
-        return ProtobufDefinition(pool.FindFileByName(files[-1].name), pool)
-    except (TypeError, KeyError, ValueError, message.DecodeError, RecursionError) as error:
+        return ProtobufDefinition(pool.FindFileByName(files[-1].name))
+    except (TypeError, KeyError, ValueError, DecodeError, RecursionError) as error:
         if isinstance(error, InvalidRequestError):
             raise
         reason = shorten(
             str(error).removeprefix("Couldn't build proto file into descriptor pool: ")
         )
-        raise InvalidRequestError(f"the Protobuf schema is wrong: {reason}") from error
+        raise InvalidRequestError(f"invalid Protobuf schema: {reason}") from error
 
 
-def _as_text(data: bytes) -> str | None:
+def _is_text(data: bytes) -> bool:
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        return None
-    # A descriptor has lengths and numbers in it, which are control characters as text.
-    if any(character < " " and character not in _TEXT_CONTROLS for character in text):
-        return None
-    return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
+        return False
+    # A descriptor set has lengths and tags, which are control characters as text.
+    return all(character >= " " or character in _TEXT_CONTROLS for character in text)
 
 
-def _read_set(data: bytes) -> list[Any]:
+def _read_set(data: bytes) -> list[descriptor_pb2.FileDescriptorProto]:
     try:
         files = list(descriptor_pb2.FileDescriptorSet.FromString(data).file)
-    except message.DecodeError as error:
+    except DecodeError as error:
         raise InvalidRequestError(
-            "the Protobuf schema is neither .proto text nor a FileDescriptorSet",
-            hint="protoc --include_imports --descriptor_set_out makes one",
+            "the Protobuf schema is neither a FileDescriptorSet nor text", hint=_PROTOC_HINT
         ) from error
     if not 0 < len(files) <= _FILES_MAX:
-        raise InvalidRequestError(f"a FileDescriptorSet has 1 to {_FILES_MAX} files")
+        raise InvalidRequestError(
+            f"a FileDescriptorSet must have 1 to {_FILES_MAX} files, not {len(files)}"
+        )
     return files
 
 
-def _add_well_known(pool: Any, name: str) -> None:  # noqa: ANN401 - a DescriptorPool
+def _add_well_known(pool: descriptor_pool.DescriptorPool, name: str) -> None:
     known = _WELL_KNOWN.get(name)
     if known is None:
         raise InvalidRequestError(
-            f"the import {shorten(name)!r} is not part of the schema",
-            hint="send a FileDescriptorSet that includes its imports",
+            f"the import {shorten(name)!r} is not part of the schema", hint=_PROTOC_HINT
         )
     for needed in known.dependencies:
         _add_well_known(pool, needed.name)
     pool.AddSerializedFile(known.serialized_pb)
 
 
-def _canonical(file: Any) -> bytes:  # noqa: ANN401 - a FileDescriptor
-    """All files that matter, without their names, comments, spellings, and options of no effect."""
+def _canonical(file: FileDescriptor) -> bytes:
+    """The schema without file names, comments, and options that do not change bytes."""
     parts = []
     for needed in _with_imports(file, {}):
         proto = descriptor_pb2.FileDescriptorProto()
         needed.CopyToProto(proto)
-        for field in ("name", "dependency", "public_dependency", "weak_dependency"):
-            proto.ClearField(field)
-        for field in ("source_code_info", "options", "service"):
-            proto.ClearField(field)
-        for item in proto.message_type:
-            _tidy_message(item)
-        for item in proto.enum_type:
-            _tidy_enum(item)
-        for item in proto.extension:
-            _tidy_field(item)
+        proto.ClearField("name")
+        proto.ClearField("dependency")
+        proto.ClearField("public_dependency")
+        proto.ClearField("weak_dependency")
+        proto.ClearField("source_code_info")
+        proto.ClearField("options")
+        proto.ClearField("service")
+        for message_type in proto.message_type:
+            _tidy_message(message_type)
+        for enum_type in proto.enum_type:
+            _tidy_enum(enum_type)
+        for extension in proto.extension:
+            _tidy_field(extension)
         parts.append(proto.SerializeToString(deterministic=True))
     return b"\n".join(parts)
 
 
-def _with_imports(file: Any, seen: dict[str, Any]) -> list[Any]:  # noqa: ANN401
+def _with_imports(file: FileDescriptor, seen: dict[str, FileDescriptor]) -> list[FileDescriptor]:
     if file.name not in seen:
         seen[file.name] = file
         for needed in file.dependencies:
@@ -217,20 +249,20 @@ def _with_imports(file: Any, seen: dict[str, Any]) -> list[Any]:  # noqa: ANN401
     return list(seen.values())
 
 
-def _tidy_message(item: Any) -> None:  # noqa: ANN401 - a DescriptorProto
+def _tidy_message(item: descriptor_pb2.DescriptorProto) -> None:
     for field in (*item.field, *item.extension):
         _tidy_field(field)
     for other in (*item.oneof_decl, *item.extension_range):
         other.ClearField("options")
     for inner in item.nested_type:
         _tidy_message(inner)
-    for inner in item.enum_type:
-        _tidy_enum(inner)
+    for enum in item.enum_type:
+        _tidy_enum(enum)
     _keep_options(item, "map_entry", "message_set_wire_format")
 
 
-def _tidy_field(field: Any) -> None:  # noqa: ANN401 - a FieldDescriptorProto
-    # The compiler writes every field's name in JSON down, whether somebody chose it or not.
+def _tidy_field(field: descriptor_pb2.FieldDescriptorProto) -> None:
+    # protoc writes the JSON name of every field, also the default one.
     words = field.name.split("_")
     usual = words[0] + "".join(word[:1].upper() + word[1:] for word in words[1:])
     if field.json_name == usual:
@@ -238,14 +270,19 @@ def _tidy_field(field: Any) -> None:  # noqa: ANN401 - a FieldDescriptorProto
     _keep_options(field, "packed", "features")
 
 
-def _tidy_enum(item: Any) -> None:  # noqa: ANN401 - an EnumDescriptorProto
+def _tidy_enum(item: descriptor_pb2.EnumDescriptorProto) -> None:
     for value in item.value:
         value.ClearField("options")
     _keep_options(item, "allow_alias", "features")
 
 
-def _keep_options(item: Any, *names: str) -> None:  # noqa: ANN401 - a descriptor
-    """Only what changes bytes is part of the schema."""
+def _keep_options(
+    item: descriptor_pb2.DescriptorProto
+    | descriptor_pb2.FieldDescriptorProto
+    | descriptor_pb2.EnumDescriptorProto,
+    *names: str,
+) -> None:
+    """Clears all options but those named, which change bytes."""
     kept = type(item.options)()
     for option, value in item.options.ListFields():
         if option.name in names:
@@ -255,23 +292,25 @@ def _keep_options(item: Any, *names: str) -> None:  # noqa: ANN401 - a descripto
                 getattr(kept, option.name).CopyFrom(value)
     item.ClearField("options")
     if kept.ListFields():
-        item.options.CopyFrom(kept)
+        item.options.MergeFromString(kept.SerializeToString())
 
 
-def _all_messages(messages: Any) -> Iterator[Any]:  # noqa: ANN401 - descriptors
+def _all_messages(messages: Iterable[Descriptor]) -> Iterator[Descriptor]:
     for item in messages:
         yield item
         yield from _all_messages(item.nested_types)
 
 
-def _misread(decoded: Any) -> Iterator[str]:  # noqa: ANN401 - a message
-    """Fields whose bytes are of another type than their number says: they count as unknown."""
+def _misread(decoded: Message) -> Iterator[str]:
+    """Fields whose bytes have another wire type than the schema says; protobuf skips these."""
     by_number = decoded.DESCRIPTOR.fields_by_number
-    for unknown in unknown_fields.UnknownFieldSet(decoded):
+    unknown_set = unknown_fields.UnknownFieldSet(decoded)
+    for index in range(len(unknown_set)):
+        unknown = unknown_set[index]
         field = by_number.get(unknown.field_number)
         # A number that a closed enumeration does not know is kept as an unknown field as well.
         if field is not None and field.type != field.TYPE_ENUM:
-            yield f"the field {field.full_name} is of another type"
+            yield f"the field {field.full_name} has another type"
     for field, value in decoded.ListFields():
         if field.message_type is None:
             continue
@@ -290,14 +329,14 @@ def _misread(decoded: Any) -> Iterator[str]:  # noqa: ANN401 - a message
 
 
 class _Comparison:
-    """One comparison of a reader's messages with a writer's."""
+    """Compares the messages of a reader's schema with those of a writer's."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self._seen: set[tuple[str, str]] = set()
 
-    def compare(self, reader: Any, writer: Any) -> None:  # noqa: ANN401 - descriptors
-        """Notes down what `reader` does not read of `writer`."""
+    def compare(self, reader: Descriptor, writer: Descriptor) -> None:
+        """Collects what `reader` does not read of `writer`."""
         waiting = [(reader, writer)]
         while waiting:
             reader, writer = waiting.pop()
@@ -309,15 +348,16 @@ class _Comparison:
                 written = writer.fields_by_number.get(number)
                 if written is None:
                     if field.is_required:
-                        self.problem(field.full_name, "is required, and is not written")
+                        self.problem(field.full_name, "is required, but not written")
                     continue
-                if self._compare_fields(field, written) and field.message_type is not None:
-                    waiting.append((field.message_type, written.message_type))
+                inner, written_inner = field.message_type, written.message_type
+                if self._compare_fields(field, written) and inner and written_inner:
+                    waiting.append((inner, written_inner))
 
-    def _compare_fields(self, field: Any, written: Any) -> bool:  # noqa: ANN401 - descriptors
-        """Whether the types fit; True for messages means that these are to be compared."""
+    def _compare_fields(self, field: FieldDescriptor, written: FieldDescriptor) -> bool:
+        """Collects problems of two fields; True if their message types must be compared too."""
         if field.is_required and not written.is_required:
-            self.problem(field.full_name, "is required, and may be missing")
+            self.problem(field.full_name, "is required, but may be missing")
         kind, written_kind = _kind(field), _kind(written)
         if kind != written_kind:
             if written_kind not in _READS.get(kind, ()):
@@ -327,37 +367,36 @@ class _Comparison:
             written.is_repeated or kind not in ("string", "bytes", "message")
         ):
             self.problem(field.full_name, "is repeated on one side only")
-        if kind == "message":
+        inner, written_inner = field.message_type, written.message_type
+        if kind == "message" and inner and written_inner:
             if _is_map(field) and _is_map(written):
                 return True
-            if field.message_type.full_name != written.message_type.full_name:
-                self.problem(
-                    field.full_name,
-                    f"{written.message_type.full_name} is not {field.message_type.full_name}",
-                )
+            if inner.full_name != written_inner.full_name:
+                self.problem(field.full_name, f"{written_inner.full_name} is not {inner.full_name}")
                 return False
             return True
-        if kind == "enum" and field.enum_type.is_closed:
-            known = set(field.enum_type.values_by_number)
-            missing = [n for n in written.enum_type.values_by_number if n not in known]
+        enum, written_enum = field.enum_type, written.enum_type
+        if kind == "enum" and enum and written_enum and enum.is_closed:
+            known = set(enum.values_by_number)
+            missing = [n for n in written_enum.values_by_number if n not in known]
             if missing:
-                self.problem(field.full_name, f"the value {missing[0]} is not known")
+                self.problem(field.full_name, f"the enum value {missing[0]} is unknown")
         return False
 
     def problem(self, where: str, what: str) -> None:
-        """Notes something down."""
+        """Adds a problem, up to a maximum."""
         if len(self.problems) < _PROBLEMS_MAX:
             self.problems.append(f"{where}: {what}")
 
 
-def _broken(before: Any, after: Any) -> list[str]:  # noqa: ANN401 - descriptors
+def _broken(before: Descriptor, after: Descriptor) -> list[str]:
     problems = []
     was = descriptor_pb2.DescriptorProto()
     before.CopyToProto(was)
     for number, field in after.fields_by_number.items():
         old = before.fields_by_name.get(field.name)
         if old is not None and old.number != number:
-            problems.append(f"{field.full_name}: had the number {old.number}, and has {number}")
+            problems.append(f"{field.full_name}: its number changed from {old.number} to {number}")
         if number not in before.fields_by_number and any(
             reserved.start <= number < reserved.end for reserved in was.reserved_range
         ):
@@ -372,15 +411,14 @@ def _broken(before: Any, after: Any) -> list[str]:  # noqa: ANN401 - descriptors
             and old.containing_oneof is None
         ]
         if len(moved) > 1:
-            problems.append(f"{oneof.full_name}: fields that could stand together exclude others")
+            problems.append(f"{oneof.full_name}: joins fields that could be set together")
     return problems
 
 
-def _kind(field: Any) -> str:  # noqa: ANN401 - a FieldDescriptor
-    name = _Field.Type.Name(field.type)
-    return str(name).removeprefix("TYPE_").lower()
+def _kind(field: FieldDescriptor) -> str:
+    return _KINDS[field.type]
 
 
-def _is_map(field: Any) -> bool:  # noqa: ANN401 - a FieldDescriptor
+def _is_map(field: FieldDescriptor) -> bool:
     kind = field.message_type
     return kind is not None and bool(kind.GetOptions().map_entry)

@@ -1,25 +1,27 @@
 """Subjects and their versions in the metadata store.
 
-Owns: every change of a subject, each one transaction that compares the subject's revision, so that
-two brokers may change it at once. Does not own: what definitions mean, and caches.
+Every change of a subject is one transaction that compares the subject's revision, so brokers may
+change it concurrently. Does not own: what definitions mean, and the cache.
 
-Invariants: an id belongs to one subject for ever; a version's number is given once; a version is
-there with its whole definition or not at all.
+Invariants: an id belongs to one subject for ever; a version's number is used once; a version exists
+with its whole definition or not at all.
 
-A crash, or a lost answer, leaves a change done or not done. The next attempt reads what has become
-of it, and recognises its own work by a token.
+After a crash or a lost answer, a change is done or not done. The next attempt reads the outcome,
+and recognises its own work by a token.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeVar
+
+from msgspec.structs import replace
 
 from ister.broker.schemas.definition import Definition
 from ister.broker.schemas.kinds import CompatibilityMode
-from ister.broker.schemas.records import (
+from ister.broker.schemas.schema_records import (
     SchemaKeys,
     SubjectRecord,
     VersionEntry,
@@ -34,19 +36,38 @@ from ister.errors import (
 )
 from ister.metadata.base import Absent, Compare, Delete, MetadataStore, Operation, Put, RevisionIs
 
-__all__ = ["Registered", "SubjectStore"]
-
 _ATTEMPTS: Final = 100
-"""Each failed one means that somebody else's change got through."""
+"""An attempt fails only if another change succeeded meanwhile."""
 _VERSIONS_MAX: Final = 1000
-"""Per subject: they are listed in one record."""
+"""The most versions of a subject, which are listed in one record."""
 
 _Answer = TypeVar("_Answer")
 
 
+def until_done(what: str, attempt: Callable[[], _Answer | None]) -> _Answer:
+    """Repeats a change until it returns a value; None means that another change came first.
+
+    Raises:
+        CommitUnknownError: The outcome of two attempts is unknown.
+        ConflictError: Other changes keep coming first.
+    """
+    lost: CommitUnknownError | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            answer = attempt()
+        except CommitUnknownError as error:
+            if lost is not None:
+                raise
+            lost = error  # the next attempt reads the outcome
+            continue
+        if answer is not None:
+            return answer
+    raise ConflictError(f"{what} keeps changing")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """What has become of a definition."""
+    """The version that a registered definition is."""
 
     schema_id: int
     version: int
@@ -55,7 +76,7 @@ class Registered:
 
 
 class SubjectStore:
-    """Subjects, read from the store at every call. Thread-safe."""
+    """Subjects, read from the store by every call. Thread-safe."""
 
     def __init__(self, metadata: MetadataStore, keys: SchemaKeys) -> None:
         self._metadata = metadata
@@ -64,15 +85,15 @@ class SubjectStore:
     # -- reading ----------------------------------------------------------------------------
 
     def find(self, subject: str) -> SubjectRecord | None:
-        """A subject, whether or not a version of it is left."""
+        """A subject, also one without versions; None if it does not exist."""
         check_subject(subject)
         return self._read(subject)[0]
 
     def get(self, subject: str) -> SubjectRecord:
-        """A subject that has a version.
+        """A subject with at least one version.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: It does not exist, or has no versions.
         """
         record = self.find(subject)
         if record is None or not record.versions:
@@ -80,24 +101,24 @@ class SubjectStore:
         return record
 
     def find_by_id(self, schema_id: int) -> SubjectRecord | None:
-        """The subject of an id."""
+        """The subject with an id."""
         found = self._metadata.get(self._keys.id(schema_id))
         return None if found is None else self._read(found.value.decode())[0]
 
     def read_version(self, record: SubjectRecord, version: int) -> VersionRecord:
-        """A version that the subject lists.
+        """Reads a version that the subject lists.
 
         Raises:
-            NotFoundError: It was removed since.
+            NotFoundError: It was deleted meanwhile.
         """
         key = self._keys.version(record.subject, version)
         found = self._metadata.get(key)
         if found is None:
-            raise NotFoundError(f"the schema subject {record.subject!r} has no version {version}")
+            raise NotFoundError(f"schema subject {record.subject!r} has no version {version}")
         return VersionRecord.from_json(found.value, key=key)
 
     def list_subjects(self) -> list[SubjectRecord]:
-        """All subjects that have a version, by name."""
+        """All subjects with at least one version, by name."""
         names = [item.value.decode() for item in self._metadata.range(self._keys.ids)]
         records = [record for name in names if (record := self._read(name)[0]) is not None]
         return sorted((one for one in records if one.versions), key=lambda one: one.subject)
@@ -111,18 +132,15 @@ class SubjectStore:
         version_record: Callable[[int], VersionRecord],
         find_problems: Callable[[SubjectRecord, VersionEntry], list[str]],
     ) -> Registered:
-        """Adds a version, unless the same schema is one already.
+        """Adds a version, unless a version has the same fingerprint.
 
-        Args:
-            subject: The name; made if there is none of it.
-            definition: The schema.
-            version_record: Its record, for the number that it gets.
-            find_problems: Why it may not follow on the latest version.
+        The subject is created if it does not exist. `version_record` makes the record of a version
+        number; `find_problems` says why the schema may not follow the latest version.
 
         Raises:
-            ConflictError: It is not compatible, or there are too many versions, or others keep
-                changing the subject.
-            InvalidRequestError: The subject's name is none.
+            ConflictError: It is not compatible, the subject has too many versions, or other
+                changes keep coming first.
+            InvalidRequestError: The subject's name is invalid.
         """
         check_subject(subject)
         token = secrets.token_hex(8)
@@ -140,12 +158,12 @@ class SubjectStore:
                 raise ConflictError(
                     f"the schema is not {record.compatibility_mode} compatible with version "
                     f"{latest.version if latest else 0} of {subject!r}: {'; '.join(problems[:5])}",
-                    hint="change it, or the subject's compatibility mode",
+                    hint="change the schema, or the subject's compatibility mode",
                 )
             if len(record.versions) >= _VERSIONS_MAX:
                 raise ConflictError(
-                    f"the schema subject {subject!r} has {_VERSIONS_MAX} versions",
-                    hint="delete old ones",
+                    f"schema subject {subject!r} has {_VERSIONS_MAX} versions, the maximum",
+                    hint="delete old versions",
                 )
             entry = _entry(record.next_version, definition, token)
             is_done = self._change(
@@ -160,34 +178,34 @@ class SubjectStore:
             )
             return _registered(record, entry, is_new=True) if is_done else None
 
-        return self._until_done(subject, attempt)
+        return until_done(f"schema subject {subject!r}", attempt)
 
     def set_mode(self, subject: str, mode: CompatibilityMode) -> SubjectRecord:
-        """Sets what new versions owe to the latest one.
+        """Sets the compatibility that new versions need.
 
         Raises:
             NotFoundError: There is no such subject.
-            ConflictError: Others keep changing the subject.
+            ConflictError: Other changes keep coming first.
         """
         return self._replace(subject, lambda record: (replace(record, compatibility_mode=mode), []))
 
     def delete_version(self, subject: str, version: int) -> SubjectRecord:
-        """Removes a version for good. The subject keeps its id, even without versions.
+        """Deletes a version. The subject keeps its id, even without versions.
 
         Raises:
             NotFoundError: There is no such subject or version.
-            ConflictError: Others keep changing the subject.
+            ConflictError: Other changes keep coming first.
         """
 
         def change(record: SubjectRecord) -> tuple[SubjectRecord, list[Operation]]:
             if record.find(version) is None:
-                raise NotFoundError(f"the schema subject {subject!r} has no version {version}")
+                raise NotFoundError(f"schema subject {subject!r} has no version {version}")
             removed: list[Operation] = [Delete(self._keys.version(subject, version))]
             return record.without_version(version), removed
 
         return self._replace(subject, change)
 
-    # -- the ways of a change ---------------------------------------------------------------
+    # -- transactions -----------------------------------------------------------------------
 
     def _read(self, subject: str) -> tuple[SubjectRecord | None, int]:
         key = self._keys.subject(subject)
@@ -217,7 +235,7 @@ class SubjectStore:
                 raise CorruptDataError(
                     "the counter of schema ids is damaged", path=keys.next_id
                 ) from error
-        # Should the counter have been lost, no id is given twice because of it.
+        # If the counter was lost, ids must still not be reused.
         compares.append(Absent(keys.id(schema_id)))
         if counter is None:
             taken = self._metadata.range(keys.ids)
@@ -251,7 +269,7 @@ class SubjectStore:
             if record is None or (not record.versions and record != wanted):
                 raise _unknown(subject)
             if record == wanted:
-                return record  # what seemed to fail has happened
+                return record  # an attempt whose answer was lost succeeded
             wanted, operations = change(record)
             key = self._keys.subject(subject)
             is_done = self._change(
@@ -259,25 +277,10 @@ class SubjectStore:
             )
             return wanted if is_done else None
 
-        return self._until_done(subject, attempt)
+        return until_done(f"schema subject {subject!r}", attempt)
 
     def _change(self, compares: list[Compare], operations: list[Operation]) -> bool:
         return self._metadata.transact(compares, operations) is not None
-
-    @staticmethod
-    def _until_done(subject: str, attempt: Callable[[], _Answer | None]) -> _Answer:
-        lost: CommitUnknownError | None = None
-        for _ in range(_ATTEMPTS):
-            try:
-                answer = attempt()
-            except CommitUnknownError as error:
-                if lost is not None:
-                    raise
-                lost = error  # the next round reads what has become of it
-                continue
-            if answer is not None:
-                return answer
-        raise ConflictError(f"the schema subject {subject!r} keeps changing")
 
 
 def _entry(version: int, definition: Definition, token: str) -> VersionEntry:
@@ -299,6 +302,4 @@ def _registered(record: SubjectRecord, entry: VersionEntry, *, is_new: bool) -> 
 
 
 def _unknown(subject: str) -> NotFoundError:
-    return NotFoundError(
-        f"the schema subject {subject!r} was not found", hint="register a schema first"
-    )
+    return NotFoundError(f"schema subject {subject!r} not found", hint="register a schema first")

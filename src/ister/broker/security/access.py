@@ -65,8 +65,6 @@ from ister.metadata.base import (
 from ister.model import TopicName
 from ister.partitions import base_of_partition
 
-__all__ = ["REFRESH_SECONDS", "STALE_SECONDS_MAX", "AccessControl"]
-
 _log = logging.getLogger("ister.broker.security.access")
 
 REFRESH_SECONDS: Final = 2.0
@@ -118,11 +116,7 @@ class _State:
 class AccessControl:
     """Roles and bindings. Thread-safe; `allows` never waits for anything.
 
-    Args:
-        metadata: Where they are kept.
-        root_prefix: What every key begins with.
-        config: `broker.auth`, for those who may do everything.
-        clock: What staleness is measured by.
+    `config` (`broker.auth`) names those who may do everything; staleness is measured by `clock`.
     """
 
     def __init__(
@@ -171,7 +165,7 @@ class AccessControl:
         topic: TopicName | str | None = None,
         namespace: str | None = None,
     ) -> bool:
-        """Whether somebody may do something with a topic, with a namespace, or with the cluster.
+        """Whether a principal has a permission on a topic, a namespace, or the cluster.
 
         A name that cannot be a topic's has no rights of its own.
 
@@ -198,7 +192,7 @@ class AccessControl:
         )
 
     def allows_anywhere(self, principal: Principal, permission: Permission) -> bool:
-        """Whether somebody has a right on anything at all.
+        """Whether a principal has a permission on any resource.
 
         For what belongs to no topic and is of use to whoever works with one, as schemas are.
 
@@ -212,7 +206,7 @@ class AccessControl:
         return any(_has(permissions, permission) for permissions in held)
 
     def is_admin(self, principal: Principal) -> bool:
-        """Whether the settings let somebody do everything."""
+        """Whether the settings name a principal as super admin."""
         return principal.kind is not PrincipalKind.ANONYMOUS and (
             (principal.kind, principal.name) in self._admins
             or (None, principal.name) in self._admins
@@ -246,7 +240,7 @@ class AccessControl:
         return found
 
     def create_role(self, role: Role) -> bool:
-        """Makes a role; False if it is there already, with the same permissions.
+        """Creates a role; False if it already exists with the same permissions.
 
         Raises:
             AlreadyExistsError: One of that name has other permissions.
@@ -275,7 +269,7 @@ class AccessControl:
         Raises:
             NotFoundError: There is none of that name.
             InvalidRequestError: It is one of the system's.
-            ConflictError: A binding gives it to somebody.
+            ConflictError: A binding refers to it.
         """
 
         def plan(state: _State) -> list[Operation]:
@@ -324,7 +318,7 @@ class AccessControl:
         return found
 
     def create_binding(self, binding: Binding) -> bool:
-        """Makes a binding; False if it is there already.
+        """Creates a binding; False if it already exists.
 
         Raises:
             AlreadyExistsError: Another one has its id, in the same scope and resource.
@@ -378,7 +372,7 @@ class AccessControl:
     # -- the store --------------------------------------------------------------------------
 
     def _change(self, plan: Callable[[_State], Sequence[Operation]]) -> bool:
-        """Does what `plan` says about the state of the store, until nobody comes in between."""
+        """Applies `plan` to the stored state; retries when another writer was faster."""
         is_unknown = False
         for _ in range(_ATTEMPTS):
             state = self._reload()

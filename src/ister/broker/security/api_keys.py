@@ -31,16 +31,7 @@ from ister.broker.security.principal import (
 )
 from ister.clock import Clock
 from ister.errors import ConfigError, InvalidRequestError
-
-__all__ = [
-    "API_KEY_CHARACTERS_MAX",
-    "API_KEY_PREFIX",
-    "ApiKey",
-    "ApiKeyFile",
-    "digest_of_key",
-    "format_line",
-    "parse_line",
-]
+from ister.positions import parse_time
 
 _log = logging.getLogger("ister.broker.security.api_keys")
 
@@ -48,7 +39,7 @@ API_KEY_PREFIX: Final = "ist_"
 API_KEY_CHARACTERS_MAX: Final = 128
 _DIGEST: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _FILE_BYTES_MAX: Final = 16 * 1024 * 1024
-_LOOK_AGAIN_SECONDS: Final = 1.0
+_CHECK_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,20 +88,12 @@ def parse_line(line: str) -> ApiKey | None:
         if word == "kind":
             kind = parse_principal_kind(value)
         elif word == "expires":
-            expires_at = _parse_time(value)
+            expires_at = parse_time(value, utc=True).timestamp()
         else:
             raise InvalidRequestError("there is a setting that is neither kind= nor expires=")
     return ApiKey(
         name=check_principal_name(name), digest=match.group(1), kind=kind, expires_at=expires_at
     )
-
-
-def _parse_time(text: str) -> float:
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise InvalidRequestError("a time is written like 2027-01-31T00:00:00Z") from error
-    return (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp()
 
 
 class ApiKeyFile:
@@ -124,7 +107,7 @@ class ApiKeyFile:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        self._looked_at = clock.monotonic()
+        self._checked_at = clock.monotonic()
         self._version: tuple[int, int, int] | None
         try:
             self._version = self._stat()
@@ -140,12 +123,12 @@ class ApiKeyFile:
             )
 
     def find(self, key: str) -> Principal | None:
-        """Whose key this is; None if nobody's."""
+        """Returns the principal of a key; None for an unknown key."""
         if len(key) > API_KEY_CHARACTERS_MAX:
             return None
         digest = digest_of_key(key)
         found = self._current().get(digest)
-        # Finding a digest by hashing it tells nothing: nobody can steer the digest of a guess.
+        # A look-up by digest leaks no timing: the digest of a guess cannot be chosen.
         if found is None or not hmac.compare_digest(found.digest, digest):
             return None
         return Principal(
@@ -167,14 +150,14 @@ class ApiKeyFile:
 
     def _current(self) -> Mapping[str, ApiKey]:
         now = self._clock.monotonic()
-        if now - self._looked_at >= _LOOK_AGAIN_SECONDS:
+        if now - self._checked_at >= _CHECK_SECONDS:
             with self._lock:
-                if now - self._looked_at >= _LOOK_AGAIN_SECONDS:
-                    self._look_again()
-                    self._looked_at = now
+                if now - self._checked_at >= _CHECK_SECONDS:
+                    self._reload()
+                    self._checked_at = now
         return self._keys
 
-    def _look_again(self) -> None:
+    def _reload(self) -> None:
         try:
             version = self._stat()
             if version == self._version:
@@ -183,14 +166,14 @@ class ApiKeyFile:
         except OSError as error:
             if self._version is not None:
                 _log.error(
-                    "the file of API keys is gone; all of them are refused",
+                    "cannot read the file of API keys; all keys are refused",
                     extra={"path": self._path, "error": error.strerror},
                 )
             self._version, self._keys = None, {}
             return
         for number, reason in bad_lines.items():
             _log.error(
-                "a line of the file of API keys is bad",
+                "invalid line in the file of API keys",
                 extra={"path": self._path, "line": number, "reason": reason},
             )
         self._version, self._keys = version, keys

@@ -1,4 +1,4 @@
-"""What was refused and what was changed: a JSON object a line, for those who ask later.
+"""The audit log: refused calls and changes, one JSON object a line.
 
     {"time": "2026-11-15T09:30:00.123Z", "action": "danube_admin.TopicAdmin/DeleteTopic",
      "outcome": "allowed", "principal": "user:alice", "via": "jwt", "resource": "/default/orders",
@@ -9,7 +9,7 @@ before the call is answered. Whatever callers say is escaped and cut, so a line 
 
 A refusal that repeats itself is written once and then counted: `"repeated": 41` in a second line,
 ten seconds later or when the log is closed. Refusals in all are limited to a rate, those of unknown
-callers to a lower one, and what is beyond it is counted in `"suppressed"`. So nobody can fill a
+callers to a lower one, and what is beyond it is counted in `"suppressed"`. So no caller can fill a
 disk, or push older lines out, by being refused.
 """
 
@@ -32,8 +32,6 @@ from ister.broker.security.principal import Principal
 from ister.clock import Clock
 from ister.errors import ConfigError
 
-__all__ = ["AuditLog", "Outcome"]
-
 _log = logging.getLogger("ister.audit")
 
 _FIELD_CHARACTERS_MAX: Final = 512
@@ -46,7 +44,7 @@ _BURST: Final = {True: 2000.0, False: 200.0}
 
 
 class Outcome(StrEnum):
-    """What became of a call."""
+    """Outcome of an audited call."""
 
     ALLOWED = "allowed"
     DENIED = "denied"
@@ -60,10 +58,8 @@ class Outcome(StrEnum):
 class AuditLog:
     """Writes what happened. Thread-safe.
 
-    Args:
-        path: The file; None for the log `ister.audit`.
-        clock: Where the times of lines come from.
-        file_bytes_max: When the file is set aside as `<path>.1`.
+    Without a path, lines go to the log `ister.audit`. A file of `file_bytes_max` is set aside as
+    `<path>.1`.
 
     Raises:
         ConfigError: The file cannot be written to.

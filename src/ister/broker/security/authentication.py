@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final, TypeAlias, TypeGuard
 
 import jwt
 from cryptography import x509
@@ -37,14 +37,11 @@ from ister.broker.security.principal import (
 from ister.clock import Clock
 from ister.config import AuthConfig, AuthMode, JwtConfig
 from ister.errors import ConfigError, InvalidRequestError, UnauthenticatedError
+from ister.model import JsonObject
 
-__all__ = [
-    "CREDENTIAL_HEADERS",
-    "JWT_ALGORITHMS",
-    "Authenticator",
-    "certificate_name",
-    "collect_headers",
-]
+_PublicKey: TypeAlias = (
+    rsa.RSAPublicKey | ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | ed448.Ed448PublicKey
+)
 
 _log = logging.getLogger("ister.broker.security.authentication")
 
@@ -80,8 +77,7 @@ def collect_headers(pairs: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
     """The headers of a call that carry credentials, by their names in lower case.
 
     Raises:
-        UnauthenticatedError: One of them is there twice, or is not text: which of two is meant
-            must not be anybody's guess.
+        UnauthenticatedError: One of them is repeated, which would be ambiguous, or is not text.
     """
     found: dict[str, str] = {}
     for name, value in pairs:
@@ -89,7 +85,7 @@ def collect_headers(pairs: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
         if lower not in CREDENTIAL_HEADERS:
             continue
         if lower in found:
-            raise UnauthenticatedError(f"the header {lower} is there more than once")
+            raise UnauthenticatedError(f"the header {lower} is repeated")
         try:
             found[lower] = value.decode("ascii") if isinstance(value, bytes) else value
         except UnicodeDecodeError as error:
@@ -100,9 +96,7 @@ def collect_headers(pairs: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
 class Authenticator:
     """Checks credentials. Thread-safe.
 
-    Args:
-        config: `broker.auth`.
-        clock: What tokens expire by.
+    `config` is `broker.auth`; tokens expire by `clock`.
 
     Raises:
         ConfigError: The settings do not make sense, or a file of theirs cannot be read.
@@ -121,13 +115,13 @@ class Authenticator:
             self._tokens = _Tokens(config.jwt, clock)
         elif config.jwt.secret is not None or config.jwt.public_key_file is not None:
             raise ConfigError(
-                "broker.auth.jwt has a key and no algorithm", hint="set broker.auth.jwt.algorithm"
+                "broker.auth.jwt has a key but no algorithm", hint="set broker.auth.jwt.algorithm"
             )
         if config.api_keys_file is not None:
             self._keys = ApiKeyFile(config.api_keys_file, clock=clock)
         if self._tokens is None and self._keys is None and not self._takes_certificates:
             raise ConfigError(
-                "broker.auth.mode is 'token', and there is no way to authenticate",
+                "broker.auth.mode is 'token', but no way to authenticate is set",
                 hint="set broker.auth.jwt, broker.auth.api_keys_file or broker.auth.mtls_principal",
             )
 
@@ -139,11 +133,10 @@ class Authenticator:
     def authenticate(
         self, headers: Mapping[str, str], *, certificate: bytes | None = None
     ) -> Principal:
-        """Who calls.
+        """Returns the principal that calls.
 
-        Args:
-            headers: By names in lower case; see `collect_headers`.
-            certificate: The client certificate, which TLS has checked; PEM or DER.
+        `headers` are by names in lower case, see `collect_headers`; `certificate` is the client's,
+        PEM or DER, which TLS has checked.
 
         Raises:
             UnauthenticatedError: Credentials are missing, wrong or expired.
@@ -153,7 +146,7 @@ class Authenticator:
         authorization, api_key = (headers.get(name) for name in CREDENTIAL_HEADERS)
         if authorization is not None and api_key is not None:
             raise UnauthenticatedError(
-                "there are two credentials", hint="send authorization or x-api-key"
+                "the call has two credentials", hint="send authorization or x-api-key, not both"
             )
         if api_key is not None:
             return self._from_key(api_key.strip())
@@ -170,7 +163,7 @@ class Authenticator:
         if certificate is not None and self._takes_certificates:
             return _from_certificate(certificate)
         raise UnauthenticatedError(
-            "there are no credentials", hint="send the header 'authorization: Bearer <token>'"
+            "the call has no credentials", hint="send the header 'authorization: Bearer <token>'"
         )
 
     def is_current(self, principal: Principal) -> bool:
@@ -184,14 +177,14 @@ class Authenticator:
     def _from_key(self, key: str) -> Principal:
         principal = self._keys.find(key) if self._keys is not None else None
         if principal is None:
-            raise UnauthenticatedError("the API key is not known here")
+            raise UnauthenticatedError("unknown API key")
         if principal.expires_at is not None and self._now() >= principal.expires_at:
             raise UnauthenticatedError("the API key has expired")
         return principal
 
     def _from_token(self, token: str) -> Principal:
         if self._tokens is None:
-            raise UnauthenticatedError("tokens are not taken here", hint="use an API key")
+            raise UnauthenticatedError("this broker does not accept tokens", hint="use an API key")
         return self._tokens.check(token)
 
     def _now(self) -> float:
@@ -199,7 +192,7 @@ class Authenticator:
 
 
 def _check_unused(config: AuthConfig) -> None:
-    """Refuses settings that look as if callers were checked, while nobody is."""
+    """Refuses settings of authentication while it is off."""
     jwt_config = config.jwt
     named = {
         "jwt": jwt_config.algorithm or jwt_config.secret or jwt_config.public_key_file,
@@ -210,8 +203,8 @@ def _check_unused(config: AuthConfig) -> None:
     for name, value in named.items():
         if value:
             raise ConfigError(
-                f"broker.auth.{name} is set, and broker.auth.mode is 'none'",
-                hint="set broker.auth.mode to 'token', or take it out",
+                f"broker.auth.{name} is set, but broker.auth.mode is 'none'",
+                hint="set broker.auth.mode to 'token', or remove the setting",
             )
 
 
@@ -222,8 +215,7 @@ def certificate_name(certificate: bytes) -> str:
     is used only if there are no alternative names at all: an authority that issues other kinds of
     names may not have verified the common name.
 
-    Args:
-        certificate: PEM or DER; TLS has verified it.
+    `certificate` is PEM or DER, and TLS has verified it.
 
     Raises:
         UnauthenticatedError: There is no such name, or there are several common names.
@@ -246,7 +238,7 @@ def certificate_name(certificate: bytes) -> str:
         raise UnauthenticatedError("the client certificate cannot be read") from error
     if not names:
         raise UnauthenticatedError(
-            "the client certificate names nobody",
+            "the client certificate names no principal",
             hint="it needs a URI, a DNS name or an email address as its alternative name, "
             "or one common name and no alternative names",
         )
@@ -270,22 +262,22 @@ class _Tokens:
         self._leeway_seconds = config.leeway_seconds
         if self._algorithm not in JWT_ALGORITHMS:
             raise ConfigError(
-                f"broker.auth.jwt.algorithm is {config.algorithm!r}",
-                hint=f"one of: {', '.join(JWT_ALGORITHMS)}",
+                f"unknown broker.auth.jwt.algorithm {config.algorithm!r}",
+                hint=f"use one of: {', '.join(JWT_ALGORITHMS)}",
             )
         if config.issuer is None or config.audience is None:
             raise ConfigError(
                 "broker.auth.jwt needs an issuer and an audience",
-                hint="a token has to be made for this broker, by somebody it trusts",
+                hint="tokens must be issued for this broker by a trusted issuer",
             )
         self._issuer, self._audience = config.issuer, config.audience
         self._key = _load_key(config, self._algorithm)
 
     def check(self, token: str) -> Principal:
-        """Whose token this is.
+        """Returns the principal of a token.
 
         Raises:
-            UnauthenticatedError: It is not a good one.
+            UnauthenticatedError: The token is invalid.
         """
         if len(token) > _TOKEN_CHARACTERS_MAX:
             raise UnauthenticatedError("the token is too long")
@@ -297,7 +289,7 @@ class _Tokens:
             raise UnauthenticatedError("the token has expired")
         for name in ("nbf", "iat"):
             if name in claims and _time(claims, name) > now + leeway:
-                raise UnauthenticatedError(f"the token is from the future ({name})")
+                raise UnauthenticatedError(f"the token is not valid yet ({name})")
         try:
             return Principal(
                 name=check_principal_name(claims["sub"]),
@@ -306,16 +298,18 @@ class _Tokens:
                 via="jwt",
             )
         except InvalidRequestError as error:
-            raise UnauthenticatedError(f"the token names nobody: {error.message}") from error
+            raise UnauthenticatedError(
+                f"the token names no valid principal: {error.message}"
+            ) from error
 
-    def _verified(self, token: str) -> dict[str, Any]:
+    def _verified(self, token: str) -> JsonObject:
         try:
             header = jwt.get_unverified_header(token)
             if header.get("alg") != self._algorithm:
-                raise UnauthenticatedError("the token is signed with another algorithm")
+                raise UnauthenticatedError("the token uses another algorithm")
             if "crit" in header:
-                raise UnauthenticatedError("the token asks for an extension that is not known")
-            claims: dict[str, Any] = jwt.decode(
+                raise UnauthenticatedError("the token requires an unknown extension")
+            claims: JsonObject = jwt.decode(
                 token,
                 self._key,
                 algorithms=[self._algorithm],
@@ -335,7 +329,7 @@ class _Tokens:
         except jwt.MissingRequiredClaimError as error:
             raise UnauthenticatedError(f"the token has no claim {error.claim!r}") from error
         except jwt.InvalidIssuerError as error:
-            raise UnauthenticatedError("the token is of another issuer") from error
+            raise UnauthenticatedError("the token is from another issuer") from error
         except jwt.InvalidAudienceError as error:
             raise UnauthenticatedError("the token is for another audience") from error
         except jwt.InvalidSignatureError as error:
@@ -347,7 +341,7 @@ class _Tokens:
         return claims
 
 
-def _time(claims: Mapping[str, Any], name: str) -> float:
+def _time(claims: JsonObject, name: str) -> float:
     value = claims[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnauthenticatedError(f"the token's claim {name!r} is not a number of seconds")
@@ -361,11 +355,11 @@ def _time(claims: Mapping[str, Any], name: str) -> float:
     return seconds
 
 
-def _load_key(config: JwtConfig, algorithm: str) -> Any:  # noqa: ANN401 - PyJWT takes many kinds
+def _load_key(config: JwtConfig, algorithm: str) -> bytes | _PublicKey:
     if algorithm in _SECRET_BYTES_MIN:
         if config.public_key_file is not None:
             raise ConfigError(
-                f"broker.auth.jwt.public_key_file is set, and {algorithm} has a secret",
+                f"broker.auth.jwt.public_key_file is set, but {algorithm} uses a secret",
                 hint="set broker.auth.jwt.secret alone: a public key must never be one",
             )
         secret = (config.secret or "").encode()
@@ -382,12 +376,12 @@ def _load_key(config: JwtConfig, algorithm: str) -> Any:  # noqa: ANN401 - PyJWT
         return secret
     if config.secret is not None:
         raise ConfigError(
-            f"broker.auth.jwt.secret is set, and {algorithm} has a public key",
+            f"broker.auth.jwt.secret is set, but {algorithm} uses a public key",
             hint="set broker.auth.jwt.public_key_file alone",
         )
     path = config.public_key_file
     if path is None:
-        raise ConfigError(f"broker.auth.jwt.public_key_file is not set, and {algorithm} needs it")
+        raise ConfigError(f"{algorithm} requires broker.auth.jwt.public_key_file")
     try:
         with open(path, "rb") as file:
             key = load_pem_public_key(file.read())
@@ -407,7 +401,7 @@ def _load_key(config: JwtConfig, algorithm: str) -> Any:  # noqa: ANN401 - PyJWT
     return key
 
 
-def _fits(key: object, algorithm: str) -> bool:
+def _fits(key: object, algorithm: str) -> TypeGuard[_PublicKey]:
     if algorithm in _CURVES:
         return isinstance(key, ec.EllipticCurvePublicKey) and isinstance(
             key.curve, _CURVES[algorithm]

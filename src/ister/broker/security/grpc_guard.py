@@ -7,29 +7,26 @@ a request of one message is read here.
 
 A call that answers with a stream is judged again about once a second, and ended with
 UNAUTHENTICATED or PERMISSION_DENIED as soon as it would no longer be let in. The handler is
-cancelled for that, so what it holds is let go of. Streams of one principal are limited in number,
+cancelled for that, which releases what it holds. Streams of one principal are limited in number,
 and so are its calls whose request has not arrived: otherwise they could block others for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from typing import Final, TypeAlias
 
 import grpc
 
-from ister.broker.principal_limits import PrincipalLimit
-from ister.broker.rpc import status_of
+from ister.broker.rpc.handlers import status_of
+from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security.authentication import collect_headers
 from ister.broker.security.guard import VERIFY_SECONDS, Caller, Guard, entered
 from ister.broker.security.principal import counted_as
 from ister.errors import CapacityError, IsterError, UnauthenticatedError
 
-__all__ = ["GrpcGuard"]
-
-# Requests, answers and contexts of gRPC, which has no types.
-_Grpc: TypeAlias = Any
+_Context: TypeAlias = grpc.aio.ServicerContext
 
 # A client that reads nothing also reads no status.
 _ABORT_SECONDS: Final = 5.0
@@ -39,11 +36,9 @@ _CERTIFICATE: Final = "x509_pem_cert"
 class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Authenticates every call of a server.
 
-    Args:
-        guard: Who decides.
-        streams: Limits the streams of each principal; None for no limit.
-        arriving: Limits its other calls whose request has not arrived; None for no limit.
-        texts: Formats the errors of a service, by its name; `str` by default.
+    `streams` limits the streams of each principal, `arriving` its other calls whose request has not
+    arrived; None for no limit. `texts` formats the errors of a service, by its name; `str` by
+    default.
     """
 
     def __init__(
@@ -73,23 +68,24 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         method = handler_call_details.method
         known = self._guarded.get(method)
         if known is None or known[0] is not handler:
-            known = self._guarded[method] = (handler, self._wrap(handler, method.lstrip("/")))
+            known = self._guarded[method] = (handler, self.wrap(handler, method.lstrip("/")))
         return known[1]
 
-    def _wrap(self, handler: grpc.RpcMethodHandler, action: str) -> grpc.RpcMethodHandler:
+    def wrap(self, handler: grpc.RpcMethodHandler, action: str) -> grpc.RpcMethodHandler:
+        """Puts the guard around a method, which then reads its request from gRPC's context."""
         takes_stream = handler.request_streaming
         if handler.response_streaming:
             inner = handler.stream_stream if takes_stream else handler.unary_stream
 
-            async def stream(requests: _Grpc, context: _Grpc) -> None:
+            async def stream(requests: object, context: _Context) -> None:
                 await self._serve_stream(inner, requests, context, action, takes_stream)
 
-            outer: _Grpc = stream
+            outer: Callable[[object, _Context], Awaitable[object]] = stream
             wrap = grpc.stream_stream_rpc_method_handler
         else:
             inner = handler.stream_unary if takes_stream else handler.unary_unary
 
-            async def answer(requests: _Grpc, context: _Grpc) -> _Grpc:
+            async def answer(requests: object, context: _Context) -> object:
                 caller = await self._enter(context, action, is_stream=False)
                 request = requests if takes_stream else await self._read(context, caller, action)
                 with entered(caller):
@@ -103,23 +99,43 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             response_serializer=handler.response_serializer,
         )
 
-    async def _enter(self, context: _Grpc, action: str, *, is_stream: bool) -> Caller:
-        guard = self._guard
-        peer = str(context.peer())
+    def enter(
+        self,
+        metadata: Iterable[tuple[str, str | bytes]],
+        *,
+        certificate: bytes | None = None,
+        peer: str,
+        action: str,
+        is_stream: bool = False,
+    ) -> Caller:
+        """Authenticates the caller of a call that begins. Thread-safe.
+
+        Raises:
+            UnauthenticatedError: Credentials are missing, wrong or expired.
+        """
         try:
-            headers = collect_headers(context.invocation_metadata() or ())
+            headers = collect_headers(metadata)
         except UnauthenticatedError as error:
-            guard.note_refused_login(error, peer=peer, action=action)
-            return await self._refuse(context, error, action, is_stream=is_stream)
-        certificate = _certificate(context) if guard.takes_certificates else None
+            self._guard.record_refused_login(error, peer=peer, action=action)
+            raise
+        return self._guard.enter(
+            headers, certificate=certificate, peer=peer, action=action, is_stream=is_stream
+        )
+
+    async def _enter(self, context: _Context, action: str, *, is_stream: bool) -> Caller:
+        certificate = _certificate(context) if self._guard.takes_certificates else None
         try:
-            return guard.enter(
-                headers, certificate=certificate, peer=peer, action=action, is_stream=is_stream
+            return self.enter(
+                context.invocation_metadata() or (),
+                certificate=certificate,
+                peer=str(context.peer()),
+                action=action,
+                is_stream=is_stream,
             )
         except IsterError as error:
             return await self._refuse(context, error, action, is_stream=is_stream)
 
-    async def _read(self, context: _Grpc, caller: Caller, action: str) -> _Grpc:
+    async def _read(self, context: _Context, caller: Caller, action: str) -> object:
         """The request of a call that has one and no stream."""
         who, arriving = counted_as(caller.principal), self._arriving
         if arriving is None:
@@ -135,7 +151,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             arriving.remove(who)
 
     async def _refuse(
-        self, context: _Grpc, error: IsterError, action: str, *, is_stream: bool
+        self, context: _Context, error: IsterError, action: str, *, is_stream: bool
     ) -> Caller:
         if is_stream:
             await self._guard.pause_refusal()
@@ -146,7 +162,12 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._texts.get(action.partition("/")[0], str)(error)
 
     async def _serve_stream(
-        self, inner: _Grpc, requests: _Grpc, context: _Grpc, action: str, takes_stream: bool
+        self,
+        inner: Callable[[object, _Context], AsyncIterable[object] | Awaitable[None]],
+        requests: object,
+        context: _Context,
+        action: str,
+        takes_stream: bool,
     ) -> None:
         caller = await self._enter(context, action, is_stream=True)
         who, streams = counted_as(caller.principal), self._streams
@@ -163,7 +184,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     watch.start()
                 request = requests if takes_stream else await _read_one(context)
                 answers = inner(request, context)
-                if hasattr(answers, "__aiter__"):
+                if isinstance(answers, AsyncIterable):
                     async for answer in answers:
                         await context.write(answer)
                 else:
@@ -197,14 +218,14 @@ class _StreamWatch:
         self._task = asyncio.current_task()
 
     def start(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(VERIFY_SECONDS, self._look)
+        self._timer = asyncio.get_running_loop().call_later(VERIFY_SECONDS, self._verify)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _verify(self) -> None:
         try:
             self._caller.verify(at_once=True)
         except IsterError as error:
@@ -216,7 +237,7 @@ class _StreamWatch:
         self.start()
 
 
-async def _read_one(context: _Grpc) -> _Grpc:
+async def _read_one(context: _Context) -> object:
     """The request of a call that has one."""
     request = await context.read()
     if request is grpc.aio.EOF:
@@ -224,7 +245,7 @@ async def _read_one(context: _Grpc) -> _Grpc:
     return request
 
 
-def _certificate(context: _Grpc) -> bytes | None:
+def _certificate(context: _Context) -> bytes | None:
     """The client certificate that the connection was opened with, in PEM."""
     found = (context.auth_context() or {}).get(_CERTIFICATE)
     return bytes(found[0]) if found else None

@@ -1,4 +1,4 @@
-"""The one thing that services ask: who calls, and may they.
+"""Authenticates callers and checks their permissions, for all services.
 
     caller = guard.enter(headers, certificate=…, peer=…, action=…)   a transport, once a call
     guard.check(principal, Permission.PRODUCE, topic=name)           a service, before it acts
@@ -39,16 +39,6 @@ from ister.errors import ConfigError, PermissionDeniedError, UnauthenticatedErro
 from ister.metadata.base import MetadataStore
 from ister.model import TopicName
 
-__all__ = [
-    "REFUSAL_SECONDS",
-    "VERIFY_SECONDS",
-    "Caller",
-    "Guard",
-    "current_caller",
-    "current_principal",
-    "entered",
-]
-
 VERIFY_SECONDS: Final = 1.0
 """How often a stream's caller is judged again."""
 
@@ -81,12 +71,12 @@ class Restricted(Protocol):
 
     @property
     def principals(self) -> tuple[str, ...] | None:
-        """Those who may use it; None for all who may consume the topic."""
+        """Principals that may use it; None for all that may consume the topic."""
         ...
 
 
 class Caller:
-    """Who makes a call under way. Belongs to that call."""
+    """The caller of a call in progress. Belongs to that call."""
 
     __slots__ = (
         "_checked",
@@ -104,7 +94,7 @@ class Caller:
     ) -> None:
         self.principal = principal
         self.is_stream = is_stream
-        """Whether the call goes on, and is judged again while it does."""
+        """Whether the call is a stream, whose rights are checked again while it runs."""
         self.peer = peer
         """Where the call comes from, as the transport says."""
         self.action = action
@@ -115,7 +105,7 @@ class Caller:
         self._verified_at = guard.monotonic()
 
     def remember(self, check: _Check) -> None:
-        """Notes a right that has to go on being there."""
+        """Records a right that must stay valid."""
         if len(self._checked) < _CHECKS_PER_CALL_MAX:
             self._checked[check] = None
 
@@ -124,10 +114,9 @@ class Caller:
         self._used = (subscription, topic)
 
     def verify(self, *, at_once: bool = False) -> None:
-        """Judges anew what the call was allowed.
+        """Checks again what the call was allowed.
 
-        Args:
-            at_once: Do so even if it was done less than `VERIFY_SECONDS` ago.
+        `at_once` does so even if it was done less than `VERIFY_SECONDS` ago.
 
         Raises:
             UnauthenticatedError: The credentials have expired or were withdrawn.
@@ -159,7 +148,7 @@ def current_principal() -> Principal:
 
 @contextmanager
 def entered(caller: Caller) -> Iterator[Caller]:
-    """Makes somebody the current caller for the length of a block."""
+    """Sets the current caller for a block."""
     token = _caller.set(caller)
     try:
         yield caller
@@ -170,13 +159,8 @@ def entered(caller: Caller) -> Iterator[Caller]:
 class Guard:
     """Who calls, and whether they may. Thread-safe.
 
-    Args:
-        authenticator: Checks credentials.
-        access: Judges rights. Not started yet.
-        audit: Gets refusals and changes.
-        clock: What remembered credentials grow old by.
-        is_on: Whether callers have to say who they are.
-        audits_changes: Whether changes are noted even with auth off.
+    Remembered credentials grow old by `clock`. With `audits_changes`, changes are noted even with
+    authentication off.
     """
 
     def __init__(
@@ -199,7 +183,7 @@ class Guard:
         self._remembered: OrderedDict[bytes, tuple[Principal, float]] = OrderedDict()
         self._refusals_waiting = 0
         self.refused_logins = 0
-        """Calls refused because nobody knows who made them."""
+        """Calls refused because their caller was not authenticated."""
         self.allowed_calls = 0
         """Calls whose callers had a right to them, with auth on."""
         self.refused_calls = 0
@@ -215,7 +199,7 @@ class Guard:
         auth, tls = config.broker.auth, config.broker.tls
         if auth.mtls_principal and tls.client_auth is not ClientAuth.REQUIRED:
             raise ConfigError(
-                "broker.auth.mtls_principal is on, and clients are not asked for certificates",
+                "broker.auth.mtls_principal is on, but clients need no certificate",
                 hint="set broker.tls.client_auth to 'required'",
             )
         return cls(
@@ -239,13 +223,13 @@ class Guard:
             self.access.start()
 
     def close(self) -> None:
-        """Lets go of everything. May be called twice."""
+        """Closes everything. Idempotent."""
         self.access.close()
         self.audit.close()
 
     @property
     def is_needed(self) -> bool:
-        """Whether transports have to say who calls: somebody is judged, or noted."""
+        """Whether transports must identify callers, for checks or for the audit log."""
         return self._audits
 
     @property
@@ -253,7 +237,7 @@ class Guard:
         """Whether transports have to pass on client certificates."""
         return self._authenticator.takes_certificates
 
-    # -- who --------------------------------------------------------------------------------
+    # -- authentication ---------------------------------------------------------------------
 
     def enter(
         self,
@@ -266,12 +250,8 @@ class Guard:
     ) -> Caller:
         """The caller of a call that begins.
 
-        Args:
-            headers: As `authentication.collect_headers` gives them.
-            certificate: The client certificate, which TLS has checked.
-            peer: Where the call comes from.
-            action: What is called.
-            is_stream: Whether the call goes on, and `Caller.verify` is called while it does.
+        `headers` are as `authentication.collect_headers` gives them; TLS has checked `certificate`.
+        A call that `is_stream` goes on, and `Caller.verify` is called while it does.
 
         Raises:
             UnauthenticatedError: Credentials are missing, wrong or expired.
@@ -279,7 +259,7 @@ class Guard:
         try:
             principal = self.principal_of(headers, certificate)
         except UnauthenticatedError as error:
-            self.note_refused_login(error, peer=peer, action=action)
+            self.record_refused_login(error, peer=peer, action=action)
             raise
         return Caller(self, principal, peer=peer, action=action, is_stream=is_stream)
 
@@ -309,15 +289,15 @@ class Guard:
                 self._remembered.popitem(last=False)
         return principal
 
-    def note_refused_login(
+    def record_refused_login(
         self, error: UnauthenticatedError, *, peer: str = "", action: str = ""
     ) -> None:
-        """Counts and audits a call whose caller is not known."""
+        """Counts and audits a call whose caller was not authenticated."""
         with self._lock:
             self.refused_logins += 1
         self.audit.record(Outcome.UNAUTHENTICATED, action=action, peer=peer, reason=error.message)
 
-    # -- whether ----------------------------------------------------------------------------
+    # -- authorization ----------------------------------------------------------------------
 
     def check(
         self,
@@ -329,9 +309,9 @@ class Guard:
         action: str | None = None,
         detail: str = "",
     ) -> None:
-        """Refuses what somebody may not do; changes that they may do are noted.
+        """Refuses what a principal may not do; allowed changes are audited.
 
-        Within a stream that a transport guards, the right has to hold for as long as it goes on.
+        Within a stream that a transport guards, the right must hold until the stream ends.
 
         Args:
             principal: Who.
@@ -448,7 +428,7 @@ class Guard:
     def check_anywhere(
         self, principal: Principal, permission: Permission, *, action: str | None = None
     ) -> None:
-        """Refuses those who have a right on nothing at all; see `AccessControl.allows_anywhere`.
+        """Refuses principals without any right; see `AccessControl.allows_anywhere`.
 
         Raises:
             PermissionDeniedError: They have not.
@@ -472,7 +452,7 @@ class Guard:
         topic: TopicName | str | None = None,
         namespace: str | None = None,
     ) -> bool:
-        """Whether somebody may do something; nothing is noted.
+        """Whether a principal has a permission; writes no audit record.
 
         Raises:
             UnavailableError: It is not known at the moment.
@@ -482,7 +462,7 @@ class Guard:
         )
 
     def visible(self, principal: Principal, topics: Iterable[str]) -> list[str]:
-        """Those of the topics that somebody may know of.
+        """Returns the topics that a principal may see.
 
         Raises:
             UnavailableError: It is not known at the moment.
@@ -492,26 +472,26 @@ class Guard:
     def verify(
         self, caller: Caller, checked: Iterable[_Check], used: tuple[Restricted, str] | None
     ) -> None:
-        """Judges a call that goes on; raises as `Caller.verify`."""
+        """Checks a stream's rights again; raises as `Caller.verify`."""
         if not self.is_on:
             return
         principal = caller.principal
         if not self._authenticator.is_current(principal):
-            error = UnauthenticatedError("the credentials are no longer good")
-            self._note_ended(caller, error.message)
+            error = UnauthenticatedError("the credentials have expired or were revoked")
+            self._audit_ended(caller, error.message)
             raise error
         for check in checked:
             if not self.access.allows(
                 principal, check.permission, topic=check.topic, namespace=check.namespace
             ):
-                self._note_ended(caller, f"the right to {check.permission} is gone")
+                self._audit_ended(caller, f"the right to {check.permission} is gone")
                 raise _denied(principal, check.permission, _resource(check.topic, check.namespace))
         if used is not None and not self._may_use(principal, *used):
             resource = f"subscription {used[0].name} of {used[1]}"
-            self._note_ended(caller, f"{resource} is restricted to others")
+            self._audit_ended(caller, f"{resource} is restricted to others")
             raise _restricted(principal, resource)
 
-    def _note_ended(self, caller: Caller, reason: str) -> None:
+    def _audit_ended(self, caller: Caller, reason: str) -> None:
         self.audit.record(
             Outcome.ENDED,
             action=caller.action,

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
+from aiohttp.typedefs import Middleware
 
 from ister.broker.security.authentication import collect_headers
 from ister.broker.security.guard import Guard, entered
@@ -27,20 +28,17 @@ from ister.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-
-__all__ = ["OPEN_PATHS", "http_guard"]
+from ister.wire.errors import http_error
 
 OPEN_PATHS: Final = frozenset({"/live", "/ready", "/health"})
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def http_guard(guard: Guard, *, open_paths: Collection[str] = OPEN_PATHS) -> Any:  # noqa: ANN401
+def http_guard(guard: Guard, *, open_paths: Collection[str] = OPEN_PATHS) -> Middleware:
     """A middleware for `aiohttp.web.Application`.
 
-    Args:
-        guard: Who decides.
-        open_paths: Paths that need no credentials, exactly as written.
+    `open_paths` need no credentials, exactly as written.
     """
     server_logger.addFilter(_is_ours)
 
@@ -53,7 +51,7 @@ def http_guard(guard: Guard, *, open_paths: Collection[str] = OPEN_PATHS) -> Any
             try:
                 headers = collect_headers(request.headers.items())
             except UnauthenticatedError as error:
-                guard.note_refused_login(error, peer=peer, action=action)
+                guard.record_refused_login(error, peer=peer, action=action)
                 raise
             certificate = _certificate(request) if guard.takes_certificates else None
             caller = guard.enter(headers, certificate=certificate, peer=peer, action=action)
@@ -70,7 +68,7 @@ def http_guard(guard: Guard, *, open_paths: Collection[str] = OPEN_PATHS) -> Any
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a record of aiohttp's is about the server, and not about a request that is none."""
+    """Whether an aiohttp log record is about the server, not about a malformed request."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 
@@ -78,8 +76,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 def _answer(
     error: IsterError, status: int, headers: dict[str, str] | None = None
 ) -> web.StreamResponse:
-    content = {"code": error.code, "error": error.message, "hint": error.hint}
-    return web.json_response(content, status=status, headers=headers)
+    return web.json_response(http_error(error), status=status, headers=headers)
 
 
 def _certificate(request: web.Request) -> bytes | None:

@@ -1,6 +1,6 @@
 """New API keys and tokens, for the command line and for tests.
 
-A key is shown once, to the one who asked for it; what goes into the broker's file is the line with
+A key is shown once, to its creator; what goes into the broker's file is the line with
 its digest. Tokens are signed with a key that the caller has: the broker itself needs only what
 verifies them.
 """
@@ -19,8 +19,6 @@ from ister.broker.security.principal import PrincipalKind, check_principal_name
 from ister.clock import Clock, SystemClock
 from ister.errors import InvalidRequestError
 
-__all__ = ["make_api_key", "make_token"]
-
 _KEY_BYTES: Final = 32
 _LIFETIME_SECONDS_MAX: Final = 366 * 24 * 3600
 
@@ -33,17 +31,15 @@ def make_api_key(
 ) -> tuple[str, str]:
     """A new API key, and its line for `broker.auth.api_keys_file`.
 
-    Args:
-        name: Whose key it is: one word.
-        kind: What stands behind the name.
-        expires_at: The Unix second at which it ends; None if it stays good.
+    `name` is one word; `expires_at` is the Unix second at which the key ends, None if it stays
+    good.
 
     Raises:
         InvalidRequestError: The name cannot stand in a line.
     """
     check_principal_name(name)
     if "#" in name or len(name.split()) != 1:
-        raise InvalidRequestError("the name of an API key is one word without '#'")
+        raise InvalidRequestError("the name of an API key must be one word without '#'")
     key = API_KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
     line = format_line(
         ApiKey(name=name, digest=digest_of_key(key), kind=kind, expires_at=expires_at)
@@ -62,7 +58,7 @@ def make_token(
     kind: PrincipalKind = PrincipalKind.USER,
     clock: Clock | None = None,
 ) -> str:
-    """A token that says who its bearer is.
+    """Creates a token for a principal.
 
     Args:
         subject: The name of the principal.
@@ -80,11 +76,11 @@ def make_token(
     check_principal_name(subject)
     if algorithm not in JWT_ALGORITHMS:
         raise InvalidRequestError(
-            f"there is no algorithm {algorithm!r}", hint=f"one of: {', '.join(JWT_ALGORITHMS)}"
+            f"unknown algorithm {algorithm!r}", hint=f"one of: {', '.join(JWT_ALGORITHMS)}"
         )
     if not 0 < lifetime_seconds <= _LIFETIME_SECONDS_MAX:
         raise InvalidRequestError(
-            f"a token for {lifetime_seconds} seconds", hint="it is good for a year at most"
+            f"invalid lifetime: {lifetime_seconds} seconds", hint="the maximum is one year"
         )
     now = (clock if clock is not None else SystemClock()).now_ns() / 1e9
     claims = {

@@ -1,7 +1,7 @@
 """Who calls: a name, a kind, and how long it is good for.
 
 Values only. A principal is made by `ister.broker.security.authentication` alone, from credentials
-that were checked; no request says by itself who it is.
+that were checked; never from the request's own claims.
 """
 
 from __future__ import annotations
@@ -11,17 +11,6 @@ from enum import StrEnum
 from typing import Final
 
 from ister.errors import InvalidRequestError
-
-__all__ = [
-    "ANONYMOUS",
-    "PRINCIPAL_NAME_CHARACTERS_MAX",
-    "Principal",
-    "PrincipalKind",
-    "check_principal_name",
-    "counted_as",
-    "parse_principal_kind",
-    "spell_principal",
-]
 
 PRINCIPAL_NAME_CHARACTERS_MAX: Final = 256
 """It becomes part of keys, audit lines and error texts."""
@@ -33,7 +22,7 @@ class PrincipalKind(StrEnum):
     USER = "user"
     SERVICE = "service"
     ANONYMOUS = "anonymous"
-    """Nobody said who they are; has no rights once auth is on."""
+    """An unauthenticated caller; has no rights once auth is on."""
 
 
 _KINDS: Final = {

@@ -1,4 +1,4 @@
-"""Permissions, roles and bindings: the values that say who may do what, and their JSON.
+"""Permissions, roles and bindings, and their JSON.
 
     role      a name for a set of permissions
     binding   gives roles to a principal: in the whole cluster, in a namespace, or for one topic
@@ -14,7 +14,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Self
+from typing import Final, Self
+
+import msgspec
 
 from ister.broker.security.principal import (
     PrincipalKind,
@@ -24,26 +26,13 @@ from ister.broker.security.principal import (
 from ister.errors import CorruptDataError, InvalidRequestError
 from ister.model import TopicName
 
-__all__ = [
-    "MANAGE_PERMISSIONS",
-    "SYSTEM_ROLES",
-    "Binding",
-    "Permission",
-    "Role",
-    "Scope",
-    "danube_kind",
-    "parse_permission",
-    "parse_scope",
-    "resource_path",
-]
-
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,120}")
 _ROLES_PER_BINDING_MAX: Final = 64
 # What the client appends to the name of a partitioned topic; one spelling per number.
 
 
 class Permission(StrEnum):
-    """What somebody may do with a resource."""
+    """A permission on a resource."""
 
     LOOKUP = "lookup"
     """See that a topic exists and where it is. Whoever may use or manage a topic may also see
@@ -75,7 +64,7 @@ def parse_permission(text: object) -> Permission:
 
     Raises:
         InvalidRequestError: There is no such permission. `Replicate`, which Danube's brokers give
-            to each other, is none: no caller here is trusted for being a broker.
+            to each other, does not exist here: no caller is trusted for being a broker.
     """
     plain = re.sub(r"[_-]", "", text).lower() if isinstance(text, str) else ""
     permission = _PERMISSIONS.get(plain)
@@ -108,6 +97,22 @@ def parse_scope(text: object) -> Scope:
         ) from error
 
 
+class _StoredRole(msgspec.Struct, kw_only=True):
+    name: str
+    permissions: list[str]
+    system: bool | int | None = False
+    """For Danube's tools: it is not read."""
+
+
+class _StoredBinding(msgspec.Struct, kw_only=True):
+    id: str
+    principal_type: str
+    principal_name: str
+    role_names: tuple[str, ...]
+    scope: str
+    resource_name: str | None = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """A named set of permissions."""
@@ -122,12 +127,13 @@ class Role:
 
     def to_json(self) -> bytes:
         """As it is stored."""
-        content = {
-            "name": self.name,
-            "permissions": [p.danube_name for p in Permission if p in self.permissions],
-            "system": self.is_system,
-        }
-        return json.dumps(content).encode()
+        return _encode(
+            _StoredRole(
+                name=self.name,
+                permissions=[p.danube_name for p in Permission if p in self.permissions],
+                system=self.is_system,
+            )
+        )
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
@@ -136,14 +142,13 @@ class Role:
         Raises:
             CorruptDataError: It is something else.
         """
-        content = _load(data)
         try:
+            stored = msgspec.json.decode(data, type=_StoredRole)
             return cls(
-                name=content["name"],
-                permissions=frozenset(map(parse_permission, _texts(content["permissions"]))),
+                name=stored.name, permissions=frozenset(map(parse_permission, stored.permissions))
             )
-        except (KeyError, TypeError, InvalidRequestError) as error:
-            raise CorruptDataError(f"a stored role is not one: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CorruptDataError(f"a stored role is invalid: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +167,10 @@ class Binding:
         _check_name(self.id, "binding")
         check_principal_name(self.principal_name)
         if self.principal_kind is PrincipalKind.ANONYMOUS:
-            raise InvalidRequestError("nobody in particular cannot be given rights")
+            raise InvalidRequestError("a binding cannot name the anonymous principal")
         if not 0 < len(self.roles) <= _ROLES_PER_BINDING_MAX:
             raise InvalidRequestError(
-                f"a binding with {len(self.roles)} roles",
-                hint=f"it has 1 to {_ROLES_PER_BINDING_MAX}",
+                f"a binding must have 1 to {_ROLES_PER_BINDING_MAX} roles, not {len(self.roles)}",
             )
         for role in self.roles:
             _check_name(role, "role")
@@ -174,15 +178,16 @@ class Binding:
 
     def to_json(self) -> bytes:
         """As it is stored."""
-        content = {
-            "id": self.id,
-            "principal_type": danube_kind(self.principal_kind),
-            "principal_name": self.principal_name,
-            "role_names": list(self.roles),
-            "scope": self.scope.value,
-            "resource_name": self.resource,
-        }
-        return json.dumps(content).encode()
+        return _encode(
+            _StoredBinding(
+                id=self.id,
+                principal_type=danube_kind(self.principal_kind),
+                principal_name=self.principal_name,
+                role_names=self.roles,
+                scope=self.scope.value,
+                resource_name=self.resource,
+            )
+        )
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
@@ -191,18 +196,18 @@ class Binding:
         Raises:
             CorruptDataError: It is something else.
         """
-        content = _load(data)
         try:
+            stored = msgspec.json.decode(data, type=_StoredBinding)
             return cls(
-                id=content["id"],
-                principal_kind=parse_principal_kind(content["principal_type"]),
-                principal_name=content["principal_name"],
-                roles=_texts(content["role_names"]),
-                scope=parse_scope(content["scope"]),
-                resource=content["resource_name"],
+                id=stored.id,
+                principal_kind=parse_principal_kind(stored.principal_type),
+                principal_name=stored.principal_name,
+                roles=stored.role_names,
+                scope=parse_scope(stored.scope),
+                resource=stored.resource_name or "",
             )
-        except (KeyError, TypeError, InvalidRequestError) as error:
-            raise CorruptDataError(f"a stored binding is not one: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CorruptDataError(f"a stored binding is invalid: {error}") from error
 
 
 def danube_kind(kind: PrincipalKind) -> str:
@@ -237,20 +242,8 @@ def _check_name(name: object, what: str) -> None:
         )
 
 
-def _load(data: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptDataError("a stored role or binding is not JSON") from error
-    if not isinstance(content, dict):
-        raise CorruptDataError("a stored role or binding is not a JSON object")
-    return content
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError("not a list of texts")
-    return tuple(value)
+def _encode(stored: _StoredRole | _StoredBinding) -> bytes:
+    return json.dumps(msgspec.to_builtins(stored)).encode()
 
 
 SYSTEM_ROLES: Final[Mapping[str, Role]] = {

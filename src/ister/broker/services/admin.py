@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final, NoReturn, Protocol
 
 import grpc
+from google.protobuf.message import Message
 
-from ister.broker.dispatch import Dispatch
-from ister.broker.rpc import Refused
+from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.served import AnySubscription
 from ister.broker.services.consumer import KINDS
-from ister.broker.tasks import to_the_end
-from ister.broker.topics import Topics
-from ister.broker.wire import danube_admin
+from ister.broker.topics.served_topic import AnySubscription
+from ister.broker.topics.tasks import run_to_completion
+from ister.broker.topics.topics import Topics
 from ister.errors import (
     ConflictError,
     InvalidRequestError,
@@ -31,17 +31,18 @@ from ister.errors import (
     UnsupportedOperationError,
 )
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
-
-__all__ = [
-    "BrokerAdminService",
-    "ClusterAdminService",
-    "NamespaceAdminService",
-    "TopicAdminService",
-]
+from ister.wire import danube_admin
 
 _BACKOFFS: Final = (Backoff.FIXED, Backoff.EXPONENTIAL)
 _POISONS: Final = (PoisonPolicy.DEAD_LETTER, PoisonPolicy.BLOCK, PoisonPolicy.DROP)
 _WINDOW_MAX: Final = 100_000
+
+
+class _OfSubscription(Protocol):
+    """A request about a subscription."""
+
+    topic: str
+    subscription: str
 
 
 class _Service:
@@ -71,7 +72,9 @@ class _Service:
 class BrokerAdminService(_Service):
     """Serves what is asked about brokers."""
 
-    async def ListBrokers(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ListBrokers(
+        self, request: danube_admin.Empty, context: object
+    ) -> danube_admin.BrokerListResponse:
         """All brokers that are up."""
         self._check(Permission.MANAGE_BROKER)
         brokers = await asyncio.to_thread(self._topics.cluster.brokers)
@@ -88,7 +91,9 @@ class BrokerAdminService(_Service):
             ]
         )
 
-    async def ListNamespaces(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ListNamespaces(
+        self, request: danube_admin.Empty, context: object
+    ) -> danube_admin.NamespaceListResponse:
         """All namespaces that the caller may see topics of."""
         names = await self._topics.namespaces()
         caller = current_principal()
@@ -100,11 +105,13 @@ class BrokerAdminService(_Service):
             ]
         )
 
-    async def UnloadBroker(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def UnloadBroker(
+        self, request: danube_admin.UnloadBrokerRequest, context: object
+    ) -> danube_admin.UnloadBrokerResponse:
         """Hands all topics of this broker over to others."""
         self._check(Permission.MANAGE_BROKER)
         if request.broker_id not in ("", self._topics.cluster.own.node):
-            raise NotFoundError("ask that broker itself")
+            raise NotFoundError("a broker unloads only its own topics; ask the other broker")
         brokers = await asyncio.to_thread(self._topics.cluster.brokers)
         if len(brokers) < 2:
             raise Refused(
@@ -134,13 +141,15 @@ class BrokerAdminService(_Service):
             failed_topics=failed,
         )
 
-    async def ActivateBroker(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ActivateBroker(
+        self, request: danube_admin.ActivateBrokerRequest, context: object
+    ) -> danube_admin.ActivateBrokerResponse:
         """A broker that is up is active."""
         self._check(Permission.MANAGE_BROKER)
         is_own = request.broker_id in ("", self._topics.cluster.own.node)
         return danube_admin.ActivateBrokerResponse(success=is_own)
 
-    async def _refuse(self, request: Any, context: Any) -> Any:  # noqa: ANN401
+    async def _refuse(self, request: Message, context: object) -> NoReturn:
         raise UnsupportedOperationError(
             "brokers have no leader that would know, and topics are moved by unloading them",
             hint="each broker lists its own topics: ListBrokerTopics",
@@ -154,7 +163,7 @@ class BrokerAdminService(_Service):
 class ClusterAdminService:
     """Answers for a cluster that has no members of its own: the metadata store has."""
 
-    async def _refuse(self, request: Any, context: Any) -> Any:  # noqa: ANN401
+    async def _refuse(self, request: Message, context: object) -> NoReturn:
         raise UnsupportedOperationError(
             "brokers have no consensus of their own", hint="see the metadata store's tools"
         )
@@ -168,23 +177,31 @@ class ClusterAdminService:
 class NamespaceAdminService(_Service):
     """Serves what is asked about namespaces."""
 
-    async def GetNamespaceTopics(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def GetNamespaceTopics(
+        self, request: danube_admin.NamespaceRequest, context: object
+    ) -> danube_admin.TopicListResponse:
         """The topics of a namespace that the caller may see."""
         return danube_admin.TopicListResponse(topics=await self._visible(request.name))
 
-    async def GetNamespacePolicies(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """The bounds of a namespace's topics."""
+    async def GetNamespacePolicies(
+        self, request: danube_admin.NamespaceRequest, context: object
+    ) -> danube_admin.PolicyResponse:
+        """The policies of a namespace's topics."""
         self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
         policies = await self._topics.namespace_policies(request.name)
         return danube_admin.PolicyResponse(policies=policies.to_json())
 
-    async def CreateNamespace(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """Makes a namespace."""
+    async def CreateNamespace(
+        self, request: danube_admin.NamespaceRequest, context: object
+    ) -> danube_admin.NamespaceResponse:
+        """Creates a namespace."""
         self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
         await self._topics.create_namespace(request.name)
         return danube_admin.NamespaceResponse(success=True)
 
-    async def DeleteNamespace(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def DeleteNamespace(
+        self, request: danube_admin.NamespaceRequest, context: object
+    ) -> danube_admin.NamespaceResponse:
         """Removes a namespace without topics."""
         self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
         try:
@@ -201,17 +218,21 @@ class TopicAdminService(_Service):
         super().__init__(topics, guard)
         self._schemas = schemas
 
-    async def ListNamespaceTopics(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ListNamespaceTopics(
+        self, request: danube_admin.NamespaceRequest, context: object
+    ) -> danube_admin.TopicInfoListResponse:
         """The topics of a namespace that the caller may see."""
         return self._list(await self._visible(request.name))
 
-    async def ListBrokerTopics(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ListBrokerTopics(
+        self, request: danube_admin.BrokerRequest, context: object
+    ) -> danube_admin.TopicInfoListResponse:
         """The topics that this broker has open."""
         if request.broker_id not in ("", self._topics.cluster.own.node):
-            raise NotFoundError("ask that broker itself")
+            raise NotFoundError("a broker lists only its own topics; ask the other broker")
         return self._list([topic.name for topic in self._topics.served])
 
-    def _list(self, names: list[str]) -> Any:  # noqa: ANN401
+    def _list(self, names: list[str]) -> danube_admin.TopicInfoListResponse:
         infos = []
         for name in self._guard.visible(current_principal(), names):
             topic = self._topics.find_open(name)
@@ -224,7 +245,9 @@ class TopicAdminService(_Service):
             )
         return danube_admin.TopicInfoListResponse(topics=infos)
 
-    async def CreateTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def CreateTopic(
+        self, request: danube_admin.NewTopicRequest, context: object
+    ) -> danube_admin.TopicResponse:
         """Makes a topic."""
         self._check(Permission.MANAGE_TOPIC, topic=request.name)
         await self._topics.get_or_create(
@@ -235,7 +258,9 @@ class TopicAdminService(_Service):
         await self._bind(request, [request.name])
         return danube_admin.TopicResponse(success=True)
 
-    async def CreatePartitionedTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def CreatePartitionedTopic(
+        self, request: danube_admin.PartitionedTopicRequest, context: object
+    ) -> danube_admin.TopicResponse:
         """Makes a topic of so many partitions."""
         self._check(Permission.MANAGE_TOPIC, topic=request.base_name)
         names = await self._topics.create_partitioned(
@@ -246,7 +271,11 @@ class TopicAdminService(_Service):
         await self._bind(request, names)
         return danube_admin.TopicResponse(success=True)
 
-    async def _bind(self, request: Any, names: list[str]) -> None:  # noqa: ANN401
+    async def _bind(
+        self,
+        request: danube_admin.NewTopicRequest | danube_admin.PartitionedTopicRequest,
+        names: list[str],
+    ) -> None:
         if request.HasField("schema_subject") and request.schema_subject:
             for name in names:
                 try:
@@ -256,10 +285,12 @@ class TopicAdminService(_Service):
                 except ConflictError as error:
                     raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
 
-    async def DeleteTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def DeleteTopic(
+        self, request: danube_admin.TopicRequest, context: object
+    ) -> danube_admin.TopicResponse:
         """Deletes a topic for good, or all partitions of one."""
         self._check(Permission.MANAGE_TOPIC, topic=request.name)
-        await to_the_end(self._delete(request.name))
+        await run_to_completion(self._delete(request.name))
         return danube_admin.TopicResponse(success=True)
 
     async def _delete(self, name: str) -> None:
@@ -268,13 +299,17 @@ class TopicAdminService(_Service):
         for one in names:
             await asyncio.to_thread(self._schemas.forget_topic, one)
 
-    async def UnloadTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def UnloadTopic(
+        self, request: danube_admin.TopicRequest, context: object
+    ) -> danube_admin.TopicResponse:
         """Hands a topic over, so that any broker may have it."""
         self._check(Permission.MANAGE_TOPIC, topic=request.name)
         await self._topics.unload(request.name)
         return danube_admin.TopicResponse(success=True)
 
-    async def DescribeTopic(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def DescribeTopic(
+        self, request: danube_admin.DescribeTopicRequest, context: object
+    ) -> danube_admin.DescribeTopicResponse:
         """What a topic is."""
         self._check(Permission.LOOKUP, topic=request.name)
         topic = await self._topics.get(request.name)
@@ -295,13 +330,17 @@ class TopicAdminService(_Service):
                 described.compatibility_mode = latest.compatibility_mode
         return described
 
-    async def ListSubscriptions(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ListSubscriptions(
+        self, request: danube_admin.TopicRequest, context: object
+    ) -> danube_admin.SubscriptionListResponse:
         """The names of a topic's subscriptions, each once."""
         self._check(Permission.LOOKUP, topic=request.name)
         topic = await self._topics.get(request.name)
         return danube_admin.SubscriptionListResponse(subscriptions=sorted(topic.subscriptions))
 
-    async def Unsubscribe(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def Unsubscribe(
+        self, request: danube_admin.SubscriptionRequest, context: object
+    ) -> danube_admin.SubscriptionResponse:
         """Removes a subscription without consumers."""
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         topic = await self._topics.get(request.topic)
@@ -312,7 +351,9 @@ class TopicAdminService(_Service):
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         return danube_admin.SubscriptionResponse(success=True)
 
-    async def SetSubscriptionFailurePolicy(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def SetSubscriptionFailurePolicy(
+        self, request: danube_admin.SetSubscriptionFailurePolicyRequest, context: object
+    ) -> danube_admin.SubscriptionResponse:
         """Changes what happens to messages that fail; in force at once."""
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         subscription = await self._reliable(request)
@@ -321,15 +362,19 @@ class TopicAdminService(_Service):
         if policy.dead_letter_topic == request.topic:
             raise InvalidRequestError("a topic cannot be its own dead-letter topic")
         if policy.dead_letter_topic is not None:
-            # The broker publishes there in the name of whoever says so.
+            # The broker publishes there on behalf of the caller.
             self._check(Permission.PRODUCE, topic=policy.dead_letter_topic)
             found = self._topics.find_open(policy.dead_letter_topic)
             if found is not None and not found.is_reliable:
-                raise InvalidRequestError("the dead-letter topic is not reliable: it keeps nothing")
+                raise InvalidRequestError(
+                    "the dead-letter topic is not reliable: it stores no messages"
+                )
         await subscription.set_policy(policy)
         return danube_admin.SubscriptionResponse(success=True)
 
-    async def GetSubscriptionFailurePolicy(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def GetSubscriptionFailurePolicy(
+        self, request: danube_admin.GetSubscriptionFailurePolicyRequest, context: object
+    ) -> danube_admin.GetSubscriptionFailurePolicyResponse:
         """What happens to messages that fail."""
         self._check(Permission.LOOKUP, topic=request.topic)
         subscription = await self._reliable(request)
@@ -347,7 +392,9 @@ class TopicAdminService(_Service):
             subscription_type=KINDS.index(subscription.kind),
         )
 
-    async def SetSubscriptionDispatchConfig(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def SetSubscriptionDispatchConfig(
+        self, request: danube_admin.SetSubscriptionDispatchConfigRequest, context: object
+    ) -> danube_admin.SubscriptionResponse:
         """Changes how many messages a consumer may have unacknowledged; in force at once."""
         self._check(Permission.MANAGE_TOPIC, topic=request.topic)
         subscription = await self._reliable(request)
@@ -358,7 +405,9 @@ class TopicAdminService(_Service):
         await subscription.set_window(window)
         return danube_admin.SubscriptionResponse(success=True)
 
-    async def GetSubscriptionDispatchConfig(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def GetSubscriptionDispatchConfig(
+        self, request: danube_admin.GetSubscriptionDispatchConfigRequest, context: object
+    ) -> danube_admin.GetSubscriptionDispatchConfigResponse:
         """How many messages a consumer may have unacknowledged."""
         self._check(Permission.LOOKUP, topic=request.topic)
         subscription = await self._reliable(request)
@@ -371,10 +420,10 @@ class TopicAdminService(_Service):
     def _check_use(self, subscription: AnySubscription, topic: str) -> None:
         self._guard.check_subscription(current_principal(), subscription, topic=topic)
 
-    async def _reliable(self, request: Any) -> Dispatch:  # noqa: ANN401
+    async def _reliable(self, request: _OfSubscription) -> Dispatcher:
         topic = await self._topics.get(request.topic)
         subscription = topic.subscription(request.subscription)
-        if not isinstance(subscription, Dispatch):
+        if not isinstance(subscription, Dispatcher):
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION, f"topic {topic.name} is not reliable"
             )
@@ -385,7 +434,7 @@ def _delivery(*, is_reliable: bool) -> str:
     return "Reliable" if is_reliable else "NonReliable"
 
 
-def _parse_policy(message: Any) -> FailurePolicy:  # noqa: ANN401
+def _parse_policy(message: danube_admin.SubscriptionFailurePolicy) -> FailurePolicy:
     if not 0 <= message.backoff_strategy < len(_BACKOFFS):
         raise InvalidRequestError(f"there is no backoff strategy {message.backoff_strategy}")
     if not 0 <= message.poison_policy < len(_POISONS):

@@ -1,29 +1,33 @@
 """danube.ConsumerService: subscribe, a stream of messages, acknowledgements one at a time.
 
-Danube's client opens its stream again at once when it ends with an error, without a pause. So an id
-that is not known is answered after a while, not at once; and ids are known again after a restart.
+Danube's client opens its stream again at once when it ends with an error. So an unknown id is
+answered after a pause; and ids stay valid after a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Final
+from itertools import compress
+from typing import Final, NamedTuple
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from ister.broker.consumers import Consumer, Consumers
-from ister.broker.dispatch import Dispatch, Sent
-from ister.broker.fanout import Fanout
-from ister.broker.outbox import Outbox
-from ister.broker.rpc import Places, Refused
-from ister.broker.security.guard import Guard, current_principal
+from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.dispatch.encoder import DeliveredEncoder, encode, encode_answer
+from ister.broker.dispatch.fanout import Fanout
+from ister.broker.dispatch.outbox import Outbox, Sent
+from ister.broker.rpc.batch_calls import BatchCall
+from ister.broker.rpc.handlers import ConsumerSlots, Refused
+from ister.broker.security.guard import Guard, current_principal, entered
 from ister.broker.security.principal import Principal, counted_as
 from ister.broker.security.rights import Permission
-from ister.broker.served import AnySubscription
-from ister.broker.topics import Topics
-from ister.broker.wire import danube
+from ister.broker.topics.consumer_ids import ConsumerIdentity, ConsumerIds
+from ister.broker.topics.served_topic import AnySubscription, ServedTopic
+from ister.broker.topics.topics import Topics
 from ister.errors import (
     ConflictError,
     FencedError,
@@ -34,9 +38,8 @@ from ister.errors import (
 from ister.limits import KIB, MIB
 from ister.model import StreamMessage
 from ister.subscription.policy import SubscriptionKind
-from ister.subscription.receipts import Receipts
-
-__all__ = ["KINDS", "ConsumerService"]
+from ister.topic.message import Message
+from ister.wire import danube
 
 KINDS: Final = (
     SubscriptionKind.EXCLUSIVE,
@@ -50,18 +53,47 @@ KINDS: Final = (
 _REFUSAL_SECONDS: Final = 1.0
 _WRITTEN_EVERY: Final = 32
 _LARGE_BYTES: Final = 4 * MIB - 64 * KIB
+_NOBODY: Final = nullcontext()
+
+_Id = tuple[int, str]
+"""A message's offset, and its broker address with the receipt."""
+
+
+class _Acks(NamedTuple):
+    """Acknowledgements of one subscription, and the calls that they came by."""
+
+    ids: list[_Id]
+    calls: list[BatchCall]
+    answers: list[bytes]
+
+    def answer(self, refusals: Sequence[InvalidRequestError | None]) -> None:
+        """Answers or refuses each call."""
+        calls, answers = self.calls, self.answers
+        if any(refusals):
+            for call, refusal in zip(calls, refusals, strict=True):
+                if refusal is not None:
+                    call.refuse(refusal)
+            is_answered = [refusal is None for refusal in refusals]
+            calls, answers = (
+                list(compress(calls, is_answered)),
+                list(compress(answers, is_answered)),
+            )
+        if calls:
+            calls[0].answer_all(calls, answers)
 
 
 class ConsumerService:
     """Serves consumers."""
 
-    def __init__(self, topics: Topics, guard: Guard, places: Places) -> None:
+    def __init__(self, topics: Topics, guard: Guard, slots: ConsumerSlots) -> None:
         self._topics = topics
         self._guard = guard
-        self._places = places
+        self._slots = slots
 
-    async def Subscribe(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """Takes a consumer on; the subscription is made where it is missing, the topic is not."""
+    async def Subscribe(
+        self, request: danube.ConsumerRequest, context: object
+    ) -> danube.ConsumerResponse:
+        """Registers a consumer; creates the subscription, but not the topic."""
         caller = current_principal()
         self._guard.check(caller, Permission.CONSUME, topic=request.topic_name)
         if not 0 <= request.subscription_type < len(KINDS):
@@ -84,8 +116,12 @@ class ConsumerService:
             consumer_name=consumer.name,
         )
 
-    async def ReceiveMessages(self, request: Any, context: Any) -> AsyncIterator[bytes]:  # noqa: N802, ANN401
-        """A consumer's messages, until the stream ends; a later stream of it takes over."""
+    async def ReceiveMessages(
+        self,
+        request: danube.ReceiveRequest,
+        context: object,
+    ) -> AsyncIterator[list[bytes]]:
+        """Streams a consumer's messages; a later stream of the same consumer replaces this one."""
         try:
             caller = current_principal()
             consumer = self._known(request.consumer_id, caller)
@@ -93,27 +129,28 @@ class ConsumerService:
             topic = await self._topics.get(consumer.topic)
             subscription = topic.arrive(consumer)
             self._guard.check_subscription(caller, subscription, topic=consumer.topic)
-            self._places.check(counted_as(caller))
+            self._slots.check(counted_as(caller))
             stream = _stream(subscription, consumer, self._topics.consumers)
         except IsterError as error:
-            # The client comes again at once, whatever it is told.
+            # The client retries at once, whatever the error.
             await asyncio.sleep(_REFUSAL_SECONDS)
             if isinstance(error, NotFoundError | ConflictError | FencedError):
                 raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
             raise
         try:
-            with self._places.taken(counted_as(caller)):
-                async for data in stream:
-                    yield data
+            with self._slots.taken(counted_as(caller)):
+                async for answers in stream:
+                    yield answers
+                    del answers  # not while it waits for the next ones
         finally:
             await stream.aclose()
 
-    def _known(self, id: int, caller: Principal) -> Consumer:
-        """Whose id it is; an id of a topic that the caller may not consume is as good as none.
+    def _known(self, id: int, caller: Principal) -> ConsumerIdentity:
+        """Returns the consumer of an id; ids of topics that the caller may not consume are unknown.
 
-        Ids follow from names, so that an answer of another kind would tell that there are such.
+        Ids are hashes of names: another answer would reveal which consumers exist.
         """
-        self._places.check(counted_as(caller))
+        self._slots.check(counted_as(caller))
         self._guard.check_anywhere(caller, Permission.CONSUME)
         consumer = self._topics.consumers.find(id)
         may_know = consumer is not None and self._guard.allows(
@@ -123,24 +160,70 @@ class ConsumerService:
             raise NotFoundError("there is no consumer of that id", hint="subscribe again")
         return consumer
 
-    async def Ack(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """Takes an acknowledgement; one that comes late or twice is fine."""
+    async def Ack(self, request: danube.AckRequest, context: object) -> danube.AckResponse:
+        """Takes an acknowledgement; it may be late or repeated."""
         subscription = await self._addressed(request)
-        if isinstance(subscription, Dispatch):
-            known = request.msg_id
-            acked = subscription.ack_by_id(known.topic_offset, known.broker_addr)
-            self._topics.consumers.hear(acked)
+        known = request.msg_id
+        (refusal,) = self._take_acks(subscription, [(known.topic_offset, known.broker_addr)])
+        if refusal is not None:
+            raise refusal
         return danube.AckResponse(request_id=request.request_id)
 
-    async def Nack(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """Has a message come again; of one that somebody else has by now it does nothing."""
+    def Ack_batch(self, calls: Sequence[BatchCall]) -> None:
+        """Takes acknowledgements that arrived together, grouped by subscription."""
+        parse = danube.AckRequest.FromString
+        groups: dict[AnySubscription, _Acks] = {}
+        for call in calls:
+            try:
+                request = parse(call.data)
+                with _NOBODY if call.caller is None else entered(call.caller):
+                    subscription = self._addressed_at_once(request)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+                call.refuse(_unreadable() if isinstance(error, DecodeError) else error)
+                continue
+            if subscription is None:
+                call.defer()
+                continue
+            group = groups.get(subscription)
+            if group is None:
+                group = groups[subscription] = _Acks([], [], [])
+            known = request.msg_id
+            group.ids.append((known.topic_offset, known.broker_addr))
+            group.calls.append(call)
+            group.answers.append(encode_answer(request.request_id))
+        for subscription, group in groups.items():
+            try:
+                refusals = self._take_acks(subscription, group.ids)
+            except Exception as error:  # noqa: BLE001 - as above
+                for call in group.calls:
+                    call.refuse(error)
+            else:
+                group.answer(refusals)
+
+    def _take_acks(
+        self, subscription: AnySubscription, ids: Sequence[_Id]
+    ) -> list[InvalidRequestError | None]:
+        """Takes acknowledgements of one subscription; returns an error for each that is refused.
+
+        Raises:
+            UnavailableError: The topic is being closed.
+        """
+        if not isinstance(subscription, Dispatcher):
+            return [None] * len(ids)  # nothing is kept, and nothing is redelivered
+        acked, refusals = subscription.ack_by_ids(ids)
+        for consumer in acked:
+            self._topics.consumers.record_answer(consumer)
+        return refusals
+
+    async def Nack(self, request: danube.NackRequest, context: object) -> danube.NackResponse:
+        """Takes a negative acknowledgement; ignored if another consumer has the message by now."""
         subscription = await self._addressed(request)
-        if isinstance(subscription, Dispatch):
+        if isinstance(subscription, Dispatcher):
             offset = request.msg_id.topic_offset
             found = subscription.receipts.find_delivery(request.msg_id.broker_addr, offset)
             if found is not None:
                 consumer, attempt = found
-                self._topics.consumers.hear(consumer)
+                self._topics.consumers.record_answer(consumer)
                 subscription.nack(
                     offset,
                     consumer=consumer,
@@ -150,63 +233,93 @@ class ConsumerService:
                 )
         return danube.NackResponse(request_id=request.request_id)
 
-    async def _addressed(self, request: Any) -> AnySubscription:  # noqa: ANN401
+    async def _addressed(self, request: danube.AckRequest | danube.NackRequest) -> AnySubscription:
+        """Returns the subscription of an acknowledgement; opens its topic if necessary."""
+        found = self._addressed_at_once(request)
+        if found is None:
+            name = request.msg_id.topic_name
+            self._guard.check(current_principal(), Permission.CONSUME, topic=name)
+            found = self._use(await self._topics.get(name), request.subscription_name)
+        return found
+
+    def _addressed_at_once(
+        self, request: danube.AckRequest | danube.NackRequest
+    ) -> AnySubscription | None:
+        """Returns the subscription of an acknowledgement; None if its topic is not open."""
         if not request.HasField("msg_id"):
             raise InvalidRequestError("the request has no msg_id")
         name = request.msg_id.topic_name
-        caller = current_principal()
-        self._guard.check(caller, Permission.CONSUME, topic=name)
-        topic = self._topics.find_open(name) or await self._topics.get(name)
-        found = topic.subscription(request.subscription_name)
-        self._guard.check_subscription(caller, found, topic=name)
+        topic = self._topics.find_open(name)
+        if topic is None:
+            return None
+        self._guard.check(current_principal(), Permission.CONSUME, topic=name)
+        return self._use(topic, request.subscription_name)
+
+    def _use(self, topic: ServedTopic, name: str) -> AnySubscription:
+        """Returns a subscription that the caller may use."""
+        found = topic.subscription(name)
+        self._guard.check_subscription(current_principal(), found, topic=topic.name)
         return found
 
 
+def _unreadable() -> InvalidRequestError:
+    return InvalidRequestError("the request cannot be decoded as this method's message")
+
+
 def _stream(
-    subscription: AnySubscription, consumer: Consumer, consumers: Consumers
-) -> AsyncGenerator[bytes, None]:
+    subscription: AnySubscription, consumer: ConsumerIdentity, consumers: ConsumerIds
+) -> AsyncGenerator[list[bytes], None]:
     """Attaches a consumer; its messages as they are written, in Danube's form.
 
     Raises:
-        ConflictError: The subscription is exclusive, and somebody else has it.
+        ConflictError: The subscription is exclusive, and has another consumer.
         ClosedError: The topic is about to be closed.
     """
-    if isinstance(subscription, Dispatch):
+    if isinstance(subscription, Dispatcher):
         outbox = subscription.attach(
-            consumer.id, consumer.filters, elsewhere=partial(consumers.heard_at, consumer.id)
+            consumer.id,
+            consumer.filters,
+            active_elsewhere_at=partial(consumers.last_answer_at, consumer.id),
         )
-        sent = _reliable(subscription, outbox)
-        return _encoded(sent, consumer, subscription.receipts)
-    sent = _pushed(subscription, subscription.attach(consumer.id, consumer.filters))
-    return _encoded(sent, consumer, None)
-
-
-async def _encoded(
-    sent: AsyncGenerator[tuple[StreamMessage, int, int], None],
-    consumer: Consumer,
-    receipts: Receipts | None,
-) -> AsyncGenerator[bytes, None]:
-    try:
-        async for record, offset, attempt in sent:
-            yield encode(record, offset, attempt, consumer, receipts)
-    finally:
-        await sent.aclose()
+        return _reliable(subscription, outbox, consumer)
+    return _pushed(subscription, subscription.attach(consumer.id, consumer.filters), consumer)
 
 
 async def _reliable(
-    subscription: Dispatch, outbox: Outbox[Sent]
-) -> AsyncGenerator[tuple[StreamMessage, int, int], None]:
+    subscription: Dispatcher, outbox: Outbox[Sent], consumer: ConsumerIdentity
+) -> AsyncGenerator[list[bytes], None]:
+    encode_stored = DeliveredEncoder(consumer, subscription.receipts).encode
+    reading, count_out = subscription.prefetcher, subscription.counters.count_out
     large: list[int] = []
+
+    def encoded(messages: list[tuple[Message, int]]) -> list[bytes]:
+        answers: list[bytes] = []
+        for message, attempt in messages:
+            stored = encode_stored(message, attempt)
+            if stored is not None:
+                data, size = stored
+                count_out(size)
+            else:
+                # Its body is damaged, or was replaced by its fields.
+                record = subscription.readable(message)
+                if record is None:
+                    continue
+                data = encode(record, message.offset, attempt, consumer, subscription.receipts)
+                size = len(record.payload)
+            if size > _LARGE_BYTES:
+                large.append(message.offset)
+            answers.append(data)
+        return answers
+
     try:
-        while items := await outbox.take(_WRITTEN_EVERY):
-            for offset, attempt in items:
-                message = await subscription.next_message(outbox, offset)
-                record = None if message is None else subscription.readable(message)
-                if record is not None:
-                    if len(record.payload) > _LARGE_BYTES:
-                        large.append(offset)
-                    yield record, offset, attempt
-            subscription.written(outbox, len(items))
+        while items := await outbox.take():
+            count = len(items)
+            while items:
+                if answers := encoded(await subscription.next_messages(outbox, items)):
+                    yield answers
+                    reading.count_written(outbox)
+                del answers  # it has copies, and there may be nothing to send for long
+            subscription.written(outbox, count)
     finally:
         for offset in large:
             # Most clients take no message of over 4 MiB: their stream breaks, and they come again
@@ -216,51 +329,13 @@ async def _reliable(
 
 
 async def _pushed(
-    subscription: Fanout, outbox: Outbox[StreamMessage]
-) -> AsyncGenerator[tuple[StreamMessage, int, int], None]:
+    subscription: Fanout, outbox: Outbox[StreamMessage], consumer: ConsumerIdentity
+) -> AsyncGenerator[list[bytes], None]:
     try:
         while records := await outbox.take(_WRITTEN_EVERY):
             for record in records:
-                subscription.counters.note_out(len(record.payload))
-                yield record, record.msg_id.topic_offset, 1
+                subscription.counters.count_out(len(record.payload))
+                yield [encode(record, record.msg_id.topic_offset, 1, consumer, None)]
             outbox.written(len(records))
     finally:
         subscription.detach(outbox)
-
-
-def encode(
-    record: StreamMessage,
-    offset: int,
-    attempt: int,
-    consumer: Consumer,
-    receipts: Receipts | None,
-) -> bytes:
-    """A message as Danube's clients get it.
-
-    The topic is the name that the client subscribed to: it goes by that when it acknowledges. Then
-    it sends the id as it came, with the receipt in it; without a log there is none.
-    """
-    known = record.msg_id
-    address = known.broker_addr
-    if receipts is not None:
-        address = receipts.stamp(address, consumer.id, offset, attempt)
-    message = danube.StreamMessage(
-        request_id=record.request_id,
-        msg_id=danube.MsgID(
-            producer_id=known.producer_id,
-            topic_name=consumer.topic,
-            broker_addr=address,
-            topic_offset=offset,
-        ),
-        payload=record.payload,
-        publish_time=record.publish_time,
-        producer_name=record.producer_name,
-        subscription_name=consumer.subscription,
-        schema_id=record.schema_id,
-        schema_version=record.schema_version,
-        routing_key=record.routing_key,
-    )
-    if record.attributes:
-        message.attributes.update(record.attributes)
-    data: bytes = message.SerializeToString()
-    return data

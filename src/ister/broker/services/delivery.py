@@ -1,7 +1,7 @@
 """ister.Delivery: a consumer on one stream, with messages and acknowledgements in batches.
 
-The same subscriptions as Danube's ConsumerService serves, without a call per message: some ten
-times as fast. What was acknowledged is confirmed, so a client knows what it need not say again.
+Serves the same subscriptions as Danube's ConsumerService, without a call per message: about ten
+times as fast. Acknowledgements are confirmed, so that a client knows which it need not repeat.
 """
 
 from __future__ import annotations
@@ -9,53 +9,46 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import grpc
 
-from ister.broker.consumers import Consumer
-from ister.broker.dispatch import Dispatch, Sent
-from ister.broker.outbox import Outbox
-from ister.broker.rpc import Places, Refused
+from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.dispatch.outbox import Outbox, Sent
+from ister.broker.rpc.handlers import ConsumerSlots, Refused
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.principal import counted_as
 from ister.broker.security.rights import Permission
-from ister.broker.topics import Topics, start_at_time
-from ister.broker.wire import ister_api
+from ister.broker.topics.consumer_ids import ConsumerIdentity
+from ister.broker.topics.topics import Topics
 from ister.errors import ConflictError, InvalidRequestError
-from ister.limits import MIB
-from ister.model import Start, StreamMessage
+from ister.model import StreamMessage
+from ister.positions import parse_position
 from ister.subscription.policy import SubscriptionKind
-
-__all__ = ["DeliveryService"]
+from ister.wire import ister_api
 
 _BATCH_MESSAGES: Final = 256
-_BATCH_BYTES: Final = 1 * MIB
 _ACKS_MAX: Final = 10_000
-# A client whose buffer is full reads nothing and acknowledges on: as many messages as it may have
-# (`max_unacked_messages` at the most). From one that sends more, nothing is taken until it reads.
+# A client whose buffer is full reads nothing, but may acknowledge all messages that it has
+# (`max_unacked_messages`). Beyond that, no more is taken from it until it reads.
 _CONFIRMATIONS_MAX: Final = 100_000
-# How long a stream may say nothing before it is opened.
+# Time in which a stream has to be opened.
 _OPEN_SECONDS: Final = 10.0
-# Of an offset, and of a time.
-_DIGITS_MAX: Final = 19
 
 
 class DeliveryService:
     """Serves Ister's own consumers."""
 
-    def __init__(self, topics: Topics, guard: Guard, places: Places) -> None:
+    def __init__(self, topics: Topics, guard: Guard, slots: ConsumerSlots) -> None:
         self._topics = topics
         self._guard = guard
-        self._places = places
+        self._slots = slots
 
-    async def Consume(  # noqa: N802 - the protocol's name
-        self,
-        requests: AsyncIterator[Any],
-        context: Any,  # noqa: ANN401
-    ) -> AsyncGenerator[Any, None]:
+    async def Consume(
+        self, requests: AsyncIterator[ister_api.ConsumeRequest], context: object
+    ) -> AsyncGenerator[ister_api.ConsumeResponse, None]:
         """A consumer, from its first request to the end of the stream."""
-        with self._places.taken(counted_as(current_principal())):
+        with self._slots.taken(counted_as(current_principal())):
             try:
                 async with asyncio.timeout(_OPEN_SECONDS):
                     opening = await anext(requests, None)
@@ -74,9 +67,9 @@ class DeliveryService:
 
     async def _serve(
         self,
-        opening: Any,  # noqa: ANN401
-        requests: AsyncIterator[Any],
-    ) -> AsyncGenerator[Any, None]:
+        opening: ister_api.OpenConsumer,
+        requests: AsyncIterator[ister_api.ConsumeRequest],
+    ) -> AsyncGenerator[ister_api.ConsumeResponse, None]:
         subscription, consumer = await self._open(opening)
         try:
             outbox = subscription.attach(
@@ -107,15 +100,21 @@ class DeliveryService:
                             # The client has no more to say, and hears what became of the last.
                             yield answers.take()
                         return
-                    async for batch in _batches(subscription, outbox, items):
-                        yield batch
-                    subscription.written(outbox, len(items))
+                    count = len(items)
+                    while items:
+                        if batch := await _next_deliveries(subscription, outbox, items):
+                            deliveries = ister_api.Deliveries(messages=batch)
+                            # It has copies, and the stream may wait here for long.
+                            batch.clear()
+                            yield ister_api.ConsumeResponse(deliveries=deliveries)
+                            subscription.prefetcher.count_written(outbox)
+                    subscription.written(outbox, count)
         finally:
             subscription.detach(outbox)
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
 
-    async def _open(self, request: Any) -> tuple[Dispatch, Consumer]:  # noqa: ANN401
+    async def _open(self, request: ister_api.OpenConsumer) -> tuple[Dispatcher, ConsumerIdentity]:
         caller = current_principal()
         await self._guard.check_stream(caller, Permission.CONSUME, topic=request.topic)
         try:
@@ -128,7 +127,7 @@ class DeliveryService:
         topic = await self._topics.get(request.topic)
         if not topic.is_reliable:
             raise InvalidRequestError(
-                "the topic is not reliable: it keeps nothing", topic=request.topic
+                "the topic is not reliable: it stores no messages", topic=request.topic
             )
         try:
             consumer = await topic.subscribe(
@@ -136,7 +135,7 @@ class DeliveryService:
                 kind,
                 request.consumer,
                 tuple(request.key_filters),
-                _parse_start(request.start),
+                parse_position(request.start or "latest"),
                 created_by=str(caller),
                 check=partial(self._guard.check_subscription, caller, topic=topic.name),
             )
@@ -147,10 +146,10 @@ class DeliveryService:
 
 
 class _Confirmations:
-    """Acknowledgements that count and whose client has not been told yet, put together."""
+    """Acknowledgements that the client has not been sent confirmations of yet."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when there is something to tell."""
+        """`on_change` is called when there is something to send."""
         self._offsets: list[int] = []
         self._refused: list[int] = []
         self._error: Exception | None = None
@@ -159,11 +158,11 @@ class _Confirmations:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is something to tell."""
+        """Whether there is something to send."""
         return bool(self._offsets or self._refused) or self._error is not None
 
     async def add(self, offsets: list[int], refused: list[int]) -> None:
-        """Adds acknowledgements, those that count and others; waits while there are too many."""
+        """Adds accepted and refused acknowledgements; waits while there are too many."""
         while len(self._offsets) + len(self._refused) >= _CONFIRMATIONS_MAX:
             self._has_room.clear()
             await self._has_room.wait()
@@ -172,12 +171,12 @@ class _Confirmations:
         self._on_change()
 
     def fail(self, error: Exception) -> None:
-        """Has an error told after what is waiting."""
+        """Sends an error after what is waiting."""
         self._error = error
         self._on_change()
 
-    def take(self) -> Any:  # noqa: ANN401
-        """What to tell next.
+    def take(self) -> ister_api.ConsumeResponse:
+        """Returns what to send next.
 
         Raises:
             Exception: That of `fail`.
@@ -195,8 +194,8 @@ class _Confirmations:
 
 
 async def _take_acks(
-    requests: AsyncIterator[Any],
-    subscription: Dispatch,
+    requests: AsyncIterator[ister_api.ConsumeRequest],
+    subscription: Dispatcher,
     answers: _Confirmations,
     outbox: Outbox[Sent],
 ) -> None:
@@ -235,30 +234,22 @@ async def _take_acks(
         outbox.end()
 
 
-async def _batches(
-    subscription: Dispatch, outbox: Outbox[Sent], items: list[Sent]
-) -> AsyncIterator[Any]:
-    batch: list[Any] = []
-    size = 0
-    for offset, attempt in items:
-        message = await subscription.next_message(outbox, offset)
-        record = None if message is None else subscription.readable(message)
-        if message is None or record is None:
-            continue
-        token = subscription.receipts.token(outbox.consumer, offset, attempt)
-        batch.append(_delivered(offset, record, attempt, token))
-        size += message.size_bytes
-        if size >= min(_BATCH_BYTES, subscription.reading.batch_bytes(outbox)):
-            deliveries = ister_api.Deliveries(messages=batch)
-            # It has copies, and the stream may wait here for long.
-            batch, size = [], 0
-            yield ister_api.ConsumeResponse(deliveries=deliveries)
-            subscription.reading.note_written(outbox)
-    if batch:
-        yield ister_api.ConsumeResponse(deliveries=ister_api.Deliveries(messages=batch))
+async def _next_deliveries(
+    subscription: Dispatcher, outbox: Outbox[Sent], items: list[Sent]
+) -> list[ister_api.Delivered]:
+    """The messages that leave next; some of `items`, which are taken off."""
+    deliveries: list[ister_api.Delivered] = []
+    token = subscription.receipts.token
+    for message, attempt in await subscription.next_messages(outbox, items):
+        record = subscription.readable(message)
+        if record is not None:
+            offset = message.offset
+            receipt = token(outbox.consumer, offset, attempt)
+            deliveries.append(_delivered(offset, record, attempt, receipt))
+    return deliveries
 
 
-def _delivered(offset: int, record: StreamMessage, attempt: int, token: int) -> Any:  # noqa: ANN401
+def _delivered(offset: int, record: StreamMessage, attempt: int, token: int) -> ister_api.Delivered:
     return ister_api.Delivered(
         offset=offset,
         payload=record.payload,
@@ -270,17 +261,4 @@ def _delivered(offset: int, record: StreamMessage, attempt: int, token: int) -> 
         schema_version=record.schema_version,
         attempt=attempt,
         token=token,
-    )
-
-
-def _parse_start(text: str) -> Start:
-    if text in ("", "latest"):
-        return "latest"
-    if text == "earliest":
-        return "earliest"
-    time = text.removeprefix("@")
-    if time.isascii() and time.isdigit() and len(time) <= _DIGITS_MAX:
-        return start_at_time(int(time)) if text != time else int(text)
-    raise InvalidRequestError(
-        f"a subscription cannot start at {text!r}", hint="earliest, latest, an offset or a time"
     )

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.topics import Topics
-from ister.broker.wire import danube
+from ister.broker.topics.topics import Topics
 from ister.errors import InvalidRequestError, NotFoundError
 from ister.format.descriptor import ObjectDescriptor
 from ister.model import TopicName
-
-__all__ = ["DiscoveryService", "HealthService", "StorageService"]
+from ister.wire import danube
 
 
 class DiscoveryService:
@@ -23,8 +20,10 @@ class DiscoveryService:
         self._topics = topics
         self._guard = guard
 
-    async def TopicLookup(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """The broker to go to for a topic."""
+    async def TopicLookup(
+        self, request: danube.TopicLookupRequest, context: object
+    ) -> danube.TopicLookupResponse:
+        """Returns the broker that has a topic."""
         self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
         found = await self._topics.locate(request.topic)
         kinds = danube.TopicLookupResponse.LookupType
@@ -37,7 +36,9 @@ class DiscoveryService:
             proxy=found.is_proxied,
         )
 
-    async def TopicPartitions(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def TopicPartitions(
+        self, request: danube.TopicLookupRequest, context: object
+    ) -> danube.TopicPartitionsResponse:
         """The topics behind a name; none if there is no such topic."""
         self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
         return danube.TopicPartitionsResponse(
@@ -52,8 +53,10 @@ class HealthService:
         self._topics = topics
         self._guard = guard
 
-    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """CLOSE has Danube's client look its topic up, and subscribe, anew."""
+    async def HealthCheck(
+        self, request: danube.HealthCheckRequest, context: object
+    ) -> danube.HealthCheckResponse:
+        """CLOSE makes Danube's client look its topic up and subscribe again."""
         kinds = danube.HealthCheckRequest.ClientType
         if request.client == kinds.Value("Producer"):
             is_known = self._has_producer(request.id)
@@ -93,7 +96,9 @@ class StorageService:
         self._topics = topics
         self._guard = guard
 
-    async def ListSegmentDescriptors(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ListSegmentDescriptors(
+        self, request: danube.ListSegmentDescriptorsRequest, context: object
+    ) -> danube.ListSegmentDescriptorsResponse:
         """The objects with messages after an offset; all of them for 0."""
         self._guard.check(current_principal(), Permission.CONSUME, topic=request.topic)
         name = TopicName.parse(request.topic)
@@ -106,11 +111,11 @@ class StorageService:
             raise NotFoundError("this broker has no bucket", topic=str(name))
         catalog = tiers.catalog(name)
         if catalog.record() is None:
-            raise NotFoundError(f"there is no topic {name}", topic=str(name))
+            raise NotFoundError(f"topic {name} does not exist", topic=str(name))
         return [one for one, _ in catalog.descriptors() if after == 0 or one.end > after + 1]
 
 
-def _segment(descriptor: ObjectDescriptor) -> Any:  # noqa: ANN401
+def _segment(descriptor: ObjectDescriptor) -> danube.SegmentDescriptorProto:
     return danube.SegmentDescriptorProto(
         segment_id=descriptor.object_id,
         start_offset=descriptor.start,

@@ -1,7 +1,7 @@
 """danube.ProducerService: a producer is registered, and sends messages one at a time.
 
 Statuses are chosen by what Danube's clients do about them: UNAVAILABLE and RESOURCE_EXHAUSTED are
-tried again, and after a few times the topic is looked up anew; everything else is shown to the
+tried again, and after a few times the topic is looked up again; everything else is shown to the
 user. So a topic that moves, a full buffer or a broker that ends is UNAVAILABLE, and a producer that
 this broker does not know is taken on by its message.
 """
@@ -9,18 +9,19 @@ this broker does not know is taken on by its message.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+import time
+from typing import Final
 
 import grpc
 
-from ister.broker.producers import producer_id
-from ister.broker.rpc import Refused, status_of
+from ister.broker.publish.batched_sends import SEQUENCE_ATTRIBUTE, BatchedSends
+from ister.broker.publish.producers import producer_id
+from ister.broker.rpc.handlers import Refused, status_of
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.served import ServedTopic
-from ister.broker.topics import NoNamespaceError, Topics
-from ister.broker.wire import danube
+from ister.broker.topics.served_topic import ServedTopic
+from ister.broker.topics.topics import NoNamespaceError, Topics
 from ister.errors import (
     ConflictError,
     InvalidRequestError,
@@ -30,10 +31,8 @@ from ister.errors import (
 )
 from ister.limits import KIB
 from ister.model import MessageId, StreamMessage
+from ister.wire import danube
 
-__all__ = ["ProducerService"]
-
-SEQUENCE_ATTRIBUTE: Final = "ister-sequence"
 EPOCH_ATTRIBUTE: Final = "ister-producer-epoch"
 _NAME_CHARACTERS_MAX: Final = 256
 _NUMBER_MAX: Final = (1 << 63) - 1
@@ -49,16 +48,22 @@ class ProducerService:
         self._size_max = size_max
         self._schemas = schemas
         self._guard = guard
+        # Larger requests take the slow path, which checks the exact size.
+        sends = BatchedSends(topics, guard, size_max=size_max // 2)
+        self.SendMessage_batch = self.SendMessage_direct = sends.accept
+        """Append messages that arrived together, on the loop or in any thread."""
 
-    async def CreateProducer(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """Registers a producer; the topic is made where it is missing."""
+    async def CreateProducer(
+        self, request: danube.ProducerRequest, context: object
+    ) -> danube.ProducerResponse:
+        """Registers a producer; creates the topic if it does not exist."""
         self._guard.check(current_principal(), Permission.PRODUCE, topic=request.topic_name)
         _check_name(request.producer_name)
         is_reliable = request.dispatch_strategy == danube.DispatchStrategy.Reliable
         try:
             topic = await self._topics.get_or_create(request.topic_name, is_reliable=is_reliable)
         except NoNamespaceError as error:
-            # As Danube answers: its clients go on trying, and somebody may make it meanwhile.
+            # As Danube does: its clients retry, and the namespace may be created meanwhile.
             raise Refused(grpc.StatusCode.UNAVAILABLE, error.message, hint=error.hint) from error
         if topic.is_reliable != is_reliable:
             raise Refused(
@@ -79,7 +84,7 @@ class ProducerService:
             request_id=request.request_id, producer_id=producer.id, producer_name=producer.name
         )
 
-    async def _bind_schema(self, topic: ServedTopic, reference: Any) -> None:  # noqa: ANN401
+    async def _bind_schema(self, topic: ServedTopic, reference: danube.SchemaReference) -> None:
         wanted = reference.WhichOneof("version_ref")
         try:
             await asyncio.to_thread(
@@ -92,24 +97,25 @@ class ProducerService:
         except (NotFoundError, ConflictError) as error:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
 
-    async def SendMessage(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def SendMessage(
+        self, request: danube.StreamMessage, context: object
+    ) -> danube.MessageResponse:
         """Appends a message; answered when it has reached the topic's ack level."""
         if not request.HasField("msg_id"):
             raise InvalidRequestError("the message has no msg_id")
         name = request.msg_id.topic_name
         self._guard.check(current_principal(), Permission.PRODUCE, topic=name)
         topic = self._topics.find_open(name) or await self._topics.get(name)
-        now = asyncio.get_running_loop().time
-        began = now()
+        began = time.monotonic()
         try:
             await self._send(topic, request)
         except IsterError as error:
-            topic.counters.refused[status_of(error).name] += 1
+            topic.counters.count_refused(status_of(error).name)
             raise
-        topic.counters.note_send(now() - began)
+        topic.counters.count_sends(1, time.monotonic() - began)
         return danube.MessageResponse(request_id=request.request_id)
 
-    async def _send(self, topic: ServedTopic, request: Any) -> None:  # noqa: ANN401
+    async def _send(self, topic: ServedTopic, request: danube.StreamMessage) -> None:
         msg_id = request.msg_id
         name = msg_id.topic_name
         self._recognise(topic, msg_id.producer_id, request.producer_name)
@@ -150,7 +156,7 @@ class ProducerService:
             await topic.publish(message, principal=principal)
 
     def _principal(self) -> str:
-        """Who calls; "" where nobody has to say so."""
+        """Returns the calling principal; "" with authentication off."""
         return str(current_principal()) if self._guard.is_on else ""
 
     def _recognise(self, topic: ServedTopic, id: int, name: str) -> None:
@@ -183,5 +189,5 @@ def _check_name(name: str) -> None:
 def _number(attributes: dict[str, str], name: str) -> int:
     text = attributes[name]
     if not text.isascii() or not text.isdigit() or len(text) > 19 or int(text) > _NUMBER_MAX:
-        raise InvalidRequestError(f"the attribute {name!r} is a number from 0 to {_NUMBER_MAX}")
+        raise InvalidRequestError(f"attribute {name!r} must be an integer from 0 to {_NUMBER_MAX}")
     return int(text)

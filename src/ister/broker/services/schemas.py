@@ -2,9 +2,9 @@
 
 Danube answers INTERNAL to most things that go wrong. Here a definition or type that cannot be read
 is INVALID_ARGUMENT, a schema that is not compatible FAILED_PRECONDITION, what is not there
-NOT_FOUND. Whoever may look up a topic may read schemas: a consumer needs them to understand its
-messages. A subject that is named after a topic may be managed by whoever manages that topic's
-schema; all others need the right for the whole cluster.
+NOT_FOUND. The permission to look up any topic includes reading schemas: consumers need them to
+decode messages. A subject that is named after a topic needs the permission to manage that topic's
+schema; all other subjects need it for the whole cluster.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import grpc
 
-from ister.broker.rpc import Refused
+from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.kinds import ValidationPolicy, parse_mode, parse_policy
 from ister.broker.schemas.registry import SchemaRegistry, StoredSchema
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
-from ister.broker.topics import Topics
-from ister.broker.wire import danube_schema
+from ister.broker.topics.topics import Topics
 from ister.errors import ConflictError, TopicNameError
 from ister.model import TopicName
-
-__all__ = ["SchemaService"]
+from ister.wire import danube_schema
 
 
 class SchemaService:
@@ -39,7 +36,9 @@ class SchemaService:
 
     # -- subjects ---------------------------------------------------------------------------
 
-    async def RegisterSchema(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def RegisterSchema(
+        self, request: danube_schema.RegisterSchemaRequest, context: object
+    ) -> danube_schema.RegisterSchemaResponse:
         """Adds a version to a subject, unless it is one already."""
         self._check_manage(request.subject)
         with _failed_precondition():
@@ -59,18 +58,24 @@ class SchemaService:
             fingerprint=registered.fingerprint,
         )
 
-    async def GetSchema(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def GetSchema(
+        self, request: danube_schema.GetSchemaRequest, context: object
+    ) -> danube_schema.GetSchemaResponse:
         """A version by its subject's id; the latest one without a number."""
         self._check_read()
         version = request.version if request.HasField("version") else None
         return _answer(await asyncio.to_thread(self._schemas.get, request.schema_id, version))
 
-    async def GetLatestSchema(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def GetLatestSchema(
+        self, request: danube_schema.GetLatestSchemaRequest, context: object
+    ) -> danube_schema.GetSchemaResponse:
         """The latest version of a subject."""
         self._check_read()
         return _answer(await asyncio.to_thread(self._schemas.latest, request.subject))
 
-    async def ListVersions(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ListVersions(
+        self, request: danube_schema.ListVersionsRequest, context: object
+    ) -> danube_schema.ListVersionsResponse:
         """All versions of a subject, the oldest first."""
         self._check_read()
         found = await asyncio.to_thread(self._schemas.versions, request.subject)
@@ -88,7 +93,9 @@ class SchemaService:
             ]
         )
 
-    async def ListSubjects(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ListSubjects(
+        self, request: danube_schema.ListSubjectsRequest, context: object
+    ) -> danube_schema.ListSubjectsResponse:
         """All subjects, by name."""
         self._check_read()
         found = await asyncio.to_thread(self._schemas.subjects)
@@ -97,7 +104,7 @@ class SchemaService:
                 danube_schema.SubjectSummary(
                     subject=one.subject,
                     schema_type=one.schema_type,
-                    latest_version=one.latest_version,
+                    latest_version=one.version,
                     compatibility_mode=one.compatibility_mode,
                     schema_id=one.schema_id,
                     tags=one.tags,
@@ -106,7 +113,9 @@ class SchemaService:
             ]
         )
 
-    async def CheckCompatibility(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def CheckCompatibility(
+        self, request: danube_schema.CheckCompatibilityRequest, context: object
+    ) -> danube_schema.CheckCompatibilityResponse:
         """Whether a schema could be the next version, and why not."""
         self._check_read()
         mode = None
@@ -121,7 +130,9 @@ class SchemaService:
         )
         return danube_schema.CheckCompatibilityResponse(is_compatible=not problems, errors=problems)
 
-    async def SetCompatibilityMode(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def SetCompatibilityMode(
+        self, request: danube_schema.SetCompatibilityModeRequest, context: object
+    ) -> danube_schema.SetCompatibilityModeResponse:
         """Sets what new versions of a subject owe to the latest one."""
         self._check_manage(request.subject)
         mode = parse_mode(request.compatibility_mode)
@@ -131,7 +142,9 @@ class SchemaService:
             success=True, message=f"new versions of {request.subject} are checked: {mode}"
         )
 
-    async def DeleteSchemaVersion(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def DeleteSchemaVersion(
+        self, request: danube_schema.DeleteSchemaVersionRequest, context: object
+    ) -> danube_schema.DeleteSchemaVersionResponse:
         """Removes a version for good."""
         self._check_manage(request.subject)
         with _failed_precondition():
@@ -142,7 +155,9 @@ class SchemaService:
 
     # -- topics -----------------------------------------------------------------------------
 
-    async def ConfigureTopicSchema(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def ConfigureTopicSchema(
+        self, request: danube_schema.ConfigureTopicSchemaRequest, context: object
+    ) -> danube_schema.ConfigureTopicSchemaResponse:
         """Sets a topic's subject, and what happens to messages that do not fit it."""
         self._check_manage_topic(request.topic_name)
         policy = parse_policy(request.validation_policy)
@@ -159,7 +174,9 @@ class SchemaService:
             success=True, message=f"{topic.name} has the subject {config.subject}: {config.policy}"
         )
 
-    async def UpdateTopicValidationPolicy(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
+    async def UpdateTopicValidationPolicy(
+        self, request: danube_schema.UpdateTopicValidationPolicyRequest, context: object
+    ) -> danube_schema.UpdateTopicValidationPolicyResponse:
         """Sets what happens to messages that do not fit a topic's subject."""
         self._check_manage_topic(request.topic_name)
         policy = parse_policy(request.validation_policy)
@@ -175,8 +192,10 @@ class SchemaService:
             success=True, message=f"{topic.name}: {policy}"
         )
 
-    async def GetTopicSchemaConfig(self, request: Any, context: Any) -> Any:  # noqa: N802, ANN401
-        """What a topic wants of its messages; an empty subject if nobody has said."""
+    async def GetTopicSchemaConfig(
+        self, request: danube_schema.GetTopicSchemaConfigRequest, context: object
+    ) -> danube_schema.GetTopicSchemaConfigResponse:
+        """The schema settings of a topic; the subject is empty if there are none."""
         self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic_name)
         topic = await self._topics.get(request.topic_name)
         config = await asyncio.to_thread(self._schemas.topic_config, topic.name)
@@ -210,7 +229,7 @@ class SchemaService:
         self._guard.check(current_principal(), Permission.MANAGE_SCHEMA, topic=topic)
 
 
-def _answer(found: StoredSchema) -> Any:  # noqa: ANN401 - a message
+def _answer(found: StoredSchema) -> danube_schema.GetSchemaResponse:
     return danube_schema.GetSchemaResponse(
         schema_id=found.schema_id,
         version=found.version,
@@ -228,7 +247,7 @@ def _answer(found: StoredSchema) -> Any:  # noqa: ANN401 - a message
 
 @contextmanager
 def _failed_precondition() -> Iterator[None]:
-    """What does not fit the registry's state is told as such: trying again does not help."""
+    """Reports conflicts with the registry's state as such: a retry does not help."""
     try:
         yield
     except ConflictError as error:

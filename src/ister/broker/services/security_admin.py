@@ -1,14 +1,12 @@
 """Roles and bindings over the wire: `danube_admin.SecurityAdmin`.
 
-Every call needs the permission `manage_cluster` in the cluster, reading included: who may do what
-is nobody else's business. Changes are in the audit log before they are made. Names are spelled as
-Danube spells them.
+Every call needs the permission `manage_cluster`, also to read. Changes are written to the audit log
+before they are made. Names are spelled as Danube spells them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeAlias
 
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.principal import parse_principal_kind
@@ -21,13 +19,8 @@ from ister.broker.security.rights import (
     parse_permission,
     parse_scope,
 )
-from ister.broker.wire import danube_admin
 from ister.errors import InvalidRequestError
-
-__all__ = ["SecurityAdmin"]
-
-# Messages of the wire, and gRPC's context.
-_Wire: TypeAlias = Any
+from ister.wire import danube_admin
 
 
 class SecurityAdmin:
@@ -39,7 +32,9 @@ class SecurityAdmin:
 
     # -- roles ------------------------------------------------------------------------------
 
-    async def CreateRole(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def CreateRole(
+        self, request: danube_admin.CreateRoleRequest, context: object
+    ) -> danube_admin.CreateRoleResponse:
         """Makes a role. `system` is not a caller's to set."""
         asked = request.role
         self._check(f"role {asked.name}: {', '.join(asked.permissions)}")
@@ -51,19 +46,25 @@ class SecurityAdmin:
         await asyncio.to_thread(self._access.create_role, role)
         return danube_admin.CreateRoleResponse(success=True)
 
-    async def GetRole(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def GetRole(
+        self, request: danube_admin.GetRoleRequest, context: object
+    ) -> danube_admin.GetRoleResponse:
         """A role."""
         self._check()
         role = await asyncio.to_thread(self._access.role, request.name)
         return danube_admin.GetRoleResponse(role=_role(role))
 
-    async def ListRoles(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def ListRoles(
+        self, request: danube_admin.Empty, context: object
+    ) -> danube_admin.ListRolesResponse:
         """All roles, those of the system among them."""
         self._check()
         roles = await asyncio.to_thread(self._access.roles)
         return danube_admin.ListRolesResponse(roles=map(_role, roles))
 
-    async def DeleteRole(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def DeleteRole(
+        self, request: danube_admin.DeleteRoleRequest, context: object
+    ) -> danube_admin.DeleteRoleResponse:
         """Removes a role that no binding gives."""
         self._check(f"role {request.name}")
         await asyncio.to_thread(self._access.delete_role, request.name)
@@ -71,7 +72,9 @@ class SecurityAdmin:
 
     # -- bindings ---------------------------------------------------------------------------
 
-    async def CreateBinding(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def CreateBinding(
+        self, request: danube_admin.CreateBindingRequest, context: object
+    ) -> danube_admin.CreateBindingResponse:
         """Gives roles to a principal."""
         asked = request.binding
         self._check(
@@ -91,7 +94,9 @@ class SecurityAdmin:
         await asyncio.to_thread(self._access.create_binding, binding)
         return danube_admin.CreateBindingResponse(success=True)
 
-    async def GetBinding(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def GetBinding(
+        self, request: danube_admin.GetBindingRequest, context: object
+    ) -> danube_admin.GetBindingResponse:
         """A binding of a scope and resource."""
         self._check()
         scope = parse_scope(request.scope)
@@ -100,18 +105,24 @@ class SecurityAdmin:
         )
         return danube_admin.GetBindingResponse(binding=_binding(binding))
 
-    async def ListBindings(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def ListBindings(
+        self, request: danube_admin.ListBindingsRequest, context: object
+    ) -> danube_admin.ListBindingsResponse:
         """The bindings of a scope and resource."""
         self._check()
         scope = parse_scope(request.scope)
         return await self._bindings(scope, request.resource_name)
 
-    async def ListAllBindings(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def ListAllBindings(
+        self, request: danube_admin.Empty, context: object
+    ) -> danube_admin.ListBindingsResponse:
         """All bindings."""
         self._check()
         return await self._bindings(None, "")
 
-    async def DeleteBinding(self, request: _Wire, context: _Wire) -> _Wire:  # noqa: N802
+    async def DeleteBinding(
+        self, request: danube_admin.DeleteBindingRequest, context: object
+    ) -> danube_admin.DeleteBindingResponse:
         """Takes back what a binding gave."""
         self._check(f"binding {request.binding_id} in {request.scope} {request.resource_name}")
         scope = parse_scope(request.scope)
@@ -123,12 +134,14 @@ class SecurityAdmin:
     def _check(self, detail: str = "") -> None:
         self._guard.check(current_principal(), Permission.MANAGE_CLUSTER, detail=detail)
 
-    async def _bindings(self, scope: Scope | None, resource: str) -> _Wire:
+    async def _bindings(
+        self, scope: Scope | None, resource: str
+    ) -> danube_admin.ListBindingsResponse:
         found = await asyncio.to_thread(self._access.bindings, scope, resource)
         return danube_admin.ListBindingsResponse(bindings=map(_binding, found))
 
 
-def _role(role: Role) -> _Wire:
+def _role(role: Role) -> danube_admin.RoleDefinition:
     return danube_admin.RoleDefinition(
         name=role.name,
         permissions=[item.danube_name for item in Permission if item in role.permissions],
@@ -136,7 +149,7 @@ def _role(role: Role) -> _Wire:
     )
 
 
-def _binding(binding: Binding) -> _Wire:
+def _binding(binding: Binding) -> danube_admin.BindingDefinition:
     return danube_admin.BindingDefinition(
         id=binding.id,
         principal_type=danube_kind(binding.principal_kind),

@@ -6,15 +6,8 @@ a job does (`ister.spark.jobs`).
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING
-
-from ister.cli.look import add_command
+from ister.cli.output import Subparsers, add_command
 from ister.cli.pipeline import compact, export, replay, run, scrub, stats, status, tier
-
-if TYPE_CHECKING:
-    # argparse has no public name for it.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 __all__ = ["register"]
 
@@ -24,9 +17,9 @@ def register(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "pipeline",
-        help="move, merge, check, export and replay topics with Spark",
-        description="Jobs on Spark: on this machine by default, on a cluster with --master. Each "
-        "is safe to stop at any moment and to run again.",
+        help="upload, merge, check, export and replay topics with Spark",
+        description="Jobs on Spark: on this machine by default, on a cluster with --master. "
+        "Each can be stopped at any time and run again.",
         examples=(
             "ister pipeline run --config ister.yml",
             "ister pipeline status",

@@ -1,6 +1,6 @@
 """What all jobs of `ister pipeline` have in common: arguments, Spark, progress, report, exit code.
 
-Owns: these. Does not own: a job's own arguments, or what it says about a topic in words.
+Owns: these. Does not own: a job's own arguments, or its words about a topic.
 
 Exit codes: 0 when everything was done, 1 when anything failed, 2 after wrong usage. With `--json`
 one object goes to standard output; progress goes to standard error, and only to a terminal.
@@ -10,36 +10,27 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ister import tracing
-from ister.cli.look import Progress, format_bytes, print_error, print_table, progress
-from ister.cli.place import add_place_arguments, has_place, load_place
-from ister.cli.report import answer, print_json
+from ister.cli.errors_out import answer, print_json
+from ister.cli.location import add_place_arguments, has_place, load_place
+from ister.cli.output import ProgressBar, format_bytes, print_error, print_table, progress
 from ister.config import Config
-from ister.errors import InvalidRequestError, IsterError
+from ister.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.spark.jobs.report import JobReport
-
-__all__ = [
-    "Bar",
-    "Place",
-    "add_job_arguments",
-    "find_place",
-    "print_report",
-    "run_job",
-]
+    from ister.spark.jobs.job_report import JobReport
 
 _NOTE_MAX: Final = 60
 _SHOWN_TOPICS_MAX: Final = 60
 
 
-class Place:
+class JobLocation:
     """Where a job works: settings, a broker, or both."""
 
     def __init__(self, config: Config | None, broker: str | None) -> None:
@@ -53,33 +44,33 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, topics: bool = True) -
     parser.add_argument(
         "--broker",
         metavar="HOST:PORT",
-        help="a broker's Flight address: for the settings where no --data or --config is given, "
-        "and for messages that are neither in the bucket nor on this machine",
+        help="Flight address of a broker: provides the settings if --data and --config are "
+        "missing, and messages that are neither in the bucket nor on this machine",
     )
     if topics:
         parser.add_argument(
             "--topics",
             metavar="NAMES",
-            help="names or patterns, by comma: /default/orders,/shop/* (default: all)",
+            help="topic names or patterns, comma-separated: /default/orders,/shop/* (default: all)",
         )
     parser.add_argument(
         "--master",
         metavar="URL",
-        help="Spark's master (default: pipeline.master of the config, else local[*])",
+        help="Spark master (default: pipeline.master of the config, else local[*])",
     )
     parser.add_argument(
         "--conf",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="a setting of Spark; may be given more than once",
+        help="Spark setting; repeatable",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be done, and do nothing"
+        "--dry-run", action="store_true", help="report what would be done, without doing it"
     )
 
 
-def find_place(options: argparse.Namespace) -> Place:
+def find_place(options: argparse.Namespace) -> JobLocation:
     """The place that the arguments name.
 
     Raises:
@@ -87,8 +78,8 @@ def find_place(options: argparse.Namespace) -> Place:
         ConfigError: The config file cannot be used.
     """
     if options.broker is not None and not has_place(options):
-        return Place(None, options.broker)
-    return Place(load_place(options), options.broker)
+        return JobLocation(None, options.broker)
+    return JobLocation(load_place(options), options.broker)
 
 
 def _conf(options: argparse.Namespace, config: Config | None) -> dict[str, str]:
@@ -104,7 +95,7 @@ def _conf(options: argparse.Namespace, config: Config | None) -> dict[str, str]:
 def run_job(
     options: argparse.Namespace,
     job: str,
-    work: Callable[[SparkSession, Place, Bar], JobReport],
+    work: Callable[[SparkSession, JobLocation, Bar], JobReport],
     *,
     columns: Sequence[tuple[str, str]],
 ) -> int:
@@ -113,7 +104,7 @@ def run_job(
     Args:
         options: The arguments.
         job: Its name.
-        work: The job itself; is given the session, the place and who shows progress.
+        work: The job itself; takes the session, the place and the progress bar.
         columns: What of a topic's report is shown in the table: (field, title); fields that end
             with `bytes` are shown as sizes.
     """
@@ -139,18 +130,12 @@ def run_job(
             print_report(report, columns)
         return 0 if report.ok else 1
 
-    def failed(error: IsterError) -> Mapping[str, Any]:
-        from ister.spark.jobs.report import error_as_fields  # noqa: PLC0415
-
-        return {"ok": False, "job": job, "topics": [], "errors": [error_as_fields(error)]}
-
-    return answer(run, as_json=options.json, on_error=failed)
+    return answer(options, run, {"ok": False, "job": job, "topics": []})
 
 
 def print_report(report: JobReport, columns: Sequence[tuple[str, str]]) -> None:
     """A table of the topics, a line for the whole, and errors on standard error."""
-    fields = report.as_json()
-    topics = fields["topics"]
+    topics = report.topics_as_json()
     rows = [
         tuple(
             _as_size(topic.get(name)) if name.endswith("bytes") else topic.get(name)
@@ -166,7 +151,9 @@ def print_report(report: JobReport, columns: Sequence[tuple[str, str]]) -> None:
     print(f"{report.job}: {len(topics)} topics, {what} in {report.seconds:.1f} s")
     for error in report.errors:
         where = f"{error['topic']}: " if error.get("topic") else ""
-        print_error(f"{where}{error['message']}", hint=error.get("hint"))
+        print_error(
+            f"{where}{error['message']}", hint=str(error["hint"]) if error.get("hint") else None
+        )
 
 
 def _as_size(size: object) -> str | None:
@@ -174,7 +161,7 @@ def _as_size(size: object) -> str | None:
 
 
 class Bar:
-    """How far a job has come, for a person at a terminal; silent anywhere else.
+    """Progress of a job on a terminal; silent elsewhere.
 
     Jobs have several parts, each with an amount of its own: `begin` ends the one before.
     """
@@ -182,7 +169,7 @@ class Bar:
     def __init__(self) -> None:
         self._shown = ExitStack()
         self._what = ""
-        self._progress: Progress | None = None
+        self._progress: ProgressBar | None = None
 
     def begin(self, what: str, total: int, unit: str) -> None:
         """A part of the job begins."""

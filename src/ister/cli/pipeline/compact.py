@@ -9,17 +9,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Final
 
-from ister.cli.look import add_command, confirm
+from ister.cli.output import Subparsers, add_command, confirm
 from ister.cli.pipeline.common import add_job_arguments, run_job
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.cli.pipeline import Subparsers
-    from ister.cli.pipeline.common import Bar, Place
-    from ister.spark.jobs.report import JobReport
-
-__all__ = ["register"]
+    from ister.cli.pipeline.common import Bar, JobLocation
+    from ister.spark.jobs.job_report import JobReport
 
 _COLUMNS: Final = (
     ("topic", "topic"),
@@ -39,8 +36,8 @@ def register(jobs: Subparsers) -> None:
         jobs,
         "compact",
         help="merge small objects, as frames or as Parquet",
-        description="Merges neighbouring small objects of topics into objects of a target size. "
-        "Brokers and readers go on meanwhile; offsets stay as they are. Objects that were merged "
+        description="Merges neighbouring small objects of topics into objects of a target "
+        "size, while brokers and readers keep working. Offsets do not change. Merged objects "
         "are removed after a grace period.",
         examples=(
             "ister pipeline compact --data ./ister-data",
@@ -57,57 +54,58 @@ def register(jobs: Subparsers) -> None:
         "--format",
         choices=("dnb1", "parquet"),
         default="dnb1",
-        help="what merged objects are: frames, as uploads make them, or tables that DuckDB, pandas "
-        "and Spark read in place; parquet also rewrites objects that are large enough "
-        "(default: %(default)s)",
+        help="format of merged objects: dnb1 (frames, as uploaded) or parquet (tables that "
+        "DuckDB, pandas and Spark read directly); parquet also rewrites objects that are "
+        "large enough (default: %(default)s)",
     )
     parser.add_argument(
         "--keep",
         choices=("all", "latest-per-key"),
         default="all",
-        help="which messages stay: all, or of each routing key the newest one in the bucket, and "
-        "every message without a key; latest-per-key needs --format parquet (default: %(default)s)",
+        help="messages to keep: all, or the newest of each routing key in the bucket and "
+        "every message without a key; latest-per-key needs --format parquet (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--target-mb",
         metavar="MIB",
         type=int,
         default=128,
-        help="about how large objects become, in MiB of messages; those of half that size are left "
-        "alone (default: %(default)s)",
+        help="target size of objects, in MiB of messages; objects of at least half that size "
+        "are left alone (default: %(default)s)",
     )
     parser.add_argument(
         "--min-objects",
         metavar="N",
         type=int,
         default=4,
-        help="leave fewer neighbours than this alone (default: %(default)s)",
+        help="minimum number of neighbouring objects to merge (default: %(default)s)",
     )
     parser.add_argument(
         "--grace-minutes",
         metavar="MINUTES",
         type=float,
-        help="how long objects that were merged stay for those who are reading them "
-        "(default: storage.cloud.orphan_grace_minutes of the config)",
+        help="keep merged objects for this long for readers that still use them (default: "
+        "storage.cloud.orphan_grace_minutes of the config)",
     )
     parser.add_argument(
         "--tombstone-hours",
         metavar="HOURS",
         type=float,
         default=24,
-        help="with latest-per-key: how long after it was published an empty message stays that is "
-        "the newest of its key (default: %(default)s)",
+        help="with latest-per-key: keep a tombstone (an empty message that is the newest of "
+        "its key) for this long after it was published (default: %(default)s)",
     )
     parser.add_argument(
         "--zstd-level",
         metavar="LEVEL",
         type=int,
         default=3,
-        help="how hard Parquet is compressed, 1 to 22 (default: %(default)s)",
+        help="zstd compression level of Parquet, 1 to 22 (default: %(default)s)",
     )
 
     parser.add_argument(
-        "--yes", action="store_true", help="with latest-per-key: do not ask, on a terminal"
+        "--yes", action="store_true", help="with latest-per-key: skip the confirmation"
     )
 
     def run(options: argparse.Namespace) -> int:
@@ -132,7 +130,7 @@ def _may_remove(options: argparse.Namespace) -> bool:
 
 
 def _run(options: argparse.Namespace) -> int:
-    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.compaction import compact  # noqa: PLC0415 - loads Spark
 
         return compact(

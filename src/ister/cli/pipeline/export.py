@@ -10,21 +10,20 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
 
-from ister.cli.look import add_command
-from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
+from ister.cli.interrupts import SignalHandler
+from ister.cli.output import Subparsers, add_command
+from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 from ister.config import TableFormat
 from ister.errors import InvalidRequestError
+from ister.positions import parse_position
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.cli.pipeline import Subparsers
-    from ister.spark.jobs.report import JobReport
-
-__all__ = ["register"]
+    from ister.spark.jobs.job_report import JobReport
 
 _NOTES: Final = """\
 Each offset is exported once: the table's own commits say which it has, so the command may be
@@ -40,10 +39,10 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "export",
-        help="topics as Parquet, Iceberg or Delta tables",
-        description="Exports topics into tables that are partitioned by publish date: the "
-        "envelope's columns, or typed ones from a JSON Schema. Messages that do not fit go to a "
-        "table of their own, with the reason.",
+        help="export topics to Parquet, Iceberg or Delta tables",
+        description="Exports topics to tables that are partitioned by publish date, with the "
+        "message's columns, or typed columns from a JSON Schema. Messages that do not match "
+        "the schema go to a dead-letter table, with the reason.",
         examples=(
             "ister pipeline export --to './lake/{namespace}/{topic}'",
             "ister pipeline export --topics /default/orders --format delta --to s3://lake/orders",
@@ -59,94 +58,98 @@ def register(jobs: Subparsers) -> None:
         notes=_NOTES,
     )
     add_job_arguments(parser)
+    _add_table_arguments(parser)
+    _add_range_arguments(parser)
+    parser.set_defaults(run=_run)
+
+
+def _add_table_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         metavar="TABLE",
         required=True,
-        help="a directory or address (parquet, delta), <namespace>.<table> or <warehouse>/<table> "
-        "(iceberg); {namespace} and {topic} stand for each topic's, without them all go into one",
+        help="table location: directory or URL (parquet, delta), <namespace>.<table> or "
+        "<warehouse>/<table> (iceberg); {namespace} and {topic} are replaced by each "
+        "topic's, without them all topics go to one table",
     )
     parser.add_argument(
         "--format",
         choices=[item.value for item in TableFormat],
         default=TableFormat.PARQUET.value,
-        help="what the tables are (default: parquet)",
+        help="table format (default: parquet)",
     )
     parser.add_argument(
         "--schema",
         metavar="FILE",
-        help="a JSON Schema: its properties become columns in place of the payload",
+        help="JSON Schema file; its properties become columns instead of the payload",
     )
     parser.add_argument(
         "--catalog",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="a property of the Iceberg catalog; may be given more than once (default: a catalog "
-        "in SQLite, in the warehouse)",
+        help="Iceberg catalog property; repeatable (default: a SQLite catalog in the warehouse)",
     )
     parser.add_argument(
         "--storage-option",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="an option of the table's bucket, as storage.cloud.options has them; may be given "
-        "more than once (default: those of the log's bucket, if it is of the same kind)",
-    )
-    parser.add_argument(
-        "--from",
-        dest="start",
-        metavar="WHERE",
-        help="the first offset, or a point in time such as 2026-03-01T00:00Z (default: earliest)",
-    )
-    parser.add_argument(
-        "--until",
-        dest="end",
-        metavar="WHERE",
-        help="the offset, or the point in time, before which to stop (default: all there is)",
-    )
-    parser.add_argument(
-        "--dead-letters",
-        metavar="TABLE",
-        help="where messages go that do not fit (default: <table>_dead_letters)",
-    )
-    parser.add_argument(
-        "--include-tail",
-        action="store_true",
-        help="also what is durable and not in the bucket yet",
-    )
-    parser.add_argument(
-        "--accept-remade",
-        action="store_true",
-        help="take a topic that was deleted and made again into the same table",
+        help="option of the table's bucket, as in storage.cloud.options; repeatable "
+        "(default: those of the log's bucket if it is of the same kind)",
     )
     parser.add_argument(
         "--file-mb",
         type=int,
         default=128,
         metavar="N",
-        help="about how large files become at most (default: 128)",
+        help="approximate maximum file size in MiB (default: 128)",
     )
     parser.add_argument(
         "--zstd-level",
         type=int,
         default=3,
         metavar="N",
-        help="how hard files are compressed, 1 to 22 (default: 3)",
+        help="zstd compression level, 1 to 22 (default: 3)",
+    )
+
+
+def _add_range_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="WHERE",
+        help="start offset, or a time such as 2026-03-01T00:00Z (default: earliest)",
+    )
+    parser.add_argument(
+        "--until",
+        dest="end",
+        metavar="WHERE",
+        help="end offset, or end time, exclusive (default: the current end)",
+    )
+    parser.add_argument(
+        "--dead-letters",
+        metavar="TABLE",
+        help="table for messages that do not match the schema (default: <table>_dead_letters)",
+    )
+    parser.add_argument(
+        "--include-tail",
+        action="store_true",
+        help="also export durable messages that are not in the bucket yet",
+    )
+    parser.add_argument(
+        "--accept-remade",
+        action="store_true",
+        help="export a topic that was deleted and created again into the same table",
     )
     when = parser.add_mutually_exclusive_group()
-    when.add_argument(
-        "--available-now",
-        action="store_true",
-        help="export what is there, and end (the default)",
-    )
+    when.add_argument("--available-now", action="store_true", help="export once (default)")
     when.add_argument(
         "--interval",
         type=float,
         metavar="SECONDS",
-        help="go on, with so much time between two rounds, until interrupted",
+        help="repeat with this many seconds between rounds, until interrupted",
     )
-    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -165,11 +168,13 @@ def _run(options: argparse.Namespace) -> int:
     )
 
 
-def _export(options: argparse.Namespace, spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+def _export(
+    options: argparse.Namespace, spark: SparkSession, place: JobLocation, bar: Bar
+) -> JobReport:
     from ister.spark.jobs.exporting import export  # noqa: PLC0415 - loads Spark
 
     if options.interval is not None and options.interval <= 0:
-        raise InvalidRequestError(f"--interval {options.interval:g}", hint="more than 0 seconds")
+        raise InvalidRequestError("--interval must be greater than 0")
     with _until_interrupted(is_wanted=options.interval is not None) as stop:
         return export(
             spark,
@@ -181,8 +186,8 @@ def _export(options: argparse.Namespace, spark: SparkSession, place: Place, bar:
             schema=options.schema,
             catalog=_pairs("--catalog", options.catalog),
             storage_options=_pairs("--storage-option", options.storage_option),
-            start=_where("--from", options.start),
-            end=_where("--until", options.end),
+            start=_bound("--from", options.start),
+            end=_bound("--until", options.end),
             dead_letters=options.dead_letters,
             include_tail=options.include_tail,
             file_mb=options.file_mb,
@@ -200,7 +205,7 @@ def _export(options: argparse.Namespace, spark: SparkSession, place: Place, bar:
 def _until_interrupted(*, is_wanted: bool) -> Iterator[threading.Event]:
     """Set by the first signal, after which the round under way is the last; a second one ends."""
     stop = threading.Event()
-    before: dict[int, Any] = {}
+    before: dict[int, SignalHandler] = {}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -231,16 +236,11 @@ def _pairs(option: str, items: Iterable[str]) -> dict[str, str] | None:
     return found or None
 
 
-def _where(option: str, text: str | None) -> int | datetime | None:
-    """An offset, or a point in time; one without a zone is in UTC."""
-    if text is None:
-        return None
-    if text.isdecimal():
-        return int(text)
-    try:
-        when = datetime.fromisoformat(text)
-    except ValueError as error:
+def _bound(option: str, text: str | None) -> int | datetime | None:
+    """Parses an end of the range: an offset or a time, in UTC unless it has a zone."""
+    found = None if text is None else parse_position(text, utc=True)
+    if isinstance(found, str):
         raise InvalidRequestError(
-            f"{option} {text!r}", hint="an offset, or a time such as 2026-03-01T00:00Z"
-        ) from error
-    return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
+            f"invalid {option} {text!r}: use an offset or a time such as 2026-03-01T00:00Z"
+        )
+    return found

@@ -6,19 +6,19 @@ Owns: the arguments, and how a sample is shown. Does not own: `ister.spark.jobs.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, cast
 
-from ister.cli.look import add_command, print_table
-from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
+from ister.cli.output import Subparsers, add_command, print_table
+from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 from ister.errors import InvalidRequestError
+from ister.model import JsonObject
+from ister.positions import parse_position
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.cli.pipeline import Subparsers
-    from ister.spark.jobs.report import JobReport
-
-__all__ = ["register"]
+    from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.replay_run import SampleJson
 
 _COLUMNS: Final = (
     ("topic", "TOPIC"),
@@ -41,10 +41,10 @@ the transform:
       return batch.filter(…)         # many at once, with the connector's columns: far faster
 
   A parameter that is annotated with RecordBatch, or is called batch, gets batches;
-  --per-message and --per-batch say it instead.
+  --per-message and --per-batch override that.
 
 exactly once:
-  The same command run again goes on where it was stopped, and does nothing once all is done.
+  Running the same command again continues where it stopped, and does nothing once it is done.
   --until latest is the end of the source when the replay is first begun. --name tells two
   replays apart that are the same otherwise, or does one again.
 
@@ -60,8 +60,8 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "replay",
-        help="one topic into another one, through a function or SQL",
-        description="Replays a range of a topic into another one, exactly once.",
+        help="copy a topic into another, through a function or SQL",
+        description="Replays a range of a topic into another topic, exactly once.",
         examples=(
             (
                 "ister pipeline replay /default/orders /default/eu --transform shop.py:only_eu \\\n"
@@ -75,8 +75,8 @@ def register(jobs: Subparsers) -> None:
         ),
         notes=_NOTES,
     )
-    parser.add_argument("source", metavar="SOURCE", help="the topic to read")
-    parser.add_argument("target", metavar="TARGET", help="the topic to append to")
+    parser.add_argument("source", metavar="SOURCE", help="source topic")
+    parser.add_argument("target", metavar="TARGET", help="target topic")
     add_job_arguments(parser, topics=False)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -89,7 +89,7 @@ def register(jobs: Subparsers) -> None:
         dest="per_message",
         action="store_const",
         const=True,
-        help="the function takes one message",
+        help="the function takes one message at a time",
     )
     kind.add_argument(
         "--per-batch",
@@ -102,26 +102,26 @@ def register(jobs: Subparsers) -> None:
         "--from",
         dest="start",
         metavar="PLACE",
-        help="an offset, a time (2026-01-31T12:00:00Z), earliest (the default) or latest",
+        help="start: an offset, a time (2026-01-31T12:00:00Z), earliest (default) or latest",
     )
     parser.add_argument(
-        "--until", dest="end", metavar="PLACE", help="likewise, not included; latest by default"
+        "--until", dest="end", metavar="PLACE", help="end, exclusive: as --from (default: latest)"
     )
-    parser.add_argument("--name", metavar="NAME", help="what tells this replay from others")
+    parser.add_argument(
+        "--name", metavar="NAME", help="identity of this replay: running it again continues it"
+    )
     parser.add_argument(
         "--no-create", action="store_true", help="fail if the target does not exist"
     )
     parser.add_argument(
-        "--mark",
-        action="store_true",
-        help="give each message the attribute ister-source-offset",
+        "--mark", action="store_true", help="add the attribute ister-source-offset to each message"
     )
     parser.add_argument(
         "--sample",
         type=int,
         default=10,
         metavar="N",
-        help="how many messages --dry-run shows (default: 10)",
+        help="number of messages that --dry-run shows (default: 10)",
     )
     parser.set_defaults(run=_run, per_message=None)
 
@@ -129,12 +129,11 @@ def register(jobs: Subparsers) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.sql is not None and options.per_message is not None:
         raise InvalidRequestError(
-            "--sql takes no function", hint="leave --per-message and --per-batch out"
+            "--sql takes no function", hint="omit --per-message and --per-batch"
         )
     shown: list[JobReport] = []
 
-    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
-        from ister.spark.jobs.replay_plan import parse_place  # noqa: PLC0415 - loads Spark
+    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.replaying import replay  # noqa: PLC0415
 
         report = replay(
@@ -146,8 +145,8 @@ def _run(options: argparse.Namespace) -> int:
             transform=options.transform,
             sql=options.sql,
             per_message=options.per_message,
-            start=parse_place(options.start) if options.start is not None else None,
-            end=parse_place(options.end) if options.end is not None else None,
+            start=parse_position(options.start) if options.start is not None else None,
+            end=parse_position(options.end) if options.end is not None else None,
             name=options.name,
             create=not options.no_create,
             mark=options.mark,
@@ -164,8 +163,8 @@ def _run(options: argparse.Namespace) -> int:
     return code
 
 
-def _print_more(more: dict[str, Any]) -> None:
-    sample = more.get("sample")
+def _print_more(more: JsonObject) -> None:
+    sample = cast("list[SampleJson] | None", more.get("sample"))
     if sample is not None:
         print_sample(sample)
     if more.get("state") == "already done":
@@ -174,14 +173,18 @@ def _print_more(more: dict[str, Any]) -> None:
         print(more["hint"])
 
 
-def print_sample(sample: list[dict[str, Any]]) -> None:
+def print_sample(sample: list[SampleJson]) -> None:
     """The messages of a sample as a table."""
     if not sample:
         print("sample: no message came through")
         return
     rows = [
         (
-            _shorten(message["payload"] if message["payload"] is not None else _binary(message)),
+            _shorten(
+                f"base64:{message['payload_base64']}"
+                if message["payload"] is None
+                else message["payload"]
+            ),
             message["routing_key"],
             _shorten(", ".join(f"{name}={value}" for name, value in message["attributes"].items())),
             message["publish_time"],
@@ -189,10 +192,6 @@ def print_sample(sample: list[dict[str, Any]]) -> None:
         for message in sample
     ]
     print_table(("payload", "routing key", "attributes", "published"), rows)
-
-
-def _binary(message: dict[str, Any]) -> str:
-    return f"base64:{message['payload_base64']}"
 
 
 def _shorten(text: str) -> str:

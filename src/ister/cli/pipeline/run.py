@@ -1,4 +1,4 @@
-"""`ister pipeline run`: the pipeline as a service, until it is told to end.
+"""`ister pipeline run`: the pipeline as a service, until it is stopped.
 
 Owns: arguments, logs, and the settings that keep Spark small for days. Does not own: the service
 (`ister.spark.jobs.service`).
@@ -12,27 +12,24 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ister import logs, threads
-from ister.cli.look import add_command, print_table
-from ister.cli.pipeline.common import Bar, Place, add_job_arguments, find_place, run_job
-from ister.cli.report import answer, error_as_json, print_json
+from ister.cli.errors_out import answer, print_json
+from ister.cli.output import Subparsers, add_command, print_table
+from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, find_place, run_job
 from ister.config import Engine
-from ister.errors import InvalidRequestError, IsterError
+from ister.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.cli.pipeline import Subparsers
-    from ister.spark.jobs.report import JobReport
-
-__all__ = ["register"]
+    from ister.spark.jobs.job_report import JobReport
 
 _CONF: Final = {
-    # Spark remembers what it has done, for pages that nobody looks at, and lets go of what tasks
+    # Spark keeps its history for its web pages, which are not used here, and releases what tasks
     # were sent when the JVM next collects its garbage, which may be never.
     "spark.cleaner.periodicGC.interval": "10min",
     "spark.ui.retainedJobs": "20",
@@ -61,8 +58,8 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "run",
-        help="the pipeline as a service: tier, compact, export and scrub",
-        description="Tiers, compacts, exports and scrubs as the config says, until it is stopped.",
+        help="run the pipeline as a service: tier, compact, export and scrub",
+        description="Tiers, compacts, exports and scrubs as configured, until it is stopped.",
         examples=(
             "ister pipeline run --config ister.yml",
             "ister pipeline run --config ister.yml --master spark://host:7077 --broker host:6651",
@@ -72,38 +69,38 @@ def register(jobs: Subparsers) -> None:
     )
     add_job_arguments(parser, topics=False)
     parser.add_argument(
-        "--max-seconds", type=float, metavar="SECONDS", help="end after this time; never by default"
+        "--max-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="stop after this many seconds (default: never)",
     )
     parser.add_argument(
         "--log-level",
         metavar="LEVEL",
         default="INFO",
-        help="DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
+        help="log level: DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
     )
-    # For `ister serve --pipeline`: a pipeline whose broker was killed is nobody's.
+    # For `ister serve --pipeline`: ends the pipeline if its broker was killed.
     parser.add_argument("--ends-with-parent", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.max_seconds is not None and not options.max_seconds > 0:
-        raise InvalidRequestError(f"--max-seconds {options.max_seconds:g}")
+        raise InvalidRequestError("--max-seconds must be greater than 0")
     if options.dry_run:
-        return answer(lambda: _show(options), as_json=options.json, on_error=_failed)
+        facts = {"ok": False, "job": "run", "topics": []}
+        return answer(options, lambda: _show(options), facts)
     logs.configure(level=options.log_level.upper(), as_text=not options.json)
     parent = os.getppid()
 
-    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.service import run  # noqa: PLC0415 - loads Spark
 
         stop = threading.Event()
         with _orphan_watch(parent if options.ends_with_parent else None, stop):
             return run(
-                spark,
-                place.config,
-                broker=place.broker,
-                stop=stop,
-                max_seconds=options.max_seconds,
+                spark, place.config, broker=place.broker, stop=stop, max_seconds=options.max_seconds
             )
 
     given = find_place(options).config
@@ -119,7 +116,7 @@ def _show(options: argparse.Namespace) -> int:
     config = find_place(options).config
     if config is None:
         raise InvalidRequestError(
-            "a dry run looks at the config", hint="--config FILE or --data DIR says where it is"
+            "--dry-run needs a config", hint="pass --config FILE or --data DIR"
         )
     pipeline, uploader = config.pipeline, config.storage.uploader
     is_tiered = uploader.engine in (Engine.AUTO, Engine.SPARK)
@@ -146,10 +143,6 @@ def _show(options: argparse.Namespace) -> int:
 
 def _seconds(minutes: int | None) -> int | None:
     return None if minutes is None else minutes * 60
-
-
-def _failed(error: IsterError) -> Mapping[str, Any]:
-    return {"ok": False, "job": "run", "topics": [], "errors": [error_as_json(error)]}
 
 
 @contextmanager

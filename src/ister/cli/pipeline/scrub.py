@@ -1,26 +1,23 @@
-"""`ister pipeline scrub`: checks every object of topics, and heals them if asked to.
+"""`ister pipeline scrub`: checks every object of topics, and repairs them if asked to.
 
-Owns: arguments, and how findings are shown. Does not own: checking and healing
+Owns: arguments, and how findings are shown. Does not own: checking and repairing
 (`ister.spark.jobs.scrubbing`).
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, cast
 
-from ister.cli.look import add_command, print_table
-from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
+from ister.cli.output import Subparsers, add_command, print_table
+from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.spark.jobs.report import JobReport
+    from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.topic_survey import FindingJson
 
-    # argparse has no public name for it.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
-
-__all__ = ["register"]
 
 _SHOWN_FINDINGS_MAX: Final = 200
 _COLUMNS: Final = (
@@ -39,11 +36,11 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "scrub",
-        help="check every object and descriptor; --repair heals what can be healed",
+        help="check every object and descriptor, and repair with --repair",
         description="Reads every object of the topics and compares it with what the metadata "
         "store says about it: size, checksum, each frame or row group, offsets, counts, "
-        "times, index. Tells of gaps and overlaps between descriptors, and of objects "
-        "that nobody names.\n\n"
+        "times, index. Reports gaps and overlaps between descriptors, and objects "
+        "without a descriptor.\n\n"
         "With --repair what is lost, damaged or wrongly described is made again, under "
         "new names: from the local files of the topic's owner where they are on this "
         "machine, from the broker (--broker), or from another copy in the bucket. Exit "
@@ -55,14 +52,14 @@ def register(jobs: Subparsers) -> None:
         ),
     )
     add_job_arguments(parser)
-    parser.add_argument("--repair", action="store_true", help="heal what can be healed")
+    parser.add_argument("--repair", action="store_true", help="repair what can be repaired")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     reports: list[JobReport] = []
 
-    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.scrubbing import scrub  # noqa: PLC0415 - loads Spark
 
         reports.append(
@@ -86,8 +83,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _print_findings(report: JobReport) -> None:
     """What was found, fault by fault; those that are left are among the errors, too."""
-    findings: list[dict[str, Any]] = [
-        finding for fields in report.as_json()["topics"] for finding in fields.get("findings", ())
+    findings = [
+        finding
+        for fields in report.topics_as_json()
+        for finding in cast("list[FindingJson]", fields.get("findings", []))
     ]
     rows = [
         (
@@ -109,15 +108,15 @@ def _print_findings(report: JobReport) -> None:
         print(f"… and {len(findings) - _SHOWN_FINDINGS_MAX} more; --json has them all")
 
 
-def _outcome(finding: dict[str, Any]) -> str:
+def _outcome(finding: FindingJson) -> str:
     if finding["repaired"]:
-        return "healed"
+        return "repaired"
     if finding["kind"] in ("orphan", "staged"):
         return "note"
-    return "can be healed" if finding["repairable"] else "left"
+    return "repairable" if finding["repairable"] else "not repairable"
 
 
-def _range(finding: dict[str, Any]) -> str | None:
+def _range(finding: FindingJson) -> str | None:
     start, end = finding["start_offset"], finding["next_offset"]
     if start is None:
         return None

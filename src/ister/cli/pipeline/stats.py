@@ -1,27 +1,23 @@
-"""`ister pipeline stats`: what topics hold, as tables on the terminal, as JSON, and as a plot.
+"""`ister pipeline stats`: what topics hold, as tables on the terminal and as JSON.
 
-Owns: arguments and tables. Does not own: counting (`ister.spark.jobs.statistics`), drawing
-(`ister.spark.jobs.plotting`).
+Owns: arguments and tables. Does not own: counting (`ister.spark.jobs.statistics`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, cast
 
-from ister.cli.look import add_command, format_bytes, print_table
-from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
+from ister.cli.output import Subparsers, add_command, format_bytes, print_table
+from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.spark.jobs.report import JobReport
+    from ister.spark.jobs.job_report import JobReport
+    from ister.spark.jobs.topic_stats import HourJson, SizeJson, StatsJson
 
-    # argparse has no public name for it.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
-
-__all__ = ["register"]
 
 _BAR_WIDTH: Final = 40
 _SHOWN_HOURS_MAX: Final = 48
@@ -41,26 +37,19 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "stats",
-        help="messages and bytes per topic, hour and producer; sizes; compression to expect",
-        description="Counts messages and payload bytes of topics: per hour of publishing, per "
-        "producer, by size; says how many routing keys there are (about, beyond two "
-        "thousand), and how much smaller zstd makes a sample. Changes nothing.",
+        help="count messages and bytes per topic, hour and producer; sizes; compression",
+        description="Counts messages and payload bytes of topics per hour, per producer and "
+        "by size, the distinct routing keys (approximate beyond two thousand), and measures "
+        "the zstd compression of a sample. Changes nothing.",
         examples=(
             "ister pipeline stats --data ./ister-data",
-            "ister pipeline stats --topics '/shop/*' --plot shop.html",
+            "ister pipeline stats --topics '/shop/*'",
             "ister pipeline stats --bucket-only --json",
         ),
     )
     add_job_arguments(parser)
     parser.add_argument(
-        "--bucket-only",
-        action="store_true",
-        help="leave out what is not in the bucket yet",
-    )
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw it: FILE.html needs nothing, FILE.png needs matplotlib",
+        "--bucket-only", action="store_true", help="count only messages that are in the bucket"
     )
     parser.set_defaults(run=_run)
 
@@ -68,7 +57,7 @@ def register(jobs: Subparsers) -> None:
 def _run(options: argparse.Namespace) -> int:
     reports: list[JobReport] = []
 
-    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.statistics import stats  # noqa: PLC0415 - loads Spark
 
         reports.append(
@@ -80,23 +69,20 @@ def _run(options: argparse.Namespace) -> int:
                 include_tail=not options.bucket_only,
                 dry_run=options.dry_run,
                 progress=bar,
-                plot=options.plot,
             )
         )
         return reports[-1]
 
     code = run_job(options, "stats", work, columns=_COLUMNS)
     if reports and not options.json:
-        _print_totals(reports[-1].as_json())
-        if options.plot and not options.dry_run:
-            print(f"\nplot: {options.plot}")
+        _print_totals(reports[-1])
     return code
 
 
-def _print_totals(report: Mapping[str, Any]) -> None:
+def _print_totals(report: JobReport) -> None:
     """All topics together: hours, producers, sizes, keys, compression."""
-    totals: Mapping[str, Any] = report.get("totals") or {}
-    if not totals.get("messages"):
+    totals = cast("StatsJson | None", report.more.get("totals"))
+    if not totals or not totals["messages"]:
         return
     for title, label, rows in (
         (_hours_title(totals["hours"]), "hour", _hours(totals["hours"])),
@@ -116,8 +102,8 @@ def _print_totals(report: Mapping[str, Any]) -> None:
         )
     left_out = [
         topic["topic"]
-        for topic in report["topics"]
-        if not topic.get("tail", {}).get("is_counted", True)
+        for topic in report.topics_as_json()
+        if isinstance(tail := topic.get("tail"), dict) and not tail.get("is_counted", True)
     ]
     if left_out:
         print(
@@ -126,20 +112,20 @@ def _print_totals(report: Mapping[str, Any]) -> None:
         )
 
 
-def _hours_title(hours: Sequence[Mapping[str, Any]]) -> str:
+def _hours_title(hours: Sequence[HourJson]) -> str:
     left = len(hours) - _SHOWN_HOURS_MAX
     return f"by hour (the last {_SHOWN_HOURS_MAX} of {len(hours)})" if left > 0 else "by hour"
 
 
-def _hours(hours: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int | None]]:
+def _hours(hours: Sequence[HourJson]) -> list[tuple[str, int, int | None]]:
     shown = hours[-_SHOWN_HOURS_MAX:]
     return [
         (item["hour"][:13].replace("T", " "), item["messages"], item["bytes"]) for item in shown
     ]
 
 
-def _producers(totals: Mapping[str, Any]) -> list[tuple[str, int, int | None]]:
-    rows = [
+def _producers(totals: StatsJson) -> list[tuple[str, int, int | None]]:
+    rows: list[tuple[str, int, int | None]] = [
         (item["producer"] or "(no name)", item["messages"], item["bytes"])
         for item in totals["producers"]
     ]
@@ -149,7 +135,7 @@ def _producers(totals: Mapping[str, Any]) -> list[tuple[str, int, int | None]]:
     return rows
 
 
-def _sizes(sizes: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int | None]]:
+def _sizes(sizes: Sequence[SizeJson]) -> list[tuple[str, int, int | None]]:
     return [
         (
             f"{format_bytes(item['from_bytes'])} to {format_bytes(item['below_bytes'] - 1)}"

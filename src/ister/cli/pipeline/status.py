@@ -1,29 +1,24 @@
 """`ister pipeline status`: whether a pipeline runs, and what each job did last.
 
-Owns: what is said about it. Needs no Spark: everything is in the metadata store, where the pipeline
-and every job that ends leave it (`ister.tier.pipeline`).
+Owns: arguments and output. Needs no Spark: everything is in the metadata store, where the pipeline
+and every job that ends leave it (`ister.bucket.pipeline`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-from ister.cli.look import add_command, format_bytes, format_span, print_table
-from ister.cli.place import add_place_arguments, load_place
-from ister.cli.report import answer, error_as_json, print_json
+from ister.cli.errors_out import answer, print_json
+from ister.cli.location import add_place_arguments, load_place
+from ister.cli.output import Subparsers, add_command, format_bytes, format_span, print_table
 from ister.clock import Clock, SystemClock
 from ister.config import StorageMode
-from ister.errors import InvalidRequestError, IsterError, NotFoundError
-from ister.tier.pipeline_status import JOBS, describe_absence, no_status, read_status
-from ister.topic.tiers import open_metadata
-
-if TYPE_CHECKING:
-    from ister.cli.pipeline import Subparsers
-
-__all__ = ["print_status", "register"]
+from ister.errors import InvalidRequestError, NotFoundError
+from ister.topic.pipeline_status import JOBS, describe_absence, no_status, read_status
+from ister.topic.stores import open_metadata
+from ister.wire.views import PipelineJson, PipelineRequestJson, PipelineStatusJson
 
 _QUIET_SECONDS: Final = 60
 
@@ -33,9 +28,9 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "status",
-        help="whether a pipeline runs, and what it does",
-        description="Whether a pipeline runs, since when, and what each job did last. "
-        "Needs no Spark.",
+        help="show whether a pipeline runs, and its jobs",
+        description="Shows whether a pipeline runs, since when, and the last run of each "
+        "job. Needs no Spark.",
         examples=("ister pipeline status", "ister pipeline status --config ister.yml --json"),
     )
     add_place_arguments(parser)
@@ -66,17 +61,14 @@ def _run(options: argparse.Namespace) -> int:
             print_status(fields, clock)
         return 0
 
-    def failed(error: IsterError) -> Mapping[str, Any]:
-        return {"ok": False, "job": "status", "topics": [], "errors": [error_as_json(error)]}
-
-    return answer(run, as_json=options.json, on_error=failed)
+    return answer(options, run, {"ok": False, "job": "status", "topics": []})
 
 
 # -- in words -------------------------------------------------------------------------------
 
 
-def print_status(fields: Mapping[str, Any], clock: Clock) -> None:
-    """The same for people."""
+def print_status(fields: PipelineJson, clock: Clock) -> None:
+    """Prints the status as text."""
     now = clock.now_ns() // 1_000_000_000
     print("\n".join(_describe(fields, now)))
     rows = _job_rows(fields, now)
@@ -85,7 +77,7 @@ def print_status(fields: Mapping[str, Any], clock: Clock) -> None:
         print_table(("job", "last run", "took", "result", "next"), rows)
 
 
-def _describe(fields: Mapping[str, Any], now: int) -> list[str]:
+def _describe(fields: PipelineJson, now: int) -> list[str]:
     lease, status = fields["lease"], fields["status"]
     lines: list[str] = []
     if lease is None:
@@ -104,14 +96,14 @@ def _describe(fields: Mapping[str, Any], now: int) -> list[str]:
         if status is not None and status.get("holder") == lease.get("holder"):
             lines += _describe_running(status, now)
         elif lease.get("job") == "run":
-            lines.append("It has not said yet how it is.")
+            lines.append("It has not reported its status yet.")
     lines += [
         _describe_request(job, one, now) for job, one in (fields.get("requests") or {}).items()
     ]
     return lines
 
 
-def _describe_running(status: Mapping[str, Any], now: int) -> list[str]:
+def _describe_running(status: PipelineStatusJson, now: int) -> list[str]:
     tier = status.get("tier") or {}
     lines: list[str] = []
     if not tier.get("is_on", True):
@@ -146,29 +138,29 @@ def _describe_running(status: Mapping[str, Any], now: int) -> list[str]:
         lines.append(f"Memory: {', '.join(sizes)}.")
     age = now - int(status.get("updated_at") or now)
     if age > _QUIET_SECONDS:
-        lines.append(f"It has said nothing for {format_span(age)}.")
+        lines.append(f"No status for {format_span(age)}.")
     return lines
 
 
-def _describe_request(job: str, request: Mapping[str, Any], now: int) -> str:
-    """What has become of a job that somebody asked for."""
+def _describe_request(job: str, request: PipelineRequestJson, now: int) -> str:
+    """The outcome of a requested job, in words."""
     topics = request.get("topics")
     what = f"{job} of {len(topics)} topics" if topics is not None else job
     age = format_span(max(now - int(request.get("requested_at") or now), 0))
     by = f" by {request['by']}" if request.get("by") else ""
     outcome = {
-        "waiting": "it waits for its turn",
-        "running": "it runs now",
-        "done": "it is done",
-        "failed": f"it failed: {request.get('error')}",
+        "waiting": "waiting",
+        "running": "running",
+        "done": "done",
+        "failed": f"failed: {request.get('error')}",
     }.get(str(request.get("state")), str(request.get("state")))
     return f"Asked for {age} ago{by}: {what}; {outcome}."
 
 
-def _job_rows(fields: Mapping[str, Any], now: int) -> list[tuple[object, ...]]:
+def _job_rows(fields: PipelineJson, now: int) -> list[tuple[object, ...]]:
     is_running = fields["is_running"]
-    status = (fields["status"] or {}) if is_running else {}
-    planned: Mapping[str, Any] = status.get("jobs") or {}
+    status = fields["status"] if is_running else None
+    planned = (status or {}).get("jobs") or {}
     rows: list[tuple[object, ...]] = []
     for name in JOBS:
         report, plan = fields["reports"].get(name), planned.get(name)
@@ -183,8 +175,8 @@ def _job_rows(fields: Mapping[str, Any], now: int) -> list[tuple[object, ...]]:
         if plan is not None:
             if plan.get("is_running"):
                 coming = "runs now"
-            elif plan.get("next_at") is not None:
-                coming = f"in {format_span(max(int(plan['next_at']) - now, 0))}"
+            elif (next_at := plan.get("next_at")) is not None:
+                coming = f"in {format_span(max(next_at - now, 0))}"
             if plan.get("last_error"):
                 result = str(plan["last_error"])
         rows.append(

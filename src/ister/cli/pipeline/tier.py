@@ -8,18 +8,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final
 
-from ister.cli.look import add_command
-from ister.cli.pipeline.common import Bar, Place, add_job_arguments, run_job
+from ister.cli.output import Subparsers, add_command
+from ister.cli.pipeline.common import Bar, JobLocation, add_job_arguments, run_job
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from ister.spark.jobs.report import JobReport
+    from ister.spark.jobs.job_report import JobReport
 
-    # argparse has no public name for it.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
-
-__all__ = ["register"]
 
 _COLUMNS: Final = [
     ("topic", "topic"),
@@ -37,12 +33,12 @@ def register(jobs: Subparsers) -> None:
     parser = add_command(
         jobs,
         "tier",
-        help="upload what is not in the bucket yet",
-        description="Moves messages that are synced into the bucket, of hundreds of topics at "
-        "once, and a large backlog of one topic by many tasks. The objects are those that the "
-        "broker itself would make. While this runs, brokers with `uploader.engine: auto` leave "
-        "their uploads to it. Run it where the topics' local files are, or give the address of "
-        "the broker that has them.",
+        help="upload messages that are not in the bucket yet",
+        description="Uploads synced messages to the bucket, of hundreds of topics at once, "
+        "and a large backlog of one topic with many tasks. The objects are the same as those "
+        "that a broker makes. While this runs, brokers with `uploader.engine: auto` do not "
+        "upload. Run it where the topics' local files are, or pass the address of the broker "
+        "that has them.",
         examples=(
             "ister pipeline tier --data ./ister-data",
             "ister pipeline tier --config ister.yml --topics '/shop/*' --dry-run",
@@ -55,22 +51,22 @@ def register(jobs: Subparsers) -> None:
         "--interval",
         metavar="SECONDS",
         type=float,
-        help="go on until stopped: upload a topic so many seconds after its newest object was "
-        "made, and sooner if much has come (default: once, everything)",
+        help="run until stopped: upload a topic this many seconds after its newest object, "
+        "or earlier if much has arrived (default: upload everything once)",
     )
 
     def run(options: argparse.Namespace) -> int:
         if options.interval is not None and not options.interval > 0:
-            parser.error("--interval has to be more than 0 seconds")
+            parser.error("--interval must be more than 0 seconds")
         if options.interval is not None and options.dry_run:
-            parser.error("--dry-run does nothing, and has no --interval")
+            parser.error("--dry-run cannot be combined with --interval")
         return _run(options)
 
     parser.set_defaults(run=run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    def work(spark: SparkSession, place: Place, bar: Bar) -> JobReport:
+    def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.tiering import tier  # noqa: PLC0415 - after Spark was found
 
         return tier(

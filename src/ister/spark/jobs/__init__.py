@@ -5,6 +5,15 @@
 Each job is a function that takes a Spark session and says what it did, and a command, `ister
 pipeline <job>`. All of them are safe to kill at any moment and to run again.
 
+tiering, tier_topics, upload_task            `tier`
+compaction, merge_task, latest_per_key       `compact`
+exporting, export_round, export_task         `export`
+scrubbing, topic_scrub, topic_survey, object_check, object_repair    `scrub`
+replaying, replay_plan, replay_run, replay_task, replay_sql, transforms    `replay`
+statistics, topic_stats                      `stats`
+service, pipeline_term, schedules            `run`: all of them as a service
+job, job_report, leases, progress, tasks, balance, session, memory, stop_signals    what jobs share
+
     from ister.spark import jobs
     report = jobs.tier(spark, "ister.yml")
 """
@@ -17,8 +26,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ister.spark.jobs.compaction import compact
     from ister.spark.jobs.exporting import export
+    from ister.spark.jobs.job_report import JobReport
     from ister.spark.jobs.replaying import replay
-    from ister.spark.jobs.report import JobReport
     from ister.spark.jobs.scrubbing import scrub
     from ister.spark.jobs.service import run
     from ister.spark.jobs.session import open_session
@@ -39,7 +48,7 @@ __all__ = [
 
 # Each is loaded when it is asked for: tables of Iceberg and Delta need libraries of their own.
 _HOMES: Final = {
-    "JobReport": "report",
+    "JobReport": "job_report",
     "compact": "compaction",
     "export": "exporting",
     "open_session": "session",

@@ -1,11 +1,11 @@
-"""Runs many items as a few tasks of about the same weight, for jobs that commit nothing between.
+"""Runs many items as a few tasks of about equal weight, for jobs that commit nothing in between.
 
-    items ─► slices, one after the other ─► groups, one for each slot ─► results, slice by slice
+    items ─► slices, one after the other ─► groups, some for each slot ─► results, slice by slice
 
 Owns: which items go together. Does not own: how tasks run (`tasks`).
 
-A Spark job costs tens of milliseconds, in which a core checks a hundred megabytes: where nothing
-waits for a commit, few and large tasks are what is fast. Slices bound how long nobody hears of it.
+A Spark job costs tens of milliseconds, in which a core checks a hundred megabytes: if nothing waits
+for a commit, few large tasks are fastest. Slices bound the time between two progress reports.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from ister.errors import InvariantError, IsterError
 from ister.limits import GIB
-from ister.spark.jobs.report import error_as_fields
+from ister.spark.jobs.job_report import error_as_fields
 from ister.spark.jobs.tasks import Done, run_tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-__all__ = ["balance", "run_balanced"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,15 +38,7 @@ def run_balanced(
     weigh: Callable[[Item], int],
     name: str,
 ) -> Iterator[Done[Item, Result]]:
-    """Runs `work(item)` for every item on the executors; as `run_tasks`, but for the order.
-
-    Args:
-        spark: A classic session.
-        items: What to do; pickled.
-        work: A function of a module, or a `functools.partial` of one; pickled.
-        weigh: About how many bytes an item takes to do.
-        name: For Spark's own pages.
-    """
+    """Runs `work(item)` for every item on the executors, in any order; see `run_tasks`."""
     slots = max(spark.sparkContext.defaultParallelism, 1)
     for part in _slices(items, weigh, _SLICE_BYTES_PER_SLOT * slots):
         groups = balance(part, weigh, _GROUPS_PER_SLOT * slots)
@@ -59,7 +49,7 @@ def run_balanced(
 def balance(
     items: Sequence[Item], weigh: Callable[[Item], int], count: int
 ) -> list[tuple[Item, ...]]:
-    """The items in at most `count` groups, none of them empty, about as heavy as each other."""
+    """Divides items into at most `count` groups of about equal weight, none of them empty."""
     count = min(count, len(items))
     groups: list[list[Item]] = [[] for _ in range(count)]
     lightest = [(0, number) for number in range(count)]
@@ -86,7 +76,7 @@ def _slices(
 
 
 def _run_group(work: Callable[[Item], Result], group: Sequence[Item]) -> list[Done[Item, Result]]:
-    """In a task: an item that fails fails alone."""
+    """Runs a group in a task; a failed item does not stop the others."""
     found: list[Done[Item, Result]] = []
     for item in group:
         try:

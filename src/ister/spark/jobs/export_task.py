@@ -6,7 +6,7 @@
 Owns: the way of rows through a task. Does not own: the plan, commits. Bulk data stays in the Python
 worker: nothing but the names of files goes back to the driver.
 
-What a crash leaves: files that nobody knows.
+What a crash leaves: files that no table refers to.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ister.limits import MIB
-from ister.spark.place import Place
+from ister.spark.location import Place
 from ister.spark.planner import Partition
-from ister.spark.reading import ReadTask, TopicIdentity
+from ister.spark.read_task import ReadTask, TopicIdentity
 from ister.spark.tables.base import DataFile, Layout
 from ister.spark.tables.columns import ENVELOPE, LETTERS
 from ister.spark.tables.json_rows import JsonParser
@@ -29,11 +29,9 @@ from ister.spark.tables.ranges import Ranges, normalise
 from ister.spark.tables.targets import FileTarget
 from ister.spark.tables.writing import FileMaker
 
-__all__ = ["ExportItem", "Exported", "Output", "export_item"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class TableOutput:
     """A table, as tasks see it."""
 
     target: FileTarget
@@ -47,10 +45,10 @@ class ExportItem:
     topic: str
     partition: Partition
     identities: Mapping[str, TopicIdentity]
-    table: Output
+    table: TableOutput
     members: tuple[Member, ...] | None
     """The columns of payloads; None leaves them as they are."""
-    letters: Output | None
+    letters: TableOutput | None
     lettered: Ranges = ()
     """Offsets whose dead letters are in their table already."""
     file_mb: int
@@ -104,7 +102,7 @@ class _Rows:
         self._bad = None if item.letters is None else self._maker(item.letters, name)
         self._rows = self._dead = 0
 
-    def _maker(self, output: Output, name: str) -> FileMaker:
+    def _maker(self, output: TableOutput, name: str) -> FileMaker:
         return FileMaker(
             output.target,
             output.layout,

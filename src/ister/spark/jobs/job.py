@@ -1,14 +1,14 @@
-"""A job under way: where it works, which topics, its lease, and its report.
+"""A running job: where its log is, which topics it works on, its lease, and its report.
 
-    open_job ─► lease, kept by a thread ─► the job ─► report, saved ─► lease given back
+    open_job ─► lease, renewed by a thread ─► the job ─► report, saved ─► lease released
 
-Owns: connections for writing metadata, the job's fence and its renewal, the report. Does not own:
-the Spark session, what the job does.
+Owns: connections for writing metadata, the job's fence, the report. Does not own: the Spark
+session, what the job does.
 
 Every change that a job makes to a topic goes through `Job.act`, and so requires the fence: a job
-that was stopped for longer than its lease changes nothing any more, however late it wakes.
+that was paused for longer than its lease changes nothing when it wakes up.
 
-What a crash leaves: a key that ends with its lease, and objects without descriptors, which are
+What a crash leaves: a key that expires with its lease, and objects without descriptors, which are
 collected later.
 """
 
@@ -19,49 +19,44 @@ import json
 import logging
 import os
 import secrets
-import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ister import failpoints, threads
+from ister import failpoints
+from ister.bucket.catalog import Catalog, list_topics
+from ister.bucket.claim import act_outside
+from ister.bucket.fence import Fence
+from ister.bucket.names import TopicKeys
+from ister.bucket.ownership import OwnedTopic
+from ister.bucket.pipeline import PipelineKeys
 from ister.clock import Clock, SystemClock
-from ister.config import Config, MetadataConfig, load_config
-from ister.errors import (
-    ConflictError,
-    FencedError,
-    InvalidRequestError,
-    IsterError,
-    NotFoundError,
-)
+from ister.config import Config, load_config
+from ister.errors import InvalidRequestError, InvariantError, IsterError, NotFoundError
 from ister.limits import KIB
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
-from ister.spark.jobs.progress import NoProgress, Progress
-from ister.spark.jobs.report import JobReport, error_as_fields, unexpected_as_fields
-from ister.spark.place import Place, find_place, place_of
-from ister.tier.catalog import Catalog, list_topics
-from ister.tier.fence import Fence, read_holder
-from ister.tier.names import TopicKeys
-from ister.tier.outside import act_outside
-from ister.tier.ownership import OwnedTopic
-from ister.tier.pipeline import PipelineKeys
-from ister.topic.history import History, HistoryTopic
-from ister.topic.tiers import open_metadata
+from ister.spark.jobs.job_report import JobReport, error_as_fields, unexpected_as_fields
+from ister.spark.jobs.leases import LeaseKeeper
+from ister.spark.jobs.progress import JobProgress, NoProgress
+from ister.spark.location import Place, find_place, place_of
+from ister.topic.history import History
+from ister.topic.stores import open_metadata
 from ister.tracing import span
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["Job", "choose_topics", "find_job_place", "open_job", "parse_topics"]
-
 _log = logging.getLogger("ister.spark.jobs")
 
-_RENEWALS_PER_LEASE: Final = 3
-# Jobs that may go on for days: what they do now and then is a span, not they.
+JobConfig: TypeAlias = str | Mapping[str, object] | Config | Place | None
+"""Where the log is: a config file, a data directory, or settings; None with a broker."""
+TopicNames: TypeAlias = str | Sequence[str] | None
+"""Topic names and patterns, as a list or separated by commas; None for all topics."""
+
+# Jobs that may run for days: their steps are traced as spans, not they.
 _LASTING: Final = ("run", "tier")
 _REPORTED_TOPICS_MAX: Final = 200
 _REPORTED_ERRORS_MAX: Final = 100
@@ -70,7 +65,7 @@ _REPORT_BYTES_MAX: Final = 256 * KIB
 
 
 class Job:
-    """See the module header. Made by `open_job`. Thread-safe, but for the Spark session."""
+    """A running job; see the module header. Thread-safe, except for the Spark session."""
 
     def __init__(
         self,
@@ -81,7 +76,7 @@ class Job:
         fence: Fence,
         *,
         dry_run: bool,
-        progress: Progress,
+        progress: JobProgress,
         clock: Clock,
     ) -> None:
         self.name = name
@@ -98,32 +93,44 @@ class Job:
 
     @property
     def history(self) -> History:
-        """The log's bucket, and its metadata to be read."""
+        """The log's bucket, and its metadata for reading."""
         return self.place.history()
 
+    @property
+    def slots(self) -> int:
+        """Number of tasks that run in parallel."""
+        return max(self.spark.sparkContext.defaultParallelism, 1)
+
     def topics(self, wanted: Sequence[str]) -> list[str]:
-        """The topics of these names and patterns; see `choose_topics`."""
+        """Returns the existing topics of these names and patterns; see `choose_topics`."""
         root = self.place.config.storage.metadata.root_prefix
         return choose_topics(wanted, list_topics(self.store, root))
 
     def catalog(self, topic: str) -> Catalog:
-        """What the metadata store knows about a topic."""
+        """Returns a topic's records in the metadata store."""
         keys = TopicKeys(self.place.config.storage.metadata.root_prefix, TopicName.parse(topic))
         return Catalog(self.store, keys, clock=self.clock, metrics=self.metrics)
 
     def act(self, topic: str) -> OwnedTopic:
-        """The right to change a topic; as `ister.tier.outside.act_outside`."""
+        """Takes the right to change a topic; see `ister.bucket.claim.act_outside`."""
         return act_outside(self.catalog(topic), self.fence, clock=self.clock, metrics=self.metrics)
 
-    def topic(self, name: str) -> HistoryTopic:
-        """A topic, to be read from the bucket."""
-        return self.history.topic(name)
+    @contextmanager
+    def own_failure(self, topic: str) -> Iterator[None]:
+        """Records a failure of one topic in the report, so that the job continues with others."""
+        try:
+            yield
+        except InvariantError:
+            raise
+        except IsterError as error:
+            self.report.of(topic)
+            self.report.fail(error, topic)
 
     def check(self) -> None:
-        """Makes sure that the job still may do what it does.
+        """Checks that the job still has its lease.
 
         Raises:
-            FencedError: Its lease has ended.
+            FencedError: The lease has expired.
         """
         if not self.fence.is_valid:
             self.fence.check()
@@ -133,32 +140,32 @@ class Job:
 def open_job(
     name: str,
     spark: SparkSession,
-    config: str | Mapping[str, Any] | Config | Place | None,
+    config: JobConfig,
     *,
     broker: str | None = None,
     dry_run: bool = False,
-    progress: Progress | None = None,
+    progress: JobProgress | None = None,
     exclusive: str | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Job]:
-    """Begins a job, and ends it: its report is complete then, and saved.
+    """Opens a job; at the end its report is complete and saved.
 
-    An exception that ends the job is in its report, and goes on.
+    An exception that ends the job is recorded in its report, and propagates.
 
     Args:
-        name: The job's.
-        spark: A classic session.
-        config: Where the log is: a config file, a data directory, settings; None with `broker`.
-        broker: The address of a broker's Flight, for what is not in the bucket yet and not here.
-        dry_run: Plan only.
-        progress: Who is told how far it has come.
-        exclusive: A key that only one job may have at a time; one of its own by default.
-        clock: Where time comes from.
+        name: The job's name.
+        spark: A classic session (not Spark Connect).
+        config: A config file, a data directory, or settings; None with `broker`.
+        broker: A broker's Flight address, for messages that are neither in the bucket nor here.
+        dry_run: Plan only; change nothing.
+        progress: Receives the job's progress.
+        exclusive: A key that only one job may hold at a time; by default a key of its own.
+        clock: The clock; the system's by default.
 
     Raises:
-        ConflictError: Somebody has the exclusive key.
-        ConfigError: The settings do not make sense, or only one process could use them.
-        UnavailableError: A store does not answer.
+        ConflictError: Another process holds the exclusive key.
+        ConfigError: The settings are invalid, or only one process could use them.
+        UnavailableError: A store does not respond.
     """
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
@@ -166,121 +173,80 @@ def open_job(
     place = find_job_place(config, broker)
     metadata = place.config.storage.metadata
     store = open_metadata(metadata, clock)
+    holder = secrets.token_hex(8)
+    key = exclusive or PipelineKeys(metadata.root_prefix).job(holder)
     try:
-        fence = _take(store, metadata, name, exclusive, clock)
-        job = Job(
-            name,
-            spark,
-            place,
-            store,
-            fence,
-            dry_run=dry_run,
-            progress=progress if progress is not None else NoProgress(),
-            clock=clock,
-        )
-        began = clock.monotonic()
-        stop = threading.Event()
-        keeper = threads.start(
-            "ister-job-lease",
-            _keep,
-            fence,
-            metadata.lease_ttl_seconds / _RENEWALS_PER_LEASE,
-            stop,
-        )
-        try:
-            failpoints.reach("pipeline.after_lease")
-            with nullcontext() if name in _LASTING else span(f"pipeline {name}"):
-                yield job
-            failpoints.reach("pipeline.before_report")
-        except BaseException as error:
-            _note_end(job.report, error)
-            raise
-        finally:
-            job.report.seconds = clock.monotonic() - began
-            stop.set()
-            keeper.join()
-            if not dry_run:
-                _save_report(job)
-            fence.release()
+        with LeaseKeeper(
+            store, ttl_seconds=metadata.lease_ttl_seconds, clock=clock, thread="ister-job-lease"
+        ) as keeper:
+            job = Job(
+                name,
+                spark,
+                place,
+                store,
+                keeper.take(key, {"job": name}, holder=holder),
+                dry_run=dry_run,
+                progress=progress if progress is not None else NoProgress(),
+                clock=clock,
+            )
+            began = clock.monotonic()
+            try:
+                failpoints.reach("pipeline.after_lease")
+                with nullcontext() if name in _LASTING else span(f"pipeline {name}"):
+                    yield job
+                failpoints.reach("pipeline.before_report")
+            except BaseException as error:
+                _record_end(job.report, error)
+                raise
+            finally:
+                job.report.seconds = clock.monotonic() - began
+                if not dry_run:
+                    _save_report(job)
     finally:
         store.close()
 
 
-def find_job_place(
-    config: str | Mapping[str, Any] | Config | Place | None, broker: str | None
-) -> Place:
-    """The place that a job's arguments name; see `open_job`."""
+def find_job_place(config: JobConfig, broker: str | None) -> Place:
+    """Returns the place that a job's arguments name; see `open_job`.
+
+    Raises:
+        InvalidRequestError: Neither is given.
+    """
     if isinstance(config, Place):
         return config if broker is None else replace(config, broker=broker)
     if isinstance(config, Config):
         return place_of(config, broker)
     if config is None and broker is None:
         raise InvalidRequestError(
-            "a job has to know where the log is", hint="give config, broker, or both"
+            "neither config nor broker is given", hint="pass config, broker, or both"
         )
     if isinstance(config, Mapping):
         return place_of(load_config(config), broker)
     return find_place(config, broker)
 
 
-def _take(
-    store: MetadataStore, config: MetadataConfig, name: str, exclusive: str | None, clock: Clock
-) -> Fence:
-    holder_id, ttl = secrets.token_hex(8), config.lease_ttl_seconds
-    keys = PipelineKeys(config.root_prefix)
-    key = exclusive if exclusive is not None else keys.job(holder_id)
-    about = {"job": name, "host": socket.gethostname(), "process": os.getpid()}
-    try:
-        return Fence.take(store, key, id=holder_id, about=about, ttl_seconds=ttl, clock=clock)
-    except ConflictError as error:
-        holder = read_holder(store, key)
-        raise ConflictError(
-            "another pipeline is at it"
-            + (
-                f": {holder.about.get('job')} on {holder.about.get('host')}, process "
-                f"{holder.about.get('process')}"
-                if holder is not None
-                else ""
-            ),
-            path=key,
-            hint="wait until it is done; after a crash its lease ends by itself, "
-            f"within {ttl:g} seconds",
-        ) from error
-
-
-def _keep(fence: Fence, every: float, stop: threading.Event) -> None:
-    while not stop.wait(every):
-        try:
-            fence.renew()
-        except FencedError:
-            return  # the job finds out at its next commit
-        except IsterError as error:
-            _log.warning("a job's lease was not renewed", extra={"error": str(error)})
-        except Exception as error:  # noqa: BLE001 - the next renewal may succeed
-            threads.record("ister-job-lease", error)
-
-
-def _note_end(report: JobReport, error: BaseException) -> None:
-    """Takes note of what has ended a job, unless the job has done so."""
+def _record_end(report: JobReport, error: BaseException) -> None:
+    """Records what ended a job, unless the job has recorded it."""
     fields = error_as_fields(error) if isinstance(error, IsterError) else None
     if fields is None or fields not in report.errors:
         report.fail(fields or unexpected_as_fields(error))
 
 
 def _save_report(job: Job) -> None:
-    """For `ister pipeline status` and the dashboard: the last report of each job, in short."""
+    """Saves a short form of the report, for `ister pipeline status` and the dashboard."""
     try:
-        job.store.put(job.keys.report(job.name), _in_short(job.report))
+        job.store.put(job.keys.report(job.name), _shorten(job.report))
     except IsterError as error:
-        _log.warning("a report was not saved", extra={"job": job.name, "error": str(error)})
+        _log.warning("job report not saved", extra={"job": job.name, "error": str(error)})
 
 
-def _in_short(report: JobReport) -> bytes:
-    """A report that fits into the metadata store: long lists are cut, and where need be topics."""
+def _shorten(report: JobReport) -> bytes:
+    """Encodes a report so that it fits into the metadata store: cuts lists, then topics."""
     fields = report.as_json()
-    fields["topics_total"] = len(fields["topics"])
-    fields["errors"] = fields["errors"][:_REPORTED_ERRORS_MAX]
-    topics, shown = fields["topics"][:_REPORTED_TOPICS_MAX], _REPORTED_ITEMS_MAX
+    topics, shown = report.topics_as_json(), _REPORTED_ITEMS_MAX
+    fields["topics_total"] = len(topics)
+    fields["errors"] = report.errors[:_REPORTED_ERRORS_MAX]
+    topics = topics[:_REPORTED_TOPICS_MAX]
     while True:
         fields["topics"] = [
             {k: v[:shown] if isinstance(v, list) else v for k, v in topic.items()}
@@ -292,8 +258,8 @@ def _in_short(report: JobReport) -> bytes:
         topics, shown = topics[: len(topics) // 2], shown // 2
 
 
-def parse_topics(text: str | Sequence[str] | None) -> list[str]:
-    """Names and patterns from a comma list, or a sequence; all topics if there is nothing."""
+def parse_topics(text: TopicNames) -> list[str]:
+    """Splits names and patterns; `*`, which is all topics, if there are none."""
     if text is None:
         return ["*"]
     parts = text.split(",") if isinstance(text, str) else list(text)
@@ -301,13 +267,12 @@ def parse_topics(text: str | Sequence[str] | None) -> list[str]:
 
 
 def choose_topics(wanted: Sequence[str], existing: Sequence[str]) -> list[str]:
-    """The topics that names and patterns mean, sorted.
+    """Returns the existing topics that match names or patterns, sorted.
 
-    `*` stands for any characters, `?` for one: `/default/*`, `*orders*`. A name without a pattern
-    has to exist.
+    `*` matches any characters, `?` one: `/default/*`, `*orders*`. A plain name has to exist.
 
     Raises:
-        NotFoundError: A name does not.
+        NotFoundError: A name does not exist.
     """
     chosen: set[str] = set()
     for item in wanted:
@@ -317,8 +282,10 @@ def choose_topics(wanted: Sequence[str], existing: Sequence[str]) -> list[str]:
             chosen.add(item)
         else:
             raise NotFoundError(
-                f"there is no topic {item}",
+                f"topic {item} does not exist",
                 topic=item,
-                hint=f"known: {', '.join(existing[:10])}" if existing else "there is none at all",
+                hint=f"existing topics: {', '.join(existing[:10])}"
+                if existing
+                else "the log has no topics",
             )
     return sorted(chosen)

@@ -28,29 +28,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ister.bucket.chunks import ObjectPart
+from ister.bucket.names import staging_prefix
 from ister.errors import CorruptDataError, InvariantError, IsterError
 from ister.format.descriptor import ObjectDescriptor
 from ister.limits import MIB
 from ister.model import TopicName
 from ister.objectstore.base import ObjectStore, ObjectWriter
-from ister.spark.jobs.report import error_as_fields
-from ister.spark.place import Place
-from ister.tier.chunks import ObjectPart
-from ister.tier.names import staging_prefix
+from ister.spark.jobs.job_report import ErrorFields, error_as_fields
+from ister.spark.location import Place
 from ister.topic.columns import Decoders
 from ister.topic.history import HistoryTopic
 
 if TYPE_CHECKING:
     from pyspark import Broadcast
     from pyspark.sql import SparkSession
-
-__all__ = ["STAGED_PREFIX", "KeyedTopic", "Latest", "LatestOffsets", "find_latest"]
 
 STAGED_PREFIX: Final = "compact-"
 """What the names begin with under which offsets are staged."""
@@ -91,7 +89,7 @@ class KeyedTopic:
     name: str
     incarnation: str
     objects: tuple[ObjectDescriptor, ...]
-    """Everything that is in the bucket; without indexes, which nobody needs here."""
+    """All objects in the bucket; without indexes, which are not needed here."""
     groups: tuple[tuple[int, int], ...]
     """The ranges (start, end) of which is to be known what stays; ascending, disjoint."""
 
@@ -115,7 +113,7 @@ class Latest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """What every task is told."""
+    """The parameters of every task."""
 
     place: Place
     topics: tuple[KeyedTopic, ...]
@@ -142,7 +140,7 @@ def find_latest(
     *,
     tombstones_before_ms: int,
     run: str | None,
-) -> tuple[list[list[Latest]], dict[str, dict[str, Any]]]:
+) -> tuple[list[list[Latest]], dict[str, ErrorFields]]:
     """Searches topics for the messages that stay.
 
     Args:
@@ -193,7 +191,7 @@ def find_latest(
         )
     finally:
         shared.destroy()
-    errors: dict[str, dict[str, Any]] = {}
+    errors: dict[str, ErrorFields] = {}
     by_number: dict[int, Latest] = {}
     for row in rows:
         if row.note is not None:
@@ -253,7 +251,7 @@ def _scan_object(search: _Search, number: int, at: int) -> Iterator[pa.RecordBat
         columns += ["publish_time", "payload"]
     rows = keyed = waiting = 0
     tables: list[pa.Table] = []
-    part = ObjectPart.of(described, described.start, described.end)
+    part = ObjectPart.of(keyed_topic.name, described, described.start, described.end)
     for found in topic.read_part(part, Decoders(keyed_topic.name, columns)):
         batch = found.batch
         rows += batch.num_rows
@@ -396,7 +394,7 @@ class _StagedGroup:
         self._path: str | None = None
         self._writer: ObjectWriter | None = None
 
-    def add(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    def add(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         """Takes the next values: how many keys an object has, or an offset that stays."""
         counts = values[values < 0]
         self._keyed += int((-1 - counts).sum())
@@ -418,7 +416,7 @@ class _StagedGroup:
         self._writer.write(offsets.astype("<i8").tobytes())
 
     def finish(self) -> pa.RecordBatch:
-        """Completes the file, unless nobody needs it; what the driver is told."""
+        """Completes the file, unless it is not needed; returns the result for the driver."""
         is_needed = self._keyed != self._stay
         if self._writer is not None and is_needed:
             self._writer.close()

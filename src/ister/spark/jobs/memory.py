@@ -1,6 +1,6 @@
-"""How much memory this process, its JVM and its Python workers have now.
+"""Memory use of this process, its JVM and its Python workers.
 
-Owns: nothing; reads `/proc`. On machines without one, what is not known is None.
+Reads `/proc`; without one, values are None.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import os
 from contextlib import suppress
 from typing import Final
 
-__all__ = ["sample_memory"]
-
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 def sample_memory(root: str = "/proc") -> dict[str, int | None]:
-    """Resident bytes, and how many workers there are.
+    """Returns resident bytes, and the number of workers.
 
-    Workers are Python processes below the JVM, so on a cluster only those of this machine.
+    Workers are Python processes below the JVM, on a cluster only those of this machine.
     """
     own = os.getpid()
     children: dict[int, list[int]] = {}
@@ -49,7 +47,7 @@ def _below(pid: int, children: dict[int, list[int]]) -> list[int]:
 
 
 def _read_stat(root: str, pid: int) -> tuple[str, int] | None:
-    """A process's name and its parent; None if it has ended."""
+    """Returns a process's name and parent; None if it has ended."""
     try:
         with open(f"{root}/{pid}/stat", encoding="utf-8", errors="replace") as file:
             text = file.read()

@@ -5,7 +5,7 @@
 Owns: the check, and the true descriptor of an object whose own is wrong. Does not own: what is done
 about it. Nothing is changed here.
 
-Where a frame is damaged the check goes on behind it, so that a report says which offsets are lost
+Where a frame is damaged the check continues behind it, so that a report says which offsets are lost
 and not only where the first one is. An object whose frames are all whole and have exactly the
 descriptor's offsets is whole, whatever else the descriptor says about it: frames carry checksums of
 their own, and so do row groups.
@@ -15,19 +15,23 @@ Memory: two chunks, or a row group.
 
 from __future__ import annotations
 
-import struct
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ister.bucket.check import load_archives, walk_frames
+from ister.bucket.chunks import ObjectPart, fetch_chunks
+from ister.bucket.names import object_key, parse_object_id
+from ister.bucket.object_maker import ObjectSummary
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError
-from ister.format.columnar import ColumnarDecoder, DecodedFrames
+from ister.format.arrow.decode import ColumnarDecoder, DecodedFrames
 from ister.format.crc import crc32
 from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, format_checksum
 from ister.format.frame import (
@@ -38,31 +42,21 @@ from ister.format.frame import (
     decode_frame,
     scan_frames,
 )
+from ister.format.frame_search import find_frame_behind
 from ister.format.message import decode_message, decode_publish_times, recognise
-from ister.limits import FRAME_BODY_BYTES_MAX, KIB, MIB
+from ister.limits import KIB
 from ister.metrics import Metrics
 from ister.model import Codec, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
-from ister.tier.archives import load_archives
-from ister.tier.chunks import ObjectPart, fetch_chunks
-from ister.tier.names import object_key, parse_object_id
-from ister.tier.summary import ObjectSummary
-from ister.tier.verify import walk_frames
-
-__all__ = ["Checked", "Kind", "ObjectChecker", "Problem"]
 
 _PROBLEMS_MAX: Final = 16
-# How many offsets behind a damaged frame are looked for one by one.
-_SEARCHED_MAX: Final = 64
-_SEARCHED_BYTES_MAX: Final = 64 * MIB
 _SEARCH_BYTES_MIN: Final = 64 * KIB
 # The last millisecond that columns can tell.
 _Array: TypeAlias = npt.NDArray[np.int64]
 _CALENDAR_END_MS: Final = 253_402_300_799_999
-_OFFSET = struct.Struct("<Q")
 
 
-class Kind:
+class ProblemKind:
     """What can be wrong with an object, as reports say it."""
 
     DAMAGED: Final = "damaged"
@@ -72,7 +66,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class ObjectProblem:
     """Something wrong with an object: the offsets `start` up to, not including, `end`."""
 
     kind: str
@@ -91,7 +85,7 @@ class Checked:
     bytes: int = 0
     messages: int = 0
     """Those that are whole."""
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ObjectProblem, ...] = ()
     right: ObjectDescriptor | None = None
     """The true descriptor, where only the descriptor is wrong."""
 
@@ -134,8 +128,8 @@ class ObjectChecker:
         except NotFoundError:
             return Checked(
                 problems=(
-                    Problem(
-                        kind=Kind.MISSING,
+                    ObjectProblem(
+                        kind=ProblemKind.MISSING,
                         reason="the object is not in the bucket",
                         start=described.start,
                         end=described.end,
@@ -166,6 +160,7 @@ class ObjectChecker:
         # no promise.
         cuts = {position for _, position in described.offset_index if 0 < position < size_bytes}
         part = ObjectPart(
+            topic=str(self._topic),
             object_id=described.object_id,
             codec=described.codec,
             start=described.start,
@@ -202,16 +197,16 @@ class ObjectChecker:
     def _map_damage(
         self, key: str, size_bytes: int, described: ObjectDescriptor, sums: _Sums
     ) -> Checked:
-        """Goes on behind whatever is not a frame, and says which offsets are not there."""
+        """Continues behind damage, and returns which offsets are missing."""
         end, position, at = described.end, sums.bytes, sums.next_offset
         messages, needed = sums.messages, 0
-        problems: list[Problem] = []
+        problems: list[ObjectProblem] = []
 
-        def note(kind: str, reason: str, upto: int) -> None:
-            start = described.start if kind == Kind.WRONG_DESCRIPTOR else at
+        def add(kind: str, reason: str, upto: int) -> None:
+            start = described.start if kind == ProblemKind.WRONG_DESCRIPTOR else at
             if len(problems) < _PROBLEMS_MAX:
                 problems.append(
-                    Problem(
+                    ObjectProblem(
                         kind=kind,
                         reason=reason,
                         start=start,
@@ -236,16 +231,16 @@ class ObjectChecker:
                     needed = scan.stop.size_bytes
                     continue
                 if position == size_bytes and not problems and at == _end_by_name(described):
-                    note(
-                        Kind.WRONG_DESCRIPTOR,
+                    add(
+                        ProblemKind.WRONG_DESCRIPTOR,
                         f"the object is whole and ends at the offset {at}, its descriptor says "
                         f"{end}",
                         end,
                     )
                     return self._as_named(key, size_bytes, described, problems, messages)
                 is_short = size_bytes < described.size_bytes
-                note(
-                    Kind.TRUNCATED if is_short else Kind.DAMAGED,
+                add(
+                    ProblemKind.TRUNCATED if is_short else ProblemKind.DAMAGED,
                     f"the object ends in the middle of its frames: {size_bytes} of "
                     f"{described.size_bytes} bytes are there"
                     if is_short
@@ -254,11 +249,18 @@ class ObjectChecker:
                 )
                 break
             reason = f"{scan.stop.reason} ({scan.stop.detail})"
-            behind = self._find_behind(key, size_bytes, described, position, at)
+            behind = find_frame_behind(
+                partial(self._store.read, key),
+                position,
+                at,
+                size_bytes=size_bytes,
+                end_offset=end,
+                chunk_bytes=max(self._chunk_bytes, _SEARCH_BYTES_MIN),
+            )
             if behind is None:
-                note(Kind.DAMAGED, reason, end)
+                add(ProblemKind.DAMAGED, reason, end)
                 break
-            note(Kind.DAMAGED, reason, behind[1])
+            add(ProblemKind.DAMAGED, reason, behind.offset)
             position, at = behind
             needed = 0
         if at >= end and position < size_bytes:
@@ -266,13 +268,15 @@ class ObjectChecker:
                 self._store.read(key, position, self._chunk_bytes), expected_offset=end
             )
             if isinstance(following, Frame):
-                note(
-                    Kind.WRONG_DESCRIPTOR,
+                add(
+                    ProblemKind.WRONG_DESCRIPTOR,
                     f"the object has frames beyond the offset {end}, where its descriptor ends",
                     end,
                 )
                 return self._as_named(key, size_bytes, described, problems, messages)
-            note(Kind.DAMAGED, f"{size_bytes - position} bytes come after the last frame", end)
+            add(
+                ProblemKind.DAMAGED, f"{size_bytes - position} bytes come after the last frame", end
+            )
         return Checked(bytes=size_bytes, messages=messages, problems=tuple(problems))
 
     def _as_named(
@@ -280,7 +284,7 @@ class ObjectChecker:
         key: str,
         size_bytes: int,
         described: ObjectDescriptor,
-        problems: list[Problem],
+        problems: list[ObjectProblem],
         messages: int,
     ) -> Checked:
         """An object whose name and descriptor do not agree: where it is what its name says."""
@@ -292,55 +296,6 @@ class ObjectChecker:
             except CorruptDataError:
                 right = None
         return Checked(bytes=size_bytes, messages=messages, problems=tuple(problems), right=right)
-
-    def _find_behind(
-        self, key: str, size_bytes: int, described: ObjectDescriptor, position: int, at: int
-    ) -> tuple[int, int] | None:
-        """The position and offset of the next whole frame behind a damaged one.
-
-        Where its length can be believed the next one follows it. Else frames near it are found by
-        the bytes of their offsets; beyond those, the index may know one.
-        """
-        header = self._store.read(key, position, FRAME_HEADER_SIZE)
-        length = int.from_bytes(header[8:12], "little")
-        following = position + FRAME_HEADER_SIZE + length
-        if 0 < length <= FRAME_BODY_BYTES_MAX and following <= size_bytes:
-            if following == size_bytes and at + 1 == described.end:
-                return following, at + 1
-            if self._read_offset(key, following) == at + 1:
-                return following, at + 1
-        offsets = range(at + 1, min(at + 1 + _SEARCHED_MAX, described.end))
-        size = max(self._chunk_bytes, _SEARCH_BYTES_MIN)
-        for window in range(position + 1, size_bytes, size):
-            if window > position + _SEARCHED_BYTES_MAX:
-                break
-            # With what follows, so that no frame's header is cut in two.
-            data = self._store.read(key, window, size + _OFFSET.size)
-            for offset in offsets:
-                found = data.find(_OFFSET.pack(offset))
-                while found >= 0:
-                    if self._is_frame(key, window + found, offset):
-                        return window + found, offset
-                    found = data.find(_OFFSET.pack(offset), found + 1)
-        for offset, place in described.offset_index:
-            if (
-                offset > at
-                and position < place < size_bytes
-                and self._read_offset(key, place) == offset
-            ):
-                return place, offset
-        return None
-
-    def _read_offset(self, key: str, position: int) -> int:
-        """The offset that a frame at a position has, if there is one; -1 at the end."""
-        header = self._store.read(key, position, _OFFSET.size)
-        return _OFFSET.unpack(header)[0] if len(header) == _OFFSET.size else -1
-
-    def _is_frame(self, key: str, position: int, offset: int) -> bool:
-        found = decode_frame(self._store.read(key, position, _SEARCH_BYTES_MIN))
-        if isinstance(found, NeedMore) and found.size_bytes > _SEARCH_BYTES_MIN:
-            found = decode_frame(self._store.read(key, position, found.size_bytes))
-        return isinstance(found, Frame) and found.offset == offset
 
     def _describe(self, key: str, described: ObjectDescriptor) -> ObjectDescriptor:
         summary = ObjectSummary(described.start, index_every_messages=self._every)
@@ -361,7 +316,7 @@ class ObjectChecker:
 
     def _check_archive(self, key: str, info: ObjectInfo, described: ObjectDescriptor) -> Checked:
         """The footer, every row group by its crc and by the checksums of its pages."""
-        problems: list[Problem] = []
+        problems: list[ObjectProblem] = []
         try:
             archive = load_archives().ArchiveReader(
                 lambda position, size: self._store.read(key, position, size),
@@ -373,8 +328,8 @@ class ObjectChecker:
             is_short = info.size < described.size_bytes
             reason = f"{error.message}; {info.size} of {described.size_bytes} bytes are there"
             problems.append(
-                Problem(
-                    kind=Kind.TRUNCATED if is_short else Kind.DAMAGED,
+                ObjectProblem(
+                    kind=ProblemKind.TRUNCATED if is_short else ProblemKind.DAMAGED,
                     reason=reason if is_short else error.message,
                     start=described.start,
                     end=described.end,
@@ -385,8 +340,8 @@ class ObjectChecker:
             return Checked(bytes=info.size, problems=tuple(problems))
         if (archive.start, archive.end) != (described.start, described.end):
             problems.append(
-                Problem(
-                    kind=Kind.DAMAGED,
+                ObjectProblem(
+                    kind=ProblemKind.DAMAGED,
                     reason=f"it has the offsets {archive.start} up to {archive.end}",
                     start=described.start,
                     end=described.end,
@@ -406,8 +361,8 @@ class ObjectChecker:
                 messages += group.rows
             except CorruptDataError as error:
                 problems.append(
-                    Problem(
-                        kind=Kind.DAMAGED,
+                    ObjectProblem(
+                        kind=ProblemKind.DAMAGED,
                         reason=error.message,
                         start=group.first_offset,
                         end=group.next_offset,
@@ -452,7 +407,7 @@ class _Sums:
         self._wrong_times = 0
         self.next_offset = described.start
         self.bytes = 0
-        self.bad_bodies: list[Problem] = []
+        self.bad_bodies: list[ObjectProblem] = []
 
     @property
     def messages(self) -> int:
@@ -538,8 +493,8 @@ class _Sums:
         """Goes over a frame whose checksum is right and whose body is no message; its size."""
         size = FRAME_HEADER_SIZE + int.from_bytes(view[at + 8 : at + 12], "little")
         self.bad_bodies.append(
-            Problem(
-                kind=Kind.DAMAGED,
+            ObjectProblem(
+                kind=ProblemKind.DAMAGED,
                 reason=error.message,
                 start=self.next_offset,
                 end=self.next_offset + 1,
@@ -553,7 +508,7 @@ class _Sums:
         self.next_offset += 1
         return size
 
-    def compare(self) -> list[Problem]:
+    def compare(self) -> list[ObjectProblem]:
         """What the descriptor says otherwise about an object that is whole."""
         described = self._described
         wrong: list[str] = []
@@ -606,7 +561,7 @@ def _is_message(body: bytes, codec: Codec | None) -> bool:
     return True
 
 
-def _compare_archives(described: ObjectDescriptor, right: ObjectDescriptor) -> list[Problem]:
+def _compare_archives(described: ObjectDescriptor, right: ObjectDescriptor) -> list[ObjectProblem]:
     """What a descriptor says otherwise than the archive about itself."""
     wrong = [
         f"{name} {getattr(right, name)}, not {getattr(described, name)}"
@@ -629,12 +584,12 @@ def _compare_archives(described: ObjectDescriptor, right: ObjectDescriptor) -> l
     return _wrong_descriptor(described, wrong)
 
 
-def _wrong_descriptor(described: ObjectDescriptor, wrong: list[str]) -> list[Problem]:
+def _wrong_descriptor(described: ObjectDescriptor, wrong: list[str]) -> list[ObjectProblem]:
     if not wrong:
         return []
     return [
-        Problem(
-            kind=Kind.WRONG_DESCRIPTOR,
+        ObjectProblem(
+            kind=ProblemKind.WRONG_DESCRIPTOR,
             reason="the object is whole, and its descriptor is wrong: it has " + ", ".join(wrong),
             start=described.start,
             end=described.end,

@@ -1,36 +1,34 @@
-"""How far a job has come, told to whoever wants to show it."""
+"""Reports the progress of a job."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["NoProgress", "Progress"]
 
-
-class Progress(Protocol):
-    """Shows how far a job has come. Called on the job's own thread."""
+class JobProgress(Protocol):
+    """Receives the progress of a job. Called on the job's own thread."""
 
     def begin(self, what: str, total: int, unit: str) -> None:
-        """A part of the job begins; `unit` is `bytes`, `objects`, `messages` or the like."""
+        """Starts a phase; `unit` is `bytes`, `objects`, `messages` or the like."""
         ...
 
     def advance(self, amount: int, note: str = "") -> None:
-        """So much more is done; `note` says what was done last."""
+        """Adds to what is done; `note` says what was done last."""
         ...
 
     def end(self) -> None:
-        """The part has ended, well or not."""
+        """Ends the phase, whether it succeeded or not."""
         ...
 
 
 class NoProgress:
-    """Shows nothing."""
+    """Shows no progress."""
 
     def begin(self, what: str, total: int, unit: str) -> None:
-        """Shows nothing."""
+        """Does nothing."""
 
     def advance(self, amount: int, note: str = "") -> None:
-        """Shows nothing."""
+        """Does nothing."""
 
     def end(self) -> None:
-        """Shows nothing."""
+        """Does nothing."""

@@ -1,55 +1,45 @@
-"""The plan of a replay: which messages, in which chunks; written down once, so that it stays.
+"""The plan of a replay: which messages, in which chunks; saved once, so that it does not change.
 
     request ─► name ─► plan, in the metadata store ─► chunk after chunk, each a batch of its own
                         {source, range, boundaries}     writer `replay-<id>`, batch = number
 
-Owns: a replay's name, its chunks, and the plan's JSON. Does not own: what has been done of it,
-which is remembered with the target topic (`ister.topic.batches`).
+Owns: a replay's name, its chunks, and the plan's JSON. Does not own: which chunks are done; that is
+recorded with the target topic (`ister.topic.batches`).
 
-A replay that was killed is run again by the same command, perhaps with other settings, on a topic
-that has grown, been tiered and been compacted meanwhile: the plan keeps its chunks the same. That
-is why `latest` means the end of the topic when the replay was first begun.
+A killed replay is run again by the same command, perhaps with other settings, on a topic that has
+grown, been tiered and been compacted meanwhile: the plan keeps its chunks. That is why `latest`
+means the end of the topic when the replay first started.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Final
+from itertools import accumulate, pairwise
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
 
 from ister.errors import (
     CorruptDataError,
-    DataGapError,
     InvalidRequestError,
-    OffsetOutOfRangeError,
     UnsupportedVersionError,
 )
-from ister.spark.heads import Head, Heads
+from ister.positions import to_milliseconds
+from ister.spark.offset_resolver import Head, OffsetResolver
+from ister.spark.options import OffsetWord
 from ister.spark.planner import TopicRange, plan
-from ister.topic.arguments import as_milliseconds, as_offset
-
-__all__ = [
-    "ReplayPlan",
-    "Where",
-    "asked_range",
-    "cut_chunks",
-    "decode_plan",
-    "encode_plan",
-    "find_differences",
-    "finish",
-    "name_replay",
-    "parse_place",
-    "resolve_range",
-]
+from ister.topic.arguments import as_offset
 
 Where = int | datetime | str | None
-"""Where a range begins or ends: an offset, a point in time, `earliest`, `latest`."""
+"""An end of a range: an offset, a time, `earliest` or `latest`."""
 
 _VERSION: Final = 1
-_WORDS: Final = ("earliest", "latest")
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(gt=0)]
+_WORDS: Final[Mapping[str, OffsetWord]] = {"earliest": "earliest", "latest": "latest"}
 # A plan is one value of the metadata store, which takes 1 MiB.
 _CHUNKS_MAX: Final = 20_000
 _SHOWN_MAX: Final = 160
@@ -57,42 +47,42 @@ _SHOWN_MAX: Final = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
-    """What a replay consists of."""
+    """The range and chunks of a replay."""
 
     source: str
     incarnation: str
-    """Of the source."""
+    """The source's incarnation."""
     target: str
     transform: str
     start: int
     end: int
     boundaries: tuple[int, ...]
-    """Where chunks begin, and the end of the last one; empty once it is done."""
+    """The start of each chunk, and the end of the last one; empty once the replay is done."""
     bytes: int
-    """About how much there is to read."""
+    """Approximate size of what is read."""
     done: str | None = None
-    """The incarnation of the target that has all of it."""
+    """The incarnation of the target once it has everything."""
     messages: int = 0
-    """How many messages the target got, once it is done."""
+    """Number of messages written, once it is done."""
     asked: tuple[str, str] | None = None
-    """Where it was to begin and to end, as it was asked for; None if that is not known."""
+    """Start and end as they were requested; None if unknown."""
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """Half-open ranges of the source, by number."""
+        """Half-open ranges of the source, in order."""
         return list(zip(self.boundaries, self.boundaries[1:], strict=False))
 
 
 def name_replay(
     *, source: str, incarnation: str, target: str, transform: str, start: Where, end: Where
 ) -> str:
-    """The default name of a replay: the same for the same request."""
+    """Returns the default name of a replay: the same for the same request."""
     texts = (source, incarnation, target, transform, _text(start), _text(end))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:20]
 
 
 def asked_range(start: Where, end: Where) -> tuple[str, str]:
-    """A range as a plan remembers that it was asked for."""
+    """Returns a requested range as a plan records it."""
     return _text(start) or "earliest", _text(end) or "latest"
 
 
@@ -105,16 +95,16 @@ def find_differences(
     start: Where,
     end: Where,
 ) -> list[str]:
-    """What a request wants otherwise than the plan of its name, in words."""
+    """Describes how a request differs from the plan of its name."""
     found: list[str] = []
     if made.source != source:
         found.append(f"its source is {made.source}, not {source}")
     elif made.incarnation != incarnation:
-        found.append(f"its source was a topic {source} that has been deleted since")
+        found.append(f"its source was a topic {source} that was deleted since")
     if made.transform != transform:
         found.append(f"its transform is {_shorten(made.transform)}, not {_shorten(transform)}")
     for what, number, place, planned in (
-        ("begins at", 0, start, made.start),
+        ("starts at", 0, start, made.start),
         ("ends at", 1, end, made.end),
     ):
         text = asked_range(start, end)[number]
@@ -137,32 +127,13 @@ def _shorten(text: str) -> str:
 
 def _text(place: Where) -> str:
     if isinstance(place, datetime):
-        return f"time {as_milliseconds(place)}"
+        return f"time {to_milliseconds(place)}"
     return "" if place is None else str(place)
 
 
-def parse_place(text: str) -> int | datetime | str:
-    """An offset, `earliest`, `latest`, or a point in time, from a command line.
-
-    Raises:
-        InvalidRequestError: It is none of these.
-    """
-    if text in _WORDS:
-        return text
-    if text.isascii() and text.isdigit():
-        return int(text)
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"{text!r} is neither an offset nor a point in time",
-            hint="12345, earliest, latest, or 2026-01-31T12:00:00Z",
-        ) from error
-    as_milliseconds(moment)
-    return moment
-
-
-def resolve_range(heads: Heads, head: Head, start: Where, end: Where) -> tuple[int, int]:
+def resolve_range(
+    resolver: OffsetResolver, head: Head, start: Where, end: Where
+) -> tuple[int, int]:
     """The offsets that are meant, half open.
 
     Raises:
@@ -170,51 +141,29 @@ def resolve_range(heads: Heads, head: Head, start: Where, end: Where) -> tuple[i
         OffsetOutOfRangeError: It is beyond the topic's end.
         DataGapError: Messages are asked for that are no longer kept.
     """
-    first = _resolve(heads, head, "start", start, otherwise=head.earliest)
-    last = _resolve(heads, head, "end", end, otherwise=head.end)
+    first = _resolve(resolver, head, "start", "earliest" if start is None else start)
+    last = _resolve(resolver, head, "end", "latest" if end is None else end)
     if first > last:
         if isinstance(start, datetime) or isinstance(end, datetime):
             return first, first  # times need not rise with offsets: nothing lies between the two
         raise InvalidRequestError(
-            f"the range is reversed: it begins at {first} and ends at {last}", topic=head.topic
+            f"the range is reversed: it starts at {first} and ends at {last}", topic=head.topic
         )
     return first, last
 
 
-def _resolve(heads: Heads, head: Head, name: str, place: Where, *, otherwise: int) -> int:
-    if place is None:
-        return otherwise
-    if isinstance(place, str) and place in _WORDS:
-        return head.earliest if place == "earliest" else head.end
-    if isinstance(place, datetime):
-        found = heads.find_time(head, as_milliseconds(place))
-        return head.end if found is None else found
-    offset = as_offset(name, place)
-    if offset > head.end:
-        raise OffsetOutOfRangeError(
-            f"{name} is beyond the end",
-            topic=head.topic,
-            offset=offset,
-            earliest=head.earliest,
-            next=head.end,
-        )
-    if offset < head.earliest:
-        raise DataGapError(
-            "messages are asked for that are no longer kept",
-            start=offset,
-            end=head.earliest,
-            topic=head.topic,
-        )
-    return offset
+def _resolve(resolver: OffsetResolver, head: Head, name: str, where: int | datetime | str) -> int:
+    if isinstance(where, datetime):
+        return resolver.resolve(head, name, "latest", time_ms=to_milliseconds(where))
+    word = _WORDS.get(where) if isinstance(where, str) else None
+    return resolver.resolve(head, name, word if word is not None else as_offset(name, where))
 
 
 def cut_chunks(found: TopicRange, *, chunk_bytes: int, is_whole: bool = False) -> tuple[int, ...]:
-    """Where the chunks of a range begin, and its end; nothing for an empty range.
+    """Returns the start of each chunk of a range, and its end; empty for an empty range.
 
-    Args:
-        found: The range, with the objects that it lies in.
-        chunk_bytes: About how many bytes a chunk has.
-        is_whole: It cannot be divided: one chunk.
+    `chunk_bytes` is the approximate size of a chunk; `is_whole` makes one chunk, because the range
+    cannot be divided.
     """
     if found.start >= found.end:
         return ()
@@ -226,88 +175,83 @@ def cut_chunks(found: TopicRange, *, chunk_bytes: int, is_whole: bool = False) -
     return (*starts[::most], found.end)
 
 
+class _StoredPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan as it is stored: boundaries as distances, which are short."""
+
+    version: int
+    source: str
+    incarnation: str
+    target: str
+    transform: str
+    start_offset: _Count
+    next_offset: _Count
+    chunks: tuple[_Positive, ...]
+    bytes: _Count
+    done: str | None
+    messages: _Count
+    asked: tuple[str, str] | None = None
+
+
+class _Version(msgspec.Struct):
+    version: object
+
+
 def encode_plan(made: ReplayPlan) -> bytes:
-    """The plan's JSON: boundaries as distances, which are short."""
-    distances = [
-        after - before for before, after in zip(made.boundaries, made.boundaries[1:], strict=False)
-    ]
-    return json.dumps(
-        {
-            "version": _VERSION,
-            "source": made.source,
-            "incarnation": made.incarnation,
-            "target": made.target,
-            "transform": made.transform,
-            "start_offset": made.start,
-            "next_offset": made.end,
-            "chunks": distances,
-            "bytes": made.bytes,
-            "done": made.done,
-            "messages": made.messages,
-            "asked": made.asked,
-        },
-        separators=(",", ":"),
-    ).encode()
+    """Encodes a plan as JSON."""
+    return msgspec.json.encode(
+        _StoredPlan(
+            version=_VERSION,
+            source=made.source,
+            incarnation=made.incarnation,
+            target=made.target,
+            transform=made.transform,
+            start_offset=made.start,
+            next_offset=made.end,
+            chunks=tuple(after - before for before, after in pairwise(made.boundaries)),
+            bytes=made.bytes,
+            done=made.done,
+            messages=made.messages,
+            asked=made.asked,
+        )
+    )
 
 
 def decode_plan(data: bytes, *, key: str) -> ReplayPlan:
-    """Reads a plan.
+    """Decodes a plan.
 
     Raises:
-        CorruptDataError: It is something else.
+        CorruptDataError: It is invalid.
         UnsupportedVersionError: A newer Ister wrote it.
     """
     try:
-        fields: Mapping[str, object] = json.loads(data)
-        if fields["version"] != _VERSION:
+        version = msgspec.json.decode(data, type=_Version).version
+        if version != _VERSION:
             raise UnsupportedVersionError(
-                f"a replay's plan of version {fields['version']}",
+                f"the replay's plan has the version {version}",
                 path=key,
-                hint="finish the replay with the newer Ister that began it",
+                hint="finish the replay with the newer Ister that started it",
             )
-        distances = [_number(each) for each in _list(fields["chunks"])]
-        start = _number(fields["start_offset"])
-        boundaries = [start]
-        for distance in distances:
-            boundaries.append(boundaries[-1] + distance)
-        done = fields["done"]
-        asked = fields.get("asked")
-        if asked is not None:
-            asked_start, asked_end = map(str, _list(asked))
-        made = ReplayPlan(
-            source=str(fields["source"]),
-            incarnation=str(fields["incarnation"]),
-            target=str(fields["target"]),
-            transform=str(fields["transform"]),
-            start=start,
-            end=_number(fields["next_offset"]),
-            boundaries=tuple(boundaries) if distances else (),
-            bytes=_number(fields["bytes"]),
-            done=str(done) if done is not None else None,
-            messages=_number(fields["messages"]),
-            asked=(asked_start, asked_end) if asked is not None else None,
-        )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptDataError(f"not a replay's plan: {error!r}", path=key) from error
-    if made.boundaries and (
-        made.boundaries[-1] != made.end or any(distance <= 0 for distance in distances)
-    ):
-        raise CorruptDataError("a replay's plan whose chunks are not its range", path=key)
-    return made
+        stored = msgspec.json.decode(data, type=_StoredPlan)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptDataError(f"not a replay's plan: {error}", path=key) from error
+    boundaries = tuple(accumulate(stored.chunks, initial=stored.start_offset))
+    if stored.chunks and boundaries[-1] != stored.next_offset:
+        raise CorruptDataError("the chunks of a replay's plan are not its range", path=key)
+    return ReplayPlan(
+        source=stored.source,
+        incarnation=stored.incarnation,
+        target=stored.target,
+        transform=stored.transform,
+        start=stored.start_offset,
+        end=stored.next_offset,
+        boundaries=boundaries if stored.chunks else (),
+        bytes=stored.bytes,
+        done=stored.done,
+        messages=stored.messages,
+        asked=stored.asked,
+    )
 
 
 def finish(made: ReplayPlan, *, incarnation: str, messages: int) -> ReplayPlan:
-    """The plan of a replay that is done: its chunks need not be known any more."""
+    """Returns the plan of a finished replay, without its chunks."""
     return replace(made, boundaries=(), done=incarnation, messages=messages)
-
-
-def _number(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is not a number")
-    return value
-
-
-def _list(value: object) -> Sequence[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r} is not a list")
-    return value

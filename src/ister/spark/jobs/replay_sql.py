@@ -2,19 +2,19 @@
 
     range of the source ─► view `messages` ─► the query ─► rows ─► staged files, by partition
 
-Owns: the view, where the query may be cut into chunks, and the staging of what it yields. Does not
+Owns: the view, whether a query may be divided into chunks, and the staging of its rows. Does not
 own: the plan, the commit.
 
-The view has the connector's columns, and `text`, the payload as text. The query yields at least
-`payload`; `topic`, `offset` and `text` may be among its columns and do not count.
+The view has the connector's columns, and `text`, the payload as text. The query returns at least
+`payload`; its columns `topic`, `offset` and `text` are ignored.
 
-A query that looks at each message by itself (filters, projections, `explode`) runs chunk by chunk,
-and messages keep their order. One that looks at several at once (aggregates, joins, windows,
+A query that processes each message by itself (filters, projections, `explode`) runs chunk by chunk,
+and messages keep their order. One that processes several at once (aggregates, joins, windows,
 limits, sorts, `DISTINCT`, subqueries) sees the whole range as one chunk, and its rows come in the
 order of Spark's partitions.
 
-The two data sources here are classes of their own in every replay: Spark pickles them with what
-they refer to, so settings of stores appear neither in options nor in plans.
+Each replay has its own classes of the two data sources: Spark pickles them with what they refer to,
+so store settings appear neither in options nor in plans.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, functions
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceArrowWriter,
@@ -39,25 +39,22 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from ister.errors import InvalidRequestError
+from ister.bucket.names import staging_prefix
+from ister.errors import InvalidRequestError, InvariantError
 from ister.format.manifest import StagedFile, decode_manifest, encode_manifest
 from ister.limits import MANIFEST_BYTES_MAX
 from ister.model import TopicName
-from ister.spark.batch import PlannedPartition, in_schema
-from ister.spark.heads import Head, Heads
+from ister.spark.batch import plan_partitions, read_rows
 from ister.spark.jobs.transforms import Transform
+from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
-from ister.spark.planner import plan
-from ister.spark.reading import ReadTask, TopicIdentity
-from ister.spark.rows import arrow_schema_of, check_write_schema, row_schema
+from ister.spark.read_task import ReadTask
+from ister.spark.row_staging import StagedRowFiles, remove_staged
+from ister.spark.rows import check_write_schema, row_schema
 from ister.spark.sink import StagedRows
-from ister.spark.staging import StagedFiles, remove_staged
-from ister.tier.names import staging_prefix
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-__all__ = ["SqlReplay"]
 
 _VIEW: Final = "messages"
 _TEXT: Final = "text"
@@ -79,7 +76,7 @@ class SqlReplay:
         self._place = task.place
         self._topic = rows.target
         self._is_marked = rows.is_marked
-        # Views and sources of its own: those of the program stay as they are.
+        # A session of its own: the program's views and sources do not change.
         self._session = spark.newSession()
         token = secrets.token_hex(6)
         self._source, self._sink = f"ister_replay_source_{token}", f"ister_replay_sink_{token}"
@@ -91,10 +88,10 @@ class SqlReplay:
     # -- the query --------------------------------------------------------------------------
 
     def check(self, head: Head, start: int, end: int) -> bool:
-        """Looks at the query; whether it may be cut into chunks.
+        """Checks the query; returns whether it may be divided into chunks.
 
         Raises:
-            InvalidRequestError: It is not a query, or does not yield messages.
+            InvalidRequestError: It is not a query, or does not return messages.
         """
         result = self._result(head, start, end)
         schema = result.schema
@@ -107,7 +104,7 @@ class SqlReplay:
         return _is_row_by_row(result)
 
     def sample(self, head: Head, start: int, end: int, count: int) -> pa.Table:
-        """The first rows that the query yields."""
+        """Returns the first rows of the query."""
         try:
             return self._result(head, start, end).limit(count).toArrow()
         except (PySparkException, Py4JError) as error:
@@ -116,7 +113,7 @@ class SqlReplay:
     def stage(
         self, head: Head, start: int, end: int, *, writer: str, batch: int
     ) -> list[StagedFile]:
-        """Stages what the query yields for a range.
+        """Stages the rows of the query for a range.
 
         Raises:
             InvalidRequestError: The query failed; names the range.
@@ -137,8 +134,10 @@ class SqlReplay:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        """Has Spark look for data sources in this session, not in the thread's last one."""
-        jvm: Any = self._session._jvm  # noqa: SLF001 - Python has no such call
+        """Makes Spark find data sources in this session, not in the thread's last one."""
+        jvm = self._session._jvm  # noqa: SLF001 - Python has no such call
+        if jvm is None:
+            raise InvariantError("a classic session has a JVM")
         sessions = jvm.SparkSession
         before = sessions.getActiveSession()
         sessions.setActiveSession(self._session._jsparkSession)  # noqa: SLF001
@@ -159,12 +158,12 @@ class SqlReplay:
             self._session.read.format(self._source)
             .options(start=str(start), end=str(end))
             .load()
-            .withColumn(_TEXT, _as_text())
+            .withColumn(_TEXT, functions.col("payload").cast("string"))
         )
         messages.createOrReplaceTempView(_VIEW)
         try:
             result = self._session.sql(self._query)
-            # What Spark finds out about a query late, it says here.
+            # Forces Spark's late checks of the query.
             _ = result.schema
         except PySparkException as error:
             raise InvalidRequestError(
@@ -178,27 +177,21 @@ class SqlReplay:
             f"the query failed for messages {start} up to {end}: {_first_line(error)}",
             topic=next(iter(self._options.topics), None),
             offset=start,
-            hint="put it right; with --name, the replay goes on where this run has ended",
+            hint="fix the query; with --name, the replay continues where this run ended",
         )
 
 
-def _as_text() -> Any:  # noqa: ANN401 - a column
-    from pyspark.sql import functions  # noqa: PLC0415 - large
-
-    return functions.col("payload").cast("string")
-
-
 def _first_line(error: Exception) -> str:
-    """What an error says, without where in the JVM it says so."""
+    """Returns the message of an error, without the JVM's stack."""
     lines = [line.strip().lstrip(": ") for line in str(error).splitlines()]
     lines = [line for line in lines if line and not line.startswith(("An error occurred", "at "))]
-    # What a task's own exception says is worth more than that the task failed.
+    # The task's own exception tells more than that the task failed.
     own = [line for line in lines if _OWN_ERROR.match(line)]
     return (own or lines or [type(error).__name__])[0][:500]
 
 
 def _is_row_by_row(result: DataFrame) -> bool:
-    """Whether each row that a query yields depends on one message alone."""
+    """Returns whether each row of a query depends on one message only."""
     analysed = result._jdf.queryExecution().analyzed()  # noqa: SLF001 - nothing else tells
     if not analysed.deterministic() or not analysed.subqueriesAll().isEmpty():
         return False
@@ -225,18 +218,11 @@ def _make_source(name: str, task: ReadTask, options: ReadOptions, head: Head) ->
             self._start, self._end = start, end
 
         def partitions(self) -> Sequence[InputPartition]:
-            found = Heads(task.place, read_options).range_of(head, self._start, self._end)
-            identities = {head.topic: TopicIdentity(head.incarnation, head.node)}
-            return [
-                PlannedPartition(part, identities)
-                for part in plan([found], split_bytes=_SPLIT_BYTES)
-            ]
+            found = OffsetResolver(task.place, read_options).range_of(head, self._start, self._end)
+            return plan_partitions([found], [head], split_bytes=_SPLIT_BYTES)
 
         def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-            if not isinstance(partition, PlannedPartition):
-                return iter(())
-            rows = task.read(partition.partition, partition.identities)
-            return in_schema(rows, arrow_schema_of(self._schema))
+            return read_rows(task, partition, self._schema)
 
     class Source(DataSource):
         @classmethod
@@ -262,15 +248,11 @@ def _make_sink(name: str, task: ReadTask, rows: Transform) -> type[DataSource]:
 
         def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
             context = TaskContext.get()
-            staging = StagedFiles(task.place.history().objects, self._writer, self._batch)
-            try:
+            objects = task.place.history().objects
+            with StagedRowFiles(objects, self._writer, self._batch) as staging:
                 for batch in iterator:
                     for part in rows.apply(batch) if batch.num_rows else ():
                         staging.add(rows.target, part)
-                staging.close()
-            except BaseException:
-                staging.abort()
-                raise
             partition = context.partitionId() if context is not None else 0
             return StagedRows(partition=partition, query=None, files=staging.files)
 

@@ -1,6 +1,6 @@
 """The Spark session of a job that was started by a command.
 
-Owns: the settings that jobs want. Does not own: sessions that programs bring along.
+Owns: the settings that jobs need. Does not own: sessions of programs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from ister.extras import missing_extra
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["open_session"]
-
 _LOCAL: Final = re.compile(r"local\[([^,\]]+)\]|local")
-# A task whose process was killed is run again; Spark's own default for local masters is not to.
+# A task whose process was killed is repeated; Spark does not do so by default for local masters.
 _LOCAL_FAILURES_MAX: Final = 4
 
 _CONF: Final = {
@@ -42,16 +40,15 @@ _LOCAL_CONF: Final = {
 def open_session(
     master: str, conf: Mapping[str, str] | None = None, *, name: str = "ister"
 ) -> Iterator[SparkSession]:
-    """A session for jobs; stopped at the end.
+    """Opens a session for jobs, and stops it at the end.
 
     Args:
         master: `local[*]`, `spark://host:7077`, … as Spark has it.
-        conf: Settings of Spark, over the ones that jobs want.
-        name: Of the application.
+        conf: Spark settings, which override those of jobs.
+        name: The application's name.
 
     Raises:
-        ConfigError: PySpark is missing, the master makes no sense to Spark, or there is a session
-            in this process already.
+        ConfigError: PySpark is missing, the master is invalid, or this process has a session.
         UnavailableError: Spark does not start; without Java, for example.
     """
     try:
@@ -61,7 +58,7 @@ def open_session(
         raise missing_extra("`ister pipeline`", "spark", error) from error
     if SparkSession.getActiveSession() is not None:
         raise ConfigError(
-            "a Spark session is running in this process", hint="give that one to the job"
+            "a Spark session is running in this process", hint="pass that session to the job"
         )
     local = _LOCAL.fullmatch(master)
     settings = dict(_CONF)
@@ -69,7 +66,7 @@ def open_session(
         settings |= _LOCAL_CONF
         master = f"local[{local.group(1) or 1},{_LOCAL_FAILURES_MAX}]"
     settings |= dict(conf or {})
-    # Workers run the Python that the driver runs, wherever the machine is the same.
+    # Workers on this machine run the driver's Python.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master(master).appName(name)
     for key, value in settings.items():
@@ -79,7 +76,7 @@ def open_session(
     except PySparkException as error:
         raise UnavailableError(
             f"Spark does not start: {error}",
-            hint="Java 17 or later has to be installed; JAVA_HOME says where",
+            hint="install Java 17 or later, and set JAVA_HOME",
         ) from error
     except Exception as error:
         raise ConfigError(

@@ -1,10 +1,9 @@
-"""`stats`: how many messages there are, how large, when, from whom, and how well they compress.
+"""`stats`: counts messages by topic, hour, producer and size, and estimates their compression.
 
-    driver: topics, plan ─► tasks: columns of a partition, counted ─► driver: sums ─► report, plot
+    driver: topics, plan ─► tasks: columns of a partition, counted ─► driver: sums ─► report
 
-Owns: what is read, and the report. Does not own: the numbers (`topic_stats`), plots (`plotting`).
-Changes nothing. Messages are read, not only descriptors: payload sizes, producers and keys are in
-no descriptor.
+Owns: what is read, and the report. Does not own: the numbers (`topic_stats`). Read-only. It reads
+messages, because descriptors have no payload sizes, producers or keys.
 """
 
 from __future__ import annotations
@@ -12,30 +11,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ister import failpoints
-from ister.config import Config
-from ister.errors import InvalidRequestError, InvariantError, IsterError
+from ister.errors import InvalidRequestError
 from ister.limits import MIB
-from ister.spark.heads import Head, Heads
 from ister.spark.jobs.balance import run_balanced
-from ister.spark.jobs.job import Job, open_job, parse_topics
-from ister.spark.jobs.plotting import check_plot, save_plot
-from ister.spark.jobs.progress import Progress
-from ister.spark.jobs.report import JobReport
+from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
+from ister.spark.jobs.job_report import JobReport
+from ister.spark.jobs.progress import JobProgress
 from ister.spark.jobs.topic_stats import COLUMNS, TopicStats, take_sample
+from ister.spark.location import Place
+from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.options import ReadOptions
-from ister.spark.place import Place
 from ister.spark.planner import Partition, TopicRange, plan
-from ister.spark.reading import ReadTask, TopicIdentity
+from ister.spark.read_task import ReadTask, TopicIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyspark.sql import SparkSession
-
-__all__ = ["StatItem", "count_messages", "stats", "stats_of_topics"]
 
 _SPLIT_BYTES: Final = 32 * MIB
 # Partitions of a topic in which payloads are compressed.
@@ -44,49 +39,41 @@ _SAMPLES: Final = 8
 
 def stats(
     spark: SparkSession,
-    config: str | Mapping[str, Any] | Config | Place | None = None,
+    config: JobConfig = None,
     *,
     broker: str | None = None,
-    topics: str | Sequence[str] | None = None,
+    topics: TopicNames = None,
     include_tail: bool = True,
     dry_run: bool = False,
-    progress: Progress | None = None,
-    plot: str | None = None,
+    progress: JobProgress | None = None,
 ) -> JobReport:
     """Counts the messages of topics.
 
     Args:
         spark: A classic session.
-        config: Where the log is: a config file, a data directory, settings; None with `broker`.
+        config: Where the log is; see `open_job`.
         broker: A broker's Flight address, for what is neither in the bucket nor on this machine.
         topics: Names and patterns; all topics by default.
-        include_tail: Also count what is not in the bucket yet, where it can be reached.
-        dry_run: Only say how much would be read.
-        progress: Who is told how far it has come.
-        plot: A file to draw it into: `.html`, which needs nothing, or `.png`, which needs
-            matplotlib.
+        include_tail: Also count what is not in the bucket yet, if it can be read.
+        dry_run: Only report how much would be read.
+        progress: Receives the job's progress.
 
     Returns:
-        For each topic its numbers, and those of all topics together under `totals`.
+        The numbers of each topic, and of all topics under `totals`.
 
     Raises:
         NotFoundError: A topic does not exist.
-        InvalidRequestError: The plot's file has another ending.
-        ConfigError: The settings do not make sense, or a PNG was asked for without matplotlib.
-        UnavailableError: A store does not answer.
+        ConfigError: The settings are invalid.
+        UnavailableError: A store does not respond.
     """
-    if plot is not None:
-        check_plot(plot)
     with open_job("stats", spark, config, broker=broker, dry_run=dry_run, progress=progress) as job:
         stats_of_topics(job, job.topics(parse_topics(topics)), include_tail=include_tail)
-    if plot is not None and not dry_run:
-        save_plot(plot, job.report.as_json())
     return job.report
 
 
 @dataclass(slots=True)
 class _Planned:
-    """One topic under way."""
+    """The counting of one topic."""
 
     head: Head
     range: TopicRange
@@ -96,16 +83,11 @@ class _Planned:
 
 
 def stats_of_topics(job: Job, topics: Sequence[str], *, include_tail: bool = True) -> None:
-    """Counts the messages of topics, within a job that is under way."""
+    """Counts the messages of topics within a job; the result is in the job's report."""
     planned: dict[str, _Planned] = {}
     for name in topics:
-        try:
+        with job.own_failure(name):
             planned[name] = _plan(job, name, include_tail=include_tail)
-        except InvariantError:
-            raise
-        except IsterError as error:
-            job.report.of(name)
-            job.report.fail(error, name)
     failpoints.reach("pipeline.after_plan")
     if job.dry_run:
         for name, item in planned.items():
@@ -116,7 +98,7 @@ def stats_of_topics(job: Job, topics: Sequence[str], *, include_tail: bool = Tru
     _count(job, planned)
     totals = TopicStats()
     for name, item in planned.items():
-        job.report.of(name).update(item.found.as_json() | _stored(item))
+        job.report.of(name).update({**item.found.as_json(), **_stored(item)})
         totals.merge(item.found)
     job.report.more["totals"] = totals.as_json()
 
@@ -127,22 +109,22 @@ def _plan(job: Job, name: str, *, include_tail: bool) -> _Planned:
         {"topic": name, "config": "-", "includeTail": "true"}, is_streaming=False
     )
     if include_tail:
-        heads = Heads(job.place, options)
+        resolver = OffsetResolver(job.place, options)
         try:
-            head = heads.look(catches_up=True)[name]
+            head = resolver.heads(catches_up=True)[name]
         except InvalidRequestError:
             has_tail = False  # it is on another machine, and no broker is given
     if not has_tail:
-        heads = Heads(job.place, replace(options, include_tail=False))
-        head = heads.look()[name]
-    whole = heads.range_of(head, head.earliest, head.end)
+        resolver = OffsetResolver(job.place, replace(options, include_tail=False))
+        head = resolver.heads()[name]
+    whole = resolver.range_of(head, head.earliest, head.end)
     found = _Planned(head=head, range=whole, has_tail=has_tail or not include_tail)
     found.partitions = plan([whole], split_bytes=_SPLIT_BYTES)
     return found
 
 
-def _stored(item: _Planned) -> dict[str, Any]:
-    """What the descriptors say."""
+def _stored(item: _Planned) -> dict[str, object]:
+    """Returns what the descriptors say."""
     head = item.head
     formats: dict[str, dict[str, int]] = {}
     for described in item.range.descriptors:
@@ -170,13 +152,13 @@ def _stored(item: _Planned) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatItem:
-    """A partition of a topic to be counted. Pickled."""
+    """A partition of a topic to count. Pickled."""
 
     topic: str
     partition: Partition
     identity: TopicIdentity
     samples: bool
-    """Whether to see how well it compresses."""
+    """Whether to measure its compression."""
 
 
 def count_messages(place: Place, item: StatItem) -> TopicStats:
@@ -200,10 +182,14 @@ def count_messages(place: Place, item: StatItem) -> TopicStats:
 def _count(job: Job, planned: Mapping[str, _Planned]) -> None:
     items: list[StatItem] = []
     for name, topic in planned.items():
-        identity = TopicIdentity(topic.head.incarnation, topic.head.node)
         every = max(len(topic.partitions) // _SAMPLES, 1)
         items += [
-            StatItem(topic=name, partition=part, identity=identity, samples=at % every == 0)
+            StatItem(
+                topic=name,
+                partition=part,
+                identity=topic.head.identity,
+                samples=at % every == 0,
+            )
             for at, part in enumerate(topic.partitions)
         ]
     job.progress.begin("counting", sum(item.partition.bytes for item in items), "bytes")

@@ -2,15 +2,15 @@
 
     items ─► bundles of about the same weight ─► waves: a Spark job each ─► results, wave by wave
 
-Owns: how work is divided, and how a failed item is told apart from a failed process. Does not own:
+Owns: how work is divided, and the distinction of a failed item from a failed process. Does not own:
 what a task does, what is committed.
 
-An item that fails with an `IsterError` fails alone: the error is its result. Any other exception
-is a fault of ours and fails the wave, and so does a process that Spark cannot replace; what came
-before stays. Spark runs a task again whose process has died: `work` is harmless when done twice.
+If an item fails with an `IsterError`, the error is its result. Any other exception is a bug and
+fails the wave, and so does a process that Spark cannot replace; earlier results stay. Spark repeats
+a task whose process died, so `work` may run twice.
 
-Waves bound what the driver waits for before it commits; two run at a time, so that the last task
-of one does not leave the others idle.
+Waves bound what the driver waits for before it commits; two run at a time, so that the last task of
+one does not leave the slots idle.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from ister import failpoints
 from ister.errors import InvariantError, IsterError
 from ister.limits import MIB
-from ister.spark.jobs.report import error_as_fields
+from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.workers import keep_buffers, spare_collector
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["Done", "run_tasks"]
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _BUNDLE_WEIGHT: Final = 64 * MIB
-# A wave costs a Spark job, some tenths of a second: it is worth that from this much work on.
+# A wave costs a Spark job, some tenths of a second: worth it from this much work on.
 _WAVE_WEIGHT: Final = 256 * MIB
 _WAVES_MAX: Final = 8
 _WAVES_AT_ONCE: Final = 2
@@ -46,11 +44,11 @@ _WAVES_AT_ONCE: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[Item, Result]):
-    """What has become of an item."""
+    """The result of an item."""
 
     item: Item
     result: Result | None
-    error: dict[str, Any] | None
+    error: ErrorFields | None
     """An `IsterError`, as a report has it; then there is no result."""
 
 
@@ -66,16 +64,16 @@ def run_tasks(
 
     Args:
         spark: A classic session.
-        items: What to do; pickled.
-        work: A function of a module, or a `functools.partial` of one; pickled.
-        weigh: About how many bytes an item takes to do.
-        name: For Spark's own pages.
+        items: The work; pickled.
+        work: A function that can be pickled.
+        weigh: Returns about how many bytes an item processes.
+        name: The name in Spark's UI.
 
     Yields:
         Results, those of one wave after the other; within a wave in the order of its items.
 
     Raises:
-        Exception: Spark could not run a wave; results of others may come no more.
+        Exception: Spark could not run a wave; results of others may be missing.
     """
     if not items:
         return
@@ -97,7 +95,7 @@ def run_tasks(
 
 
 def _bundle(items: Sequence[Item], weigh: Callable[[Item], int], parallel: int) -> list[list[Item]]:
-    """Items that go together, in their order: enough bundles to keep everybody busy."""
+    """Groups items, in order, into enough bundles to keep all slots busy."""
     weights = [max(weigh(item), 1) for item in items]
     target = max(min(_BUNDLE_WEIGHT, sum(weights) // (2 * parallel)), 1)
     bundles: list[list[Item]] = []
@@ -145,7 +143,7 @@ def _run_bundle(
 
 
 def _arm() -> None:
-    """Arms this process where a test wants one process, and only one, to die in a task."""
+    """Arms failpoints if a test wants exactly one process to die in a task."""
     specification, once = os.environ.get("ISTER_TASK_FAILPOINTS"), os.environ.get("ISTER_TASK_ONCE")
     if not specification or not once:
         return

@@ -1,36 +1,32 @@
-"""Which topics `tier` has to upload, up to where, and what it says about them.
+"""Finds the topics that `tier` has to upload, up to which offset, and reports on them.
 
-    record, files or broker ─► what is durable ─► what the bucket lacks ─► is it time?
+    record, files or broker ─► what is durable ─► what the bucket lacks ─► is it due?
 
-Owns: what the driver remembers of topics from one cycle to the next, so that a look at one without
-anything new costs a small file; pauses after failures; the words in the report. Does not own: plans
-and commits (`tiering`).
+Owns: what the driver caches of topics between cycles, so that a topic without anything new costs
+one small file; pauses after failures; the report. Does not own: plans and commits (`tiering`).
 
-What is durable is what the owner's checkpoint says, or the owner itself by Flight.
+The owner's checkpoint, or the owner itself by Flight, says what is durable.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from ister.client.contract import TopicStatus
 from ister.errors import ConflictError, InvariantError, IsterError, UnavailableError
 from ister.format.records import TopicRecord
 from ister.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
 from ister.model import AckLevel
+from ister.retry import backoff_seconds
 from ister.spark.jobs.job import Job
-from ister.spark.jobs.report import JobReport
-from ister.spark.jobs.upload_task import find_files
+from ister.spark.jobs.job_report import ErrorFields, JobReport
 from ister.topic.local_tail import LocalTail
-
-__all__ = ["Cycle", "Known", "TopicBook"]
+from ister.wire.contract import TopicStatus
 
 _log = logging.getLogger("ister.spark.jobs.tier_topics")
 
@@ -38,13 +34,13 @@ _RECORD_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.05
 # Two checkpoints: one may be on its way with less than is there.
 _CATCH_UP_SECONDS: Final = 2 * CHECKPOINT_INTERVAL_SECONDS + 0.5
-_RETRY_SECONDS_MIN: Final = 0.5
+_RETRY_SECONDS_MIN: Final = 1.0
 _RETRY_SECONDS_MAX: Final = 60.0
 
 
 @dataclass(slots=True)
 class Known:
-    """What the driver remembers of a topic between two cycles."""
+    """What the driver caches of a topic between two cycles."""
 
     topic: str
     record: TopicRecord | None = None
@@ -52,19 +48,19 @@ class Known:
     files: LocalTail | None = None
     """The owner's files, if they are on this machine."""
     begin: int | None = None
-    """Where the next upload begins, as far as is known."""
+    """Where the next upload starts, as far as is known."""
     made_at: int = 0
     """When the newest object was made, in seconds since the Unix epoch."""
     bytes_each: int = KIB
-    """About how many bytes a message of this topic has in the bucket."""
+    """Approximate size of a message of this topic in the bucket."""
     failures: int = 0
     retry_at: float = -float("inf")
-    error: dict[str, Any] | None = None
-    """What the report says about the last failure."""
+    error: ErrorFields | None = None
+    """The last failure, as it is in the report."""
 
 
 class _Span(NamedTuple):
-    """What of a topic is in its owner's files and durable."""
+    """Offsets that are in the owner's files and durable."""
 
     trimmed: int
     synced: int
@@ -72,22 +68,22 @@ class _Span(NamedTuple):
 
 @dataclass(slots=True)
 class Cycle:
-    """What a cycle has done, over all topics."""
+    """What a cycle did, over all topics."""
 
     due: int = 0
-    """How many topics had something to upload."""
+    """Number of topics that had something to upload."""
     objects: int = 0
     messages: int = 0
     bytes: int = 0
     failed: int = 0
-    """How many topics failed."""
+    """Number of topics that failed."""
 
 
 class TopicBook:
-    """What one job knows of topics. Used by one thread at a time."""
+    """The topics of one job. Used by one thread at a time."""
 
     def __init__(self, job: Job) -> None:
-        # Not the job itself: that is what this is remembered by.
+        # A weak reference, because the job is the key under which this is cached.
         self._job_of = weakref.ref(job)
         self._place = job.place
         self._storage = job.place.config.storage
@@ -98,15 +94,20 @@ class TopicBook:
         self._pause = threading.Event()
 
     @property
-    def _job(self) -> Job:
+    def job(self) -> Job:
+        """The running job.
+
+        Raises:
+            InvariantError: It has ended.
+        """
         job = self._job_of()
         if job is None:
-            raise InvariantError("a cycle belongs to a job under way")
+            raise InvariantError("the job of this cycle has ended")
         return job
 
-    # -- which ------------------------------------------------------------------------------
+    # -- due topics -------------------------------------------------------------------------
 
-    def look(
+    def find_due(
         self,
         topics: Sequence[str],
         cycle: Cycle,
@@ -114,28 +115,28 @@ class TopicBook:
         report: JobReport,
         interval_seconds: float | None,
     ) -> list[tuple[Known, int]]:
-        """The topics that have something to upload, and up to where.
+        """Returns the topics that have something to upload, and up to which offset.
 
         Args:
-            topics: Which.
-            cycle: Where failures are counted.
-            report: Where they are told, from now on.
-            interval_seconds: How old the newest object of a topic has to be; None to take all that
-                have anything, and to say of the others why they do not.
+            topics: Names of topics.
+            cycle: Counts failures.
+            report: Receives failures, from now on.
+            interval_seconds: Minimum age of a topic's newest object; None for all topics that have
+                anything, and to report why the others do not.
         """
         self._report, self._says_all = report, interval_seconds is None
         for name in self._topics.keys() - set(topics):
-            # Nobody would ever say that it came right.
+            # Its error would otherwise stay in the report.
             self._forget_error(self._topics.pop(name))
         now = self._clock.monotonic()
-        looked: list[Known] = []
+        examined: list[Known] = []
         for name in topics:
             known = self._topics.setdefault(name, Known(name))
             if (self._says_all or now >= known.retry_at) and self._find(known, cycle):
-                looked.append(known)
-        spans = self._spans(looked, cycle)
+                examined.append(known)
+        spans = self._spans(examined, cycle)
         wanted: list[tuple[Known, int]] = []
-        for known in looked:
+        for known in examined:
             span = spans.get(known.topic)
             if span is None or (
                 not self._says_all and known.begin is not None and span.synced <= known.begin
@@ -152,21 +153,21 @@ class TopicBook:
         return wanted
 
     def _find(self, known: Known, cycle: Cycle) -> bool:
-        """Finds out where a topic's files are; whether there is anybody to ask about it."""
+        """Locates a topic's files; returns whether its durable offsets can be read."""
         now = self._clock.monotonic()
         if not self._says_all and now - known.record_at < _RECORD_SECONDS:
             return known.files is not None or self._place.broker is not None
         try:
-            catalog = self._job.catalog(known.topic)
+            catalog = self.job.catalog(known.topic)
             found = catalog.record()
             if found is None or not found[0].is_open:
-                self.say(known, skipped="it does not exist any more")
+                self.say(known, skipped="the topic was deleted")
                 return False
             record = found[0]
             if known.record is None or known.record.incarnation != record.incarnation:
                 known.begin = None
             known.record, known.record_at = record, now
-            known.files = find_files(self._place, known.topic, record.node, record.incarnation)
+            known.files = self._place.local_tail(known.topic, record.node, record.incarnation)
             if known.files is not None or self._place.broker is not None:
                 return True
             is_sealed = catalog.sealed() is not None
@@ -175,15 +176,15 @@ class TopicBook:
             return False
         self.say(
             known,
-            skipped="it was handed over: everything is in the bucket"
+            skipped="the topic is sealed: everything is in the bucket"
             if is_sealed
             else "its files are on another machine, and no broker is given",
         )
         return False
 
     def _read_bucket(self, known: Known, span: _Span) -> int:
-        """Where an upload of a topic begins."""
-        last = self._job.catalog(known.topic).last()
+        """Returns where an upload of a topic starts."""
+        last = self.job.catalog(known.topic).last()
         if last is not None:
             known.begin, known.made_at = last.end, last.created_at
             known.bytes_each = max(1, last.size_bytes // (last.end - last.start))
@@ -193,7 +194,7 @@ class TopicBook:
         return known.begin
 
     def _is_due(self, known: Known, span: _Span, interval_seconds: float) -> bool:
-        """Whether an upload should not wait: by time, by size, or because producers do."""
+        """Returns whether an upload is due: by time, by size, or because producers wait."""
         if known.record is not None and known.record.ack is AckLevel.TIERED:
             return True
         if self._clock.now_ns() / 1e9 - known.made_at >= interval_seconds:
@@ -207,14 +208,14 @@ class TopicBook:
         )
         return size >= self._storage.uploader.max_batch_bytes
 
-    # -- how far ----------------------------------------------------------------------------
+    # -- durable offsets --------------------------------------------------------------------
 
-    def _spans(self, looked: Sequence[Known], cycle: Cycle) -> dict[str, _Span]:
-        """What is durable of each topic; those of which nobody knows are left out."""
+    def _spans(self, examined: Sequence[Known], cycle: Cycle) -> dict[str, _Span]:
+        """Returns what is durable of each topic, if that is known."""
         spans: dict[str, _Span] = {}
         late: list[tuple[Known, tuple[int, int]]] = []
         remote: list[Known] = []
-        for known in looked:
+        for known in examined:
             if known.files is None:
                 remote.append(known)
                 continue
@@ -222,12 +223,12 @@ class TopicBook:
                 snapshot = known.files.snapshot()
                 if snapshot is None:
                     known.record_at = -float("inf")
-                    self.say(known, skipped="there is nothing in its files yet")
+                    self.say(known, skipped="its files are empty")
                     continue
                 spans[known.topic] = _Span(snapshot.trimmed, snapshot.synced)
                 mark = snapshot.end_of_files() if self._says_all else (0, 0)
-                # After its owner's death nobody says any more that the rest is durable.
-                if not snapshot.covers(mark) and self._job.catalog(known.topic).owner() is not None:
+                # Without an owner, the checkpoint does not advance any more.
+                if not snapshot.covers(mark) and self.job.catalog(known.topic).owner() is not None:
                     late.append((known, mark))
             except IsterError as error:
                 self.fail(known, error, cycle)
@@ -237,12 +238,12 @@ class TopicBook:
         return spans
 
     def _catch_up(self, late: list[tuple[Known, tuple[int, int]]], spans: dict[str, _Span]) -> None:
-        """Gives owners the time to say that what was just synced is: all of them at once."""
+        """Waits until the owners' checkpoints show what was just synced, for all at once."""
         deadline = self._clock.monotonic() + _CATCH_UP_SECONDS
         while late:
             waiting, late = late, []
             for known, mark in waiting:
-                # One that cannot be read now could be a moment ago: what it said then counts.
+                # If it cannot be read now, the earlier snapshot counts.
                 with suppress(IsterError):
                     snapshot = known.files.snapshot() if known.files is not None else None
                     if snapshot is not None:
@@ -261,14 +262,14 @@ class TopicBook:
         try:
             statuses = client.watermarks([known.topic for known in remote])
         except IsterError:
-            # One that the broker does not have spoils the answer for all: one by one, then.
+            # One unknown topic fails the whole call: ask one by one.
             for known in remote:
                 try:
                     statuses.update(client.watermarks([known.topic]))
                 except UnavailableError as error:
                     self.fail(known, error, cycle)
                 except IsterError as error:
-                    self.say(known, skipped=f"the broker does not have it: {error.message}")
+                    self.say(known, skipped=f"the broker does not have the topic: {error.message}")
         spans: dict[str, _Span] = {}
         for known in remote:
             status = statuses.get(known.topic)
@@ -279,18 +280,18 @@ class TopicBook:
                 continue
             other = ConflictError(
                 "the broker has another topic of this name than the metadata store",
-                hint="do the config and the broker's address name the same place?",
+                hint="check that the config and the broker's address name the same log",
             )
             self.fail(known, other, cycle)
         return spans
 
-    # -- what is said -----------------------------------------------------------------------
+    # -- the report -------------------------------------------------------------------------
 
     def say(
         self, known: Known, start: int | None = None, end: int | None = None, *, skipped: str
     ) -> None:
-        """That nothing is done with a topic, and why; not in a cycle that looks every second."""
-        self.note_success(known)
+        """Reports why nothing is done with a topic, unless the cycle covers only due topics."""
+        self.record_success(known)
         if self._says_all:
             fields = self._report.of(known.topic)
             for name in ("messages", "objects", "bytes"):
@@ -301,7 +302,7 @@ class TopicBook:
             fields["skipped"] = skipped
 
     def count(self, known: Known, start: int, end: int, size_bytes: int, cycle: Cycle) -> None:
-        """An object was made, or would be."""
+        """Counts an object that was made, or would be."""
         self._report.add(known.topic, messages=end - start, objects=1, bytes=size_bytes)
         fields = self._report.of(known.topic)
         fields.setdefault("start", start)
@@ -311,26 +312,28 @@ class TopicBook:
         cycle.messages += end - start
         cycle.bytes += size_bytes
 
-    def fail(self, known: Known, error: IsterError | Mapping[str, Any], cycle: Cycle) -> None:
-        """A topic's failure: it is left alone for a while."""
+    def fail(self, known: Known, error: IsterError | ErrorFields, cycle: Cycle) -> None:
+        """Records a failure of a topic, which is retried after a pause."""
         cycle.failed += 1
         known.failures += 1
-        pause = min(_RETRY_SECONDS_MAX, _RETRY_SECONDS_MIN * 2 ** min(known.failures, 10))
-        # Topics that failed together must not come back together.
-        known.retry_at = self._clock.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
+        known.retry_at = self._clock.monotonic() + backoff_seconds(
+            known.failures, first=_RETRY_SECONDS_MIN, most=_RETRY_SECONDS_MAX
+        )
         known.record_at = -float("inf")
         self._forget_error(known)
         self._report.fail(error, known.topic)
         known.error = self._report.errors[-1]
-        _log.warning("not tiered", extra={"topic": known.topic, "error": known.error["message"]})
+        _log.warning(
+            "topic not uploaded", extra={"topic": known.topic, "error": known.error["message"]}
+        )
 
-    def note_success(self, known: Known) -> None:
-        """There is nothing wrong with a topic any more."""
+    def record_success(self, known: Known) -> None:
+        """Clears the failures of a topic."""
         known.failures, known.retry_at = 0, -float("inf")
         self._forget_error(known)
 
     def _forget_error(self, known: Known) -> None:
-        """A job that runs for days says what fails now, not what failed once."""
+        """Removes a topic's error: a report shows what fails now."""
         errors = self._report.errors
         errors[:] = [fields for fields in errors if fields is not known.error]
         known.error = None

@@ -2,7 +2,7 @@
 
     record batches ─► TopicStats of a partition ─► merge, merge, … ─► TopicStats of a topic
 
-Owns: the numbers, and how two of them are added. Does not own: reading, tables and plots.
+Owns: the numbers, and how two of them are added. Does not own: reading and tables.
 
 Everything is exact but for three things: producers beyond `PRODUCERS_MAX` of one partition, of
 which the smallest become `rest`; distinct keys beyond `KEYS_EXACT_MAX`, which are estimated from
@@ -19,24 +19,13 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ister.format.crc import Buffer
 from ister.limits import MIB
-
-__all__ = [
-    "COLUMNS",
-    "KEYS_EXACT_MAX",
-    "PRODUCERS_MAX",
-    "SAMPLE_BYTES",
-    "Counted",
-    "TopicStats",
-    "format_time",
-    "take_sample",
-]
 
 COLUMNS: Final = ("publish_time", "producer_name", "payload", "routing_key")
 """What is read of each message."""
@@ -50,8 +39,63 @@ _ZSTD_LEVEL: Final = 3
 _TOP: Final = 20
 
 
+class MessageCountJson(TypedDict):
+    """Messages, and the bytes of their payloads."""
+
+    messages: int
+    bytes: int
+
+
+class HourJson(MessageCountJson):
+    """The messages of an hour."""
+
+    hour: str
+
+
+class _ProducerJson(MessageCountJson):
+    producer: str
+
+
+class _OthersJson(MessageCountJson):
+    producers: int
+    is_exact: bool
+
+
+class SizeJson(TypedDict):
+    """How many messages have payloads of a size."""
+
+    from_bytes: int
+    below_bytes: int
+    messages: int
+
+
+class _KeysJson(TypedDict):
+    messages: int
+    distinct: int
+    is_exact: bool
+
+
+class _CompressionJson(TypedDict):
+    codec: str
+    ratio: float | None
+    sample_bytes: int
+
+
+class StatsJson(MessageCountJson):
+    """The statistics as a report has them."""
+
+    first_publish_time: str | None
+    last_publish_time: str | None
+    hours: list[HourJson]
+    producers: list[_ProducerJson]
+    other_producers: _OthersJson
+    sizes: list[SizeJson]
+    keys: _KeysJson
+    compression: _CompressionJson
+
+
 @dataclass(slots=True)
-class Counted:
+class MessageCount:
     """Messages, and the bytes of their payloads."""
 
     messages: int = 0
@@ -62,7 +106,7 @@ class Counted:
         self.messages += messages
         self.bytes += size
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> MessageCountJson:
         """As a report has it."""
         return {"messages": self.messages, "bytes": self.bytes}
 
@@ -71,14 +115,14 @@ class Counted:
 class TopicStats:
     """See the module header. Pickled."""
 
-    total: Counted = field(default_factory=Counted)
+    total: MessageCount = field(default_factory=MessageCount)
     first_us: int | None = None
     """Publish times, in microseconds since the Unix epoch."""
     last_us: int | None = None
-    hours: dict[int, Counted] = field(default_factory=dict)
+    hours: dict[int, MessageCount] = field(default_factory=dict)
     """By the number of the hour since the Unix epoch."""
-    producers: dict[str, Counted] = field(default_factory=dict)
-    other_producers: Counted = field(default_factory=Counted)
+    producers: dict[str, MessageCount] = field(default_factory=dict)
+    other_producers: MessageCount = field(default_factory=MessageCount)
     """Those that were too many to keep apart."""
     sizes: dict[int, int] = field(default_factory=dict)
     """Messages by the number of bits of their size: 0; 1; 2 and 3; 4 to 7; …"""
@@ -104,9 +148,9 @@ class TopicStats:
         self.last_us = high if self.last_us is None else max(self.last_us, high)
         hours = pc.divide(times, _HOUR_US)
         for hour, count, size in _grouped(hours, sizes):
-            self.hours.setdefault(hour, Counted()).add(count, size)
+            self.hours.setdefault(hour, MessageCount()).add(count, size)
         for name, count, size in _grouped(producers, sizes):
-            self.producers.setdefault(name or "", Counted()).add(count, size)
+            self.producers.setdefault(name or "", MessageCount()).add(count, size)
         self._bound_producers()
         for bits, count, _ in _grouped(_bits(sizes), sizes):
             self.sizes[bits] = self.sizes.get(bits, 0) + count
@@ -142,9 +186,9 @@ class TopicStats:
         times = [t for t in (self.last_us, other.last_us) if t is not None]
         self.last_us = max(times, default=None)
         for hour, counted in other.hours.items():
-            self.hours.setdefault(hour, Counted()).add(counted.messages, counted.bytes)
+            self.hours.setdefault(hour, MessageCount()).add(counted.messages, counted.bytes)
         for name, counted in other.producers.items():
-            self.producers.setdefault(name, Counted()).add(counted.messages, counted.bytes)
+            self.producers.setdefault(name, MessageCount()).add(counted.messages, counted.bytes)
         self.other_producers.add(other.other_producers.messages, other.other_producers.bytes)
         self._bound_producers()
         for bits, count in other.sizes.items():
@@ -170,23 +214,23 @@ class TopicStats:
             return None
         return self.sample_bytes / self.sample_compressed_bytes
 
-    def top_producers(self) -> tuple[list[tuple[str, Counted]], Counted, int]:
+    def top_producers(self) -> tuple[list[tuple[str, MessageCount]], MessageCount, int]:
         """Those with the most messages, the rest of them together, and how many those are."""
         ranked = sorted(self.producers.items(), key=lambda item: (-item[1].messages, item[0]))
-        rest = Counted(self.other_producers.messages, self.other_producers.bytes)
+        rest = MessageCount(self.other_producers.messages, self.other_producers.bytes)
         for _, counted in ranked[_TOP:]:
             rest.add(counted.messages, counted.bytes)
         return ranked[:_TOP], rest, len(ranked[_TOP:])
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> StatsJson:
         """As a report has it."""
         top, rest, others = self.top_producers()
         ratio = self.compression_ratio
         return {
             "messages": self.total.messages,
             "bytes": self.total.bytes,
-            "first_publish_time": format_time(self.first_us),
-            "last_publish_time": format_time(self.last_us),
+            "first_publish_time": None if self.first_us is None else format_time(self.first_us),
+            "last_publish_time": None if self.last_us is None else format_time(self.last_us),
             "hours": [
                 {"hour": format_time(hour * _HOUR_US), **self.hours[hour].as_json()}
                 for hour in sorted(self.hours)
@@ -218,16 +262,15 @@ class TopicStats:
         }
 
 
-def format_time(time_us: int | None) -> str | None:
+def format_time(time_us: int) -> str:
     """A time as ISO 8601 has it, in UTC."""
-    if time_us is None:
-        return None
     seconds, rest = divmod(time_us, 1_000_000)
     moment = datetime.fromtimestamp(seconds, UTC)
     text = moment.strftime("%Y-%m-%dT%H:%M:%S")
     return f"{text}.{rest // 1000:03d}Z" if rest else f"{text}Z"
 
 
+# Any: whatever type the column has.
 def _grouped(by: pa.Array, sizes: pa.Array) -> list[tuple[Any, int, int]]:
     """(value, how many, bytes) of each different value."""
     table = pa.table({"by": by, "size": sizes})

@@ -1,14 +1,14 @@
-"""What the catalog says about a topic and what the bucket holds, side by side: for `scrub`.
+"""Compares a topic's catalog with what the bucket holds, for `scrub`.
 
     metadata: record, cur, descriptors, retired ─┐
     bucket: listing ─────────────────────────────┴─► Survey: entries, findings, other objects
 
-Owns: faults that show without reading an object: gaps and overlaps between descriptors, ones that
-cannot be read, a pointer that is wrong, objects that nobody names. Does not own: what objects hold
-(`object_check`), repairs (`healing`). Changes nothing. Runs on the driver.
+Owns: faults that show without reading an object: gaps and overlaps between descriptors, unreadable
+descriptors, a wrong pointer, objects without a descriptor. Does not own: what objects hold
+(`object_check`), repairs (`object_repair`). Read-only. Runs on the driver.
 
-Descriptors change while they are read: uploads add some, merges replace some, retention takes some.
-So they are read again until two readings agree, as far as faults are concerned.
+Descriptors change while they are read: by uploads, merges and retention. So they are read again
+until two readings find the same faults.
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final, TypedDict
 
+from ister.bucket.catalog import Catalog
+from ister.bucket.names import (
+    ObjectName,
+    format_pending_id,
+    objects_prefix,
+    parse_object_id,
+    parse_pending_epoch,
+    staging_prefix,
+)
 from ister.clock import Clock
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
@@ -33,44 +42,40 @@ from ister.format.records import (
 from ister.limits import MANIFEST_BYTES_MAX
 from ister.metadata.base import KeyValue
 from ister.objectstore.base import ObjectInfo, ObjectStore
-from ister.tier.catalog import Catalog
-from ister.tier.names import (
-    ObjectName,
-    format_pending_id,
-    objects_prefix,
-    parse_object_id,
-    parse_pending_epoch,
-    staging_prefix,
-)
-
-__all__ = [
-    "NOTES",
-    "Entry",
-    "Finding",
-    "Other",
-    "Survey",
-    "find_superfluous",
-    "read_pages",
-    "survey_topic",
-]
 
 _PAGE: Final = 256
 _ROUNDS: Final = 4
 
 NOTES: Final = frozenset({"orphan", "staged"})
-"""Kinds of findings that are no faults of the topic."""
+"""Kinds of findings that are not faults of the topic."""
+
+
+class FindingJson(TypedDict):
+    """A finding as a report has it."""
+
+    kind: str
+    topic: str
+    object: str | None
+    start_offset: int | None
+    next_offset: int | None
+    position: int | None
+    offset: int | None
+    reason: str
+    repairable: bool
+    repaired: bool
+    lost: list[list[int]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Finding:
-    """Something that is not as it should be; offsets are `start` up to, not including, `end`."""
+class ScrubFinding:
+    """Something wrong with the offsets `start` (included) to `end` (excluded)."""
 
     kind: str
     topic: str
     object: str | None
     start: int | None
     end: int | None
-    """None where nobody knows."""
+    """None if it is unknown."""
     reason: str
     position: int | None = None
     """The byte in the object."""
@@ -78,17 +83,17 @@ class Finding:
     repairable: bool = False
     repaired: bool = False
     lost: list[tuple[int, int]] = field(default_factory=list)
-    """Offsets that nobody has, as far as is known."""
+    """Offsets that no source has, as far as is known."""
     hint: str | None = None
-    """What somebody can do about it, where that is something of its own."""
+    """What to do about it, if that is specific to this finding."""
 
     @property
     def is_fault(self) -> bool:
-        """Whether the topic is the worse for it."""
+        """Whether it is a fault of the topic."""
         return self.kind not in NOTES
 
-    def as_json(self) -> dict[str, Any]:
-        """As a report has it."""
+    def as_json(self) -> FindingJson:
+        """Returns the finding as a report has it."""
         return {
             "kind": self.kind,
             "topic": self.topic,
@@ -105,8 +110,8 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A descriptor as it was found, without its indexes: a topic may have very many."""
+class DescriptorEntry:
+    """A descriptor as it was read, without its indexes, because a topic may have very many."""
 
     key: str
     revision: int
@@ -120,49 +125,70 @@ class Other:
     object_id: str
     size_bytes: int
     name: ObjectName | None
-    """None of a foreign or a pending one."""
+    """None for a foreign or a pending object."""
     state: str
-    """`retired`, `young`, `under way`, `later`: all is well; `pending`, `foreign`, `left over`."""
+    """`retired`, `young`, `under way`, `later`, or an orphan: `pending`, `foreign`, `left over`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """What was found about a topic."""
+    """What was found about one topic."""
 
     topic: str
     record: TopicRecord
-    entries: list[Entry] = field(default_factory=list)
-    """In the order of offsets; those that can be read and lie under their keys."""
+    entries: list[DescriptorEntry] = field(default_factory=list)
+    """Readable descriptors under their own keys, in the order of offsets."""
     unreadable: list[tuple[str, int, int]] = field(default_factory=list)
-    """(key, revision, the offset that the key says)."""
-    misplaced: list[Entry] = field(default_factory=list)
+    """(key, revision, the key's offset)."""
+    misplaced: list[DescriptorEntry] = field(default_factory=list)
     superfluous: set[int] = field(default_factory=set)
-    """Where those entries begin whose offsets others have."""
+    """Start offsets of entries whose offsets other entries have."""
     current: int | None = None
     others: list[Other] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ScrubFinding] = field(default_factory=list)
 
     @property
-    def end(self) -> int:
-        """After the last offset that a descriptor has."""
-        return max((entry.described.end for entry in self.entries), default=0)
+    def has_faults(self) -> bool:
+        """Whether any finding is a fault."""
+        return any(finding.is_fault for finding in self.findings)
+
+    def find(
+        self,
+        kind: str,
+        reason: str,
+        *,
+        object: str | None = None,
+        start: int | None = None,
+        end: int | None = None,
+        offset: int | None = None,
+        repairable: bool = False,
+    ) -> None:
+        """Adds a finding."""
+        self.findings.append(
+            ScrubFinding(
+                kind=kind,
+                topic=self.topic,
+                object=object,
+                start=start,
+                end=end,
+                offset=offset,
+                reason=reason,
+                repairable=repairable,
+            )
+        )
 
 
 def survey_topic(
     catalog: Catalog, store: ObjectStore, *, grace_seconds: float, clock: Clock
 ) -> Survey:
-    """Looks at a topic's metadata and lists its objects.
+    """Reads a topic's metadata and lists its objects.
 
-    Args:
-        catalog: The topic's.
-        store: The bucket.
-        grace_seconds: Objects younger than this may be on their way to their commit.
-        clock: By which they are.
+    Objects younger than `grace_seconds` may be waiting for their commit.
 
     Raises:
-        NotFoundError: There is no such topic.
+        NotFoundError: The topic does not exist.
         CorruptDataError: The topic's record cannot be read.
-        UnavailableError: A store does not answer.
+        UnavailableError: A store does not respond.
     """
     survey = _read(catalog)
     for _ in range(_ROUNDS):
@@ -184,14 +210,14 @@ def _read(catalog: Catalog) -> Survey:
     topic = str(catalog.keys.topic)
     found = catalog.record()
     if found is None or not found[0].is_open:
-        raise NotFoundError(f"there is no topic {topic}", topic=topic)
+        raise NotFoundError(f"topic {topic} does not exist", topic=topic)
     survey = Survey(topic=topic, record=found[0])
     sealed = catalog.sealed()
     pointer = catalog.store.get(catalog.keys.current)
     for item in read_pages(catalog):
         _take(survey, catalog, item)
     again = catalog.store.get(catalog.keys.current)
-    # While uploads move it nothing can be said about where the topic ends.
+    # While uploads move the pointer, the topic's end cannot be judged.
     is_moving = (pointer and pointer.revision) != (again and again.revision)
     survey.current = _read_current(survey, pointer)
     survey.entries.sort(key=lambda entry: (entry.described.start, entry.described.end))
@@ -211,22 +237,16 @@ def _read_current(survey: Survey, found: KeyValue | None) -> int | None:
     try:
         return decode_current(found.value, key=found.key)
     except CorruptDataError as error:
-        survey.findings.append(
-            Finding(
-                kind="pointer",
-                topic=survey.topic,
-                object=None,
-                start=None,
-                end=None,
-                reason=f"the pointer to the newest object cannot be read: {error.message}",
-                repairable=True,
-            )
+        survey.find(
+            "pointer",
+            f"the pointer to the newest object cannot be read: {error.message}",
+            repairable=True,
         )
         return None
 
 
 def read_pages(catalog: Catalog) -> Iterable[KeyValue]:
-    """Every descriptor's key, one after the other, whatever is stored there."""
+    """Yields every descriptor's key, without decoding the value."""
     keys = catalog.keys
     start: str | None = None
     while True:
@@ -244,21 +264,13 @@ def _take(survey: Survey, catalog: Catalog, item: KeyValue) -> None:
         described = decode_descriptor(item.value, key=item.key)
     except (CorruptDataError, UnsupportedVersionError) as error:
         is_newer = isinstance(error, UnsupportedVersionError)
-        survey.findings.append(
-            Finding(
-                kind="unreadable_descriptor",
-                topic=survey.topic,
-                object=None,
-                start=start,
-                end=None,
-                offset=start,
-                reason=f"{item.key}: {error.message}",
-            )
+        survey.find(
+            "unreadable_descriptor", f"{item.key}: {error.message}", start=start, offset=start
         )
         if start is not None and not is_newer:
             survey.unreadable.append((item.key, item.revision, start))
         return
-    entry = Entry(
+    entry = DescriptorEntry(
         key=item.key,
         revision=item.revision,
         described=replace(described, offset_index=(), publish_time_index=()),
@@ -267,28 +279,25 @@ def _take(survey: Survey, catalog: Catalog, item: KeyValue) -> None:
         survey.entries.append(entry)
         return
     survey.misplaced.append(entry)
-    survey.findings.append(
-        Finding(
-            kind="misplaced_descriptor",
-            topic=survey.topic,
-            object=described.object_id,
-            start=described.start,
-            end=described.end,
-            offset=start,
-            reason=f"a descriptor that begins at {described.start} lies under {item.key}",
-        )
+    survey.find(
+        "misplaced_descriptor",
+        f"a descriptor that starts at {described.start} is stored under {item.key}",
+        object=described.object_id,
+        start=described.start,
+        end=described.end,
+        offset=start,
     )
 
 
 def find_superfluous(ranges: Sequence[tuple[int, int]]) -> set[int]:
-    """Which of some ranges are not needed to have all offsets of all of them, each once.
+    """Finds ranges that are not needed to cover all offsets once.
 
     Args:
-        ranges: (start, end), ascending; no two begin at the same offset.
+        ranges: (start, end), ascending; no two start at the same offset.
 
     Returns:
-        Where they begin. In a stretch of ranges that overlap each other those are needed that make
-        up a chain from its first offset to its last; without such a chain all of them are.
+        The starts of superfluous ranges. Among ranges that overlap each other, those that form a
+        chain from the first offset to the last are needed; without such a chain all of them are.
     """
     superfluous: set[int] = set()
     stretch: dict[int, int] = {}
@@ -311,55 +320,48 @@ def _outside_of_chain(stretch: dict[int, int], end: int) -> set[int]:
 
 
 def _find_overlaps(survey: Survey) -> None:
-    before: Entry | None = None
+    before: DescriptorEntry | None = None
     for entry in survey.entries:
         described = entry.described
         if described.start in survey.superfluous:
-            survey.findings.append(
-                Finding(
-                    kind="overlap",
-                    topic=survey.topic,
-                    object=described.object_id,
-                    start=described.start,
-                    end=described.end,
-                    reason="other descriptors have all of its offsets",
-                    repairable=True,
-                )
+            survey.find(
+                "overlap",
+                "other descriptors have all of its offsets",
+                object=described.object_id,
+                start=described.start,
+                end=described.end,
+                repairable=True,
             )
             continue
         if before is not None and described.start < before.described.end:
-            survey.findings.append(
-                Finding(
-                    kind="overlap",
-                    topic=survey.topic,
-                    object=described.object_id,
-                    start=described.start,
-                    end=min(described.end, before.described.end),
-                    reason=f"{before.described.object_id} has these offsets, too, and neither of "
-                    "the two can be left out",
-                )
+            survey.find(
+                "overlap",
+                f"{before.described.object_id} has these offsets, too, and both are needed",
+                object=described.object_id,
+                start=described.start,
+                end=min(described.end, before.described.end),
             )
         if before is None or described.end > before.described.end:
             before = entry
 
 
 def _find_gaps(survey: Survey) -> int:
-    """Looks for offsets between descriptors that none has; where the last one ends."""
+    """Finds offsets that no descriptor has; returns where the last descriptor ends."""
     record, entries = survey.record, survey.entries
     at = max(record.expired_before, record.lineage[0].start if record.lineage else 0)
     if entries and (not record.lineage or entries[0].described.start < at):
         at = entries[0].described.start
     for entry in entries:
-        # What has expired nobody owes, and it goes bit by bit.
+        # Expired offsets may be missing: retention removes them one object at a time.
         begin = max(at, record.expired_before)
         if entry.described.start > begin:
-            _note_gap(survey, begin, entry.described.start)
+            _find_gap(survey, begin, entry.described.start)
         at = max(at, entry.described.end)
     return at
 
 
 def _check_end(survey: Survey, at: int, sealed: SealedState | None) -> None:
-    """Whether the newest descriptor is there, and the pointer says so."""
+    """Checks that the newest descriptor exists, and that the pointer names it."""
     entries = survey.entries
     if not entries and survey.current is None and sealed is None:
         return  # nothing was ever uploaded
@@ -367,43 +369,33 @@ def _check_end(survey: Survey, at: int, sealed: SealedState | None) -> None:
     needed = {entry.described.start for entry in entries} - survey.superfluous
     newest = {last, max(needed, default=-1)}
     if sealed is not None and sealed.next_offset > at:
-        _note_gap(survey, at, sealed.next_offset)
+        _find_gap(survey, at, sealed.next_offset)
     elif survey.current is not None and survey.current >= at:
-        # The newest one, which the pointer names, is not there; how far it went nobody knows.
-        _note_gap(survey, at, None)
+        # The newest descriptor, which the pointer names, is missing; its end is unknown.
+        _find_gap(survey, at, None)
     elif survey.current not in newest and not any(f.kind == "pointer" for f in survey.findings):
         said = "missing" if survey.current is None else f"at {survey.current}"
-        survey.findings.append(
-            Finding(
-                kind="pointer",
-                topic=survey.topic,
-                object=None,
-                start=None,
-                end=None,
-                offset=last,
-                reason=f"the newest object begins at {last}, and the pointer to it is {said}",
-                repairable=True,
-            )
+        survey.find(
+            "pointer",
+            f"the newest object starts at {last}, and the pointer to it is {said}",
+            offset=last,
+            repairable=True,
         )
 
 
-def _note_gap(survey: Survey, start: int, end: int | None) -> None:
+def _find_gap(survey: Survey, start: int, end: int | None) -> None:
     for finding in survey.findings:
         if finding.kind == "unreadable_descriptor" and finding.start == start:
-            finding.end = end  # the gap is what it cannot say
+            finding.end = end  # the gap is this descriptor's range
             return
-    survey.findings.append(
-        Finding(
-            kind="gap",
-            topic=survey.topic,
-            object=None,
-            start=start,
-            end=end,
-            offset=start,
-            reason="no descriptor has these offsets"
-            if end is not None
-            else "the descriptor of the newest object is missing",
-        )
+    survey.find(
+        "gap",
+        "no descriptor has these offsets"
+        if end is not None
+        else "the descriptor of the newest object is missing",
+        start=start,
+        end=end,
+        offset=start,
     )
 
 
@@ -417,7 +409,7 @@ def _list_objects(
     prefix = objects_prefix(keys.topic)
     listing = list(store.list(prefix))
     now = clock.now_ns() / 1e9
-    # After the listing: what was committed meanwhile is not taken for an orphan.
+    # After the listing: objects that were committed meanwhile are not orphans.
     named = {described.object_id for item in read_pages(catalog) for described in _decoded(item)}
     retired: set[str] = set()
     for found in catalog.store.range(keys.retired("")):
@@ -443,8 +435,8 @@ def _list_objects(
         survey.others.append(
             Other(object_id=object_id, size_bytes=info.size, name=name, state=state)
         )
-    _note_orphans(survey)
-    _note_staged(survey, catalog, store, now - grace_seconds)
+    _find_orphans(survey)
+    _find_staged(survey, catalog, store, now - grace_seconds)
 
 
 def _decoded(item: KeyValue) -> list[ObjectDescriptor]:
@@ -469,12 +461,12 @@ def _state_of(
 
 _ORPHANS: Final = {
     "left over": "no descriptor names it: a crash or a repair left it, and it is collected later",
-    "pending": "an upload left it that never got its final name; it is collected later",
-    "foreign": "not the name of an object: nobody but its owner knows what it is",
+    "pending": "an upload left it before it got its final name; it is collected later",
+    "foreign": "its name is not that of an object; Ister did not create it",
 }
 
 
-def _note_orphans(survey: Survey) -> None:
+def _find_orphans(survey: Survey) -> None:
     holes = [
         (finding.start or 0, finding.end)
         for finding in survey.findings
@@ -488,20 +480,17 @@ def _note_orphans(survey: Survey) -> None:
         )
         if reason is None or fills:
             continue
-        survey.findings.append(
-            Finding(
-                kind="orphan",
-                topic=survey.topic,
-                object=other.object_id,
-                start=name.start if name is not None else None,
-                end=name.end if name is not None else None,
-                reason=reason,
-            )
+        survey.find(
+            "orphan",
+            reason,
+            object=other.object_id,
+            start=name.start if name is not None else None,
+            end=name.end if name is not None else None,
         )
 
 
-def _note_staged(survey: Survey, catalog: Catalog, store: ObjectStore, oldest: float) -> None:
-    """Staged rows that no batch needs; how many, in one finding."""
+def _find_staged(survey: Survey, catalog: Catalog, store: ObjectStore, oldest: float) -> None:
+    """Finds staged files that no batch needs; all of them are one finding."""
     needed: set[str] = set()
     for found in catalog.store.range(catalog.keys.writer("")):
         try:
@@ -513,21 +502,16 @@ def _note_staged(survey: Survey, catalog: Catalog, store: ObjectStore, oldest: f
         except NotFoundError:
             continue
         except CorruptDataError:
-            return  # which ones are needed is not known
+            return  # unknown which files are needed
     left = [
         info
         for info in store.list(staging_prefix(catalog.keys.topic))
         if info.modified_at is not None and info.modified_at < oldest and info.key not in needed
     ]
     if left:
-        survey.findings.append(
-            Finding(
-                kind="staged",
-                topic=survey.topic,
-                object=left[0].key,
-                start=None,
-                end=None,
-                reason=f"{len(left)} staged files that no batch needs, with "
-                f"{sum(info.size for info in left)} bytes; they are collected later",
-            )
+        survey.find(
+            "staged",
+            f"{len(left)} staged files that no batch needs, with "
+            f"{sum(info.size for info in left)} bytes; they are collected later",
+            object=left[0].key,
         )

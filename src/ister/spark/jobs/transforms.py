@@ -6,20 +6,20 @@
 Owns: how a reference becomes a function, what a function may take and return, and errors that name
 the source's offset. Does not own: reading, staging.
 
-A function is one of two kinds. One takes a `pyarrow.RecordBatch` with the connector's columns and
-returns one, several, or None. The other one takes a `ReplayMessage` and returns what becomes of it:
+There are two kinds of functions. One takes a `pyarrow.RecordBatch` with the connector's columns and
+returns one, several, or None. The other takes a `ReplayMessage` and returns what replaces it:
 
     bytes or text            the payload; everything else stays as it is
     a mapping                fields that differ: {"payload": …, "routing_key": None}
     a ReplayMessage          that message
-    None                     nothing: it is left out
+    None                     nothing: the message is dropped
     a list, or a generator   any number of these
 
-The first kind is the one whose parameter is annotated with `RecordBatch`, or is called `batch`;
-unless the caller says which one it is.
+A function is of the first kind if its parameter is annotated with `RecordBatch`, or named `batch`,
+unless the caller says which kind it is.
 
-A file is read on the driver and its text goes to the tasks, so it need not be on other machines.
-What it imports has to be; files beside it are found on this machine alone.
+A file is read on the driver and its text is sent to the tasks, so it need not be on other machines.
+What it imports has to be; files beside it are found on this machine only.
 """
 
 from __future__ import annotations
@@ -35,28 +35,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
 
 from ister.errors import InvalidRequestError, IsterError, MessageTooLargeError, NotFoundError
-from ister.format.columnar import COLUMNS
-from ister.format.staging import STAGED_COLUMNS, STAGED_SCHEMA
+from ister.format.staged_rows import STAGED_COLUMNS, STAGED_SCHEMA
+from ister.model import COLUMNS
+from ister.spark.row_staging import check_rows
 from ister.spark.rows import to_staged
-from ister.spark.staging import check_rows
 
-__all__ = [
-    "MARK",
-    "ReplayMessage",
-    "Transform",
-    "TransformSource",
-    "identify",
-    "load_transform",
-    "parse_transform",
-]
+Function: TypeAlias = Callable[..., object]
+"""A user's function; see the module header."""
 
 MARK: Final = "ister-source-offset"
-"""The attribute that says which message of the source one comes from."""
+"""The attribute with the offset of the source's message."""
 
 _ROWS_AT_ONCE: Final = 1024
 _OWN_FILE: Final = os.path.abspath(__file__)
@@ -64,7 +57,7 @@ _OWN_FILE: Final = os.path.abspath(__file__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayMessage:
-    """A message of the source, or one for the target, whose `topic` and `offset` do not count."""
+    """A message of the source, or one for the target, whose `topic` and `offset` are ignored."""
 
     topic: str = ""
     offset: int = -1
@@ -73,7 +66,7 @@ class ReplayMessage:
     routing_key: str | None = None
     producer_name: str | None = None
     publish_time: datetime | None = None
-    """None: when it is appended."""
+    """None for the time when it is appended."""
     schema_id: int | None = None
     schema_version: int | None = None
 
@@ -86,8 +79,8 @@ class ReplayMessage:
         """
         return self.payload.decode()
 
-    def replace(self, **fields: Any) -> ReplayMessage:  # noqa: ANN401 - values of any field
-        """The same with other fields."""
+    def replace(self, **fields: Any) -> ReplayMessage:  # noqa: ANN401 - values of all fields
+        """Returns a copy with other values."""
         return replace(self, **fields)
 
 
@@ -96,35 +89,35 @@ class ReplayMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformSource:
-    """Where a function is. Pickled to tasks."""
+    """The location of a function. Pickled to tasks."""
 
     function: str
     module: str | None = None
     path: str | None = None
-    """Of a file, absolute."""
+    """Absolute path of the file."""
     text: str | None = field(default=None, repr=False)
-    """What is in the file."""
+    """The text of the file."""
     directory: str
-    """Where its imports are looked for first."""
+    """Where its imports are searched first."""
 
     @property
     def identity(self) -> str:
-        """What it is called: the same after its text was changed."""
+        """Identifies the function, independent of its text."""
         return f"{self.module or self.path}:{self.function}"
 
 
 def parse_transform(reference: str) -> TransformSource:
-    """Takes `module:function` or `path/to/file.py:function` apart, and reads the file.
+    """Parses `module:function` or `path/to/file.py:function`, and reads the file.
 
     Raises:
-        InvalidRequestError: It has another form.
-        NotFoundError: There is no such file.
+        InvalidRequestError: The reference is invalid.
+        NotFoundError: The file does not exist.
     """
     where, colon, function = reference.rpartition(":")
     if not colon or not where or not function.replace(".", "_").isidentifier():
         raise InvalidRequestError(
-            f"a transform cannot be {reference!r}",
-            hint="write module:function, or path/to/file.py:function",
+            f"invalid transform {reference!r}",
+            hint="module:function, or path/to/file.py:function",
         )
     if not where.endswith(".py"):
         return TransformSource(function=function, module=where, directory=os.getcwd())
@@ -138,16 +131,16 @@ def parse_transform(reference: str) -> TransformSource:
 
 
 @lru_cache(maxsize=8)
-def load_transform(source: TransformSource) -> Callable[..., Any]:
-    """The function itself, in this process.
+def load_transform(source: TransformSource) -> Function:
+    """Imports the function in this process.
 
     Raises:
-        InvalidRequestError: It cannot be imported, or is none.
+        InvalidRequestError: It cannot be imported, or is not a function.
     """
     if source.directory not in sys.path and os.path.isdir(source.directory):
         sys.path.insert(0, source.directory)
     try:
-        found: Any = _load_file(source) if source.text is not None else _import(source)
+        found: object = _load_file(source) if source.text is not None else _import(source)
         for part in source.function.split("."):
             found = getattr(found, part)
     except AttributeError as error:
@@ -161,7 +154,7 @@ def load_transform(source: TransformSource) -> Callable[..., Any]:
         ) from error
     if not callable(found):
         raise InvalidRequestError(f"the transform {source.identity} is not a function")
-    function: Callable[..., Any] = found
+    function: Function = found
     return function
 
 
@@ -174,7 +167,7 @@ def _load_file(source: TransformSource) -> types.ModuleType:
     digest = hashlib.sha256(f"{source.path}\n{text}".encode()).hexdigest()[:12]
     module = types.ModuleType(f"ister_transform_{digest}")
     module.__file__ = source.path
-    # First: whoever defines a dataclass in there looks for its own module.
+    # Before it is executed: a dataclass looks up its own module.
     sys.modules[module.__name__] = module
     try:
         exec(compile(text, source.path or "transform", "exec"), module.__dict__)  # noqa: S102
@@ -184,8 +177,8 @@ def _load_file(source: TransformSource) -> types.ModuleType:
     return module
 
 
-def identify(function: Callable[..., Any]) -> str:
-    """What a function is called, so that the same replay is found again.
+def identify(function: Function) -> str:
+    """Identifies a function, so that the same replay is found again.
 
     Raises:
         InvalidRequestError: It has no name that another process would know.
@@ -193,16 +186,16 @@ def identify(function: Callable[..., Any]) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not name or "<" in name:
         raise InvalidRequestError(
-            "this transform has no name by which the replay would be found again",
-            hint="give the replay a name: name='…', or use a function of a module",
+            "the transform has no name that identifies the replay",
+            hint="name the replay: name='…', or use a function of a module",
         )
     if module == "__main__":
         module = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "__main__")
     return f"{module}:{name}"
 
 
-def takes_batches(function: Callable[..., Any]) -> bool:
-    """Whether a function takes record batches; else it takes messages."""
+def takes_batches(function: Function) -> bool:
+    """Returns whether a function takes record batches, not messages."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -222,24 +215,24 @@ def takes_batches(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Transform:
-    """A function, and what is done with what it returns. Pickled to tasks."""
+    """A function, and the conversion of what it returns. Pickled to tasks."""
 
-    function: Callable[..., Any] | TransformSource | None
-    """None: messages stay as they are."""
+    function: Function | TransformSource | None
+    """None to copy messages."""
     per_message: bool | None
-    """None: its signature tells."""
+    """None if the function's signature shows it."""
     target: str
     is_marked: bool
-    """Whether the messages get the attribute `MARK`."""
+    """Whether to add the attribute `MARK`."""
     payload_bytes_max: int
 
-    def _load(self) -> Callable[..., Any] | None:
-        """In each process anew: what a file defines cannot be pickled by its name."""
+    def _load(self) -> Function | None:
+        """Loads the function in this process: what a file defines cannot be pickled by name."""
         found = self.function
         return load_transform(found) if isinstance(found, TransformSource) else found
 
     def check(self) -> None:
-        """Finds out here whether the function can be used at all.
+        """Checks on the driver that the function can be used.
 
         Raises:
             InvalidRequestError: It cannot.
@@ -249,15 +242,15 @@ class Transform:
             takes_batches(function)
 
     def apply(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-        """What becomes of messages, in their order, with the staged columns.
+        """Transforms messages, in order, to batches of the staged columns.
 
         Args:
-            batch: With all columns of the connector; not empty.
+            batch: All columns of the connector; not empty.
 
         Raises:
-            InvalidRequestError: The function failed, or what it returned is no message; names the
+            InvalidRequestError: The function failed, or returned something invalid; names the
                 offset of the message, or of the first one of the batch.
-            MessageTooLargeError: A message is over its limit; likewise.
+            MessageTooLargeError: A message is too large; likewise.
         """
         function = self._load()
         if function is None:
@@ -274,9 +267,7 @@ class Transform:
 
     # -- by batch ---------------------------------------------------------------------------
 
-    def _by_batch(
-        self, function: Callable[..., Any], batch: pa.RecordBatch
-    ) -> Iterator[pa.RecordBatch]:
+    def _by_batch(self, function: Function, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         first, last = batch["offset"][0].as_py(), batch["offset"][-1].as_py()
         where = f"messages {first} up to {last + 1}"
         try:
@@ -294,8 +285,8 @@ class Transform:
         if not isinstance(result, pa.RecordBatch):
             raise InvalidRequestError(
                 f"the transform returned {type(result).__name__}",
-                hint="a pyarrow.RecordBatch, several of them, or None; a function of messages is "
-                "said to be one by --per-message",
+                hint="return a pyarrow.RecordBatch, several of them, or None; use --per-message "
+                "for a function of messages",
             )
         names = result.schema.names
         unknown = [name for name in names if name not in COLUMNS]
@@ -311,7 +302,7 @@ class Transform:
         try:
             rows = to_staged(result, None)
         except pa.ArrowException as error:
-            raise InvalidRequestError(f"the transform returned other types: {error}") from error
+            raise InvalidRequestError(f"the transform returned invalid types: {error}") from error
         if self.is_marked:
             rows = _marked(rows, _offsets_of(result, batch))
         check_rows(self.target, rows, payload_bytes_max=self.payload_bytes_max)
@@ -319,10 +310,8 @@ class Transform:
 
     # -- by message -------------------------------------------------------------------------
 
-    def _by_message(
-        self, function: Callable[..., Any], batch: pa.RecordBatch
-    ) -> Iterator[pa.RecordBatch]:
-        rows: list[dict[str, Any]] = []
+    def _by_message(self, function: Function, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        rows: list[dict[str, object]] = []
         for fields in batch.to_pylist():
             fields["attributes"] = dict(fields["attributes"] or ())
             message = ReplayMessage(**fields)
@@ -346,7 +335,7 @@ class Transform:
                 raise
             yield staged
 
-    def _as_row(self, message: ReplayMessage, result: object) -> dict[str, Any]:
+    def _as_row(self, message: ReplayMessage, result: object) -> dict[str, object]:
         if isinstance(result, ReplayMessage):
             made = result
         elif isinstance(result, bytes | bytearray | memoryview | str):
@@ -362,20 +351,20 @@ class Transform:
         else:
             raise InvalidRequestError(
                 f"the transform returned {type(result).__name__}",
-                hint="bytes, text, a mapping of fields, a message, a list of these, or None",
+                hint="return bytes, text, a mapping of fields, a message, a list of these, or None",
             )
-        row = {name: getattr(made, name) for name in STAGED_COLUMNS}
-        row["payload"] = _as_payload(made.payload)
-        if len(row["payload"]) > self.payload_bytes_max:
+        row: dict[str, object] = {name: getattr(made, name) for name in STAGED_COLUMNS}
+        payload = row["payload"] = _as_payload(made.payload)
+        if len(payload) > self.payload_bytes_max:
             raise MessageTooLargeError(
-                f"the transform returned {len(row['payload'])} bytes, and {self.payload_bytes_max} "
+                f"the transform returned {len(payload)} bytes; at most {self.payload_bytes_max} "
                 "are allowed"
             )
         attributes = dict(made.attributes or {})
         if self.is_marked:
             attributes[MARK] = str(message.offset)
         row["attributes"] = list(attributes.items())
-        _check_types(row)
+        _check_types(row, attributes)
         return row
 
 
@@ -413,13 +402,13 @@ def _as_payload(payload: object) -> bytes:
     )
 
 
-def _check_types(row: Mapping[str, Any]) -> None:
-    """Refuses values that Arrow would take for something else, or not at all."""
-    for name, value in row["attributes"]:
-        if not isinstance(name, str) or not isinstance(value, str):
+def _check_types(row: Mapping[str, object], attributes: Mapping[str, object]) -> None:
+    """Checks types that Arrow would convert, or reject with an unclear error."""
+    for attribute, text in attributes.items():
+        if not isinstance(attribute, str) or not isinstance(text, str):
             raise InvalidRequestError(
-                f"the transform returned the attribute {name!r}: {value!r}",
-                hint="attributes are text by text",
+                f"the transform returned the attribute {attribute!r}: {text!r}",
+                hint="attributes are strings with string values",
             )
     for name, kind in (
         ("routing_key", str),
@@ -434,8 +423,8 @@ def _check_types(row: Mapping[str, Any]) -> None:
                 f"the transform returned {type(value).__name__} for {name}",
                 hint=f"{name} is {kind.__name__} or None",
             )
-    moment: datetime | None = row["publish_time"]
-    if moment is not None and moment.tzinfo is None:
+    moment = row["publish_time"]
+    if isinstance(moment, datetime) and moment.tzinfo is None:
         raise InvalidRequestError(
             "the transform returned a publish_time without a time zone",
             hint="datetime.now(UTC), for example",
@@ -443,15 +432,15 @@ def _check_types(row: Mapping[str, Any]) -> None:
 
 
 def _offsets_of(result: pa.RecordBatch, batch: pa.RecordBatch) -> list[int]:
-    """The source's offset of each row that a function has returned."""
+    """Returns the source's offset of each row that a function returned."""
     if "offset" in result.schema.names:
         offsets: list[int] = result["offset"].to_pylist()
     elif result.num_rows == batch.num_rows:
         offsets = batch["offset"].to_pylist()
     else:
         raise InvalidRequestError(
-            "it is not known which messages the transform's rows come from",
-            hint="keep the column offset, or do without the mark",
+            "the source messages of the transform's rows are unknown",
+            hint="keep the column offset, or omit the mark",
         )
     return offsets
 
@@ -479,12 +468,12 @@ def _failed(
         topic=topic,
         offset=offset,
         path=_place_of(error),
-        hint="put it right and run the same command again: it goes on where this run has ended",
+        hint="fix it and run the same command again: it continues where this run ended",
     )
 
 
 def _place_of(error: BaseException) -> str | None:
-    """File and line of the user's code that an error comes from."""
+    """Returns file and line of the user's code where an error was raised."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,10 +1,10 @@
-"""What a task of `tier` does: one object out of a range of a topic's frames.
+"""What a task of `tier` does: makes one object of a range of a topic's frames.
 
     owner's files on this machine ─┐
     owner's broker, by Flight ─────┴─► frames ─► object ─► descriptor, for the driver to commit
 
-Owns: where the frames come from when the task runs. Does not own: the range, how an object is made
-(`ister.tier.object_maker`), whether it ever becomes part of its topic.
+Owns: where the frames come from. Does not own: the range, how an object is made
+(`ister.bucket.object_maker`), the commit.
 
 What a crash leaves: an object, or parts of one, that no descriptor names.
 """
@@ -12,52 +12,48 @@ What a crash leaves: an object, or parts of one, that no descriptor names.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
+from ister.bucket.egress import EgressLimit
+from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.client.frames import BrokerFrames
 from ister.clock import SystemClock
 from ister.errors import CorruptDataError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
 from ister.model import TopicName
-from ister.spark.jobs.report import error_as_fields
-from ister.spark.place import Place
+from ister.spark.jobs.job_report import ErrorFields, error_as_fields
+from ister.spark.location import Place
 from ister.spark.workers import compile_for
-from ister.tier.egress import EgressLimit
-from ister.tier.object_maker import FrameSource, ObjectMaker
-from ister.topic.local_tail import LocalTail
-from ister.topic.tiers import upload_settings
-
-__all__ = ["MadeObject", "UploadItem", "find_files", "make_object"]
+from ister.topic.stores import upload_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadItem:
-    """An object to be made. Pickled."""
+    """An object to make. Pickled."""
 
     topic: str
     start: int
     end: int
     size_bytes: int
-    """About."""
+    """Estimated."""
     epoch: int
     incarnation: str
     node: str
-    """Whose files have its frames."""
+    """The node whose files have its frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeObject:
-    """What a task has made: an object that is complete and belongs to nothing yet. Pickled."""
+    """A complete object that is not committed yet. Pickled."""
 
     descriptor: ObjectDescriptor
     place: tuple[int, int] | None
-    """Where its frames end: the number of the local file, and the byte in it."""
-    damage: Mapping[str, Any] | None = None
-    """Why it ends before it should."""
+    """Where its frames end: number of the local file, and byte in it."""
+    damage: ErrorFields | None = None
+    """Why it is shorter than planned."""
 
 
 @lru_cache(maxsize=4)
@@ -67,18 +63,14 @@ def _egress(bytes_per_second: float) -> EgressLimit:
 
 
 def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeObject:
-    """Makes one object. Harmless when done twice.
+    """Makes one object. May run twice.
 
-    Args:
-        place: The log.
-        item: The object.
-        task_count: Number of tasks that run in parallel; they share
-            `uploader.max_bytes_per_second`.
+    `task_count` tasks run in parallel, and share `uploader.max_bytes_per_second`.
 
     Raises:
-        CorruptDataError: Its first frame is damaged, or the object is not what was written.
+        CorruptDataError: Its first frame is damaged, or the object differs from what was written.
         UnavailableError: Neither this machine nor the broker has the frames, or a store does not
-            answer.
+            respond.
     """
     compile_for(item.size_bytes)
     history = place.history()
@@ -101,7 +93,7 @@ def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeO
         except CorruptDataError as error:
             if error.offset is None or not item.start < error.offset < item.end:
                 raise
-            # What lies before the damage is whole, and all the more worth a second copy.
+            # What comes before the damage is intact, and needs a second copy all the more.
             damage = error
             end = source.plan(
                 item.start,
@@ -119,9 +111,9 @@ def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeO
 
 @contextmanager
 def _frames_of(place: Place, item: UploadItem) -> Iterator[FrameSource]:
-    """The owner's files, if they are on this machine, or the owner itself."""
+    """Opens the owner's files, if they are on this machine, or the owner's broker."""
     source: FrameSource | None = None
-    local = find_files(place, item.topic, item.node, item.incarnation)
+    local = place.local_tail(item.topic, item.node, item.incarnation)
     if local is not None:
         opened = local.source(chunk_bytes=place.config.storage.uploader.stream_chunk_size // 2)
         if opened is not None:
@@ -137,23 +129,10 @@ def _frames_of(place: Place, item: UploadItem) -> Iterator[FrameSource]:
                 "the topic's files are not on this machine, or do not have the offsets",
                 topic=item.topic,
                 offset=item.start,
-                hint="give the address of the topic's broker to serve them",
+                hint="pass the address of the topic's broker",
             )
         source = BrokerFrames(client, item.topic, item.incarnation, item.epoch)
     try:
         yield source
     finally:
         source.close()
-
-
-def find_files(place: Place, topic: str, node: str, incarnation: str) -> LocalTail | None:
-    """A topic's local files, if they are on this machine; as `LocalTail.find`."""
-    history = place.history()
-    return LocalTail.find(
-        place.config.storage.wal.dir,
-        TopicName.parse(topic),
-        node,
-        incarnation,
-        clock=history.clock,
-        metrics=history.metrics,
-    )

@@ -24,8 +24,6 @@ import pyarrow as pa
 from ister.spark.tables.ranges import Coverage, Ranges
 from ister.spark.tables.targets import FileTarget
 
-__all__ = ["PUBLISH_DATE", "Addition", "DataFile", "Layout", "Table"]
-
 PUBLISH_DATE: Final = "publish_date"
 
 
@@ -62,7 +60,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What files of a table look like."""
+    """The layout of a table's files."""
 
     schema: pa.Schema
     """The columns of a file, with the table's own types."""
@@ -74,10 +72,10 @@ class Table(Protocol):
     """A table. Used by one thread at a time, on the driver."""
 
     location: str
-    """What tells it from others, and where people find it; without credentials."""
+    """The table's unique location, without credentials."""
 
     def open(self, wanted: pa.Schema) -> Layout:
-        """Makes the table if there is none, else adds the columns that it lacks.
+        """Creates the table if it does not exist, else adds missing columns.
 
         Args:
             wanted: Our columns, `publish_date` not among them.
@@ -89,10 +87,10 @@ class Table(Protocol):
         ...
 
     def coverage(self) -> Coverage:
-        """What the table has, read anew; nothing if there is no table.
+        """Returns the exported ranges, read again; empty if there is no table.
 
         Raises:
-            CorruptDataError: It does not say so any more.
+            CorruptDataError: The table has lost this information.
             UnavailableError: Its store or catalog does not answer.
         """
         ...
@@ -133,7 +131,7 @@ class Table(Protocol):
 
         Args:
             addition: What to add.
-            check: Asked right before each attempt; raises if the export may not go on. As long as
+            check: Called right before each attempt; raises if the export must stop. As long as
                 it was not asked, nothing has happened.
 
         Raises:

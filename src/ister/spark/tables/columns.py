@@ -16,16 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ister.errors import ConflictError
+from ister.format.arrow.table import is_text
 from ister.spark.tables.base import PUBLISH_DATE
-
-__all__ = [
-    "ENVELOPE",
-    "ENVELOPE_WITHOUT_PAYLOAD",
-    "LETTERS",
-    "cast_column",
-    "dates_of",
-    "fit",
-]
 
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _DAY_US: Final = 86_400_000_000
@@ -132,7 +124,7 @@ def _common(theirs: pa.DataType, ours: pa.DataType, *, nested: bool) -> pa.DataT
     """The type that a file has: theirs where it takes ours without loss; None if it does not."""
     if theirs == ours:
         return theirs
-    if _is_text(theirs) and _is_text(ours):
+    if is_text(theirs) and is_text(ours):
         return ours
     if _is_bytes(theirs) and _is_bytes(ours):
         return ours
@@ -181,14 +173,6 @@ def _lacks(theirs: pa.DataType, ours: pa.DataType) -> bool:
     if _is_list(theirs) and _is_list(ours):
         return _lacks(theirs.value_type, ours.value_type)
     return False
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or (pa.types.is_string_view(kind))
-    )
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -3,13 +3,13 @@
     <table>/publish_date=2026-03-01/<file>.parquet
     <table>/_delta_log/<version>.json: add …, txn {"ister.export", number}, commitInfo {coverage}
 
-Owns: how files and ranges become one version of the table. Does not own: the table's upkeep: files
-that no version names are collected by its own `vacuum`.
+Owns: how files and ranges become one version of the table. Does not own: the table's upkeep: its
+own `vacuum` collects files that no version names.
 
-Each commit requires that the table is at the version that was looked at: whoever else commits in
-between, be it another export or any other program, makes it fail, and it is checked and tried anew.
-Each of our commits says all that the table has of all topics. Where the log was cleaned so far that
-the last of them is gone, the offsets are read from the table's rows.
+Each commit requires that the table is still at the version that was read: a commit of any other
+program in between makes it fail, and it is checked and tried again. Each commit records all offsets
+that the table has of all topics. If the log was cleaned so far that the last record is gone, the
+offsets are read from the table's rows.
 
 What a crash leaves: files that no version names.
 """
@@ -19,9 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +29,6 @@ import pyarrow.compute as pc
 from ister import failpoints
 from ister.clock import Clock
 from ister.errors import (
-    CommitUnknownError,
     ConflictError,
     CorruptDataError,
     IsterError,
@@ -43,6 +40,7 @@ from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
 from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
 from ister.spark.tables.columns import fit
+from ister.spark.tables.library_table import SHOWN_CHARACTERS, LibraryTable
 from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import (
     ANY_INCARNATION,
@@ -58,19 +56,14 @@ if TYPE_CHECKING:
     from deltalake import DeltaTable as _Delta
     from deltalake.transaction import AddAction
 
-__all__ = ["DeltaTable"]
-
 _log = logging.getLogger("ister.spark.tables")
 
 _APP: Final = "ister.export"
 _NUMBER: Final = "ister.commit"
 _ID: Final = "ister.commit-id"
 _COVERAGE: Final = "ister.coverage"
-_ATTEMPTS: Final = 20
-_PAUSE_SECONDS: Final = 0.05
 _HISTORY: Final = (8, 64, 1024, None)
-"""How far back the log is looked through, in steps."""
-_SHOWN_CHARACTERS: Final = 300
+"""How far back the log is searched, in steps."""
 
 _OPTIONS: Final[dict[str, dict[str, str]]] = {
     "s3": {
@@ -84,7 +77,7 @@ _OPTIONS: Final[dict[str, dict[str, str]]] = {
     },
     "gcs": {
         "credential_file": "GOOGLE_SERVICE_ACCOUNT",
-        "credential_path": ("GOOGLE_SERVICE_ACCOUNT"),
+        "credential_path": "GOOGLE_SERVICE_ACCOUNT",
     },
     "azblob": {
         "account_name": "AZURE_STORAGE_ACCOUNT_NAME",
@@ -95,20 +88,20 @@ _OPTIONS: Final[dict[str, dict[str, str]]] = {
 }
 
 
-class DeltaTable:
-    """See the module header."""
+class DeltaTable(LibraryTable):
+    """A Delta table; see the module header."""
 
     def __init__(self, storage: Storage, *, clock: Clock, rng: random.Random | None = None) -> None:
+        super().__init__(rng)
         self._storage = storage
         self._clock = clock
-        self._rng = rng if rng is not None else random.Random()  # noqa: S311 - pauses
         self.location = storage.root
         self._uri = storage.root.replace("azblob://", "az://", 1)
 
     # -- what it is -------------------------------------------------------------------------
 
     def open(self, wanted: pa.Schema) -> Layout:
-        """Makes the table, by `publish_date`, or adds the columns that it lacks."""
+        """Creates the table, partitioned by `publish_date`, or adds missing columns."""
         with self._errors("the table cannot be opened"):
             table = self._load()
             if table is None:
@@ -119,7 +112,7 @@ class DeltaTable:
                 raise ConflictError(
                     f"the table is partitioned by {', '.join(partitions)}",
                     path=self.location,
-                    hint=f"an export takes tables that are partitioned by {PUBLISH_DATE}, or not",
+                    hint=f"export into a table partitioned by {PUBLISH_DATE}, or not at all",
                 )
             schema, added = fit(
                 existing,
@@ -154,23 +147,17 @@ class DeltaTable:
         return pa.schema(schema.to_arrow()), required
 
     def coverage(self) -> Coverage:
-        """What the newest of our commits says; without it, what rows are there."""
+        """Reads the newest record; without one, the table's rows."""
         table = self._load()
         return Coverage() if table is None else self._coverage(table)
 
     def has_exclusive_commits(self) -> bool:
-        """Whether the store lets only one of several writers create a version."""
+        """Returns whether the store lets only one writer create a version."""
         return self._storage.is_local or self._storage.store().probe().conditional_create
 
     def target(self, run: str) -> FileTarget:
-        """In the table's folders by date."""
+        """Returns the table's folders by date."""
         return StoreTarget(storage=self._storage, partition=PUBLISH_DATE)
-
-    def renew(self, run: str) -> None:
-        """Nothing: what is not committed is left alone by us."""
-
-    def end(self, run: str) -> None:
-        """Nothing."""
 
     def _load(self) -> _Delta | None:
         library = _library()
@@ -192,39 +179,34 @@ class DeltaTable:
     # -- commits ----------------------------------------------------------------------------
 
     def commit(self, addition: Addition, *, check: Callable[[], None]) -> None:
-        """One version of the table: files, ranges, and the number of the commit."""
-        library = _library()
-        pause = threading.Event()
-        for attempt in range(_ATTEMPTS):
-            table = self._load()
-            if table is None:
-                raise ConflictError("the table is gone", path=self.location)
-            number = self._number(table)
-            after = self._coverage(table).add(
-                addition.topic, addition.incarnation, addition.epoch, addition.ranges
-            )
-            prove_files(
-                addition, self._size_of, location=self.location, is_local=self._storage.is_local
-            )
-            actions = [self._add_action(file) for file in addition.files]
-            check()
-            failpoints.reach("export.before_table_commit")
-            version = table.version()
-            try:
-                self._write(table, addition, actions, after, 0 if number is None else number + 1)
-            except Exception as error:  # delta-rs has errors of many kinds
-                if self._has(addition.id, after=version):
-                    break
-                if not isinstance(error, library.exceptions.CommitFailedError):
-                    raise self._unknown() from error  # it may still come
-                pause.wait(_PAUSE_SECONDS * self._rng.uniform(0, 2 ** min(attempt, 6)))
-                continue
-            break
-        else:
-            raise UnavailableError(
-                f"{_ATTEMPTS} other commits came first", path=self.location, hint="run it again"
-            )
+        """Writes one version of the table: files, ranges, and the number of the commit."""
+        self._retry_commit(lambda: self._try_commit(addition, check))
         failpoints.reach("export.after_table_commit")
+
+    def _try_commit(self, addition: Addition, check: Callable[[], None]) -> bool:
+        table = self._load()
+        if table is None:
+            raise ConflictError("the table was deleted during the export", path=self.location)
+        number = self._number(table)
+        after = self._coverage(table).add(
+            addition.topic, addition.incarnation, addition.epoch, addition.ranges
+        )
+        prove_files(
+            addition, self._size_of, location=self.location, is_local=self._storage.is_local
+        )
+        actions = [self._add_action(file) for file in addition.files]
+        check()
+        failpoints.reach("export.before_table_commit")
+        version = table.version()
+        try:
+            self._write(table, addition, actions, after, 0 if number is None else number + 1)
+        except Exception as error:  # delta-rs has errors of many kinds
+            if self._has(addition.id, after=version):
+                return True
+            if not isinstance(error, _library().exceptions.CommitFailedError):
+                raise self._unknown() from error  # it may still come
+            return False
+        return True
 
     def _write(
         self,
@@ -248,7 +230,7 @@ class DeltaTable:
                     _COVERAGE: after.to_json(),
                 },
                 app_transactions=[library.Transaction(_APP, number)],
-                # Not on top of a version that was not looked at.
+                # Never on top of a version that was not read.
                 max_commit_retries=0,
             ),
         )
@@ -284,15 +266,7 @@ class DeltaTable:
             return None
 
     def _has(self, id: str, *, after: int) -> bool:
-        """Whether a commit is in the table whose answer was an error.
-
-        Args:
-            id: The commit's.
-            after: The version that it should have followed: all since then are looked through.
-
-        Raises:
-            CommitUnknownError: That cannot be found out.
-        """
+        """Returns whether a commit that got an error is in the table."""
         try:
             table = self._load()
             if table is None or table.version() <= after:
@@ -308,11 +282,12 @@ class DeltaTable:
         return False
 
     def _number(self, table: _Delta) -> int | None:
-        """That of the newest of our commits."""
+        """Returns the number of the newest export commit."""
         with self._errors("the table cannot be read"):
             number: int | None = table.transaction_version(_APP)
         return number
 
+    # Any: as deltalake has it; each commit has fields of its own.
     def _history(self, table: _Delta, limit: int | None) -> list[dict[str, Any]]:
         with self._errors("the table's log cannot be read"):
             return table.history(limit)
@@ -330,9 +305,7 @@ class DeltaTable:
             seen = len(found)
             if limit is not None and len(found) < limit:
                 break
-        _log.warning(
-            "the table's log was cleaned: its rows are read", extra={"path": self.location}
-        )
+        _log.warning("the table's log was cleaned; reading its rows", extra={"path": self.location})
         return self._coverage_of_rows(table)
 
     def _coverage_of_rows(self, table: _Delta) -> Coverage:
@@ -347,7 +320,7 @@ class DeltaTable:
                     topics[topic] = union(topics.get(topic, ()), _runs(rows.column("offset")))
         except (OSError, pa.ArrowException, KeyError) as error:
             raise CorruptDataError(
-                "the table does not say which offsets it has, and they cannot be read from it",
+                "the table does not record which offsets it has, and its rows cannot be read",
                 path=self.location,
                 hint="export into another table",
             ) from error
@@ -355,47 +328,16 @@ class DeltaTable:
             {topic: {ANY_INCARNATION: Covered(0, ranges)} for topic, ranges in topics.items()}
         )
 
-    # -- leftovers --------------------------------------------------------------------------
-
-    def discard(self, target: FileTarget, files: Sequence[DataFile]) -> None:
-        """Removes files that were never committed."""
-        for file in files:
-            try:
-                target.delete(file.path)
-            except IsterError as error:
-                _log.info("a file stays", extra={"path": file.path, "error": str(error)})
-
-    def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
-        """Nothing: the table's own `vacuum` does it."""
-        return 0
-
     def close(self) -> None:
-        """Nothing of its own."""
+        """Does nothing: the store is shared."""
 
-    def _unknown(self) -> CommitUnknownError:
-        return CommitUnknownError(
-            "whether the commit is in the table is not known",
-            path=self.location,
-            hint="run it again: it finds out",
-        )
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Errors of delta-rs, which are of many kinds, in our words."""
-        try:
-            yield
-        except IsterError:
-            raise
-        except Exception as error:
-            raise self._unavailable(what, error) from error
-
-    def _unavailable(self, what: str, error: Exception) -> UnavailableError:
+    def _mapped(self, what: str, error: Exception) -> IsterError:
         text = redact(str(error), hidden_values(self._storage.options)).partition("\n")[0]
-        return UnavailableError(f"{what}: {text[:_SHOWN_CHARACTERS]}", path=self.location)
+        return UnavailableError(f"{what}: {text[:SHOWN_CHARACTERS]}", path=self.location)
 
 
 class _Library:
-    """What is used of delta-rs."""
+    """The parts of delta-rs that are used."""
 
     def __init__(self) -> None:
         import deltalake  # noqa: PLC0415 - an extra
@@ -424,7 +366,7 @@ def _library() -> _Library:
 
 
 def _runs(offsets: pa.Array) -> Ranges:
-    """Offsets as ranges, without a Python object for each."""
+    """Returns offsets as ranges, without a Python object for each."""
     ordered = pc.drop_null(offsets.take(pc.sort_indices(offsets)))
     if not len(ordered):
         return ()
@@ -439,7 +381,7 @@ def _runs(offsets: pa.Array) -> Ranges:
 
 
 def _show_time(millis: int) -> str | None:
-    """As statistics have it, milliseconds being as fine as that goes; None beyond year 9999."""
+    """Formats a time for statistics, in milliseconds; None beyond year 9999."""
     seconds, rest = divmod(millis, 1000)
     try:
         when = datetime.fromtimestamp(0, UTC) + timedelta(seconds=seconds)

@@ -2,35 +2,30 @@
 
     data files of tasks ─► one transaction: add files, `ister.offsets.<topic>`, a snapshot
 
-Owns: how files and ranges become one snapshot of the table. Does not own: the table's upkeep: files
-that no snapshot names are collected by whatever removes orphan files of the catalog's tables.
+Owns: how files and ranges become one snapshot of the table. Does not own: the table's upkeep: the
+catalog's own tools remove orphan files.
 
 The ranges are properties of the table, which outlive its snapshots. Each commit appends to the
-snapshot that was looked at and to no other one (an append without files, too, if all that there is
-to say is that offsets were passed over): whoever else commits in between makes it fail, and it is
-checked and tried anew. pyiceberg's own repetitions are off for our commits: they would put our
-ranges over those of another export. So is its tidying after a commit that was called a failure: a
-request that was repeated on its way fails although it has happened, and its manifests are the
-table's. Whether it has, the table itself is asked.
+snapshot that was read and to no other one (also an append without files, to record that offsets
+were skipped): a commit of another program in between makes it fail, and it is checked and tried
+again. pyiceberg's own retries are off for these commits, because they would overwrite the ranges of
+another export. So is its cleanup after a failed commit: a request that was repeated on its way
+fails although it succeeded, and its manifests belong to the table. The table tells whether it did.
 
-What a crash leaves, and a commit that came second: files, and manifests, that no snapshot names.
+What a crash, or a lost race, leaves: files and manifests that no snapshot names.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, cast
 
 import pyarrow as pa
 
 from ister import failpoints
 from ister.errors import (
-    CommitUnknownError,
     ConfigError,
     ConflictError,
     IsterError,
@@ -40,8 +35,9 @@ from ister.errors import (
 from ister.extras import missing_extra
 from ister.objectstore.backends import hidden_values
 from ister.objectstore.store_errors import redact
-from ister.spark.tables.base import PUBLISH_DATE, Addition, DataFile, Layout
+from ister.spark.tables.base import PUBLISH_DATE, Addition, Layout
 from ister.spark.tables.columns import fit
+from ister.spark.tables.library_table import SHOWN_CHARACTERS, LibraryTable
 from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import (
@@ -56,46 +52,45 @@ if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
     from pyiceberg.table import CommitTableResponse, Transaction
     from pyiceberg.table import Table as _Iceberg
-
-__all__ = ["IcebergTable"]
-
-_log = logging.getLogger("ister.spark.tables")
+    from pyiceberg.table.update import TableRequirement, TableUpdate
 
 _OFFSETS: Final = "ister.offsets."
 _ID: Final = "ister.commit-id"
 _RETRIES: Final = "commit.retry.num-retries"
 _PAYLOAD_METRICS: Final = "write.metadata.metrics.column.payload"
-_ATTEMPTS: Final = 20
-_PAUSE_SECONDS: Final = 0.05
-_SHOWN_CHARACTERS: Final = 300
 _SQLITE: Final = "sqlite:///"
 _DAY_FIELD: Final = "publish_time_day"
 
 
 class _RefusedError(Exception):
-    """A catalog says that a commit has not happened: pyiceberg does not know this word."""
+    """A catalog rejected a commit; not an exception that pyiceberg knows."""
 
 
-class _NothingIsTidied:
-    """A catalog whose refusals do not make pyiceberg delete what it takes for uncommitted."""
+class _WithoutCleanup:
+    """A catalog after whose rejections pyiceberg deletes nothing."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
-    def commit_table(self, *arguments: Any) -> CommitTableResponse:  # noqa: ANN401 - its own
+    def commit_table(
+        self,
+        table: _Iceberg,
+        requirements: tuple[TableRequirement, ...],
+        updates: tuple[TableUpdate, ...],
+    ) -> CommitTableResponse:
         from pyiceberg.exceptions import CommitFailedException  # noqa: PLC0415 - an extra
 
         try:
-            return self._catalog.commit_table(*arguments)
+            return self._catalog.commit_table(table, requirements, updates)
         except CommitFailedException as error:
             raise _RefusedError(str(error)) from error
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever it has
+    def __getattr__(self, name: str) -> object:
         return getattr(self._catalog, name)
 
 
-class IcebergTable:
-    """See the module header."""
+class IcebergTable(LibraryTable):
+    """An Iceberg table; see the module header."""
 
     def __init__(
         self,
@@ -111,10 +106,10 @@ class IcebergTable:
             catalog: The catalog's properties, among them its `name`, as pyiceberg has them.
             rng: For the pauses between attempts.
         """
+        super().__init__(rng)
         self._name = name
         self._properties = dict(catalog)
         self._catalog_name = self._properties.pop("name", "ister")
-        self._rng = rng if rng is not None else random.Random()  # noqa: S311 - pauses
         self._opened: Catalog | None = None
         self._hidden = hidden_values(self._properties)
         where = self._properties.get("warehouse") or self._properties.get("uri", "")
@@ -123,7 +118,7 @@ class IcebergTable:
     # -- what it is -------------------------------------------------------------------------
 
     def open(self, wanted: pa.Schema) -> Layout:
-        """Makes the table, by day of `publish_time`, or adds the columns that it lacks."""
+        """Creates the table, partitioned by day of `publish_time`, or adds missing columns."""
         with self._errors("the table cannot be opened"):
             table = self._load()
             if table is None:
@@ -164,11 +159,7 @@ class IcebergTable:
         return catalog.load_table(self._name)
 
     def _check_partitions(self, table: _Iceberg) -> bool:
-        """Whether files are divided by date.
-
-        Raises:
-            ConflictError: The table is partitioned in another way.
-        """
+        """Returns whether files are divided by date."""
         fields = [
             (table.schema().find_column_name(item.source_id), str(item.transform))
             for item in table.spec().fields
@@ -180,8 +171,8 @@ class IcebergTable:
             raise ConflictError(
                 f"the table is partitioned by {shown}",
                 path=self.location,
-                hint="an export takes tables that are partitioned by day(publish_time), or by "
-                f"{PUBLISH_DATE}, or not",
+                hint="export into a table that is partitioned by day(publish_time), by "
+                f"{PUBLISH_DATE}, or not partitioned",
             )
         return False
 
@@ -191,7 +182,7 @@ class IcebergTable:
         return schema.as_arrow(), required
 
     def coverage(self) -> Coverage:
-        """What the table's properties say."""
+        """Reads the table's properties."""
         with self._errors("the table cannot be read"):
             table = self._load()
         return Coverage() if table is None else self._coverage(table)
@@ -205,11 +196,11 @@ class IcebergTable:
         return Coverage.from_topics(texts, path=self.location)
 
     def has_exclusive_commits(self) -> bool:
-        """It is what catalogs are for."""
+        """Returns True: a catalog guarantees it."""
         return True
 
     def target(self, run: str) -> FileTarget:
-        """The table's `data` folder."""
+        """Returns the table's `data` folder."""
         with self._errors("the table cannot be read"):
             table = self._catalog().load_table(self._name)
         directory = local_path(table.location())
@@ -219,14 +210,8 @@ class IcebergTable:
             return StoreTarget(storage=storage, folder="data", partition=_DAY_FIELD)
         return IcebergTarget(location=table.location(), properties=dict(table.io.properties))
 
-    def renew(self, run: str) -> None:
-        """Nothing: what is not committed is left alone by us."""
-
-    def end(self, run: str) -> None:
-        """Nothing."""
-
     def _sqlite(self) -> str | None:
-        """The file of a catalog in SQLite; None for any other."""
+        """Returns the file of a catalog in SQLite; None for any other."""
         uri = self._properties.get("uri", "")
         return uri.removeprefix(_SQLITE) if uri.startswith(_SQLITE) else None
 
@@ -247,7 +232,7 @@ class IcebergTable:
 
     def _load(self) -> _Iceberg | None:
         if (file := self._sqlite()) is not None and not os.path.exists(file):
-            return None  # opening the catalog would make it
+            return None  # opening the catalog would create it
         catalog = self._catalog()
         from pyiceberg.exceptions import (  # noqa: PLC0415 - an extra
             NoSuchNamespaceError,
@@ -262,47 +247,40 @@ class IcebergTable:
     # -- commits ----------------------------------------------------------------------------
 
     def commit(self, addition: Addition, *, check: Callable[[], None]) -> None:
-        """One snapshot: files, and the topic's ranges."""
+        """Commits one snapshot: files, and the topic's ranges."""
         self._catalog()
+        self._retry_commit(lambda: self._try_commit(addition, check))
+        failpoints.reach("export.after_table_commit")
+
+    def _try_commit(self, addition: Addition, check: Callable[[], None]) -> bool:
         from pyiceberg.exceptions import CommitFailedException  # noqa: PLC0415 - an extra
 
-        pause = threading.Event()
-        for attempt in range(_ATTEMPTS):
-            with self._errors("the table cannot be read"):
-                table = self._load()
-            if table is None:
-                raise ConflictError("the table is gone", path=self.location)
-            after = self._coverage(table).add(
-                addition.topic, addition.incarnation, addition.epoch, addition.ranges
-            )
-            self._prove(table, addition)
-            with self._errors("the table does not take the files"):
-                transaction = self._prepare(table, addition, after)
-            check()
-            failpoints.reach("export.before_table_commit")
-            try:
-                transaction.commit_transaction()
-            except (CommitFailedException, _RefusedError):
-                if self._has(addition.id):
-                    break
-                pause.wait(_PAUSE_SECONDS * self._rng.uniform(0, 2 ** min(attempt, 6)))
-                continue
-            except Exception as error:  # of a catalog, a database driver, a store
-                if self._has(addition.id):
-                    break
+        with self._errors("the table cannot be read"):
+            table = self._load()
+        if table is None:
+            raise ConflictError("the table was deleted during the export", path=self.location)
+        after = self._coverage(table).add(
+            addition.topic, addition.incarnation, addition.epoch, addition.ranges
+        )
+        self._prove(table, addition)
+        with self._errors("the table does not accept the files"):
+            transaction = self._prepare(table, addition, after)
+        check()
+        failpoints.reach("export.before_table_commit")
+        try:
+            transaction.commit_transaction()
+        except (CommitFailedException, _RefusedError):
+            return self._has(addition.id)
+        except Exception as error:  # of a catalog, a database driver, a store
+            if not self._has(addition.id):
                 raise self._unknown() from error  # it may still come
-            break
-        else:
-            raise UnavailableError(
-                f"{_ATTEMPTS} other commits came first", path=self.location, hint="run it again"
-            )
-        failpoints.reach("export.after_table_commit")
+        return True
 
     def _prove(self, table: _Iceberg, addition: Addition) -> None:
         base = table.location().rstrip("/")
 
         def size_of(path: str) -> int | None:
-            with self._errors("a file of the table cannot be looked at"):
+            with self._errors("a file of the table cannot be read"):
                 try:
                     return len(table.io.new_input(f"{base}/{path}"))
                 except FileNotFoundError:
@@ -313,10 +291,10 @@ class IcebergTable:
         )
 
     def _prepare(self, table: _Iceberg, addition: Addition, after: Coverage) -> Transaction:
-        # Only this value says so, not the table.
+        # Changed in this object only, not in the table.
         properties = {**table.metadata.properties, _RETRIES: "0", _PAYLOAD_METRICS: "none"}
         table.metadata = table.metadata.model_copy(update={"properties": properties})
-        table.catalog = cast("Catalog", _NothingIsTidied(table.catalog))
+        table.catalog = cast("Catalog", _WithoutCleanup(table.catalog))
         base = table.location().rstrip("/")
         transaction = table.transaction()
         transaction.set_properties(
@@ -329,17 +307,13 @@ class IcebergTable:
                 "ister.topic": addition.topic,
                 "ister.ranges": str([list(item) for item in addition.ranges[:100]]),
             },
-            # Their names are unlike any others.
+            # Their names are unique.
             check_duplicate_files=False,
         )
         return transaction
 
     def _has(self, id: str) -> bool:
-        """Whether a commit is in the table whose answer was an error.
-
-        Raises:
-            CommitUnknownError: That cannot be found out.
-        """
+        """Returns whether a commit that got an error is in the table."""
         try:
             table = self._load()
         except Exception as error:
@@ -351,48 +325,15 @@ class IcebergTable:
             for item in table.metadata.snapshots
         )
 
-    # -- leftovers --------------------------------------------------------------------------
-
-    def discard(self, target: FileTarget, files: Sequence[DataFile]) -> None:
-        """Removes files that were never committed."""
-        for file in files:
-            try:
-                target.delete(file.path)
-            except IsterError as error:
-                _log.info("a file stays", extra={"path": file.path, "error": str(error)})
-
-    def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
-        """Nothing: what removes orphan files of the catalog's tables does it."""
-        return 0
-
     def close(self) -> None:
         """Closes the catalog."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
 
-    # -- errors -----------------------------------------------------------------------------
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Errors of catalogs, in our words."""
-        try:
-            yield
-        except IsterError:
-            raise
-        except Exception as error:  # of a catalog, a database driver, a store
-            raise self._mapped(what, error) from error
-
-    def _unknown(self) -> CommitUnknownError:
-        return CommitUnknownError(
-            "whether the commit is in the table is not known",
-            path=self.location,
-            hint="run it again: it finds out",
-        )
-
     def _mapped(self, what: str, error: Exception) -> IsterError:
         name = type(error).__name__
-        text = redact(str(error), self._hidden).partition("\n")[0][:_SHOWN_CHARACTERS]
+        text = redact(str(error), self._hidden).partition("\n")[0][:SHOWN_CHARACTERS]
         if name in ("ForbiddenError", "UnauthorizedError", "AuthorizationExpiredError"):
             return PermissionDeniedError(f"{what}: {text}", path=self.location)
         if isinstance(error, ValueError):

@@ -6,7 +6,7 @@
 Owns: the parsing, and what fits: JSON in UTF-8, an object, values of the schema's types. Does not
 own: what becomes of payloads that do not.
 
-Both ways give the same columns: what pyarrow does not take is looked at again by the slow way, and
+Both ways give the same columns: what pyarrow does not take is decoded again by the slow way, and
 only that has the last word about a payload. `1.0` is an integer, as JSON Schema has it; a number is
 no text, and a text no number. A time without a zone is in UTC.
 """
@@ -18,15 +18,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from ister.spark.tables.json_schema import Kind, Member
-
-__all__ = ["JsonParser"]
+from ister.spark.tables.json_schema import Member, ValueType
 
 _PIECE_ROWS: Final = 256
 _SHOWN_CHARACTERS: Final = 200
@@ -150,7 +148,7 @@ class JsonParser:
     def _parse_slowly(
         self, payloads: pa.Array, first: int
     ) -> tuple[list[pa.Array], list[tuple[int, str]]]:
-        rows: list[list[Any]] = []
+        rows: list[list[object]] = []
         bad: list[tuple[int, str]] = []
         for number, payload in enumerate(payloads.to_pylist(), first):
             try:
@@ -174,7 +172,7 @@ class JsonParser:
         ]
         return columns, bad
 
-    def _row(self, payload: bytes) -> list[Any]:
+    def _row(self, payload: bytes) -> list[object]:
         value = _load(payload)
         if not isinstance(value, dict):
             _misfit("", value, "an object")
@@ -227,7 +225,7 @@ def _all_valid(payloads: Sequence[bytes]) -> bool:
     return True
 
 
-def _text_type(kind: Kind) -> pa.DataType:
+def _text_type(kind: ValueType) -> pa.DataType:
     """The type that pyarrow parses: times and dates are cast afterwards."""
     if kind.form in ("time", "date"):
         return pa.string()
@@ -238,7 +236,7 @@ def _text_type(kind: Kind) -> pa.DataType:
     return kind.type
 
 
-def _cast_text(column: pa.Array, kind: Kind) -> pa.Array | None:
+def _cast_text(column: pa.Array, kind: ValueType) -> pa.Array | None:
     """A column as pyarrow has parsed it, with its own type; None if a text is no time."""
     if kind.form in ("time", "date"):
         for wanted in (kind.type, pa.timestamp("us")) if kind.form == "time" else (kind.type,):
@@ -269,22 +267,18 @@ def _cast_text(column: pa.Array, kind: Kind) -> pa.Array | None:
 # -- single values --------------------------------------------------------------------------
 
 
-def _convert(value: object, kind: Kind, path: str) -> object:
-    """A value as its column has it.
-
-    Raises:
-        _MisfitError: It does not fit.
-    """
+def _convert(value: object, kind: ValueType, path: str) -> object:
+    """A value as its column has it."""
     return None if value is None else _CONVERTERS[kind.form](value, kind, path)
 
 
-def _to_string(value: object, kind: Kind, path: str) -> str:
+def _to_string(value: object, kind: ValueType, path: str) -> str:
     if not isinstance(value, str):
         _misfit(path, value, "a string")
     return _check_text(value, path)
 
 
-def _to_integer(value: object, kind: Kind, path: str) -> int:
+def _to_integer(value: object, kind: ValueType, path: str) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -295,7 +289,7 @@ def _to_integer(value: object, kind: Kind, path: str) -> int:
     return value
 
 
-def _to_number(value: object, kind: Kind, path: str) -> float:
+def _to_number(value: object, kind: ValueType, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         _misfit(path, value, "a number")
     try:
@@ -307,13 +301,13 @@ def _to_number(value: object, kind: Kind, path: str) -> float:
     return found
 
 
-def _to_boolean(value: object, kind: Kind, path: str) -> bool:
+def _to_boolean(value: object, kind: ValueType, path: str) -> bool:
     if not isinstance(value, bool):
         _misfit(path, value, "a boolean")
     return value
 
 
-def _to_time(value: object, kind: Kind, path: str) -> datetime:
+def _to_time(value: object, kind: ValueType, path: str) -> datetime:
     if not isinstance(value, str):
         _misfit(path, value, "a date-time")
     try:
@@ -326,7 +320,7 @@ def _to_time(value: object, kind: Kind, path: str) -> datetime:
     return found
 
 
-def _to_date(value: object, kind: Kind, path: str) -> date:
+def _to_date(value: object, kind: ValueType, path: str) -> date:
     if not isinstance(value, str):
         _misfit(path, value, "a date")
     try:
@@ -337,7 +331,7 @@ def _to_date(value: object, kind: Kind, path: str) -> date:
         raise _MisfitError(f"{_name(path)} is not a date") from error
 
 
-def _to_array(value: object, kind: Kind, path: str) -> list[Any]:
+def _to_array(value: object, kind: ValueType, path: str) -> list[object]:
     if not isinstance(value, list):
         _misfit(path, value, "an array")
     item = kind.item
@@ -346,7 +340,7 @@ def _to_array(value: object, kind: Kind, path: str) -> list[Any]:
     return [_convert(one, item, f"{path}[{number}]") for number, one in enumerate(value)]
 
 
-def _to_object(value: object, kind: Kind, path: str) -> dict[str, Any]:
+def _to_object(value: object, kind: ValueType, path: str) -> dict[str, object]:
     if not isinstance(value, dict):
         _misfit(path, value, "an object")
     return {
@@ -357,11 +351,11 @@ def _to_object(value: object, kind: Kind, path: str) -> dict[str, Any]:
     }
 
 
-def _to_json(value: object, kind: Kind, path: str) -> str:
+def _to_json(value: object, kind: ValueType, path: str) -> str:
     return _check_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")), path)
 
 
-_CONVERTERS: Final[dict[str, Callable[[Any, Kind, str], Any]]] = {
+_CONVERTERS: Final[dict[str, Callable[[object, ValueType, str], object]]] = {
     "string": _to_string,
     "integer": _to_integer,
     "number": _to_number,
@@ -379,7 +373,7 @@ def _check_text(text: str, path: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise _MisfitError(f"{_name(path)} has half of a character") from error
+            raise _MisfitError(f"{_name(path)} has an unpaired surrogate") from error
     return text
 
 

@@ -7,7 +7,7 @@
 Owns: this mapping. Does not own: payloads (`json_rows`).
 
 Every column may be null: a property that is missing, or null, is. What a schema demands beyond
-types (`required`, `minimum`, `pattern` …) is not looked at: that is for who publishes. A property
+types (`required`, `minimum`, `pattern` …) is ignored: publishers check it. A property
 whose name an envelope's column has already is called `payload_<name>`; characters that tables do
 not take in names become `_`. References within the schema (`#/$defs/…`) are followed; a schema that
 contains itself is text where it does.
@@ -20,15 +20,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import pyarrow as pa
 
 from ister.errors import InvalidRequestError, NotFoundError
 from ister.spark.tables.base import PUBLISH_DATE
 from ister.spark.tables.columns import ENVELOPE
-
-__all__ = ["Form", "Kind", "Member", "columns_of", "load_schema", "with_types"]
 
 Form = Literal["string", "integer", "number", "boolean", "time", "date", "array", "object", "json"]
 
@@ -49,14 +47,14 @@ _FORMATS: Final[dict[str, tuple[Form, pa.DataType]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What a value becomes."""
+class ValueType:
+    """The column type of a JSON value."""
 
     form: Form
     type: pa.DataType
     members: tuple[Member, ...] = ()
     """Of an object."""
-    item: Kind | None = None
+    item: ValueType | None = None
     """Of an array."""
 
     @property
@@ -75,13 +73,13 @@ class Member:
 
     property: str
     column: str
-    kind: Kind
+    kind: ValueType
 
 
-_JSON: Final = Kind("json", pa.string())
+_JSON: Final = ValueType("json", pa.string())
 
 
-def load_schema(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+def load_schema(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[str, object]:
     """A JSON Schema from a file, or as it is.
 
     Raises:
@@ -103,7 +101,7 @@ def load_schema(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     return schema
 
 
-def columns_of(schema: Mapping[str, Any]) -> tuple[Member, ...]:
+def columns_of(schema: Mapping[str, object]) -> tuple[Member, ...]:
     """The columns that a schema's properties become.
 
     Raises:
@@ -132,7 +130,7 @@ def with_types(members: tuple[Member, ...], schema: pa.Schema) -> tuple[Member, 
     )
 
 
-def _retyped(kind: Kind, wanted: pa.DataType) -> Kind:
+def _retyped(kind: ValueType, wanted: pa.DataType) -> ValueType:
     if kind.type == wanted:
         return kind
     if kind.form == "object" and pa.types.is_struct(wanted):
@@ -141,18 +139,18 @@ def _retyped(kind: Kind, wanted: pa.DataType) -> Kind:
             Member(item.property, item.column, _retyped(item.kind, known[item.column]))
             for item in kind.members
         )
-        return Kind("object", pa.struct([(m.column, m.kind.type) for m in members]), members)
+        return ValueType("object", pa.struct([(m.column, m.kind.type) for m in members]), members)
     if kind.form == "array" and kind.item is not None and pa.types.is_list(wanted):
         item = _retyped(kind.item, wanted.value_type)
-        return Kind("array", pa.list_(item.type), item=item)
+        return ValueType("array", pa.list_(item.type), item=item)
     form: Form = "number" if pa.types.is_floating(wanted) else kind.form
-    return Kind(form, wanted)
+    return ValueType(form, wanted)
 
 
 class _SchemaReader:
     """Reads a schema whose references point into itself."""
 
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, object]) -> None:
         self._root = root
 
     def resolve(self, schema: object, trail: tuple[str, ...]) -> object:
@@ -178,7 +176,7 @@ class _SchemaReader:
         return found
 
     def members(
-        self, properties: Mapping[str, Any], trail: tuple[str, ...], *, taken: frozenset[str]
+        self, properties: Mapping[str, object], trail: tuple[str, ...], *, taken: frozenset[str]
     ) -> tuple[Member, ...]:
         """The columns or fields of an object."""
         found: list[Member] = []
@@ -196,7 +194,7 @@ class _SchemaReader:
             found.append(Member(str(name), column, self.kind(schema, trail)))
         return tuple(found)
 
-    def kind(self, schema: object, trail: tuple[str, ...]) -> Kind:
+    def kind(self, schema: object, trail: tuple[str, ...]) -> ValueType:
         """What a value of a schema becomes."""
         if len(trail) > _DEPTH_MAX:
             return _JSON
@@ -211,27 +209,29 @@ class _SchemaReader:
                 return self._one_of(schema[word], trail)
         return self._of_type(schema, trail)
 
-    def _one_of(self, choices: object, trail: tuple[str, ...]) -> Kind:
+    def _one_of(self, choices: object, trail: tuple[str, ...]) -> ValueType:
         """The one choice besides null; text if there are several."""
         if not isinstance(choices, list):
             return _JSON
         real = [item for item in choices if not _is_null(item)]
         return self.kind(real[0], (*trail, "")) if len(real) == 1 else _JSON
 
-    def _of_type(self, schema: Mapping[str, Any], trail: tuple[str, ...]) -> Kind:
+    def _of_type(self, schema: Mapping[str, object], trail: tuple[str, ...]) -> ValueType:
         name = _type_name(schema)
-        if name == "string" and schema.get("format") in _FORMATS:
-            return Kind(*_FORMATS[schema["format"]])
+        format_name = schema.get("format")
+        if name == "string" and isinstance(format_name, str) and format_name in _FORMATS:
+            return ValueType(*_FORMATS[format_name])
         if name in _SIMPLE:
-            return Kind(*_SIMPLE[name])
+            return ValueType(*_SIMPLE[name])
         if name == "array" and isinstance(schema.get("items"), Mapping):
             item = self.kind(schema["items"], (*trail, ""))
-            return Kind("array", pa.list_(item.type), item=item)
-        if name == "object" and isinstance(schema.get("properties"), Mapping):
-            members = self.members(schema["properties"], (*trail, ""), taken=frozenset())
+            return ValueType("array", pa.list_(item.type), item=item)
+        properties = schema.get("properties")
+        if name == "object" and isinstance(properties, Mapping):
+            members = self.members(properties, (*trail, ""), taken=frozenset())
             if members:
                 fields = [(member.column, member.kind.type) for member in members]
-                return Kind("object", pa.struct(fields), members)
+                return ValueType("object", pa.struct(fields), members)
         return _JSON
 
 
@@ -239,14 +239,15 @@ def _is_null(schema: object) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "null"
 
 
-def _type_name(schema: Mapping[str, Any]) -> str | None:
+def _type_name(schema: Mapping[str, object]) -> str | None:
     """The one type of a schema besides null; None if it has none, or several."""
     name = schema.get("type")
     if isinstance(name, list):
         real = [item for item in name if item != "null"]
         name = real[0] if len(real) == 1 else None
-    if name is None and isinstance(schema.get("enum"), list):
-        values = [value for value in schema["enum"] if value is not None]
+    choices = schema.get("enum")
+    if name is None and isinstance(choices, list):
+        values = [value for value in choices if value is not None]
         return "string" if values and all(isinstance(item, str) for item in values) else None
     if name is None and isinstance(schema.get("const"), str):
         return "string"

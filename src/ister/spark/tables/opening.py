@@ -27,8 +27,6 @@ from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from ister.spark.tables.targets import check_address, local_path, storage_of
 
-__all__ = ["TablePlace", "dead_letters_name", "open_table", "table_name"]
-
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_]")
 _LETTERS: Final = "_dead_letters"
 _FIELDS: Final = {"namespace", "topic"}
@@ -94,7 +92,7 @@ def open_table(name: str, place: TablePlace, *, clock: Clock) -> Table:
         InvalidRequestError: The name makes no sense.
     """
     if not name.strip():
-        raise InvalidRequestError("a table has a name", hint="to=…, or --to")
+        raise InvalidRequestError("the table has no name", hint="pass to=…, or --to")
     if place.format is TableFormat.ICEBERG:
         return _iceberg(name, place)
     storage = storage_of(name, place.storage_options, place.config.storage.cloud)

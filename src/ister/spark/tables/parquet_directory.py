@@ -1,43 +1,42 @@
-"""A directory of Parquet files, by date: a table for whoever reads files.
+"""A directory of Parquet files, by date: a table for any program that reads files.
 
     <table>/publish_date=2026-03-01/<file>.parquet      what readers read
     <table>/_ister/commits/<number, 20 digits>.json     what is in the table, and since when
     <table>/_ister/pending/<run>/…                      files before their commit
-    <table>/_ister/runs/<run>                           renewed while an export is under way
+    <table>/_ister/runs/<run>                           renewed while an export is running
     <table>/_ister/published/<number>                   all files of a commit have their names
 
 Owns: these names, the order of commits, and that files get their final names. Does not own: what is
 in the files.
 
-The commit point is the commit record, created under a name that only one can have. Its files get
-their final names after it, so readers never see a file that does not count; they may see some files
-of a commit a moment before others. Each record says all that the table has, so the newest is
-enough, and older ones go after a while. It also names the one before it: that is how an export
-whose record has got a follower in the meantime knows that it counts.
+The commit point is the commit record, created under a number that only one writer can get. Its
+files get their final names afterwards, so readers never see an uncommitted file; they may see some
+files of a commit before others. Each record has all offsets of the table, so the newest one is
+enough, and older ones are removed after a while. It also names its predecessor: that is how an
+export whose record has a successor knows that its record is valid.
 
 Invariants: a file that a record names is never deleted before it has its final name. Only the
-newest record can have files without one: whoever commits next sees to that first. Before `tidy`
-removes files of a run that was not heard of, it commits that the run has ended: a run that wakes up
-either had committed before, and its files have got their names, or is refused.
+newest record can have files without one: the next commit publishes them first. Before `tidy`
+removes files of a silent run, it commits that the run has ended: a run that wakes up either had
+committed before, and its files have their names, or is refused.
 
 What a crash leaves: files below `pending`, which `tidy` removes after a grace; or, after the commit
-record, files that do not have their final names yet: the next export finishes that first.
+record, files without their final names, which the next export publishes first.
 
-Spark, DuckDB and pandas pass over names that begin with `_` or `.`.
+Spark, DuckDB and pandas ignore names that start with `_` or `.`.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -62,8 +61,6 @@ from ister.spark.tables.proof import prove_files
 from ister.spark.tables.ranges import Coverage
 from ister.spark.tables.targets import FileTarget, Storage, StoreTarget
 
-__all__ = ["ParquetDirectory"]
-
 _log = logging.getLogger("ister.spark.tables")
 
 _COMMITS: Final = "_ister/commits/"
@@ -77,14 +74,13 @@ _COPY_BYTES: Final = 8 * MIB
 _MARK_BYTES_MAX: Final = 4096
 _KEPT_RECORDS: Final = 100
 _KEPT_SECONDS: Final = 7 * 86_400
-"""Longer than any export could be paused and still go on: a number is never given twice."""
+"""Longer than an export could be paused and continue: a number is never assigned twice."""
 _ALIVE_SECONDS: Final = 900.0
-"""A run that was renewed so recently is under way, however short the grace is."""
+"""A run that was renewed this recently is alive, however short the grace is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Move:
-    """A file on its way to its final name."""
+class _Move(msgspec.Struct, frozen=True, kw_only=True, rename={"final": "path"}):
+    """A file and its final name."""
 
     pending: str
     final: str
@@ -99,9 +95,22 @@ class _Move:
         return f"{self.first_offset} up to {self.last_offset + 1}"
 
 
+class _StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A commit record as it is stored."""
+
+    version: int = 1
+    id: str
+    coverage: msgspec.Raw
+    schema: bytes
+    topic: str | None = None
+    previous: str | None = None
+    ended: dict[str, int] = msgspec.field(default_factory=dict)
+    files: tuple[_Move, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """A commit."""
+    """A commit record."""
 
     number: int
     id: str
@@ -109,7 +118,7 @@ class _Record:
     schema: pa.Schema
     moves: tuple[_Move, ...] = ()
     topic: str | None = None
-    """That of the files."""
+    """The topic of the files."""
     previous: str | None = None
     """The id of the commit before."""
     ended: Mapping[str, int] = field(default_factory=dict)
@@ -117,7 +126,7 @@ class _Record:
 
 
 class ParquetDirectory:
-    """See the module header."""
+    """A table in a directory or bucket; see the module header."""
 
     def __init__(self, storage: Storage, *, clock: Clock) -> None:
         self._storage = storage
@@ -129,7 +138,7 @@ class ParquetDirectory:
     # -- what it is -------------------------------------------------------------------------
 
     def open(self, wanted: pa.Schema) -> Layout:
-        """Finishes a commit that was interrupted, and finds out which types columns have."""
+        """Publishes files of an interrupted commit, and reads the types of columns."""
         last = self._last()
         if last is not None:
             self._publish(last)
@@ -141,28 +150,28 @@ class ParquetDirectory:
         return Layout(schema=schema, by_date=True)
 
     def coverage(self) -> Coverage:
-        """What the newest commit says."""
+        """Reads the newest commit record."""
         if self._storage.is_local and not os.path.isdir(self._storage.root):
-            return Coverage()  # opening it would make it
+            return Coverage()  # opening it would create it
         last = self._last()
         return Coverage() if last is None else last.coverage
 
     def has_exclusive_commits(self) -> bool:
-        """Whether the store lets only one of several writers create a name."""
+        """Returns whether the store lets only one writer create a name."""
         return self._store.probe().conditional_create
 
     def target(self, run: str) -> FileTarget:
-        """Below `pending`."""
+        """Returns a folder below `pending`."""
         self.renew(run)
         return StoreTarget(storage=self._storage, folder=f"{_PENDING}{run}", partition=None)
 
     def renew(self, run: str) -> None:
-        """Writes the run's mark anew; the store's time of it is what counts."""
+        """Writes the run's mark again; its modification time in the store counts."""
         self._store.put(f"{_RUNS}{run}", b"{}")
 
     def end(self, run: str) -> None:
         """Removes the run's mark."""
-        with suppress(IsterError):  # else `tidy` does, later
+        with suppress(IsterError):  # otherwise `tidy` does it later
             self._store.delete(f"{_RUNS}{run}")
 
     @property
@@ -174,11 +183,11 @@ class ParquetDirectory:
     # -- commits ----------------------------------------------------------------------------
 
     def commit(self, addition: Addition, *, check: Callable[[], None]) -> None:
-        """Creates the next commit record; then gives its files their names."""
+        """Creates the next commit record; then publishes its files."""
         for _ in range(_ATTEMPTS):
             last = self._last()
             if last is not None and last.id == addition.id:
-                self._finish(last)  # an answer got lost
+                self._finish(last)  # the answer was lost
                 return
             if last is not None:
                 self._publish(last)
@@ -193,7 +202,9 @@ class ParquetDirectory:
                 self._finish(record)
                 return
         raise UnavailableError(
-            f"{_ATTEMPTS} other commits came first", path=self.location, hint="run it again"
+            f"the table kept changing during {_ATTEMPTS} attempts",
+            path=self.location,
+            hint="run it again",
         )
 
     def _size_of(self, path: str) -> int | None:
@@ -203,13 +214,13 @@ class ParquetDirectory:
             return None
 
     def _finish(self, record: _Record) -> None:
-        """Gives the files of a commit that is in the table their names."""
-        with self._unknown("the commit is in the table, but not all files have their names yet"):
+        """Publishes the files of a commit that is in the table."""
+        with self._unknown("the commit is in the table, but not all files are published yet"):
             self._publish(record)
 
     @contextmanager
     def _unknown(self, what: str) -> Iterator[None]:
-        """Whatever fails from the moment on when a record may exist takes nothing back."""
+        """Reports a failure as an unknown commit, because the record may exist."""
         try:
             yield
         except (CommitUnknownError, CorruptDataError):
@@ -219,7 +230,7 @@ class ParquetDirectory:
                 f"{what}: {error.message}",
                 topic=error.topic,
                 path=error.path or self.location,
-                hint="run it again: it finds out, and goes on from there",
+                hint="run it again: it finds out, and continues from there",
             ) from error
 
     def _following(self, last: _Record | None, addition: Addition) -> _Record:
@@ -228,10 +239,10 @@ class ParquetDirectory:
         gone = sorted({_run_of(file.path) for file in addition.files} & set(ended))
         if gone:
             raise ConflictError(
-                "another export took this one for dead and has removed its files",
+                "another export assumed that this one was dead, and removed its files",
                 topic=addition.topic,
                 path=f"{self.location}/{_PENDING}{gone[0]}",
-                hint="it was stopped for too long, or could not reach the table's store; "
+                hint="it was paused for too long, or could not reach the table's store; "
                 "run it again: it adds what is missing",
             )
         return _Record(
@@ -257,61 +268,55 @@ class ParquetDirectory:
         )
 
     def _still_ended(self, last: _Record | None) -> dict[str, int]:
-        """Runs that have ended, as long as one of them could still wake up."""
+        """Returns runs that have ended and could still wake up."""
         if last is None:
             return {}
         since = self._clock.now_ns() // 1_000_000_000 - _KEPT_SECONDS
         return {run: when for run, when in last.ended.items() if when > since}
 
     def _create(self, record: _Record) -> bool:
-        """Creates a commit record; False if somebody else has the number.
-
-        Raises:
-            ConflictError: The number is an old one: the record does not count, and is gone again.
-            CommitUnknownError: Whether it exists could not be found out, or may still change.
-            IsterError: The store refused it; it may exist all the same.
-        """
+        """Creates a commit record; False if another writer has the number."""
         key, data = _record_key(record.number), _encode(record)
         for _ in range(_TRIES):
             try:
                 self._put(key, data)
             except AlreadyExistsError:
-                with self._unknown("whether the commit is in the table is not known"):
+                with self._unknown("the commit may be in the table"):
                     if not self._is_own(key, record):
                         return False
             except UnavailableError as error:
-                _log.info("a commit got no answer", extra={"path": key, "error": str(error)})
-                continue  # the next try finds it, if it is there
+                _log.info("commit got no response", extra={"path": key, "error": str(error)})
+                continue  # the next try finds out
             break
         else:
             raise CommitUnknownError(
-                "whether the commit is in the table is not known",
+                "the commit may be in the table",
                 path=key,
                 hint="run it again: it finds out",
             )
-        with self._unknown("whether the commit counts is not known"):
+        with self._unknown("the commit may be in the table"):
             counts = self._counts(record)
             if not counts:
                 self._store.delete(key)
         if not counts:
             raise ConflictError(
-                "the table has newer commits: this export was stopped for too long",
+                "the table has newer commits: this export was paused for too long",
                 path=self.location,
                 hint="run it again: it adds what is missing",
             )
         return True
 
     def _counts(self, record: _Record) -> bool:
-        """Whether a record that exists is one of the table's.
+        """Returns whether an existing record is valid.
 
-        It is not if its number had been given before, long ago, and was forgotten since.
+        It is not if its number was used before, long ago, and that record was removed since.
         """
         if max(self._numbers(), default=record.number) <= record.number:
             return True
         try:
             follower = self._read(_record_key(record.number + 1), record.number + 1)
         except NotFoundError:
-            # Records are forgotten from the oldest on: if the follower is, ours would be as well.
+            # Records are removed oldest first: if the successor is gone, ours would be, too.
             self._store.stat(_record_key(record.number))
             return False
         return follower.previous == record.id
@@ -321,19 +326,19 @@ class ParquetDirectory:
         try:
             store.put(key, data, if_absent=True)
         except UnsupportedOperationError:
-            # The export's lease is all that there is.
+            # Only the export's lease protects the name.
             try:
                 store.stat(key)
             except NotFoundError:
                 store.put(key, data)
             else:
-                raise AlreadyExistsError("there is such a commit", path=key) from None
+                raise AlreadyExistsError("the commit exists", path=key) from None
 
     def _is_own(self, key: str, record: _Record) -> bool:
         try:
             return self._read(key, record.number).id == record.id
         except NotFoundError:
-            return False  # somebody else took theirs back
+            return False  # the other writer removed its record
 
     def _numbers(self) -> list[int]:
         return [number for number, _ in self._records()]
@@ -354,21 +359,16 @@ class ParquetDirectory:
             try:
                 return self._read(_record_key(numbers[-1]), numbers[-1])
             except NotFoundError:
-                continue  # taken back between the two
+                continue  # removed between the two calls
         raise UnavailableError("the table's commits keep changing", path=self.location)
 
     def _read(self, key: str, number: int) -> _Record:
         return _decode(self._store.read(key, 0, _RECORD_BYTES_MAX), number, path=key)
 
-    # -- names ------------------------------------------------------------------------------
+    # -- files ------------------------------------------------------------------------------
 
     def _publish(self, record: _Record) -> None:
-        """Gives the files of a commit their final names, as far as they have not got them.
-
-        Raises:
-            CorruptDataError: A file is there under neither name.
-            IsterError: The store does not answer, or refuses.
-        """
+        """Gives the files of a commit their final names, if they do not have them."""
         if not record.moves or self._is_published(record):
             return
         missing = []
@@ -380,25 +380,27 @@ class ParquetDirectory:
             failpoints.reach("export.after_publish")
         if missing:
             raise CorruptDataError(
-                f"the table says that it has offsets of {record.topic}, and the file with "
-                f"{missing[0].shown} is gone, and {len(missing) - 1} more: somebody deleted "
-                "them before they had their final names",
+                f"the table records offsets of {record.topic}, and the file with "
+                f"{missing[0].shown} is gone, and {len(missing) - 1} more: they were deleted "
+                "before they had their final names",
                 topic=record.topic,
                 offset=missing[0].first_offset,
                 path=f"{self.location}/{missing[0].pending}",
-                hint="put the file back, or export into another directory",
+                hint="restore the file, or export into another directory",
             )
         try:
             self._store.put(_published_key(record.number), record.id.encode())
         except IsterError as error:
-            _log.info("not marked", extra={"path": self.location, "error": str(error)})
+            _log.info(
+                "publication not recorded", extra={"path": self.location, "error": str(error)}
+            )
         if self._storage.is_local:
             for folder in {move.pending.rpartition("/")[0] for move in record.moves}:
-                with suppress(IsterError):  # others may have files in there
+                with suppress(IsterError):  # another run may have files there
                     LocalFileSystem().remove_directory(f"{self._storage.root}/{folder}")
 
     def _is_published(self, record: _Record) -> bool:
-        """Whether all files have had their names: from then on, who deletes some means it."""
+        """Returns whether all files got their names; later deletions are on purpose."""
         try:
             found = self._store.read(_published_key(record.number), 0, _MARK_BYTES_MAX)
         except NotFoundError:
@@ -406,11 +408,7 @@ class ParquetDirectory:
         return found == record.id.encode()
 
     def _move(self, move: _Move) -> None:
-        """Gives a file its name.
-
-        Raises:
-            NotFoundError: It is there under neither.
-        """
+        """Gives a file its final name."""
         if self._storage.is_local:
             _rename(self._storage.root, move.pending, move.final)
             return
@@ -424,7 +422,7 @@ class ParquetDirectory:
             raise UnavailableError(
                 f"a copy has {found.size} bytes, and {move.bytes} were written",
                 path=f"{self.location}/{move.final}",
-                hint="run it again: it is copied anew",
+                hint="run it again: it copies the file again",
             )
         self._store.delete(move.pending)
 
@@ -450,10 +448,10 @@ class ParquetDirectory:
             try:
                 self._store.delete(file.path)
             except IsterError as error:
-                _log.info("a file stays", extra={"path": file.path, "error": str(error)})
+                _log.info("file not removed", extra={"path": file.path, "error": str(error)})
 
     def tidy(self, grace_seconds: float, *, check: Callable[[], None] | None = None) -> int:
-        """Removes pending files of exports that are over, and records that nobody needs."""
+        """Removes pending files of exports that have ended, and old records."""
         now = self._clock.now_ns() / 1e9
         marks = {info.key[len(_RUNS) :]: _age(info, now) for info in self._store.list(_RUNS)}
         alive = {run for run, age in marks.items() if age <= max(grace_seconds, _ALIVE_SECONDS)}
@@ -478,11 +476,7 @@ class ParquetDirectory:
         return count
 
     def _commit_end(self, runs: set[str], check: Callable[[], None] | None) -> None:
-        """From here on none of the runs commits; what they had committed has its names.
-
-        Raises:
-            UnavailableError: Others commit all the time.
-        """
+        """Commits that runs have ended: none of them can commit any more."""
         for _ in range(_ATTEMPTS):
             last = self._last()
             if last is not None:
@@ -503,10 +497,12 @@ class ParquetDirectory:
                 check()
             if self._create(record):
                 return
-        raise UnavailableError(f"{_ATTEMPTS} other commits came first", path=self.location)
+        raise UnavailableError(
+            f"the table kept changing during {_ATTEMPTS} attempts", path=self.location
+        )
 
     def _forget(self, now: float) -> None:
-        """Removes old records, the oldest first, and marks of others than the newest."""
+        """Removes old records, the oldest first, and old publication marks."""
         records = self._records()
         newest = records[-1][0] if records else 0
         for info in self._store.list(_PUBLISHED):
@@ -524,14 +520,10 @@ class ParquetDirectory:
         if opened is not None:
             opened.close()
 
-    # -- directories that somebody else has made ----------------------------------------------
+    # -- directories that another program has made ------------------------------------------
 
     def _foreign_schema(self) -> pa.Schema:
-        """The columns of files that are there already; none if there are none.
-
-        Raises:
-            ConflictError: They are not in folders by `publish_date`.
-        """
+        """Returns the columns of existing files; none if there are none."""
         for info in self._store.list(""):
             if not info.key.endswith(".parquet") or info.key.startswith(("_", ".")):
                 continue
@@ -555,7 +547,7 @@ class ParquetDirectory:
             schema = pq.read_metadata(pa.BufferReader(b"PAR1" + data)).schema.to_arrow_schema()
         except (pa.ArrowInvalid, OSError) as error:
             raise ConflictError(
-                f"the directory has a file that is no Parquet: {info.key}", path=self.location
+                f"the directory has a file that is not Parquet: {info.key}", path=self.location
             ) from error
         return schema.remove_metadata()
 
@@ -569,12 +561,12 @@ def _published_key(number: int) -> str:
 
 
 def _run_of(pending: str) -> str:
-    """The run that a pending file is of."""
+    """Returns the run of a pending file."""
     return pending.removeprefix(_PENDING).partition("/")[0]
 
 
 def _age(info: ObjectInfo, now: float) -> float:
-    """In seconds; 0 if the store does not say."""
+    """Returns the age in seconds; 0 if the store does not report it."""
     return now - info.modified_at if info.modified_at is not None else 0.0
 
 
@@ -583,7 +575,7 @@ def _final(file: DataFile) -> str:
 
 
 def _rename(root: str, pending: str, final: str) -> None:
-    """Gives a file on this machine its name; durable when this returns."""
+    """Gives a local file its name; durable on return."""
     fs = LocalFileSystem()
     source, target = f"{root}/{pending}", f"{root}/{final}"
     folder = target.rpartition("/")[0]
@@ -597,61 +589,43 @@ def _rename(root: str, pending: str, final: str) -> None:
 
 
 def _merged(existing: pa.Schema, ours: pa.Schema) -> pa.Schema:
-    """All columns that the table has now."""
+    """Returns all columns that the table has now."""
     fields = {item.name: item for item in existing}
     fields.update({item.name: item for item in ours})
     return pa.schema(list(fields.values()))
 
 
 def _encode(record: _Record) -> bytes:
-    fields = {
-        "version": 1,
-        "id": record.id,
-        "coverage": json.loads(record.coverage.to_json()),
-        "schema": base64.b64encode(record.schema.serialize().to_pybytes()).decode(),
-        "topic": record.topic,
-        "previous": record.previous,
-        "ended": dict(record.ended),
-        "files": [
-            {
-                "pending": move.pending,
-                "path": move.final,
-                "bytes": move.bytes,
-                "first_offset": move.first_offset,
-                "last_offset": move.last_offset,
-            }
-            for move in record.moves
-        ],
-    }
-    return json.dumps(fields, separators=(",", ":")).encode()
+    return msgspec.json.encode(
+        _StoredRecord(
+            id=record.id,
+            coverage=msgspec.Raw(record.coverage.to_json()),
+            schema=record.schema.serialize().to_pybytes(),
+            topic=record.topic,
+            previous=record.previous,
+            ended=dict(record.ended),
+            files=record.moves,
+        )
+    )
 
 
 def _decode(data: bytes, number: int, *, path: str) -> _Record:
     try:
-        fields: Mapping[str, Any] = json.loads(data)
-        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(fields["schema"])))
-        return _Record(
-            number=number,
-            id=str(fields["id"]),
-            coverage=Coverage.from_json(json.dumps(fields["coverage"]), path=path),
-            schema=schema,
-            moves=tuple(
-                _Move(
-                    pending=str(item["pending"]),
-                    final=str(item["path"]),
-                    bytes=item.get("bytes"),
-                    first_offset=item.get("first_offset"),
-                    last_offset=item.get("last_offset"),
-                )
-                for item in fields["files"]
-            ),
-            topic=fields.get("topic"),
-            previous=fields.get("previous"),
-            ended={str(run): int(when) for run, when in fields.get("ended", {}).items()},
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, pa.ArrowException) as error:
+        stored = msgspec.json.decode(data, type=_StoredRecord)
+        schema = pa.ipc.read_schema(pa.py_buffer(stored.schema))
+    except (msgspec.MsgspecError, RecursionError, pa.ArrowException, OSError) as error:
         raise CorruptDataError(
-            f"a table's commit cannot be read: {error!r}",
+            f"the table's commit record cannot be read: {error!r}",
             path=path,
-            hint="somebody changed it; export into another directory",
+            hint="another program changed it; export into another directory",
         ) from error
+    return _Record(
+        number=number,
+        id=stored.id,
+        coverage=Coverage.from_json(bytes(stored.coverage), path=path),
+        schema=schema,
+        moves=stored.files,
+        topic=stored.topic,
+        previous=stored.previous,
+        ended=stored.ended,
+    )

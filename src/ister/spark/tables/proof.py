@@ -1,11 +1,10 @@
-"""Proof that the files of a commit are there, whole, before a table says that it has them.
+"""Checks that the files of a commit exist, with their sizes, before a table refers to them.
 
-Owns: the question, asked right before each attempt at a commit, and what is said if the answer is
-no. Does not own: how a store is asked.
+Owns: the check right before each attempt at a commit, and its errors. Does not own: access to
+stores.
 
-A task that says it wrote a file may have written it somewhere else: a directory of its own machine,
-say. And what was written may be gone: somebody tidied up. Ranges that were committed over files
-that are not there would never be exported again.
+A task may have written a file elsewhere, such as into a directory of its own machine, or the file
+may have been deleted since. Ranges committed with missing files would never be exported again.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ from typing import Final
 from ister.errors import CorruptDataError, NotFoundError
 from ister.spark.tables.base import Addition, DataFile
 
-__all__ = ["prove_files"]
-
 _THREADS: Final = 8
 _FEW: Final = 4
 _ON_A_DISK: Final = (
     "if tasks ran on other machines, each has a directory of this name of its own: export to a "
     "bucket, or to a directory that all machines share"
 )
-_IN_A_BUCKET: Final = "something else removes files of the table; run it again, it writes them anew"
+_IN_A_BUCKET: Final = (
+    "something else removes files of the table; run the export again, it rewrites them"
+)
 
 
 def prove_files(
     addition: Addition, size_of: Callable[[str], int | None], *, location: str, is_local: bool
 ) -> None:
-    """Makes sure that all files of a commit are there, with the sizes that tasks wrote.
+    """Checks that all files of a commit exist, with the sizes that tasks wrote.
 
     Args:
         addition: The commit.
-        size_of: The size of a file in bytes, None if there is none; from several threads.
+        size_of: Returns the size of a file in bytes, or None; called from several threads.
         location: The table, for people.
         is_local: Whether it is in a directory.
 
     Raises:
         NotFoundError: A file is not there.
-        CorruptDataError: A file is there with another size.
+        CorruptDataError: A file has another size.
         UnavailableError: The store does not answer.
     """
     files = list(addition.files)
@@ -64,7 +63,7 @@ def prove_files(
                 topic=addition.topic,
                 offset=file.first_offset,
                 path=f"{location}/{file.path}",
-                hint="run it again: it writes the file anew",
+                hint="run the export again: it rewrites the file",
             )
 
 

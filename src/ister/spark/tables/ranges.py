@@ -11,36 +11,24 @@ once: adding it again is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Self, TypeAlias
+from typing import Final, Self, TypeAlias, TypeVar
+
+import msgspec
 
 from ister.errors import ConflictError, CorruptDataError, UnsupportedVersionError
-
-__all__ = [
-    "ANY_INCARNATION",
-    "Coverage",
-    "Covered",
-    "Ranges",
-    "count",
-    "intersect",
-    "normalise",
-    "ranges_of_offsets",
-    "subtract",
-    "union",
-]
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 _VERSION: Final = 1
 
 ANY_INCARNATION: Final = "*"
-"""Ranges of a topic whose incarnation is not known any more: they count for each."""
+"""Stands for an unknown incarnation: its ranges count for each."""
 
 
 def normalise(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The same offsets as ranges that ascend and do not touch."""
+    """Returns the same offsets as ranges that ascend and do not touch."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if start >= end:
@@ -53,12 +41,12 @@ def normalise(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def union(one: Ranges, other: Ranges) -> Ranges:
-    """The offsets in either."""
+    """Returns the offsets in either."""
     return normalise((*one, *other))
 
 
 def intersect(one: Ranges, other: Ranges) -> Ranges:
-    """The offsets in both."""
+    """Returns the offsets in both."""
     found: list[tuple[int, int]] = []
     at = 0
     for start, end in one:
@@ -72,7 +60,7 @@ def intersect(one: Ranges, other: Ranges) -> Ranges:
 
 
 def subtract(one: Ranges, other: Ranges) -> Ranges:
-    """The offsets in `one` that are not in `other`."""
+    """Returns the offsets in `one` that are not in `other`."""
     found: list[tuple[int, int]] = []
     for start, end in one:
         at = start
@@ -86,19 +74,8 @@ def subtract(one: Ranges, other: Ranges) -> Ranges:
 
 
 def count(ranges: Ranges) -> int:
-    """How many offsets."""
+    """Returns the number of offsets."""
     return sum(end - start for start, end in ranges)
-
-
-def ranges_of_offsets(offsets: Iterable[int]) -> Ranges:
-    """Single offsets as ranges."""
-    found: list[tuple[int, int]] = []
-    for offset in sorted(offsets):
-        if found and offset <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], offset + 1))
-        else:
-            found.append((offset, offset + 1))
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +83,11 @@ class Covered:
     """What a table has of one topic."""
 
     epoch: int
-    """The newest of the topic's lineage when the last of it came."""
+    """The newest epoch of the topic's lineage when the last range was added."""
     ranges: Ranges
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranges", normalise(self.ranges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +97,7 @@ class Coverage:
     topics: Mapping[str, Mapping[str, Covered]] = field(default_factory=dict)
 
     def of(self, topic: str, incarnation: str) -> Ranges:
-        """The ranges of one topic that the table has."""
+        """Returns the ranges of one topic that the table has."""
         known = self.topics.get(topic, {})
         ranges: Ranges = ()
         for name in (incarnation, ANY_INCARNATION):
@@ -126,17 +106,17 @@ class Coverage:
         return ranges
 
     def epoch_of(self, topic: str, incarnation: str) -> int | None:
-        """The epoch of what the table has of one topic; None if it has nothing."""
+        """Returns the epoch of the table's rows of one topic; None if it has none."""
         found = self.topics.get(topic, {}).get(incarnation)
         return None if found is None else found.epoch
 
     def other_incarnations(self, topic: str, incarnation: str) -> list[str]:
-        """Topics of the same name, deleted since, that the table has rows of."""
+        """Returns deleted topics of the same name of which the table has rows."""
         known = self.topics.get(topic, {})
         return [name for name in known if name not in (incarnation, ANY_INCARNATION)]
 
     def add(self, topic: str, incarnation: str, epoch: int, ranges: Ranges) -> Coverage:
-        """What the table has once these ranges are in it.
+        """Returns the coverage with these ranges added.
 
         Raises:
             ConflictError: It has some of them already.
@@ -148,7 +128,7 @@ class Coverage:
                 f"the table has offsets of {topic} already: {_show(twice)}",
                 topic=topic,
                 offset=twice[0][0],
-                hint="another export was faster; run it again, which adds what is missing",
+                hint="another export was faster; run it again to add what is missing",
             )
         known = dict(self.topics.get(topic, {}))
         own = known.get(incarnation, Covered(0, ())).ranges
@@ -156,83 +136,74 @@ class Coverage:
         return Coverage({**self.topics, topic: known})
 
     def to_json(self) -> str:
-        """The record of all topics."""
-        topics = {topic: _to_fields(known) for topic, known in sorted(self.topics.items())}
-        return json.dumps({"version": _VERSION, "topics": topics}, separators=(",", ":"))
+        """Encodes the record of all topics."""
+        return _encode(_TableRecord(version=_VERSION, topics=self.topics))
 
     @classmethod
     def from_json(cls, text: str | bytes, *, path: str) -> Self:
-        """Reads the record of all topics.
+        """Decodes the record of all topics.
 
         Raises:
             UnsupportedVersionError: A newer Ister wrote it.
-            CorruptDataError: It is none.
+            CorruptDataError: It is invalid.
         """
-        fields = _load(text, path)
-        try:
-            return cls({str(t): _from_fields(known) for t, known in fields["topics"].items()})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _corrupt(error, path) from error
+        return cls(_decode(text, _TableRecord, path).topics)
 
     def topic_to_json(self, topic: str) -> str:
-        """The record of one topic, for tables that keep one for each."""
-        fields = {"version": _VERSION, "incarnations": _to_fields(self.topics[topic])}
-        return json.dumps(fields, separators=(",", ":"))
+        """Encodes the record of one topic, for tables that keep one for each."""
+        return _encode(_TopicRecord(version=_VERSION, incarnations=self.topics[topic]))
 
     @classmethod
     def from_topics(cls, texts: Mapping[str, str], *, path: str) -> Self:
-        """Reads the records of single topics, by their names.
+        """Decodes the records of single topics, by their names.
 
         Raises:
             UnsupportedVersionError: A newer Ister wrote one.
-            CorruptDataError: One is none.
+            CorruptDataError: One is invalid.
         """
-        topics: dict[str, dict[str, Covered]] = {}
-        for topic, text in texts.items():
-            fields = _load(text, path)
-            try:
-                topics[topic] = _from_fields(fields["incarnations"])
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise _corrupt(error, path) from error
-        return cls(topics)
-
-
-def _to_fields(known: Mapping[str, Covered]) -> dict[str, Any]:
-    return {
-        name: {"epoch": found.epoch, "ranges": [list(item) for item in found.ranges]}
-        for name, found in sorted(known.items())
-    }
-
-
-def _from_fields(fields: Mapping[str, Any]) -> dict[str, Covered]:
-    return {
-        str(name): Covered(
-            int(found["epoch"]), normalise((int(a), int(b)) for a, b in found["ranges"])
+        return cls(
+            {topic: _decode(text, _TopicRecord, path).incarnations for topic, text in texts.items()}
         )
-        for name, found in fields.items()
-    }
 
 
-def _load(text: str | bytes, path: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Version:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TableRecord(_Version):
+    topics: Mapping[str, Mapping[str, Covered]]
+
+
+@dataclass(frozen=True, slots=True)
+class _TopicRecord(_Version):
+    incarnations: Mapping[str, Covered]
+
+
+_Record = TypeVar("_Record", _TableRecord, _TopicRecord)
+
+
+def _encode(record: _Version) -> str:
+    # Deterministic: topics and incarnations are sorted.
+    return msgspec.json.encode(record, order="deterministic").decode()
+
+
+def _decode(text: str | bytes, kind: type[_Record], path: str) -> _Record:
     try:
-        fields = json.loads(text)
-        version = int(fields["version"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _corrupt(error, path) from error
-    if version != _VERSION:
-        raise UnsupportedVersionError(
-            f"the table's offsets have the version {version}, and this Ister knows {_VERSION}",
+        version = msgspec.json.decode(text, type=_Version).version
+        if version == _VERSION:
+            return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptDataError(
+            f"the table's record of its offsets is invalid: {error}",
             path=path,
-            hint="export with the Ister that wrote it, or with a newer one",
-        )
-    return dict(fields)
-
-
-def _corrupt(error: Exception, path: str) -> CorruptDataError:
-    return CorruptDataError(
-        f"what the table says about its offsets makes no sense: {error!r}",
+            hint="another program changed it; export into another table",
+        ) from error
+    raise UnsupportedVersionError(
+        f"the table's offsets have the version {version}, and this Ister knows {_VERSION}",
         path=path,
-        hint="somebody changed it; export into another table",
+        hint="export with the Ister that wrote it, or with a newer one",
     )
 
 

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from urllib.parse import unquote, urlparse
 
 from ister import forks
@@ -30,19 +30,8 @@ from ister.limits import MIB
 from ister.objectstore.base import ObjectStore, ObjectWriter
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from pyiceberg.io import FileIO
-
-__all__ = [
-    "FileOutput",
-    "FileTarget",
-    "IcebergTarget",
-    "Storage",
-    "StoreTarget",
-    "check_address",
-    "close_stores",
-    "local_path",
-    "storage_of",
-]
 
 _STORES_MAX: Final = 8
 _CHUNK_BYTES: Final = 8 * MIB
@@ -109,7 +98,7 @@ def _forget_stores() -> None:
 
 @atexit.register
 def close_stores() -> None:
-    """Closes the connections of this process; they are opened anew when they are needed."""
+    """Closes the connections of this process; they are opened again when needed."""
     with _lock:
         for store in _stores.values():
             store.close()
@@ -138,7 +127,7 @@ def storage_of(
         cloud: The log's bucket.
 
     Raises:
-        InvalidRequestError: It is none of these.
+        InvalidRequestError: It has another form.
     """
     directory = local_path(location)
     if directory is not None:
@@ -202,15 +191,15 @@ class FileOutput(io.RawIOBase):
         """How much was written."""
         return self._position
 
-    def write(self, data: Any) -> int:  # noqa: ANN401 - anything with bytes
+    def write(self, data: ReadableBuffer) -> int:
         """Takes the next bytes."""
-        size = memoryview(data).nbytes
-        self._writer.write(data)
-        self._position += size
-        return size
+        view = memoryview(data)
+        self._writer.write(data if isinstance(data, bytes) else view)
+        self._position += view.nbytes
+        return view.nbytes
 
     def complete(self) -> None:
-        """The file is there, whole, when this returns."""
+        """Completes the file: it exists as a whole when this returns."""
         self._writer.close()
 
     def abort(self) -> None:
@@ -281,7 +270,7 @@ class IcebergTarget:
             return load_file_io(dict(self.properties), self.location)
         except (ValueError, ModuleNotFoundError) as error:
             raise ConfigError(
-                "the catalog's properties do not tell how to write the table's files",
+                "the catalog's properties do not say how to write the table's files",
                 hint="properties such as s3.endpoint, s3.access-key-id",
             ) from error
 
@@ -302,7 +291,7 @@ class _IcebergWriter:
 
     def write(self, data: Buffer) -> None:
         try:
-            self._stream.write(data)
+            self._stream.write(data)  # type: ignore[arg-type]  # its protocol names bytes only
         except OSError as error:
             raise UnavailableError("a write failed", path=self._location) from error
 

@@ -8,7 +8,7 @@ Runs in tasks.
 Memory: two row groups, whatever the number of dates, and the store's parts in flight of the files
 that are open, which are bounded.
 
-What a crash leaves: files that nobody knows.
+What a crash leaves: files that no table refers to.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from ister.limits import MIB
 from ister.spark.tables.base import PUBLISH_DATE, DataFile, Layout
 from ister.spark.tables.columns import cast_column, dates_of
 from ister.spark.tables.targets import FileOutput, FileTarget
-
-__all__ = ["FileMaker"]
 
 _ROW_GROUP_BYTES: Final = 32 * MIB
 _HELD_BYTES_MAX: Final = 64 * MIB
@@ -229,7 +227,7 @@ class _OpenFile:
 
     def abort(self) -> None:
         self._output.abort()
-        with suppress(Exception):  # it writes a footer that nobody will see
+        with suppress(Exception):  # it writes a footer that is never read
             self._writer.close()
 
 

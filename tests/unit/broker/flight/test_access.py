@@ -12,21 +12,21 @@ import grpc
 import pyarrow as pa
 from pyarrow import flight
 
-from certificates import IDENTITIES, LOCAL_NAMES, Authority
+from ister.broker.flight.broker_source import FlightAccess
 from ister.broker.flight.failures import explain
 from ister.broker.flight.service import SERVICE
-from ister.broker.flight.source import LogSource
-from ister.broker.flight_edge import FlightAccess
 from ister.broker.security import grpc_guard
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.tls import ServerTls
-from ister.client.contract import Action, PutBatch, PutOpen, RangeTicket, decode_error
 from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig, load_config
 from ister.errors import PermissionDeniedError, UnauthenticatedError
 from ister.topic.log import Log
-from security_rig import GuardRig
-from servers.flight import FlightServer
+from ister.wire.contract import Action, PutBatch, PutOpen, RangeTicket
+from ister.wire.errors import decode_error
+from servers.flight import FlightServer, LogSource
+from support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from support.security import GuardRig
 
 ORDERS = "/default/orders"
 SCHEMA = pa.schema([("payload", pa.binary())])
@@ -227,6 +227,7 @@ def test_read_ends_when_its_caller_is_no_longer_welcome(rig, how):
             reader.read_all()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["token", "right", "key"])
 def test_idle_publish_ends_when_its_caller_is_no_longer_welcome(rig, how):
     headers, binding = caller_of(rig, how, "producer")

@@ -6,14 +6,17 @@ from contextlib import suppress
 
 import pytest
 
+from support.cases import each
+
 pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 
-from ister.broker.flight.ipc import read_batch, read_schema
-from ister.client.flight_data import FlightData, encode_data, encode_fields
+from ister import kernels
+from ister.broker.flight.ipc import PlainRows, read_batch, read_schema
 from ister.errors import InvalidRequestError, MessageTooLargeError
 from ister.limits import MIB
+from ister.wire.flight_data import FlightData, encode_data, encode_fields
 
 BATCH = pa.record_batch(
     {
@@ -34,7 +37,7 @@ def message(batch, codec=None, metadata=b""):
     return encode_data(reader.read_next_message().serialize(), metadata=metadata)
 
 
-@pytest.mark.parametrize("codec", [None, "lz4", "zstd"])
+@each("codec", [None, "lz4", "zstd"])
 def test_batch_comes_out_as_it_went_in(codec):
     data = FlightData(message(BATCH, codec, metadata=b"about it"))
     found = read_batch(data, BATCH.schema, bytes_max=MIB)
@@ -71,7 +74,7 @@ def test_message_without_columns_has_none():
     assert read_batch(FlightData(b""), BATCH.schema, bytes_max=MIB) is None
 
 
-@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+@each("codec", ["lz4", "zstd"])
 def test_batch_that_says_in_its_metadata_that_it_is_compressed_is_not_inflated(codec):
     """As Arrow 0.17 wrote it, which Arrow still takes: the header has nothing about compression."""
     large = pa.record_batch({"payload": pa.array([bytes(16 * MIB)] * 4, pa.binary())})
@@ -104,7 +107,7 @@ def _field_at(view, table, field):
     return place + struct.unpack_from("<I", view, place)[0]
 
 
-@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+@each("codec", ["lz4", "zstd"])
 def test_batch_that_would_be_too_large_is_not_inflated(codec):
     large = pa.record_batch({"payload": pa.array([bytes(16 * MIB)] * 4, pa.binary())})
     data = FlightData(message(large, codec))
@@ -116,7 +119,7 @@ def test_batch_that_would_be_too_large_is_not_inflated(codec):
     assert read_batch(data, large.schema, bytes_max=65 * MIB).equals(large)
 
 
-@pytest.mark.parametrize("what", ["schema", None, "lz4", "zstd"])
+@each("what", ["schema", None, "lz4", "zstd"])
 def test_damaged_messages_are_refused_or_read(what):
     """Goal: nothing but an error of ours. Method: bytes of header and body changed at random."""
     is_schema, chance = what == "schema", random.Random(1)
@@ -137,3 +140,76 @@ def test_damaged_messages_are_refused_or_read(what):
         ):
             with suppress(InvalidRequestError, MessageTooLargeError):
                 read()
+
+
+# -- rows that are payloads alone --------------------------------------------------------------
+
+
+def plain(payloads, kind=None):
+    return pa.record_batch({"payload": pa.array(payloads, kind or pa.binary())})
+
+
+@each("kind", [pa.binary(), pa.large_binary()])
+def test_payloads_alone_are_found_without_arrow(kind):
+    kernels.load()
+    plain_rows = PlainRows(plain([], kind).schema)
+    for count in (1, 1, 3, 1000, 2):
+        payloads = [b"%d" % number * count for number in range(count)]
+        for batch in (plain(payloads, kind), plain([b"not this", *payloads], kind).slice(1)):
+            data = FlightData(message(batch))
+            rows = plain_rows.read(data)
+            assert rows.payloads() == payloads
+            buffers = read_batch(data, batch.schema, bytes_max=MIB).get_total_buffer_size()
+            assert buffers <= rows.size_bytes <= buffers + 16
+
+
+@each("is_first", [True, False])
+@each(
+    "other",
+    [
+        lambda: message(plain([b"a", None])),
+        lambda: message(plain([])),
+        lambda: message(plain([b"a" * 1000]), "zstd"),
+        lambda: message(BATCH),
+        lambda: encode_data(BATCH.schema.serialize()),
+        lambda: b"",
+    ],
+)
+def test_other_rows_are_left_to_arrow(other, is_first):
+    plain_rows = PlainRows(plain([]).schema)
+    if not is_first:
+        assert plain_rows.read(FlightData(message(plain([b"a", b"b"])))) is not None
+    assert plain_rows.read(FlightData(other())) is None
+    assert plain_rows.read(FlightData(message(plain([b"a", b"b"])))).payloads() == [b"a", b"b"]
+
+
+@each("schema", [BATCH.schema, pa.schema([("payload", pa.string())])])
+def test_other_columns_are_left_to_arrow(schema):
+    assert PlainRows(schema).read(FlightData(message(plain([b"a"])))) is None
+
+
+@each("is_first", [True, False])
+def test_damaged_rows_are_found_only_where_arrow_finds_the_same(is_first):
+    """Goal: whatever the bytes are, no payload lies outside of them, and none is another."""
+    kernels.load()
+    rng = random.Random(15)
+    found_count = 0
+    for count in (2, 40):
+        batch = plain([b"%d" % number * number for number in range(count)])
+        good = message(batch)
+        plain_rows = PlainRows(batch.schema)
+        for _ in range(3000):
+            damaged = bytearray(good)
+            for _ in range(rng.choice((1, 1, 2, 5))):
+                damaged[rng.randrange(len(damaged))] = rng.choice((0, 1, 255, rng.randrange(256)))
+            if is_first:
+                plain_rows = PlainRows(batch.schema)
+            with suppress(ValueError):
+                data = FlightData(bytes(damaged))
+                rows = plain_rows.read(data)
+                if rows is not None:
+                    found_count += 1
+                    known = read_batch(data, batch.schema, bytes_max=MIB)
+                    known.validate(full=True)
+                    assert rows.payloads() == known.column(0).to_pylist()
+    assert found_count > 100

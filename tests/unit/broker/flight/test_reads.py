@@ -8,10 +8,10 @@ pytest.importorskip("pyarrow")
 
 from ister.broker.flight import reads
 from ister.broker.flight.reads import plan_upload, read_frames
-from ister.client.contract import FramesTicket, PlanUpload
 from ister.errors import ConflictError, FencedError, UnavailableError
 from ister.model import AckLevel
-from tier_rig import NAME, Pipeline, Site
+from ister.wire.contract import FramesTicket, PlanUpload
+from support.tiers import NAME, Pipeline, Site
 
 TEXT = str(NAME)
 LEASE_SECONDS = 60

@@ -9,6 +9,7 @@ import pytest
 
 from ister.broker.schemas.avro import read_avro
 from ister.errors import InvalidRequestError
+from support.cases import each
 
 
 def avro(schema):
@@ -29,7 +30,7 @@ def encode(schema, datum):
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
+@each(
     "schema",
     [
         5,
@@ -55,14 +56,13 @@ def encode(schema, datum):
         ["null", ["int"]],
         {"type": {}},
     ],
-    ids=str,
 )
 def test_what_is_no_schema_is_refused(schema):
     with pytest.raises(InvalidRequestError):
         avro(schema)
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other"),
     [
         ("string", {"type": "string"}),
@@ -85,7 +85,7 @@ def test_same_schema_written_differently(one, other):
     assert avro(one).fingerprint == avro(other).fingerprint
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         record(field("a", "long")),
@@ -105,7 +105,7 @@ LISTED = record(field("value", "int"), field("next", ["null", "Node"]), name="No
 DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2}
 
 
-@pytest.mark.parametrize(
+@each(
     ("reader", "writer", "problem"),
     [
         ("long", "int", None),
@@ -120,14 +120,14 @@ DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2
         (
             record(field("a", "int"), field("b", "int")),
             record(field("a", "int")),
-            "b: is not written, and has no default",
+            "b: is not written and has no default",
         ),
         (record(field("a", "int"), field("b", "int", default=0)), record(field("a", "int")), None),
         (
             # Optional in Danube's eyes; Avro cannot fill it in.
             record(field("a", "int"), field("b", ["null", "int"])),
             record(field("a", "int")),
-            "b: is not written, and has no default",
+            "b: is not written and has no default",
         ),
         (record(field("new", "int", aliases=["old"])), record(field("old", "int")), None),
         (record(field("a", "int")), record(field("a", "string")), "a: string is not read as int"),
@@ -174,7 +174,6 @@ DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2
         (DECIMAL, {**DECIMAL, "scale": 3}, "a decimal has another precision or scale"),
         (DECIMAL, "bytes", None),
     ],
-    ids=lambda value: json.dumps(value)[:60],
 )
 def test_resolution(reader, writer, problem):
     problems = avro(reader).cannot_read(avro(writer))

@@ -6,9 +6,9 @@ import random
 import tracemalloc
 
 import fastavro
-import pytest
 
 from ister.broker.schemas.avro import read_avro
+from support.cases import each
 
 EVERYTHING = {
     "type": "record",
@@ -91,7 +91,7 @@ def test_mutated_bytes_are_judged_as_fastavro_does():
     assert fitting
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "payload", "reason"),
     [
         ("int", b"", "ends inside"),
@@ -99,19 +99,18 @@ def test_mutated_bytes_are_judged_as_fastavro_does():
         ("int", b"\xff\xff\xff\xff\xff\x01", "more than 32 bits"),
         ("long", b"\xff" * 9 + b"\x7f", "more than 64 bits"),
         ("string", b"\x05", "goes beyond"),
-        ("string", b"\x04ab\x00", "left behind"),
+        ("string", b"\x04ab\x00", "follow the datum"),
         ("string", b"\x02\xff", "not UTF-8"),
         ("bytes", b"\x01", "goes beyond"),
-        ("boolean", b"\x02", "no boolean"),
-        ("null", b"\x00", "left behind"),
-        (["null", "int"], b"\x04", "no branch 2 of 2"),
-        (["null", "int"], b"\x01", "no branch -1 of 2"),
-        ({"type": "enum", "name": "e", "symbols": ["A"]}, b"\x02", "no symbol 1 of 1"),
+        ("boolean", b"\x02", "not a boolean"),
+        ("null", b"\x00", "follow the datum"),
+        (["null", "int"], b"\x04", "invalid branch 2 of 2"),
+        (["null", "int"], b"\x01", "invalid branch -1 of 2"),
+        ({"type": "enum", "name": "e", "symbols": ["A"]}, b"\x02", "invalid symbol 1 of 1"),
         ({"type": "array", "items": "int"}, b"\x02\x02", "ends inside"),
         # Nobody can say ten to the eighteenth nulls in nine bytes and have them counted.
         ({"type": "array", "items": "null"}, b"\xfe\xff\xff\xff\xff\xff\xff\x7f\x00", "more items"),
     ],
-    ids=str,
 )
 def test_reasons(schema, payload, reason):
     assert reason in (definition(schema).check(payload) or "")
@@ -124,7 +123,7 @@ def test_list_that_is_too_long_is_refused_without_an_end_of_the_stack():
         "fields": [{"name": "next", "type": ["null", "Node"]}],
     }
     assert definition(schema).check(b"\x02" * 30 + b"\x00") is None
-    assert "inside of each other" in definition(schema).check(b"\x02" * 1_000_000 + b"\x00")
+    assert "nested records" in definition(schema).check(b"\x02" * 1_000_000 + b"\x00")
 
 
 def test_empty_records_cost_no_memory():
@@ -142,7 +141,7 @@ def test_empty_records_cost_no_memory():
     reason = definition(schema).check(payload)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert "left behind" in reason
+    assert "follow the datum" in reason
     assert peak < 2_000_000
 
 
@@ -155,7 +154,7 @@ def test_fields_that_take_no_bytes_do_not_multiply():
     checked = definition({"type": "array", "items": wide})
     # 10,000 records of 2,000 fields that are nothing, in 10,010 bytes.
     payload = b"\xa0\x9c\x01" + b"\x00" + bytes(10_000)
-    assert "more fields" in checked.check(payload)
+    assert "too many fields" in checked.check(payload)
 
 
 def test_file_of_the_same_schema_fits():
@@ -169,7 +168,7 @@ def test_file_of_the_same_schema_fits():
 
     assert checked.check(file(schema)) is None
     other = {"type": "record", "name": "U", "fields": [{"name": "a", "type": "long"}]}
-    assert "another schema" in checked.check(file(other))
+    assert "not the one of the message" in checked.check(file(other))
     assert "compressed" in checked.check(file(schema, "deflate"))
     whole = file(schema)
     for size in range(4, len(whole)):  # the first byte alone is a datum

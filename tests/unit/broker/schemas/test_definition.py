@@ -13,9 +13,10 @@ from ister.broker.schemas.definition import (
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
 from ister.broker.schemas.kinds import CompatibilityMode
 from ister.errors import InvalidRequestError
+from support.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [b"", b"{", b"\xff", b"NaN", b"[1,]", b"[" * 200_000, b"9" * 5000, b'{"a": Infinity}'],
 )
@@ -39,7 +40,7 @@ def test_canonical_form_forgets_layout_and_spelling_of_numbers():
     assert canonical_json([1.5]) != canonical_json([1])
 
 
-@pytest.mark.parametrize("name", ["bytes", "string", "number", "avro", "json_schema", "protobuf"])
+@each("name", ["bytes", "string", "number", "avro", "json_schema", "protobuf"])
 def test_large_definitions_are_refused(name):
     with pytest.raises(InvalidRequestError, match="bytes"):
         read_definition(name, b" " * (DEFINITION_BYTES_MAX + 1))

@@ -2,12 +2,11 @@
 
 import json
 
-import pytest
-
 from ister.broker.schemas.definitions import find_incompatibilities
 from ister.broker.schemas.json_rules import JsonComparison
 from ister.broker.schemas.json_schema import read_json_schema
 from ister.broker.schemas.kinds import CompatibilityMode
+from support.cases import each
 
 
 def problems(reader, writer):
@@ -23,7 +22,7 @@ def thing(properties, required=(), **more):
 TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "backward", "forward"),
     [
         # What Danube's own tests say.
@@ -104,7 +103,6 @@ TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"
         ({"title": "a", "type": "string"}, {"description": "b", "type": "string"}, True, True),
         (True, {}, True, True),
     ],
-    ids=lambda value: json.dumps(value)[:70],
 )
 def test_rules(old, new, backward, forward):
     assert (not problems(new, old), not problems(old, new)) == (backward, forward)

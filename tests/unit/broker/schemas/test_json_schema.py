@@ -7,13 +7,14 @@ import pytest
 
 from ister.broker.schemas.json_schema import read_json_schema
 from ister.errors import InvalidRequestError
+from support.cases import each
 
 
 def schema(value):
     return read_json_schema(json.dumps(value).encode())
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         [],
@@ -30,14 +31,13 @@ def schema(value):
         {"$id": 5},
         {"$ref": 5},
     ],
-    ids=str,
 )
 def test_what_is_no_schema_is_refused(value):
     with pytest.raises(InvalidRequestError):
         schema(value)
 
 
-@pytest.mark.parametrize(
+@each(
     "reference",
     [
         "http://127.0.0.1:1/schema.json",
@@ -48,7 +48,7 @@ def test_what_is_no_schema_is_refused(value):
     ],
 )
 def test_reference_that_leads_out_of_the_schema_is_refused(reference):
-    with pytest.raises(InvalidRequestError, match="leads nowhere"):
+    with pytest.raises(InvalidRequestError, match="cannot be resolved"):
         schema({"properties": {"a": {"items": {"$ref": reference}}}})
 
 
@@ -67,14 +67,14 @@ def test_references_inside_are_followed():
     assert schema(meta).check(b'{"type": "nothing"}') is not None
 
 
-@pytest.mark.parametrize("pattern", ["(", "(?=a)b", "(a)\\1", "a{2000}"])
+@each("pattern", ["(", "(?=a)b", "(a)\\1", "a{2000}"])
 def test_pattern_that_is_not_re2s_is_refused(pattern):
     for value in ({"pattern": pattern}, {"patternProperties": {pattern: {}}}):
         with pytest.raises(InvalidRequestError, match="pattern"):
             schema({"items": value})
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "fitting", "other"),
     [
         ("^[a-z]+$", "abc", "a1"),
@@ -90,7 +90,7 @@ def test_patterns(pattern, fitting, other):
     assert schema({"pattern": pattern}).check(json.dumps(other).encode()) is not None
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         {"pattern": "^(a+)+$"},
@@ -98,7 +98,6 @@ def test_patterns(pattern, fitting, other):
         {"patternProperties": {"^(a+)+$": False}},
         {"patternProperties": {"^(a+)+$": True}, "additionalProperties": False},
     ],
-    ids=str,
 )
 def test_patterns_take_time_in_proportion(value):
     text = "a" * 200_000 + "!"
@@ -142,17 +141,17 @@ PERSON = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("payload", "reason"),
     [
         (b'{"name": "x"}', None),
         (b'{"name": "x", "age": 1, "tags": ["a"]}', None),
         (b'{"name": "x", "age": 1.0}', None),
-        (b"{}", "the whole is against the rule 'required' (\"name\")"),
-        (b'{"name": 5}', "/name is against the rule 'type' (\"string\")"),
-        (b'{"name": "x", "age": -1}', "/age is against the rule 'minimum' (0)"),
-        (b'{"name": "x", "age": true}', "/age is against the rule 'type'"),
-        (b'{"name": "x", "tags": ["a", "c"]}', "/tags/1 is against the rule 'enum'"),
+        (b"{}", "the whole violates 'required' (\"name\")"),
+        (b'{"name": 5}', "/name violates 'type' (\"string\")"),
+        (b'{"name": "x", "age": -1}', "/age violates 'minimum' (0)"),
+        (b'{"name": "x", "age": true}', "/age violates 'type'"),
+        (b'{"name": "x", "tags": ["a", "c"]}', "/tags/1 violates 'enum'"),
         (b'{"name": "x", "other": 1}', "'additionalProperties'"),
         (b"[]", "'type'"),
         (b"", "not JSON"),
@@ -163,7 +162,6 @@ PERSON = {
         (b"[" * 100_000, "not JSON"),
         (b"1" * 5000, "not JSON"),
     ],
-    ids=lambda value: str(value)[:40],
 )
 def test_payloads(payload, reason):
     found = schema(PERSON).check(payload)

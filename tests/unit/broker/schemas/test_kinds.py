@@ -11,9 +11,10 @@ from ister.broker.schemas.kinds import (
     parse_schema_type,
 )
 from ister.errors import InvalidRequestError
+from support.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "schema_type"),
     [
         ("bytes", SchemaType.BYTES),

@@ -1,12 +1,11 @@
 """Bytes, texts and numbers."""
 
-import pytest
-
 from ister.broker.schemas.definitions import find_incompatibilities, read_definition
 from ister.broker.schemas.kinds import CompatibilityMode
+from support.cases import each
 
 
-@pytest.mark.parametrize("data", [b"", b"anything at all", b"\xff"])
+@each("data", [b"", b"anything at all", b"\xff"])
 def test_definition_of_bytes_and_strings_is_a_remark(data):
     for name in ("bytes", "string"):
         assert read_definition(name, data).fingerprint == read_definition(name, b"else").fingerprint
@@ -23,7 +22,7 @@ def test_string_is_utf8():
     assert definition.check(b"ab\xff") == "byte 2 is not UTF-8"
 
 
-@pytest.mark.parametrize(
+@each(
     ("type_name", "data", "widths"),
     [
         ("number", b"", {4, 8}),
@@ -43,7 +42,7 @@ def test_number_has_the_width_of_its_kind(type_name, data, widths):
     assert definition.schema_type == "number"
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "backward", "forward"),
     [
         ("int", "int", True, True),

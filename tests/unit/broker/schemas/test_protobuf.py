@@ -1,52 +1,87 @@
-"""Protobuf schemas: which are taken, which are the same, which read which, and payloads."""
-
-from importlib import resources
+"""Protobuf schemas: descriptor sets and texts, compatibility, and payloads."""
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from ister.broker.schemas.definitions import find_incompatibilities
 from ister.broker.schemas.kinds import CompatibilityMode
-from ister.broker.schemas.proto_text import read_proto_text
-from ister.broker.schemas.protobuf import read_protobuf
+from ister.broker.schemas.protobuf import ProtoText, read_protobuf
 from ister.errors import InvalidRequestError
+from support.cases import each
+from support.protos import compile_proto
 
 BOTH = (CompatibilityMode.BACKWARD, CompatibilityMode.FORWARD)
+HEAD = 'syntax = "proto3"; package p;'
+FieldType = descriptor_pb2.FieldDescriptorProto
 
 
-def proto(body, head='syntax = "proto3"; package p;'):
-    return read_protobuf(f"{head}\n{body}".encode())
+def proto(body, head=HEAD):
+    return read_protobuf(compile_proto(f"{head}\n{body}"))
 
 
-def message_of(body, head='syntax = "proto3"; package p;'):
+def message_of(body, head=HEAD):
     """A class to write with, made without the code under test's pool."""
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(read_proto_text(f"{head}\n{body}", name="m.proto"))
+    [file] = descriptor_pb2.FileDescriptorSet.FromString(compile_proto(f"{head}\n{body}")).file
+    pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("p.M"))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b'syntax = "proto3";',
-        b"garbage",
-        b"\xff\xfe",
-        b"\x00\x01\x02",
-        b"\x0a\x02\x0a\x00",
-        b'syntax = "proto3"; message M { int32 a = 0; }',
-        b'syntax = "proto3"; message M { int32 a = 1; int32 b = 1; }',
-        b'syntax = "proto3"; message M { int32 a = 1; int32 a = 2; }',
-        b'syntax = "proto3"; message M { Missing a = 1; }',
-        b'syntax = "proto3"; message M {} message M {}',
-        b'syntax = "proto3"; enum E { A = 1; } message M {}',
-        b'syntax = "proto3"; import "other.proto"; message M {}',
-        b'syntax = "proto3"; import "/etc/passwd"; message M {}',
-    ],
-)
-def test_what_is_no_schema_is_refused(data):
-    with pytest.raises(InvalidRequestError):
-        read_protobuf(data)
+def damaged(change):
+    """A descriptor set of one message, changed in a way that protoc would refuse."""
+    files = descriptor_pb2.FileDescriptorSet.FromString(
+        compile_proto(f"{HEAD} message M {{ int32 a = 1; int32 b = 2; }}")
+    )
+    change(files.file[0])
+    return files.SerializeToString()
+
+
+def test_invalid_sets_are_refused():
+    def two_of_a_number(file):
+        file.message_type[0].field[1].number = 1
+
+    def two_of_a_name(file):
+        file.message_type[0].field[1].name = "a"
+
+    def number_zero(file):
+        file.message_type[0].field[0].number = 0
+
+    def missing_type(file):
+        file.message_type[0].field[0].type = FieldType.TYPE_MESSAGE
+        file.message_type[0].field[0].type_name = ".p.Missing"
+
+    def missing_import(file):
+        file.dependency.append("/etc/passwd")
+
+    def no_message(file):
+        del file.message_type[:]
+
+    changes = (two_of_a_number, two_of_a_name, number_zero, missing_type, missing_import)
+    cases = [(change.__name__, damaged(change)) for change in (*changes, no_message)]
+    others = (b"", b" ", b"\xff\xfe", b"\x00\x01\x02", b"\x0a\x02\x0a\x00")
+    cases += [(repr(data), data) for data in others]
+    for name, data in cases:
+        try:
+            read_protobuf(data)
+        except InvalidRequestError:
+            continue
+        pytest.fail(f"accepted: {name}")
+
+
+def test_text_is_stored_without_checks():
+    """Danube's clients register texts, and Danube neither parses nor compares them."""
+    text = f"{HEAD} message M {{ int32 a = 1; }}".encode()
+    old, new = read_protobuf(text), read_protobuf(text.replace(b"int32", b"string"))
+    assert isinstance(old, ProtoText)
+    assert old.fingerprint == read_protobuf(text).fingerprint
+    assert old.fingerprint != new.fingerprint
+    compiled = proto("message M { int32 a = 1; }")
+    for mode in BOTH:
+        assert not find_incompatibilities(old, new, mode)
+        assert not find_incompatibilities(old, compiled, mode), "a text may become a set"
+        [reason] = find_incompatibilities(compiled, old, mode)
+        assert "--descriptor_set_out" in reason, "a set must not become a text, which ends checks"
+    assert "--descriptor_set_out" in old.check(b"")
 
 
 def test_well_known_types_are_there():
@@ -57,40 +92,34 @@ def test_well_known_types_are_there():
     assert definition.check(b"") is None
 
 
-def test_text_and_descriptors_are_the_same_schema():
-    text = 'syntax = "proto3"; package p; message M { string long_name = 1; M m = 2; }'
-    file = read_proto_text(text, name="any/name.proto")
-    file.message_type[0].field[0].json_name = "longName"  # as the compiler writes it
-    described = descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString()
-    spelled = text.replace("; ", ";\n\n// a remark\n")
-    prints = {
-        read_protobuf(data).fingerprint for data in (text.encode(), described, spelled.encode())
-    }
+def test_spelling_and_options_do_not_change_the_schema():
+    text = f"{HEAD} message M {{ string long_name = 1; M m = 2; }}"
+    spelled = text.replace("; ", ";\n\n// a comment\n").replace("= 2", "= 2 [deprecated = true]")
+    spelled = spelled.replace("= 1", '= 1 [json_name = "longName"]')
+    prints = {read_protobuf(compile_proto(one)).fingerprint for one in (text, spelled)}
     assert len(prints) == 1
-    assert read_protobuf(text.replace("= 1", "= 3").encode()).fingerprint not in prints
+    assert read_protobuf(compile_proto(text.replace("= 1", "= 3"))).fingerprint not in prints
 
 
 def test_set_has_its_imports():
-    base = read_proto_text(
-        'syntax = "proto3"; package p; message B { int32 n = 1; }', name="b.proto"
+    data = compile_proto(
+        f'{HEAD} import "base.proto"; message M {{ B b = 1; }}',
+        base=f"{HEAD} message B {{ int32 n = 1; }}",
     )
-    main = read_proto_text(
-        'syntax = "proto3"; package p; import "b.proto"; message M { B b = 1; }', name="m.proto"
-    )
-    files = descriptor_pb2.FileDescriptorSet(file=[base, main])
-    definition = read_protobuf(files.SerializeToString())
+    definition = read_protobuf(data)
     assert definition.check(b"\x0a\x02\x08\x05") is None
     assert definition.check(b"\x0a\x02\x0a\x00") is not None, "n of B is a number"
-    changed = descriptor_pb2.FileDescriptorSet(file=[base, main])
-    changed.file[0].message_type[0].field[0].type = 9
+    changed = descriptor_pb2.FileDescriptorSet.FromString(data)
+    changed.file[0].message_type[0].field[0].type = FieldType.TYPE_STRING
     other = read_protobuf(changed.SerializeToString())
     assert other.fingerprint != definition.fingerprint
     assert definition.cannot_read(other)
-    with pytest.raises(InvalidRequestError, match=r"b\.proto"):
-        read_protobuf(descriptor_pb2.FileDescriptorSet(file=[main]).SerializeToString())
+    del changed.file[0]
+    with pytest.raises(InvalidRequestError, match=r"base\.proto"):
+        read_protobuf(changed.SerializeToString())
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "backward", "forward"),
     [
         ("int32 a = 1;", "int32 a = 1; string b = 2;", True, True),
@@ -133,7 +162,7 @@ def test_rules(old, new, backward, forward):
     assert found == (backward, forward)
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "backward", "forward"),
     [
         ("optional int32 a = 1;", "required int32 a = 1;", False, True),
@@ -155,7 +184,7 @@ def test_rules_of_proto2(old, new, backward, forward):
 
 def test_message_that_is_gone_is_missed():
     both = proto("message M {} message N {}")
-    assert "p.N: is not there" in proto("message M {}").cannot_read(both)
+    assert "p.N: is missing" in proto("message M {}").cannot_read(both)
     assert not both.cannot_read(proto("message M {}"))
     assert proto("message M {}", 'syntax = "proto3"; package q;').cannot_read(proto("message M {}"))
 
@@ -175,10 +204,10 @@ def test_payloads():
     assert definition.check(b"\x78\x01") is None
 
 
-@pytest.mark.parametrize("payload", [b"\x08\x05", b"\x1a\x02\x08\x05", b"\x22\x04\x12\x02\x08\x05"])
+@each("payload", [b"\x08\x05", b"\x1a\x02\x08\x05", b"\x22\x04\x12\x02\x08\x05"])
 def test_field_of_another_type_is_found_at_any_depth(payload):
     definition = proto("message M { string s = 1; M m = 3; map<string, M> k = 4; }")
-    assert "p.M.s is of another type" in definition.check(payload)
+    assert "p.M.s has another type" in definition.check(payload)
 
 
 def test_required_fields_are_asked_for():
@@ -209,59 +238,3 @@ def test_deep_payload_is_refused():
             size >>= 7
         payload = bytes([*head, size]) + payload
     assert definition.check(payload) is not None
-
-
-PROTO3 = """
-syntax = "proto3";
-package a.b;
-import "google/protobuf/timestamp.proto";
-option java_package = "com.example";
-/* A thing. */
-message Thing {
-  option deprecated = true;
-  string long_name = 1 [deprecated = true];
-  repeated int32 many = 0x2 [packed = false];
-  map<string, .a.b.Thing> some_things = 3;
-  oneof choice { int32 left = 4; Inner right = 5; }
-  optional uint64 maybe = 6 [json_name = "perhaps"];
-  message Inner { bytes data = 1; Thing.Kind kind = 2; b.Thing up = 3; }
-  enum Kind { option allow_alias = true; NONE = 0; NIL = 0 [deprecated = true]; LOW = -1; }
-  Kind kind = 010;
-  google.protobuf.Timestamp at = 11;
-  reserved 20, 30 to 40, 1000 to max;
-  reserved "old", "older";
-}
-enum Top { ZERO = 0; reserved -5 to -3, 9; reserved "GONE"; }
-service Calls { rpc Do (Thing) returns (stream Thing) { option deprecated = true; } }
-"""
-PROTO2 = r"""
-message Thing {
-  required int32 must = 1 [default = 0x10];
-  optional string text = 2 [default = "a\n" 'b\x41\101'];
-  optional bytes data = 3 [default = "\001\"x\xff"];
-  optional double ratio = 4 [default = -1.5e+3];
-  optional float huge = 7 [default = inf];
-  optional bool flag = 5 [default = true];
-  optional group Part = 6 [deprecated = true] { optional int32 n = 1; }
-  optional Kind kind = 8 [default = LOW];
-  enum Kind { HIGH = 1; LOW = -1; }
-  extensions 100 to 199, 300;
-  extend Thing { optional int32 extra = 100; }
-}
-extend Thing { repeated string more = 101; }
-"""
-WIRE = ["danube.proto", "danube_schema.proto", "danube_admin.proto", "ister.proto"]
-
-
-@pytest.mark.parametrize("source", [PROTO3, PROTO2, *WIRE], ids=lambda text: text[:20].strip())
-def test_text_is_read_as_the_compiler_reads_it(tmp_path, source):
-    protoc = pytest.importorskip("grpc_tools.protoc")
-    if source in WIRE:
-        source = resources.files("ister.broker.wire").joinpath(source).read_text()
-    (tmp_path / "x.proto").write_text(source)
-    known = str(resources.files("grpc_tools").joinpath("_proto"))
-    options = [f"-I{tmp_path}", f"-I{known}", "--include_imports"]
-    command = ["protoc", *options, f"--descriptor_set_out={tmp_path}/x.pb", "x.proto"]
-    assert protoc.main(command) == 0
-    compiled = read_protobuf((tmp_path / "x.pb").read_bytes())
-    assert read_protobuf(source.encode()).fingerprint == compiled.fingerprint

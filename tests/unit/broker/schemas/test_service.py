@@ -5,14 +5,15 @@ import asyncio
 import grpc
 import pytest
 
-from ister.broker.rpc import Refused
+from ister.broker.rpc.handlers import Refused
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.rights import Permission
 from ister.broker.services.schemas import SchemaService
-from ister.broker.wire import danube_schema
 from ister.clock import SystemClock
 from ister.errors import NotFoundError, PermissionDeniedError
 from ister.metadata.memory import MemoryMetadata
+from ister.wire import danube_schema
+from support.cases import each
 
 TOPIC = "/default/orders"
 
@@ -39,7 +40,7 @@ class FakeGuard:
 class FakeTopics:
     async def get(self, name):
         if name != TOPIC:
-            raise NotFoundError(f"there is no topic {name}")
+            raise NotFoundError(f"topic {name} does not exist")
         return type("Topic", (), {"name": name})
 
 
@@ -94,15 +95,17 @@ def name_of(call):
     return call[0]
 
 
-@pytest.mark.parametrize("call", READS, ids=name_of)
+@each("call", READS)
 def test_reading_needs_no_more_than_looking_up(service, guard, call):
     """Danube wants ManageSchema, so that a consumer cannot read what its messages look like."""
+    guard.asked.clear()
     ask(service, call)
     assert guard.asked == [(Permission.LOOKUP, "anywhere")]
 
 
-@pytest.mark.parametrize("call", OF_SUBJECTS, ids=name_of)
+@each("call", OF_SUBJECTS)
 def test_changing_a_subject_is_a_right_in_the_cluster_or_on_its_topic(service, guard, call):
+    guard.asked.clear()
     ask(service, call)
     assert guard.asked == [(Permission.MANAGE_SCHEMA, None)]
     name, message = call
@@ -122,10 +125,9 @@ def test_changing_what_a_topic_wants_is_a_right_on_the_topic(service, guard):
     assert guard.asked[2:] == [(Permission.LOOKUP, TOPIC)]
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [*READS, *OF_SUBJECTS, *OF_TOPICS, request("GetTopicSchemaConfig", topic_name=TOPIC)],
-    ids=name_of,
 )
 def test_nothing_happens_without_the_right(service, guard, call):
     guard.is_closed = True
@@ -140,13 +142,12 @@ def test_every_call_of_the_service_is_here():
     }
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         request("RegisterSchema", subject="orders", schema_type="string"),
         OF_TOPICS[1],
     ],
-    ids=name_of,
 )
 def test_what_does_not_fit_the_state_is_a_failed_precondition(service, call):
     with pytest.raises(Refused) as caught:

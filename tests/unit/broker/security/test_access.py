@@ -22,6 +22,8 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.metadata.memory import MemoryMetadata
+from support.cases import each
+from support.waiting import eventually
 
 USER, SERVICE = PrincipalKind.USER, PrincipalKind.SERVICE
 
@@ -59,13 +61,6 @@ def access(store):
     access.close()
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
-
-
 # -- judging --------------------------------------------------------------------------------
 
 _PLACES = {
@@ -92,13 +87,14 @@ _REACH = {
 }
 
 
-@pytest.mark.parametrize(("scope", "resource"), _REACH)
-@pytest.mark.parametrize("role", [*SYSTEM_ROLES, *Permission])
-def test_matrix_of_roles_scopes_and_places(access, role, scope, resource):
+@each(("scope", "resource"), _REACH)
+@each("role", [*SYSTEM_ROLES, *Permission])
+def test_matrix_of_roles_scopes_and_places(role, scope, resource):
     """Every role, in every scope, against every permission on every place: all or nothing.
 
     The oracle is the table above; the only right that follows from others is to look a topic up.
     """
+    access = open_access(MemoryMetadata())
     if role in SYSTEM_ROLES:
         held = SYSTEM_ROLES[role].permissions
     else:
@@ -234,9 +230,9 @@ def test_record_whose_key_says_something_else_gives_nothing(access, store, caplo
 def test_change_elsewhere_is_seen(store, access):
     other = open_access(store)
     other.create_binding(bind())
-    wait_for(lambda: access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
+    eventually(lambda: access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
     other.delete_binding(Scope.TOPIC, "/default/orders", "b1")
-    wait_for(lambda: not access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
+    eventually(lambda: not access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
 
 
 def test_change_elsewhere_is_seen_without_a_watch(store, monkeypatch):
@@ -247,7 +243,7 @@ def test_change_elsewhere_is_seen_without_a_watch(store, monkeypatch):
     access.start()
     try:
         open_access(store).create_binding(bind())
-        wait_for(lambda: access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
+        eventually(lambda: access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
     finally:
         access.close()
 
@@ -359,10 +355,10 @@ def test_keeping_up_survives_an_outage(store, monkeypatch, caplog):
 
     try:
         store.before = fail
-        wait_for(lambda: len(failures) > 3)
+        eventually(lambda: len(failures) > 3)
         store.before = lambda *_: None
         open_access(store).create_binding(bind())
-        wait_for(lambda: access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
+        eventually(lambda: access.allows(who(), Permission.PRODUCE, topic="/default/orders"))
     finally:
         access.close()
         access.close()

@@ -9,6 +9,7 @@ from ister.broker.security.minting import make_api_key
 from ister.broker.security.principal import PrincipalKind
 from ister.clock import ManualClock
 from ister.errors import ConfigError, InvalidRequestError
+from support.cases import each
 
 
 @pytest.fixture
@@ -23,12 +24,12 @@ def test_line_survives_the_way_there_and_back():
     assert format_line(key) == line
 
 
-@pytest.mark.parametrize("line", ["", "   ", "# loader sha256:00"])
+@each("line", ["", "   ", "# loader sha256:00"])
 def test_comment_is_no_key(line):
     assert parse_line(line) is None
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         "loader",
@@ -98,7 +99,7 @@ def test_file_that_is_gone_holds_no_keys(tmp_path, clock, caplog):
     path.write_text(line)
     clock.advance(1.0)
     assert keys.find(key), "and it comes back with the file"
-    assert sum("is gone" in record.getMessage() for record in caplog.records) == 1
+    assert sum("cannot read the file" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_bad_line_harms_no_other(tmp_path, clock, caplog):

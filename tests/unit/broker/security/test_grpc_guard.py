@@ -8,9 +8,8 @@ from datetime import timedelta
 import grpc
 import pytest
 
-from certificates import IDENTITIES, LOCAL_NAMES, Authority
-from ister.broker.principal_limits import PrincipalLimit
-from ister.broker.rpc import status_of
+from ister.broker.rpc.handlers import status_of
+from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security import grpc_guard
 from ister.broker.security import guard as guard_module
 from ister.broker.security.grpc_guard import GrpcGuard
@@ -21,7 +20,9 @@ from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig
 from ister.errors import IsterError
 from ister.metrics import Metrics
-from security_rig import GuardRig
+from support.cases import each
+from support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from support.security import GuardRig
 
 ORDERS = "/default/orders"
 SERVERS, CLIENTS = Authority("servers"), Authority("clients")
@@ -211,7 +212,7 @@ def test_handler_sees_its_caller(rig):
     run(scenario)
 
 
-@pytest.mark.parametrize(
+@each(
     "headers",
     [
         (("x-danube-internal-broker", "broker-1"),),
@@ -221,7 +222,6 @@ def test_handler_sees_its_caller(rig):
         (("x-api-key", "ist_wrong"),),
         (("authorization-bin", b"Bearer \xff"),),
     ],
-    ids=str,
 )
 def test_other_headers_grant_nothing(rig, headers):
     async def scenario():
@@ -294,9 +294,8 @@ async def _ended(stream):
     return stream.read()
 
 
-@pytest.mark.parametrize("method", ["Receive", "Generate"])
 @pytest.mark.parametrize("how", ["token", "key", "right", "role"])
-def test_stream_ends_when_its_caller_is_no_longer_welcome(rig, method, how):
+def test_stream_ends_when_its_caller_is_no_longer_welcome(rig, how):
     """By the end of the token, of the key, of the binding; and the handler lets go."""
     binding = rig.allow("alice", "consumer", topic=ORDERS)
     headers = rig.bearer("alice", lifetime_seconds=100)
@@ -310,10 +309,14 @@ def test_stream_ends_when_its_caller_is_no_longer_welcome(rig, method, how):
             serving(rig.guard) as (service, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
-            stream = call(channel, method, "unary_stream")(
-                ORDERS.encode(), metadata=metadata(headers)
-            )
-            rest = await _ended(stream)
+            rests = [
+                await _ended(
+                    call(channel, method, "unary_stream")(
+                        ORDERS.encode(), metadata=metadata(headers)
+                    )
+                )
+                for method in ("Receive", "Generate")
+            ]
             root = call(channel, "Receive", "unary_stream")(
                 ORDERS.encode(), metadata=metadata(rig.bearer("root"))
             )
@@ -327,8 +330,9 @@ def test_stream_ends_when_its_caller_is_no_longer_welcome(rig, method, how):
             else:
                 await asyncio.to_thread(rig.store.delete_prefix, "/danube/auth/bindings/")
             wanted = Code.UNAUTHENTICATED if how in ("token", "key") else Code.PERMISSION_DENIED
-            assert await code_of(rest) is wanted
-            assert service.ended == 1, "what the handler holds is let go of"
+            for rest in rests:
+                assert await code_of(rest) is wanted
+            assert service.ended == 2, "what the handlers hold is let go of"
             assert not root.done(), "nobody else's stream ends"
             root.cancel()
 
@@ -562,7 +566,7 @@ def test_matrix_of_client_certificates(rig, tls):
     run(scenario)
 
 
-@pytest.mark.parametrize("case", IDENTITIES)
+@each("case", IDENTITIES)
 def test_certificate_says_who_it_is(tmp_path, tls, case):
     names, wanted = IDENTITIES[case]
     with GuardRig(tmp_path, mtls_principal=True) as rig:
@@ -586,7 +590,7 @@ def test_certificate_says_who_it_is(tmp_path, tls, case):
 
 def test_new_certificates_are_taken_by_new_connections(rig, tls, tmp_path, monkeypatch):
     """The server's certificate and the clients' authority change; streams that stand go on."""
-    monkeypatch.setattr("ister.broker.security.tls._LOOK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("ister.certificates._RELOAD_SECONDS", 0.0)
     servers, clients = Authority("new servers"), Authority("new clients")
 
     async def scenario():

@@ -5,7 +5,6 @@ import tracemalloc
 
 import pytest
 
-from certificates import Authority
 from ister.broker.security import guard as guard_module
 from ister.broker.security.guard import Guard, current_caller, current_principal, entered
 from ister.broker.security.principal import ANONYMOUS
@@ -14,7 +13,8 @@ from ister.clock import ManualClock
 from ister.config import load_config
 from ister.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from ister.metadata.memory import MemoryMetadata
-from security_rig import GuardRig
+from support.certificates import Authority
+from support.security import GuardRig
 
 ORDERS = "/default/orders"
 
@@ -152,7 +152,7 @@ def test_stream_ends_with_its_token(rig):
     rig.clock.advance(9)
     caller.verify()
     rig.clock.advance(1)
-    with pytest.raises(UnauthenticatedError, match="no longer good"):
+    with pytest.raises(UnauthenticatedError, match="expired or were revoked"):
         caller.verify()
 
 
@@ -248,7 +248,7 @@ def test_refusals_and_changes_are_noted(rig):
             "action": "Send",
             "outcome": "unauthenticated",
             "peer": "ipv4:1.2.3.4:6",
-            "reason": "there are no credentials",
+            "reason": "the call has no credentials",
         },
     ]
 

@@ -8,14 +8,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from certificates import IDENTITIES, LOCAL_NAMES, Authority
 from ister.broker.security.guard import current_principal
 from ister.broker.security.http_guard import http_guard
 from ister.broker.security.rights import Permission
 from ister.broker.security.tls import ServerTls
 from ister.clock import SystemClock
 from ister.config import ClientAuth, TlsConfig
-from security_rig import GuardRig
+from support.cases import each
+from support.certificates import IDENTITIES, LOCAL_NAMES, Authority
+from support.security import GuardRig
 
 SERVERS, CLIENTS = Authority("servers"), Authority("clients")
 
@@ -119,7 +120,7 @@ def test_right_is_needed(rig):
     assert [line["outcome"] for line in rig.audited()] == ["denied", "allowed"]
 
 
-@pytest.mark.parametrize(
+@each(
     "head",
     [
         b"Authorization: Bearer CANARY\x01\x02",

@@ -5,6 +5,7 @@ import pytest
 from ister.broker.security.api_keys import digest_of_key, parse_line
 from ister.broker.security.minting import make_api_key, make_token
 from ister.errors import InvalidRequestError
+from support.cases import each
 
 SETTINGS = {"algorithm": "HS256", "key": "k" * 32, "issuer": "i", "audience": "a"}
 
@@ -18,13 +19,13 @@ def test_line_has_the_digest_and_not_the_key():
     assert make_api_key("loader")[0] != key
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a#b", "#", "a\nb", "\t", "x" * 257])
+@each("name", ["", "a b", "a#b", "#", "a\nb", "\t", "x" * 257])
 def test_name_has_to_fit_into_a_line(name):
     with pytest.raises(InvalidRequestError):
         make_api_key(name)
 
 
-@pytest.mark.parametrize(
+@each(
     "more",
     [
         {"algorithm": "none"},
@@ -34,7 +35,6 @@ def test_name_has_to_fit_into_a_line(name):
         {"lifetime_seconds": 10**9},
         {"lifetime_seconds": float("nan")},
     ],
-    ids=str,
 )
 def test_bad_arguments_are_refused_without_the_key(more):
     with pytest.raises(InvalidRequestError) as caught:

@@ -15,6 +15,7 @@ from ister.broker.security.rights import (
     parse_permission,
 )
 from ister.errors import CorruptDataError, InvalidRequestError
+from support.cases import each
 
 
 def binding(**more):
@@ -29,14 +30,14 @@ def binding(**more):
     return Binding(**{**settings, **more})
 
 
-@pytest.mark.parametrize("permission", Permission)
+@each("permission", Permission)
 def test_permission_is_known_by_both_spellings(permission):
     assert parse_permission(permission.value) is permission
     assert parse_permission(permission.danube_name) is permission
     assert parse_permission(permission.value.replace("_", "-").upper()) is permission
 
 
-@pytest.mark.parametrize("text", ["Replicate", "", "*", "all", "Manage", "lookup ", None, 3])
+@each("text", ["Replicate", "", "*", "all", "Manage", "lookup ", None, 3])
 def test_other_words_are_no_permission(text):
     with pytest.raises(InvalidRequestError):
         parse_permission(text)
@@ -58,7 +59,7 @@ def test_role_is_stored_as_danube_stores_it():
     assert not Role.from_json(sneaky).is_system
 
 
-@pytest.mark.parametrize(
+@each(
     "more",
     [
         {},
@@ -72,7 +73,7 @@ def test_binding_survives_the_way_there_and_back(more):
     assert Binding.from_json(given.to_json()) == given
 
 
-@pytest.mark.parametrize(
+@each(
     "more",
     [
         {"id": ""},
@@ -94,14 +95,13 @@ def test_binding_survives_the_way_there_and_back(more):
         {"scope": Scope.NAMESPACE, "resource": "a/b"},
         {"scope": Scope.CLUSTER, "resource": "default"},
     ],
-    ids=str,
 )
 def test_binding_that_makes_no_sense_is_refused(more):
     with pytest.raises(InvalidRequestError):
         binding(**more)
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"",
@@ -119,3 +119,11 @@ def test_damaged_record_is_corrupt(data):
         Role.from_json(data)
     with pytest.raises(CorruptDataError):
         Binding.from_json(data)
+
+
+def test_fields_that_other_writers_leave_null_are_read():
+    stored = b'{"name": "a", "permissions": ["Lookup"], "system": null}'
+    assert Role.from_json(stored).name == "a"
+    content = json.loads(binding(scope=Scope.CLUSTER, resource="").to_json())
+    stored = json.dumps({**content, "resource_name": None}).encode()
+    assert Binding.from_json(stored).resource == ""

@@ -4,14 +4,14 @@ import logging
 
 import pytest
 
-from certificates import LOCAL_NAMES, Authority
 from ister.broker.security.guard import entered
 from ister.broker.security.rights import Permission
 from ister.broker.security.tls import ServerTls
 from ister.clock import SystemClock
 from ister.config import load_config
 from ister.errors import IsterError
-from security_rig import SECRET, GuardRig, auth_settings
+from support.certificates import LOCAL_NAMES, Authority
+from support.security import SECRET, GuardRig, auth_settings
 
 
 def test_no_secret_gets_out(tmp_path, caplog):

@@ -5,8 +5,9 @@ import json
 import grpc
 import pytest
 
-from broker_rig import a_broker, run
-from ister.broker.wire import danube_admin, ister_api
+from ister.wire import danube_admin, ister_api
+from support.broker import a_broker, run
+from support.cases import each
 
 NAME = "/shop/orders"
 
@@ -40,7 +41,7 @@ def test_namespaces_their_topics_and_bounds(tmp_path):
     run(scenario())
 
 
-@pytest.mark.parametrize("call", ["GetNamespacePolicies", "GetNamespaceTopics"])
+@each("call", ["GetNamespacePolicies", "GetNamespaceTopics"])
 def test_namespace_that_is_none_is_not_found(tmp_path, call):
     async def scenario():
         async with a_broker(tmp_path) as (_, services, _):

@@ -5,8 +5,9 @@ import asyncio
 import grpc
 import pytest
 
-from broker_rig import a_broker, a_record, run
-from ister.broker.wire import danube
+from ister.wire import danube
+from support.broker import a_broker, a_record, run
+from support.cases import each
 
 NAME = "/default/orders"
 
@@ -45,7 +46,7 @@ def test_objects_are_listed_from_the_first_one_on(tmp_path):
     run(scenario())
 
 
-@pytest.mark.parametrize(
+@each(
     ("topic", "status"),
     [
         ("/default/nowhere", grpc.StatusCode.NOT_FOUND),

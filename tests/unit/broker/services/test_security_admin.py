@@ -6,10 +6,12 @@ import contextlib
 import grpc
 import pytest
 
+from ister.broker.rpc.grpcio_engine import add_methods
+from ister.broker.rpc.methods import methods_of
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.services.security_admin import SecurityAdmin
-from ister.broker.wire import add_service, danube_admin, stub
-from security_rig import GuardRig
+from ister.wire import danube_admin, stub
+from support.security import GuardRig
 
 Code = grpc.StatusCode
 SERVICE = "danube_admin.SecurityAdmin"
@@ -26,7 +28,7 @@ def run(rig, scenario):
 
     async def served():
         server = grpc.aio.server(interceptors=[GrpcGuard(rig.guard)])
-        add_service(server, SERVICE, SecurityAdmin(rig.guard))
+        add_methods(server, methods_of(SERVICE, SecurityAdmin(rig.guard)))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 import pytest
 
 from ister.cli.pipeline import replay
-from ister.cli.pipeline.common import Place
+from ister.cli.pipeline.common import JobLocation
 from ister.errors import InvalidRequestError
 from ister.spark.jobs import replaying
-from ister.spark.jobs.report import JobReport
+from ister.spark.jobs.job_report import JobReport
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def call(monkeypatch):
             return JobReport("replay", more=more or {})
 
         def fake_run(options, job, work, *, columns):
-            work("spark", Place(None, "b:1"), None)
+            work("spark", JobLocation(None, "b:1"), None)
             return 0
 
         monkeypatch.setattr(replaying, "replay", fake_job)
@@ -70,7 +70,7 @@ def test_what_does_not_go_together(call):
         call("--per-batch", "--per-message")
     with pytest.raises(InvalidRequestError, match="no function"):
         call("--sql", "SELECT 1", "--per-batch")
-    with pytest.raises(InvalidRequestError, match="neither an offset"):
+    with pytest.raises(InvalidRequestError, match="invalid position"):
         call("--from", "yesterday")
 
 

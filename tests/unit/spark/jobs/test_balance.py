@@ -8,21 +8,23 @@ import pytest
 from ister.errors import InvariantError, NotFoundError
 from ister.limits import GIB
 from ister.spark.jobs.balance import balance, run_balanced
-from spark_here import SparkHere
+from support.loops import case
+from support.spark_here import SparkHere
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_every_item_is_in_one_group(seed):
-    rng = random.Random(seed)
-    items = [rng.randrange(1000) for _ in range(rng.randrange(60))]
-    count = rng.randrange(1, 9)
-    groups = balance(items, int, count)
-    assert len(groups) == min(count, len(items))
-    assert all(groups)
-    assert sorted(item for group in groups for item in group) == sorted(items)
-    if items:
-        weights = [sum(max(item, 1) for item in group) for group in groups]
-        assert max(weights) - min(weights) <= max(*items, 1)
+def test_every_item_is_in_one_group():
+    for seed in range(10):
+        with case(seed):
+            rng = random.Random(seed)
+            items = [rng.randrange(1000) for _ in range(rng.randrange(60))]
+            count = rng.randrange(1, 9)
+            groups = balance(items, int, count)
+            assert len(groups) == min(count, len(items))
+            assert all(groups)
+            assert sorted(item for group in groups for item in group) == sorted(items)
+            if items:
+                weights = [sum(max(item, 1) for item in group) for group in groups]
+                assert max(weights) - min(weights) <= max(*items, 1)
 
 
 def _double(bad, item):

@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pytest
 
-from export_rig import FORMATS, offsets_in, read_table, table_at, tasks_here, where
 from integration.spark_topics import PUBLISHED_MS, SparkPlace, expire_before, fill
 from ister import failpoints
+from ister.bucket.fence import Fence
 from ister.cli.pipeline import export as command
 from ister.errors import (
     CapacityError,
@@ -23,15 +23,17 @@ from ister.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from ister.spark.jobs import exporting
+from ister.spark.jobs import export_round, exporting, leases
 from ister.spark.jobs.exporting import ExportSettings, export
 from ister.spark.jobs.job import Job, open_job
+from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.tables import parquet_directory
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.delta import DeltaTable
 from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.parquet_directory import ParquetDirectory
-from ister.tier.fence import Fence
+from support.exports import FORMATS, offsets_in, read_table, table_at, tasks_here, where
+from support.loops import each, making, product
 
 TOPIC = "/default/orders"
 SCHEMA = {"properties": {"id": {"type": "integer"}, "name": {"type": "string"}}}
@@ -48,6 +50,12 @@ def spark():
 def place(tmp_path):
     """A data directory."""
     return SparkPlace(tmp_path / "data")
+
+
+@making("tmp_path", "place")
+def fresh(path):
+    """A data directory, and a directory for tables, of one case."""
+    return {"tmp_path": path, "place": SparkPlace(path / "data")}
 
 
 def _fill_json(place: SparkPlace, count: int, *, bad=(), first: int = 0, upload: bool = True):
@@ -69,7 +77,7 @@ def _export(spark, place, tmp_path, format="parquet", **options):
 # -- plans --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each("format", FORMATS, fresh=fresh)
 def test_all_of_it_once(spark, place, tmp_path, format):
     place.fill(TOPIC, 120, uploaded=100)
     plan = _export(spark, place, tmp_path, format, dry_run=True)
@@ -92,7 +100,7 @@ def test_the_tail_comes_along_when_it_is_asked_for(spark, place, tmp_path):
     assert _export(spark, place, tmp_path).total("messages") == 0
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each("format", FORMATS, fresh=fresh)
 def test_missing_ranges_are_filled(spark, place, tmp_path, format):
     place.fill(TOPIC, 100, uploaded=100)
     for start, end in ((20, 40), (60, 70)):
@@ -165,12 +173,12 @@ def test_ranges_that_could_be_read_count_beside_one_that_could_not(spark, place,
     good = objects[1].read_bytes()
     objects[1].write_bytes(b"\0" * len(good))
     # Objects are small: give each a task of its own.
-    real = exporting.plan
-    exporting.plan = lambda ranges, **_: real(ranges, split_bytes=1)
+    real = export_round.plan
+    export_round.plan = lambda ranges, **_: real(ranges, split_bytes=1)
     try:
         report = export(spark, place.elsewhere, to=where(tmp_path, "parquet"))
     finally:
-        exporting.plan = real
+        export_round.plan = real
     assert report.errors
     assert {error["code"] for error in report.errors} == {"DATA_LOSS"}
     before = offsets_in(tmp_path, "parquet")
@@ -184,7 +192,7 @@ def test_ranges_that_could_be_read_count_beside_one_that_could_not(spark, place,
 # -- typed columns and dead letters ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each("format", FORMATS, fresh=fresh)
 def test_bad_rows_become_dead_letters(spark, place, tmp_path, format):
     _fill_json(place, 60, bad={3, 40})
     report = _export(spark, place, tmp_path, format, schema=SCHEMA)
@@ -230,7 +238,7 @@ def _kill_at(point: str, visit: int = 1) -> None:
     failpoints.arm(point, act)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each("format", FORMATS, fresh=fresh)
 def test_dead_letters_are_not_written_again_after_a_crash(spark, place, tmp_path, format):
     _fill_json(place, 60, bad={3, 40})
     _kill_at("export.after_dead_letters")
@@ -262,7 +270,7 @@ def test_another_schema_after_such_a_crash_loses_nothing(spark, place, tmp_path)
 _TABLES = {"parquet": ParquetDirectory, "iceberg": IcebergTable, "delta": DeltaTable}
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         CapacityError("disk full"),
@@ -271,7 +279,7 @@ _TABLES = {"parquet": ParquetDirectory, "iceberg": IcebergTable, "delta": DeltaT
         PermissionDeniedError("no"),
         ConflictError("somebody"),
     ],
-    ids=lambda error: type(error).__name__,
+    fresh=fresh,
 )
 def test_names_that_cannot_be_given_cost_no_rows(spark, place, tmp_path, monkeypatch, error):
     _fill_json(place, 60, bad={3, 40})
@@ -289,8 +297,7 @@ def test_names_that_cannot_be_given_cost_no_rows(spark, place, tmp_path, monkeyp
     assert offsets_in(tmp_path, "parquet", "orders_dead_letters") == [3, 40]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("is_in", [True, False])
+@each(("format", "is_in"), product(FORMATS, [True, False]), fresh=fresh)
 def test_an_outcome_that_is_not_known_costs_no_rows(
     spark, place, tmp_path, monkeypatch, format, is_in
 ):
@@ -312,7 +319,7 @@ def test_an_outcome_that_is_not_known_costs_no_rows(
     assert offsets_in(tmp_path, format) == list(range(100))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each("format", FORMATS, fresh=fresh)
 def test_what_was_not_tried_is_removed(spark, place, tmp_path, monkeypatch, format):
     place.fill(TOPIC, 30, uploaded=30)
 
@@ -324,7 +331,8 @@ def test_what_was_not_tried_is_removed(spark, place, tmp_path, monkeypatch, form
     assert not list((tmp_path / format).rglob("default-orders-*.parquet"))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.nightly
+@each("format", FORMATS, fresh=fresh)
 def test_dead_letters_that_are_in_stay_when_the_rows_are_refused(
     spark, place, tmp_path, monkeypatch, format
 ):
@@ -347,18 +355,18 @@ def test_dead_letters_that_are_in_stay_when_the_rows_are_refused(
     assert offsets_in(tmp_path, format) == [n for n in range(60) if n not in (3, 40)]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each("format", FORMATS, fresh=fresh)
 def test_files_that_are_on_other_machines_are_refused(spark, place, tmp_path, monkeypatch, format):
     """A directory as `to`, and executors that have one of their own of that name."""
     place.fill(TOPIC, 100, uploaded=100)
-    real = exporting._Round._commit
+    real = export_round.ExportRound._commit
 
     def elsewhere(self, item) -> None:
         for path in (tmp_path / format).rglob("default-orders-*.parquet"):
             path.unlink()
         real(self, item)
 
-    monkeypatch.setattr(exporting._Round, "_commit", elsewhere)
+    monkeypatch.setattr(export_round.ExportRound, "_commit", elsewhere)
     report = _export(spark, place, tmp_path, format)
     [error] = report.errors
     assert (error["code"], error["topic"], error["offset"]) == ("NOT_FOUND", TOPIC, 0)
@@ -385,8 +393,8 @@ def test_a_round_says_in_its_tables_that_it_is_under_way(spark, place, tmp_path)
 
 
 def test_marks_are_renewed_beside_leases(spark, place, monkeypatch):
-    monkeypatch.setattr(exporting, "_RUN_RENEWAL_SECONDS", 0.0)
-    monkeypatch.setattr(exporting, "_RENEWALS_PER_LEASE", 10_000)
+    monkeypatch.setattr(leases, "_MARK_RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "_RENEWALS_PER_LEASE", 10_000)
     renewed, again = [], threading.Event()
 
     def renew() -> None:
@@ -395,8 +403,11 @@ def test_marks_are_renewed_beside_leases(spark, place, monkeypatch):
             raise UnavailableError("once")
         again.set()
 
-    with open_job("export", spark, place.config) as job, exporting._Guards(job) as guards:
-        guards.keep(renew)
+    with (
+        open_job("export", spark, place.config) as job,
+        LeaseKeeper(job.store, ttl_seconds=15, clock=job.clock, thread="ister-test") as keeper,
+    ):
+        keeper.renew_also(renew)
         assert again.wait(30)
 
 
@@ -410,7 +421,7 @@ def test_a_topic_that_was_made_again_is_refused(spark, place, tmp_path):
         log.delete(TOPIC)
     place.fill(TOPIC, 10, uploaded=10)
     report = _export(spark, place, tmp_path)
-    assert "made again" in report.errors[0]["message"]
+    assert "created again" in report.errors[0]["message"]
     assert offsets_in(tmp_path, "parquet") == list(range(30))
     report = _export(spark, place, tmp_path, accept_remade=True)
     assert report.total("messages") == 10
@@ -440,7 +451,7 @@ def test_one_export_of_a_topic_into_a_table_at_a_time(spark, place, tmp_path):
     assert _export(spark, place, tmp_path).total("messages") == 20
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each("format", FORMATS, fresh=fresh)
 def test_an_export_whose_lease_has_ended_commits_nothing(spark, place, tmp_path, format):
     place.fill(TOPIC, 30, uploaded=30)
     with open_job("export", spark, place.config) as job:
@@ -457,10 +468,10 @@ def test_an_export_whose_lease_has_ended_commits_nothing(spark, place, tmp_path,
 
 def format_of(name: str):
     """The format of a name."""
-    return exporting._format(name)
+    return exporting._parse_format(name)
 
 
-def test_a_table_that_is_ahead_of_the_plan_refuses(spark, place, tmp_path):
+def test_a_table_that_is_ahead_of_the_plan_refuses(spark, place, tmp_path, monkeypatch):
     """As if a second export had run although the lease said no."""
     place.fill(TOPIC, 30, uploaded=30)
 
@@ -468,21 +479,23 @@ def test_a_table_that_is_ahead_of_the_plan_refuses(spark, place, tmp_path):
         failpoints.disarm()
         _export(spark, place, tmp_path, start=5, end=8)
 
-    real = exporting._Guards.take
-    exporting._Guards.take = lambda self, name, topic: real(self, f"{name}{id(self)}", topic)
+    real = LeaseKeeper.take
+    monkeypatch.setattr(
+        LeaseKeeper,
+        "take",
+        lambda self, key, *about, **more: real(self, f"{key}{id(self)}", *about, **more),
+    )
     failpoints.arm("pipeline.before_commit", overtake)
-    try:
-        report = _export(spark, place, tmp_path)
-    finally:
-        exporting._Guards.take = real
+    report = _export(spark, place, tmp_path)
+    monkeypatch.undo()
     assert "5 up to 8" in report.errors[0]["message"]
     assert offsets_in(tmp_path, "parquet") == [5, 6, 7]
     assert _export(spark, place, tmp_path).total("messages") == 27
     assert offsets_in(tmp_path, "parquet") == list(range(30))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.nightly
+@each(("format", "together"), product(FORMATS, [True, False]), fresh=fresh)
 def test_dead_letters_do_not_go_among_the_rows_of_another_topic(
     spark, place, tmp_path, format, together
 ):
@@ -520,7 +533,7 @@ def list_of(names) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         {"format": "csv"},
@@ -531,6 +544,7 @@ def list_of(names) -> list[str]:
         {"schema": {"type": "string"}},
         {"schema": SCHEMA, "dead_letters": "SAME"},
     ],
+    fresh=fresh,
 )
 def test_what_makes_no_sense(spark, place, tmp_path, wrong):
     place.fill(TOPIC, 3, uploaded=3)
@@ -572,7 +586,7 @@ def test_an_export_that_goes_on(spark, place, tmp_path):
     assert report.topics[TOPIC]["messages"] == 30
 
 
-@pytest.mark.parametrize("error", [UnavailableError("an election"), FencedError("it has ended")])
+@each("error", [UnavailableError("an election"), FencedError("it has ended")], fresh=fresh)
 def test_an_export_that_goes_on_outlives_a_store_that_does_not(
     spark, place, tmp_path, monkeypatch, error
 ):
@@ -638,10 +652,10 @@ def test_what_retention_took_between_two_exports_is_told(spark, place, tmp_path)
 def test_the_gap_that_compaction_left_is_covered(spark, place, tmp_path, monkeypatch):
     """A range is done when it was read, whether or not each offset has a row."""
     place.fill(TOPIC, 100, uploaded=100)
-    real = exporting.export_item
+    real = export_round.export_item
 
     monkeypatch.setattr("ister.spark.jobs.export_task.ReadTask.read", _without_odd_offsets())
-    assert real is exporting.export_item
+    assert real is export_round.export_item
     _export(spark, place, tmp_path)
     monkeypatch.undo()
     assert offsets_in(tmp_path, "parquet") == list(range(0, 100, 2))
@@ -649,7 +663,7 @@ def test_the_gap_that_compaction_left_is_covered(spark, place, tmp_path, monkeyp
 
 
 def _without_odd_offsets():
-    from ister.spark.reading import ReadTask  # noqa: PLC0415 - what is replaced
+    from ister.spark.read_task import ReadTask  # noqa: PLC0415 - what is replaced
 
     read = ReadTask.read
 
@@ -682,7 +696,8 @@ _POINTS = (
 )
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.nightly
+@each("format", FORMATS, fresh=fresh)
 def test_ended_at_every_step_and_run_again(spark, place, tmp_path, format):
     """Whatever was under way, the next run goes on from what counts, and repeats nothing."""
     count, bad, ended = 0, set(), []
@@ -725,7 +740,7 @@ def test_the_command(monkeypatch):
         *("--until", "2026-03-01T10:00+02:00", "--dead-letters", "lake.bad", "--include-tail"),
         *("--interval", "5"),
     )
-    command._export(options, None, command.Place(None, "b:1"), None)
+    command._export(options, None, command.JobLocation(None, "b:1"), None)
     assert seen["catalog"] == {"type": "rest", "uri": "http://x?a=b"}
     assert seen["start"] == 17
     assert seen["end"] == datetime(2026, 3, 1, 8, tzinfo=UTC)
@@ -734,7 +749,7 @@ def test_the_command(monkeypatch):
     assert seen["storage_options"] is None
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [("--catalog", "type"), ("--from", "yesterday"), ("--interval", "0"), ("--until", "3x")],
 )
@@ -742,7 +757,7 @@ def test_wrong_arguments(monkeypatch, wrong):
     monkeypatch.setattr(exporting, "export", lambda *_, **__: None)
     options = _parse("--to", "x", *wrong)
     with pytest.raises(InvalidRequestError):
-        command._export(options, None, command.Place(None, None), None)
+        command._export(options, None, command.JobLocation(None, None), None)
 
 
 def test_a_signal_ends_an_export_that_goes_on(monkeypatch):
@@ -756,7 +771,7 @@ def test_a_signal_ends_an_export_that_goes_on(monkeypatch):
     monkeypatch.setattr(exporting, "export", fake)
     before = signal.getsignal(signal.SIGTERM)
     options = _parse("--to", "x", "--interval", "5")
-    command._export(options, None, command.Place(None, None), None)
+    command._export(options, None, command.JobLocation(None, None), None)
     assert signal.getsignal(signal.SIGTERM) is before
 
 

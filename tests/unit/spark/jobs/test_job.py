@@ -7,23 +7,24 @@ import json
 import pytest
 
 from integration.spark_topics import SparkPlace
+from ister.bucket.fence import Fence
+from ister.bucket.pipeline import PipelineKeys
 from ister.clock import ManualClock, SystemClock
 from ister.config import load_config
 from ister.errors import ConflictError, FencedError, NotFoundError
 from ister.metadata.memory import MemoryMetadata
 from ister.spark.jobs import job as jobs
-from ister.spark.jobs.report import JobReport
+from ister.spark.jobs.job_report import JobReport
+from ister.spark.jobs.leases import LeaseKeeper
 from ister.spark.jobs.tasks import _bundle
-from ister.tier.fence import Fence
-from ister.tier.pipeline import PipelineKeys
-from ister.topic.tiers import open_metadata
+from ister.topic.stores import open_metadata
+from support.loops import case
 
 TOPICS = ["/a/orders", "/a/prices", "/b/orders"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "chosen"),
-    [
+def test_topics_are_names_and_patterns():
+    for wanted, chosen in [
         (None, TOPICS),
         ("", TOPICS),
         ("/a/*", ["/a/orders", "/a/prices"]),
@@ -31,10 +32,9 @@ TOPICS = ["/a/orders", "/a/prices", "/b/orders"]
         ("*/orders,/a/orders", ["/a/orders", "/b/orders"]),
         (["/a/price?"], ["/a/prices"]),
         ("/c/*", []),
-    ],
-)
-def test_topics_are_names_and_patterns(wanted, chosen):
-    assert jobs.choose_topics(jobs.parse_topics(wanted), TOPICS) == chosen
+    ]:
+        with case(wanted, chosen):
+            assert jobs.choose_topics(jobs.parse_topics(wanted), TOPICS) == chosen
 
 
 def test_name_of_no_topic_is_refused_with_those_that_there_are():
@@ -46,13 +46,13 @@ def test_name_of_no_topic_is_refused_with_those_that_there_are():
 def test_only_one_has_an_exclusive_key_and_the_other_is_told_who():
     clock = ManualClock()
     store = MemoryMetadata(clock)
-    config = jobs.MetadataConfig()
-    first = jobs._take(store, config, "tier", "/danube/pipeline/lease", clock)
+    leases = LeaseKeeper(store, ttl_seconds=15, clock=clock, thread="ister-test")
+    first = leases.take("/danube/pipeline/lease", {"job": "tier"})
     with pytest.raises(ConflictError, match="tier on") as refused:
-        jobs._take(store, config, "run", "/danube/pipeline/lease", clock)
+        leases.take("/danube/pipeline/lease", {"job": "run"})
     assert "15 seconds" in refused.value.hint
     first.release()
-    second = jobs._take(store, config, "run", "/danube/pipeline/lease", clock)
+    second = leases.take("/danube/pipeline/lease", {"job": "run"})
     with pytest.raises(FencedError):
         first.check()
     second.check()
@@ -69,20 +69,21 @@ def test_lease_that_ended_is_noticed():
         fence.renew()
 
 
-@pytest.mark.parametrize(("topics", "findings"), [(1, 100_000), (5000, 10), (300, 3000), (0, 0)])
-def test_saved_report_fits_into_the_metadata_store(topics, findings):
-    report = JobReport("scrub")
-    for number in range(topics):
-        report.of(f"/ns/{number}")["findings"] = [
-            {"kind": "gap", "offset": n} for n in range(findings)
-        ]
-        report.fail(NotFoundError("gone", topic=f"/ns/{number}"))
-    data = jobs._in_short(report)
-    assert len(data) <= 256 * 1024
-    short = json.loads(data)
-    assert short["topics_total"] == topics
-    assert short["ok"] is (topics == 0)
-    assert len(report.as_json()["topics"]) == topics, "the report itself stays whole"
+def test_saved_report_fits_into_the_metadata_store():
+    for topics, findings in [(1, 100_000), (5000, 10), (300, 3000), (0, 0)]:
+        with case(topics, findings):
+            report = JobReport("scrub")
+            for number in range(topics):
+                report.of(f"/ns/{number}")["findings"] = [
+                    {"kind": "gap", "offset": n} for n in range(findings)
+                ]
+                report.fail(NotFoundError("gone", topic=f"/ns/{number}"))
+            data = jobs._shorten(report)
+            assert len(data) <= 256 * 1024
+            short = json.loads(data)
+            assert short["topics_total"] == topics
+            assert short["ok"] is (topics == 0)
+            assert len(report.as_json()["topics"]) == topics, "the report itself stays whole"
 
 
 @pytest.mark.parametrize(
@@ -124,16 +125,17 @@ def test_report_of_a_job_that_an_exception_ended_is_not_ok(tmp_path, error, code
 def test_error_that_a_job_has_told_itself_is_told_once():
     report, error = JobReport("compact"), NotFoundError("no such thing")
     report.fail(error)
-    jobs._note_end(report, error)
+    jobs._record_end(report, error)
     assert len(report.errors) == 1
 
 
-@pytest.mark.parametrize("parallel", [1, 2, 16])
-@pytest.mark.parametrize("weights", [[1], [10] * 7, [5 << 20] * 300, [1 << 30, 1, 1], [0, 0]])
-def test_bundles_have_every_item_once_in_order(weights, parallel):
-    items = list(enumerate(weights))
-    bundles = _bundle(items, lambda item: item[1], parallel)
-    assert [item for bundle in bundles for item in bundle] == items
-    assert all(bundles)
-    if len(items) >= 2 * parallel and len(set(weights)) == 1 and weights[0]:
-        assert len(bundles) >= 2 * parallel
+def test_bundles_have_every_item_once_in_order():
+    for weights in [[1], [10] * 7, [5 << 20] * 300, [1 << 30, 1, 1], [0, 0]]:
+        for parallel in [1, 2, 16]:
+            with case(weights, parallel):
+                items = list(enumerate(weights))
+                bundles = _bundle(items, lambda item: item[1], parallel)
+                assert [item for bundle in bundles for item in bundle] == items
+                assert all(bundles)
+                if len(items) >= 2 * parallel and len(set(weights)) == 1 and weights[0]:
+                    assert len(bundles) >= 2 * parallel

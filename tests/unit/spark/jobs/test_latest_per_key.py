@@ -22,7 +22,7 @@ from ister.spark.jobs.latest_per_key import (
     _Search,
     _stage,
 )
-from ister.spark.place import find_place
+from ister.spark.location import find_place
 
 A, B = "/default/a", "/default/b"
 HOUR_MS = 3_600_000

@@ -5,19 +5,20 @@ from dataclasses import replace
 
 import pytest
 
+from ister.bucket.merge import merge_objects
+from ister.bucket.names import object_key, parse_object_id
+from ister.bucket.object_maker import UploadSettings
+from ister.bucket.rebuild import describe_object
 from ister.clock import SystemClock
 from ister.errors import UnavailableError
 from ister.format.frame import encode_frame
 from ister.format.message import encode_message
 from ister.metrics import Metrics
 from ister.model import Codec, MessageId, StreamMessage
-from ister.objectstore.memory import MemoryObjectStore
-from ister.spark.jobs.object_check import ObjectChecker, Problem
-from ister.tier.merge import merge_objects
-from ister.tier.names import object_key, parse_object_id
-from ister.tier.rebuild import describe_object
-from ister.tier.uploader import UploadSettings
-from tier_rig import NAME
+from ister.spark.jobs.object_check import ObjectChecker, ObjectProblem
+from support.loops import case
+from support.memory_store import MemoryObjectStore
+from support.tiers import NAME
 
 PUBLISHED_MS = 1_700_000_000_000
 
@@ -105,36 +106,42 @@ def spans(checked):
     return [(problem.kind, problem.start, problem.end) for problem in checked.problems]
 
 
-@pytest.mark.parametrize("codec", list(Codec))
-@pytest.mark.parametrize("chunk_bytes", [64, 333, 1 << 20])
-def test_a_whole_object(codec, chunk_bytes):
-    bench = Bench(codec=codec)
-    checked = bench.check(chunk_bytes=chunk_bytes)
-    assert checked.problems == ()
-    assert (checked.bytes, checked.messages, checked.right) == (len(bench.data), 40, None)
+def test_a_whole_object():
+    for chunk_bytes in [64, 333, 1 << 20]:
+        for codec in list(Codec):
+            with case(chunk_bytes, codec):
+                bench = Bench(codec=codec)
+                checked = bench.check(chunk_bytes=chunk_bytes)
+                assert checked.problems == ()
+                assert (checked.bytes, checked.messages, checked.right) == (
+                    len(bench.data),
+                    40,
+                    None,
+                )
 
 
 def test_one_frame_larger_than_a_chunk():
     assert Bench(count=3, size=5000).check(chunk_bytes=100).problems == ()
 
 
-@pytest.mark.parametrize("chunk_bytes", [200, 1 << 20])
-def test_a_flipped_bit_costs_one_message(chunk_bytes):
-    bench = Bench()
-    position = bench.position(117)
-    checked = bench.damaged((position + 30, 0), chunk_bytes=chunk_bytes)
-    (problem,) = checked.problems
-    assert problem == Problem(
-        kind="damaged",
-        reason=problem.reason,
-        start=117,
-        end=118,
-        position=position,
-        offset=117,
-    )
-    assert "crc mismatch" in problem.reason
-    assert checked.messages == 39
-    assert checked.right is None
+def test_a_flipped_bit_costs_one_message():
+    for chunk_bytes in [200, 1 << 20]:
+        with case(chunk_bytes):
+            bench = Bench()
+            position = bench.position(117)
+            checked = bench.damaged((position + 30, 0), chunk_bytes=chunk_bytes)
+            (problem,) = checked.problems
+            assert problem == ObjectProblem(
+                kind="damaged",
+                reason=problem.reason,
+                start=117,
+                end=118,
+                position=position,
+                offset=117,
+            )
+            assert "crc mismatch" in problem.reason
+            assert checked.messages == 39
+            assert checked.right is None
 
 
 def test_several_damaged_places_are_told_apart():
@@ -142,31 +149,32 @@ def test_several_damaged_places_are_told_apart():
     changes = [(bench.position(offset) + 30, 0) for offset in (103, 104, 139)]
     checked = bench.damaged(*changes)
     assert spans(checked) == [
-        ("damaged", 103, 104),
-        ("damaged", 104, 105),
+        ("damaged", 103, 105),
         ("damaged", 139, 140),
     ]
 
 
-@pytest.mark.parametrize("at", [0, 8, 12])
-def test_a_damaged_header_costs_one_message(at):
-    bench = Bench()
-    checked = bench.damaged((bench.position(110) + at, 0xEE))
-    assert spans(checked) == [("damaged", 110, 111)]
+def test_a_damaged_header_costs_one_message():
+    for at in [0, 8, 12]:
+        with case(at):
+            bench = Bench()
+            checked = bench.damaged((bench.position(110) + at, 0xEE))
+            assert spans(checked) == [("damaged", 110, 111)]
 
 
-@pytest.mark.parametrize("cut", [1, 50, 200])
-def test_a_truncated_object(cut):
-    bench = Bench()
-    bench.save(bench.data[:-cut])
-    (problem,) = bench.check().problems
-    lost = next(
-        o
-        for o in range(100, 140)
-        if bench.position(o) + len(bench.frames[0]) > len(bench.data) - cut
-    )
-    assert (problem.kind, problem.start, problem.end) == ("truncated", lost, 140)
-    assert problem.position == bench.position(lost)
+def test_a_truncated_object():
+    for cut in [1, 50, 200]:
+        with case(cut):
+            bench = Bench()
+            bench.save(bench.data[:-cut])
+            (problem,) = bench.check().problems
+            lost = next(
+                o
+                for o in range(100, 140)
+                if bench.position(o) + len(bench.frames[0]) > len(bench.data) - cut
+            )
+            assert (problem.kind, problem.start, problem.end) == ("truncated", lost, 140)
+            assert problem.position == bench.position(lost)
 
 
 def test_an_object_that_was_cut_at_a_frame():
@@ -194,9 +202,8 @@ def test_bytes_after_the_last_frame():
     assert (problem.kind, problem.position) == ("damaged", len(bench.data))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_a_wrong_field_is_the_descriptors_fault():
+    for field, value in [
         ("size_bytes", 17),
         ("checksum", "crc32:00000000"),
         ("messages", 39),
@@ -207,16 +214,15 @@ def test_bytes_after_the_last_frame():
         ("offset_index", ((100, 0), (110, 1))),
         ("offset_index", ((100, 0), (139, 10**9))),
         ("offset_index", ((50, 0),)),
-    ],
-)
-def test_a_wrong_field_is_the_descriptors_fault(field, value):
-    bench = Bench()
-    checked = bench.check(replace(bench.described, **{field: value}))
-    (problem,) = checked.problems
-    assert problem.kind == "wrong_descriptor"
-    assert (problem.start, problem.end) == (100, 140)
-    assert checked.messages == 40
-    assert checked.right == replace(bench.described, etag=checked.right.etag)
+    ]:
+        with case(field, value):
+            bench = Bench()
+            checked = bench.check(replace(bench.described, **{field: value}))
+            (problem,) = checked.problems
+            assert problem.kind == "wrong_descriptor"
+            assert (problem.start, problem.end) == (100, 140)
+            assert checked.messages == 40
+            assert checked.right == replace(bench.described, etag=checked.right.etag)
 
 
 def test_a_range_that_is_too_short_or_too_long():

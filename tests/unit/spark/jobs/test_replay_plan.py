@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,6 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnsupportedVersionError,
 )
-from ister.spark.heads import Head
 from ister.spark.jobs import replay_plan
 from ister.spark.jobs.replay_plan import (
     ReplayPlan,
@@ -24,10 +24,11 @@ from ister.spark.jobs.replay_plan import (
     find_differences,
     finish,
     name_replay,
-    parse_place,
     resolve_range,
 )
+from ister.spark.offset_resolver import Head, OffsetResolver
 from ister.spark.planner import TopicRange
+from support.loops import case
 
 A, B = "/default/a", "/default/b"
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
@@ -90,29 +91,11 @@ def test_name_depends_on_the_moment_not_on_its_zone():
 # -- the range ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0", 0),
-        ("12", 12),
-        ("earliest", "earliest"),
-        ("latest", "latest"),
-        ("2026-01-31T12:00:00Z", NOON),
-        ("2026-01-31T13:00:00+01:00", NOON),
-    ],
-)
-def test_places_on_a_command_line(text, expected):
-    assert parse_place(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "-1", "now", "12.5", "2026-01-31T12:00:00", "²"])
-def test_places_that_are_none(text):
-    with pytest.raises(InvalidRequestError):
-        parse_place(text)
-
-
-class Times:
+class Times(OffsetResolver):
     """Message n was published n seconds after noon."""
+
+    def __init__(self):
+        super().__init__(None, SimpleNamespace(fail_on_data_loss=True))
 
     def find_time(self, head, publish_time_ms):
         offset = max((publish_time_ms - int(NOON.timestamp() * 1000)) // 1000, head.earliest)
@@ -131,9 +114,8 @@ HEAD = Head(
 )
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "expected"),
-    [
+def test_ranges():
+    for start, end, expected in [
         (None, None, (10, 100)),
         ("earliest", "latest", (10, 100)),
         ("latest", None, (100, 100)),
@@ -141,25 +123,21 @@ HEAD = Head(
         (NOON + timedelta(seconds=20), NOON + timedelta(seconds=30), (20, 30)),
         (NOON + timedelta(seconds=500), None, (100, 100)),
         (NOON + timedelta(seconds=30), NOON + timedelta(seconds=20), (30, 30)),
-    ],
-)
-def test_ranges(start, end, expected):
-    assert resolve_range(Times(), HEAD, start, end) == expected
+    ]:
+        with case(start, end, expected):
+            assert resolve_range(Times(), HEAD, start, end) == expected
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "error"),
-    [
+def test_ranges_that_are_none():
+    for start, end, error in [
         (9, None, DataGapError),
         (None, 101, OffsetOutOfRangeError),
         (30, 20, InvalidRequestError),
         ("noon", None, InvalidRequestError),
         (True, None, InvalidRequestError),
-    ],
-)
-def test_ranges_that_are_none(start, end, error):
-    with pytest.raises(error):
-        resolve_range(Times(), HEAD, start, end)
+    ]:
+        with case(start, end, error), pytest.raises(error):
+            resolve_range(Times(), HEAD, start, end)
 
 
 # -- chunks -------------------------------------------------------------------------------------
@@ -188,17 +166,15 @@ def test_plan_does_not_outgrow_the_metadata_store(monkeypatch):
 # -- the plan's JSON ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
+def test_plan_is_read_as_it_was_written():
+    for plan in [
         PLAN,
         replace(PLAN, asked=("earliest", "40")),
         finish(PLAN, incarnation="t", messages=7),
         replace(PLAN, boundaries=()),
-    ],
-)
-def test_plan_is_read_as_it_was_written(plan):
-    assert decode_plan(encode_plan(plan), key="k") == plan
+    ]:
+        with case(plan):
+            assert decode_plan(encode_plan(plan), key="k") == plan
 
 
 def test_plan_that_does_not_say_what_was_asked_for():
@@ -213,9 +189,8 @@ ASKED = replace(PLAN, asked=asked_range(None, "latest"))
 SAME = {"source": A, "incarnation": "i", "transform": "m:f", "start": None, "end": None}
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
+def test_what_another_request_of_the_same_name_wants():
+    for change, told in [
         ({}, None),
         ({"start": "earliest", "end": "latest"}, None),
         ({"start": 10, "end": 40}, None),
@@ -223,23 +198,22 @@ SAME = {"source": A, "incarnation": "i", "transform": "m:f", "start": None, "end
         ({"incarnation": "j"}, "deleted"),
         ({"transform": "m:g"}, "m:g"),
         ({"transform": "sql SELECT 1"}, "SELECT 1"),
-        ({"start": 11}, "begins at 10 (earliest), not 11"),
+        ({"start": 11}, "starts at 10 (earliest), not 11"),
         ({"end": 39}, "ends at 40 (latest), not 39"),
         ({"end": NOON}, "not time"),
         ({"start": "latest"}, "not latest"),
-    ],
-)
-def test_what_another_request_of_the_same_name_wants(change, told):
-    found = find_differences(ASKED, **{**SAME, **change})
-    assert len(found) == (told is not None)
-    assert told is None or told in found[0]
+    ]:
+        with case(change, told):
+            found = find_differences(ASKED, **{**SAME, **change})
+            assert len(found) == (told is not None)
+            assert told is None or told in found[0]
 
 
 def test_older_plan_is_compared_by_what_it_says():
     assert find_differences(PLAN, **SAME) == []
     assert find_differences(PLAN, **{**SAME, "start": NOON}) == []
     assert find_differences(PLAN, **{**SAME, "start": 11, "end": 41}) == [
-        "it begins at 10, not 11",
+        "it starts at 10, not 11",
         "it ends at 40, not 41",
     ]
 
@@ -249,9 +223,8 @@ def test_chunks_of_a_plan():
     assert finish(PLAN, incarnation="t", messages=7).chunks == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_plan_that_was_damaged():
+    for old, new in [
         (b"[15,14,1]", b"[15,14,2]"),
         (b"[15,14,1]", b"[15,15,-0]"),
         (b"[15,14,1]", b"[15,0,15]"),
@@ -259,14 +232,13 @@ def test_chunks_of_a_plan():
         (b'"start_offset":10', b'"start_offset":true'),
         (b'"target"', b'"tarjet"'),
         (b"{", b""),
-    ],
-)
-def test_plan_that_was_damaged(old, new):
-    data = encode_plan(PLAN)
-    assert old in data
-    with pytest.raises(CorruptDataError, match="plan") as failure:
-        decode_plan(data.replace(old, new, 1), key="the key")
-    assert failure.value.path == "the key"
+    ]:
+        with case(old, new):
+            data = encode_plan(PLAN)
+            assert old in data
+            with pytest.raises(CorruptDataError, match="plan") as failure:
+                decode_plan(data.replace(old, new, 1), key="the key")
+            assert failure.value.path == "the key"
 
 
 def test_plan_of_a_newer_version():

@@ -4,8 +4,9 @@ import pytest
 
 from integration.spark_topics import SparkPlace, without_spark
 from ister.errors import ConflictError, InvalidRequestError
-from ister.spark.jobs.replaying import _Request, replay
-from spark_here import SparkHere
+from ister.spark.jobs.replaying import ReplayRequest, replay
+from support.loops import case, each
+from support.spark_here import SparkHere
 
 A, B = "/default/a", "/default/b"
 
@@ -36,23 +37,21 @@ def request(**more):
         "sample": 1,
         "chunk_bytes": 1,
     }
-    return _Request.of(**{**fields, **more})
+    return ReplayRequest.of(**{**fields, **more})
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_queries_that_differ_are_different_replays():
+    for one, other in [
         ("SELECT 'a  b' AS payload FROM messages", "SELECT 'a b' AS payload FROM messages"),
         (
             "SELECT payload -- x\n, offset FROM messages",
             "SELECT payload -- x , offset\nFROM messages",
         ),
         ("SELECT payload FROM messages", None),
-    ],
-)
-def test_queries_that_differ_are_different_replays(one, other):
-    assert request(sql=one).name_for("i") != request(sql=other).name_for("i")
-    assert request(sql=one).name_for("i") == request(sql=f" {one}\n").name_for("i")
+    ]:
+        with case(one, other):
+            assert request(sql=one).name_for("i") != request(sql=other).name_for("i")
+            assert request(sql=one).name_for("i") == request(sql=f" {one}\n").name_for("i")
 
 
 def test_function_with_a_name_of_its_own_is_known_by_it():
@@ -81,7 +80,7 @@ def again(place, **more):
         return replay(SparkHere(), place.config, **wanted)
 
 
-@pytest.mark.parametrize("change", [{}, {"start": 0}, {"start": "earliest"}])
+@each("change", [{}, {"start": 0}, {"start": "earliest"}])
 def test_the_same_replay_is_done_already(place, change):
     report = again(place, **change)
     assert report.ok, report.errors
@@ -89,7 +88,7 @@ def test_the_same_replay_is_done_already(place, change):
     assert len(place.payloads(B)) == 10
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "told"),
     [
         ({"start": 10, "end": 30}, "it ends at 10, not 30"),

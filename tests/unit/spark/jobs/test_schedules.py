@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ister.clock import ManualClock
-from ister.spark.jobs.schedules import Schedule, backoff_seconds
+from ister.spark.jobs.schedules import Schedule
 
 HOUR = 3600.0
 
@@ -96,11 +96,3 @@ def test_what_the_status_says(clock):
         "last_ok": True,
         "last_error": None,
     }
-
-
-def test_pauses_are_not_all_the_same():
-    rng = random.Random(1)
-    pauses = {backoff_seconds(3, first=1, most=60, rng=rng) for _ in range(20)}
-    assert len(pauses) == 20
-    assert all(2 <= pause <= 4 for pause in pauses)
-    assert backoff_seconds(10**6, first=1, most=60, rng=rng) <= 60

@@ -1,4 +1,4 @@
-"""`scrub` with tasks in this process: every fault, every way to heal it, every point to die at."""
+"""`scrub` with tasks in this process: every fault, every repair, every point to die at."""
 
 import json
 import os
@@ -13,23 +13,23 @@ import pytest
 
 from integration.spark_topics import SparkPlace, fill, without_spark
 from ister import failpoints
+from ister.bucket.merge import merge_objects
+from ister.bucket.names import format_object_id
 from ister.config import load_config
 from ister.errors import NotFoundError
 from ister.format.frame import decode_frame, encode_frame, scan_frames
 from ister.format.records import RetiredObjects, encode_retired
 from ister.objectstore.opendal_store import OpendalStore
 from ister.spark.jobs import scrubbing
-from ister.spark.jobs.healing import Wound, epoch_floor, heal
-from ister.spark.jobs.scrubbing import _merge, _subtract, scrub
+from ister.spark.jobs.object_repair import DamagedRange, epoch_floor, repair_range
+from ister.spark.jobs.scrubbing import scrub
 from ister.spark.jobs.topic_survey import find_superfluous
-from ister.spark.place import place_of
-from ister.tier.merge import merge_objects
-from ister.tier.names import format_object_id
+from ister.spark.location import place_of
 from ister.topic.history import History
-from ister.topic.tiers import upload_settings
-from scrub_faults import TOPIC, Patient
+from ister.topic.stores import upload_settings
 from servers.flight import FlightTopics
-from spark_here import SparkHere
+from support.scrub_faults import TOPIC, Patient
+from support.spark_here import SparkHere
 
 OBJECTS = 12
 EACH = 12
@@ -95,14 +95,6 @@ def grow_old(path):
 # -- ranges -------------------------------------------------------------------------------------
 
 
-def test_what_is_left_of_a_range():
-    assert _subtract(0, 10, []) == [(0, 10)]
-    assert _subtract(0, 10, [(0, 10)]) == []
-    assert _subtract(0, 10, [(2, 4), (6, 20)]) == [(0, 2), (4, 6)]
-    assert _subtract(5, 10, [(0, 6), (12, 14)]) == [(6, 10)]
-    assert _merge(iter([(5, 7), (0, 2), (2, 3)])) == [(0, 3), (5, 7)]
-
-
 def test_what_is_superfluous():
     assert find_superfluous([]) == set()
     assert find_superfluous([(0, 5), (5, 9), (12, 20)]) == set()
@@ -139,8 +131,8 @@ def test_the_first_and_the_last_descriptor_come_back(spark, place, patient, has_
         ("gap", 0, every[0].end),
         ("gap", every[-1].start, None),
     ]
-    healed = scrub(spark, config, repair=True)
-    assert healed.ok, healed.errors
+    repaired = scrub(spark, config, repair=True)
+    assert repaired.ok, repaired.errors
     assert named(scrub(spark, config)) == []
     assert patient.rows() == rows
 
@@ -159,10 +151,10 @@ def test_whole_object_of_another_topic_is_not_taken_for_the_right_one(spark, pla
     path.write_bytes(foreign)
     (finding,) = scrub(spark, place.elsewhere, repair=True).topics[TOPIC]["findings"]
     assert not finding["repaired"]
-    assert "only another copy can tell" in finding["reason"]
+    assert "another copy is needed to tell" in finding["reason"]
     assert path.read_bytes() == foreign
-    healed = scrub(spark, place.config, repair=True)
-    assert healed.ok, healed.errors
+    repaired = scrub(spark, place.config, repair=True)
+    assert repaired.ok, repaired.errors
     assert patient.rows() == rows
 
 
@@ -201,8 +193,8 @@ def test_wrong_descriptors_are_made_anew(spark, place, patient):
         ],
         key=lambda item: (item[0], item[1] or 0),
     )
-    healed = scrub(spark, place.elsewhere, repair=True)
-    assert healed.ok, healed.errors
+    repaired = scrub(spark, place.elsewhere, repair=True)
+    assert repaired.ok, repaired.errors
     assert named(scrub(spark, place.elsewhere)) == []
     assert patient.rows() == rows
     assert [patient.stored(every[at].start) for at in (1, 2, 3, 5, 7)] == [
@@ -291,8 +283,8 @@ def test_orphans_are_a_note_and_those_on_their_way_are_none(spark, place, patien
         "young": 1,
     }
     assert topic["faults"] == 0
-    healed = scrub(spark, place.config, repair=True)
-    assert named(healed, "object") == named(report, "object"), "orphans are left alone"
+    repaired = scrub(spark, place.config, repair=True)
+    assert named(repaired, "object") == named(report, "object"), "orphans are left alone"
 
 
 def test_staged_leftovers_are_a_note(spark, place, patient):
@@ -315,7 +307,7 @@ def test_an_orphan_that_fills_the_gap_is_not_listed_twice(spark, place, patient)
     assert described.object_id in report.as_json()["topics"][0]["findings"][0]["reason"]
 
 
-# -- healing ------------------------------------------------------------------------------------
+# -- repairs ------------------------------------------------------------------------------------
 
 
 def test_an_object_that_is_only_similar_is_no_copy(spark, place, patient):
@@ -535,7 +527,7 @@ def test_messages_that_were_left_out_do_not_come_back(
     assert not report.ok
     (error,) = report.errors
     assert "copy of the bucket" in error["hint"]
-    assert "not healed" in error["message"]
+    assert "not repaired" in error["message"]
     assert patient.stored(kept.start) == kept
     (finding,) = report.as_json()["topics"][0]["findings"]
     assert (finding["repaired"], finding["repairable"]) == (False, False)
@@ -566,7 +558,7 @@ def test_a_copy_of_what_was_left_heals(spark, place, patient, kept):
 def test_an_object_that_has_all_of_itself_heals_itself(place, patient, kept, extra):
     path = patient.path(kept.object_id)
     path.write_bytes(path.read_bytes() + extra)
-    wound = Wound(
+    damaged = DamagedRange(
         topic=TOPIC,
         epoch=1,
         incarnation=kept.incarnation,
@@ -575,8 +567,8 @@ def test_an_object_that_has_all_of_itself_heals_itself(place, patient, kept, ext
         end=kept.end,
         old=kept,
     )
-    healed = heal(place_of(load_config(place.config), None), wound)
-    (made,) = healed.objects
+    repaired = repair_range(place_of(load_config(place.config), None), damaged)
+    (made,) = repaired.objects
     assert made.object_id != kept.object_id
     assert (made.kept, made.checksum, made.messages) == (kept.kept, kept.checksum, kept.messages)
     patient.put(made)
@@ -639,7 +631,7 @@ def test_a_topic_without_objects_is_sound(spark, tmp_path):
 
 
 def test_a_live_owner_goes_on(spark, place, patient):
-    """The log is open while it is healed; its uploads go on, and it reads everything."""
+    """The log is open while it is repaired; its uploads go on, and it reads everything."""
     with place.open() as log:
         topic = log.topic(TOPIC)
         rows = [message.payload for message in topic.read()]
@@ -702,6 +694,7 @@ def test_the_newest_descriptor_cannot_be_read(spark, place, patient):
         assert store.get(patient.keys.descriptor(described.start)).value == b"{not json"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_is_wrong_comes_right_with_local_files(spark, place, patient, seed):
     """Replay: pytest tests/unit/spark/jobs/test_scrubbing.py -k "comes_right and <seed>" """

@@ -9,20 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from ister.bucket.fence import Fence, read_holder
+from ister.bucket.pipeline import PipelineKeys, read_requests, request_job
 from ister.clock import SystemClock
 from ister.config import Engine, load_config
 from ister.errors import ConflictError, FencedError, InvalidRequestError, UnavailableError
 from ister.metadata.base import Put
-from ister.spark.jobs import service
+from ister.spark.jobs import pipeline_term, service
 from ister.spark.jobs.memory import sample_memory
-from ister.spark.jobs.service import Service, SlowJob, measure_lag, requested_job, slow_jobs
-from ister.spark.place import _close_all, place_of
-from ister.tier.fence import Fence, read_holder
-from ister.tier.pipeline import PipelineKeys
-from ister.tier.pipeline_requests import read_requests, request_job
+from ister.spark.jobs.pipeline_term import SlowJob, measure_lag
+from ister.spark.jobs.service import Service, requested_job, slow_jobs
+from ister.spark.location import _close_all, place_of
 from ister.topic.log import Log
-from ister.topic.tiers import open_metadata
-from rig import eventually
+from ister.topic.stores import open_metadata
+from support.loops import case
+from support.machine import eventually
 
 TTL = 2
 LIMIT = 20.0
@@ -247,7 +248,7 @@ def test_store_that_does_not_answer_for_a_while(place, store, keys, monkeypatch)
 
 
 def test_cycle_that_fails_is_followed_by_others(place, store, keys, monkeypatch):
-    monkeypatch.setattr(service, "_FAILURE_SECONDS", 0.01)
+    monkeypatch.setattr(pipeline_term, "_FAILURE_SECONDS", 0.01)
     results = iter([ConflictError("a"), RuntimeError("b"), KeyError("c")])
 
     def fail(job):
@@ -256,7 +257,7 @@ def test_cycle_that_fails_is_followed_by_others(place, store, keys, monkeypatch)
 
     tier = Tier(fail)
     with running(place, tier) as one:
-        eventually(lambda: one.service.totals.cycles > 2)
+        eventually(lambda: one.service._totals.cycles > 2)
         assert len(tier.holders) == 1
 
 
@@ -329,6 +330,7 @@ def test_slow_job_commits_nothing_once_the_lease_is_lost(place, store, keys, mon
 # -- for days ---------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_hundreds_of_cycles_leave_nothing_behind(place, store, keys, monkeypatch):
     monkeypatch.setattr("ister.spark.jobs.schedules._OVERDUE_SECONDS", 0.01)
     runs = Counter()
@@ -377,22 +379,20 @@ def replace_engine(config):
 # -- settings ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "expected"),
-    [
+def test_jobs_that_the_settings_ask_for():
+    for pipeline, expected in [
         ({}, {"compact": 3600, "scrub": 86400}),
         ({"compact": {"every_minutes": None}, "scrub": {"every_minutes": 2}}, {"scrub": 120}),
         (
             {"export": {"to": "/lake/{topic}", "every_minutes": 5}},
             {"compact": 3600, "export": 300, "scrub": 86400},
         ),
-    ],
-)
-def test_jobs_that_the_settings_ask_for(pipeline, expected):
-    found = slow_jobs(
-        load_config({"storage": {"mode": "memory"}, "pipeline": pipeline}, {}).pipeline
-    )
-    assert {job.name: job.every_seconds for job in found} == expected
+    ]:
+        with case(pipeline, expected):
+            found = slow_jobs(
+                load_config({"storage": {"mode": "memory"}, "pipeline": pipeline}, {}).pipeline
+            )
+            assert {job.name: job.every_seconds for job in found} == expected
 
 
 # -- requests ---------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from integration.spark_topics import PUBLISHED_MS, SparkPlace, fill, without_spark
-from ister.errors import InvalidRequestError, NotFoundError
+from ister.errors import NotFoundError
 from ister.spark.jobs.statistics import stats
-from spark_here import SparkHere
+from support.spark_here import SparkHere
 
 HOUR_MS = 3_600_000
 
@@ -87,6 +87,7 @@ def test_a_dry_run_says_how_much_would_be_read(place):
     assert "hours" not in orders
 
 
+@pytest.mark.nightly
 def test_one_topics_damage_is_its_own(place):
     next((place.root / "objects").rglob("data-*.dnb1")).unlink()
     report = stats(SparkHere(), place.elsewhere)
@@ -97,16 +98,6 @@ def test_one_topics_damage_is_its_own(place):
     }
 
 
-def test_a_plot_is_drawn(place, tmp_path):
-    path = tmp_path / "plot.html"
-    stats(SparkHere(), place.config, plot=str(path))
-    text = path.read_text(encoding="utf-8")
-    assert "/default/orders" in text
-    assert "<svg" in text
-
-
-def test_what_makes_no_sense_is_refused_before_anything_is_read(place, tmp_path):
-    with pytest.raises(InvalidRequestError):
-        stats(SparkHere(), place.config, plot=str(tmp_path / "plot.gif"))
+def test_a_topic_that_does_not_exist_is_refused(place):
     with pytest.raises(NotFoundError):
         stats(SparkHere(), place.config, topics="/default/unknown")

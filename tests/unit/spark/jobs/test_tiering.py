@@ -12,21 +12,23 @@ import pytest
 import ister
 from integration.spark_topics import SparkPlace, fill, without_spark
 from ister import failpoints
+from ister.bucket.egress import EgressLimit
+from ister.bucket.names import TopicKeys
+from ister.bucket.ownership import OwnedTopic
+from ister.bucket.pipeline import PipelineKeys
 from ister.clock import ManualClock
 from ister.errors import FencedError, IsterError, UnavailableError
 from ister.format.records import decode_topic, encode_topic
 from ister.model import TopicName
 from ister.spark.jobs import tiering, upload_task
 from ister.spark.jobs.job import open_job
-from ister.spark.jobs.report import error_as_fields
+from ister.spark.jobs.job_report import error_as_fields
+from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.jobs.tasks import Done
 from ister.spark.jobs.tier_topics import Cycle, TopicBook
-from ister.spark.jobs.tiering import _stoppable, tier_cycle
-from ister.tier.egress import EgressLimit
-from ister.tier.names import TopicKeys
-from ister.tier.ownership import OwnedTopic
-from ister.tier.pipeline import PipelineKeys
+from ister.spark.jobs.tiering import tier_cycle
 from servers.flight import FlightTopics
+from support.loops import case
 
 A, B = "/default/a", "/default/b"
 LEASE = PipelineKeys("/danube").lease
@@ -229,7 +231,7 @@ def test_nothing_is_committed_behind_an_object_that_failed(place, tasks, order):
 
 
 def _known(job):
-    ((known, _),) = TopicBook(job).look([A], Cycle(), report=job.report, interval_seconds=None)
+    ((known, _),) = TopicBook(job).find_due([A], Cycle(), report=job.report, interval_seconds=None)
     return known
 
 
@@ -266,6 +268,7 @@ def test_owner_that_was_faster_is_not_overtaken(place, tasks, is_slow):
     check_chain(place, 200)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_owner_that_was_faster_with_a_part_is_followed_by_the_rest(place, tasks, is_slow):
     tasks.is_slow = is_slow
@@ -321,7 +324,7 @@ def test_topic_that_another_node_takes_is_reported(place, tasks):
         tier_cycle(job, [A, B])
         (error,) = job.report.errors
         assert error["topic"] == A
-        assert "another node" in error["message"]
+        assert "new owner" in error["message"]
         # Whose files are not here: what the new owner has is left alone.
         tier_cycle(job, [A, B])
         assert job.report.ok
@@ -458,18 +461,19 @@ def test_error_of_a_topic_that_is_gone_goes_with_it(place, tasks):
 # -- the end --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_ends_the_loop_and_the_second_the_process(number):
-    before = signal.getsignal(number)
-    with _stoppable(None) as stop:
-        assert not stop.is_set()
-        signal.raise_signal(number)
-        assert stop.is_set()
-        assert signal.getsignal(number) is before
-    assert signal.getsignal(number) is before
+def test_first_signal_ends_the_loop_and_the_second_the_process():
+    for number in [signal.SIGINT, signal.SIGTERM]:
+        with case(number):
+            before = signal.getsignal(number)
+            with stop_on_signals(None) as stop:
+                assert not stop.is_set()
+                signal.raise_signal(number)
+                assert stop.is_set()
+                assert signal.getsignal(number) is before
+            assert signal.getsignal(number) is before
 
 
 def test_event_of_the_callers_own_ends_the_loop():
     event = threading.Event()
-    with _stoppable(event) as stop:
+    with stop_on_signals(event) as stop:
         assert stop is event

@@ -5,7 +5,6 @@ from collections import Counter
 from datetime import UTC, datetime
 
 import pyarrow as pa
-import pytest
 
 from ister.spark.jobs.topic_stats import (
     KEYS_EXACT_MAX,
@@ -15,6 +14,7 @@ from ister.spark.jobs.topic_stats import (
     format_time,
     take_sample,
 )
+from support.loops import case
 
 _US = 1_000_000
 _SCHEMA = pa.schema(
@@ -48,51 +48,58 @@ def some_rows(rng, count):
     ]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_same_as_plain_python_however_it_is_divided(seed):
-    rng = random.Random(seed)
-    rows = some_rows(rng, 400)
-    parts, at = [], 0
-    while at < len(rows):
-        size = rng.randrange(1, 90)
-        part = TopicStats()
-        part.add(batch_of(rows[at : at + size // 2]))
-        part.add(batch_of(rows[at + size // 2 : at + size]))
-        parts.append(part)
-        at += size
-    rng.shuffle(parts)
-    found = TopicStats()
-    for part in parts:
-        found.merge(part)
-    said = found.as_json()
-    assert said["messages"] == len(rows)
-    assert said["bytes"] == sum(len(row[2]) for row in rows)
-    assert said["first_publish_time"] == format_time(min(row[0] for row in rows))
-    assert said["last_publish_time"] == format_time(max(row[0] for row in rows))
-    by_hour = Counter(row[0] // (3600 * _US) for row in rows)
-    assert {item["hour"]: item["messages"] for item in said["hours"]} == {
-        format_time(hour * 3600 * _US): count for hour, count in by_hour.items()
-    }
-    assert sum(item["bytes"] for item in said["hours"]) == said["bytes"]
-    by_producer = Counter(row[1] for row in rows)
-    assert {item["producer"]: item["messages"] for item in said["producers"]} == by_producer
-    assert [item["messages"] for item in said["producers"]] == sorted(
-        by_producer.values(), reverse=True
-    )
-    by_bits = Counter(len(row[2]).bit_length() for row in rows)
-    assert {
-        (item["from_bytes"], item["below_bytes"]): item["messages"] for item in said["sizes"]
-    } == {((1 << bits) >> 1, 1 << bits): count for bits, count in by_bits.items()}
-    keys = [row[3] for row in rows if row[3] is not None]
-    assert said["keys"] == {"messages": len(keys), "distinct": len(set(keys)), "is_exact": True}
+def test_the_same_as_plain_python_however_it_is_divided():
+    for seed in range(5):
+        with case(seed):
+            rng = random.Random(seed)
+            rows = some_rows(rng, 400)
+            parts, at = [], 0
+            while at < len(rows):
+                size = rng.randrange(1, 90)
+                part = TopicStats()
+                part.add(batch_of(rows[at : at + size // 2]))
+                part.add(batch_of(rows[at + size // 2 : at + size]))
+                parts.append(part)
+                at += size
+            rng.shuffle(parts)
+            found = TopicStats()
+            for part in parts:
+                found.merge(part)
+            said = found.as_json()
+            assert said["messages"] == len(rows)
+            assert said["bytes"] == sum(len(row[2]) for row in rows)
+            assert said["first_publish_time"] == format_time(min(row[0] for row in rows))
+            assert said["last_publish_time"] == format_time(max(row[0] for row in rows))
+            by_hour = Counter(row[0] // (3600 * _US) for row in rows)
+            assert {item["hour"]: item["messages"] for item in said["hours"]} == {
+                format_time(hour * 3600 * _US): count for hour, count in by_hour.items()
+            }
+            assert sum(item["bytes"] for item in said["hours"]) == said["bytes"]
+            by_producer = Counter(row[1] for row in rows)
+            assert {item["producer"]: item["messages"] for item in said["producers"]} == by_producer
+            assert [item["messages"] for item in said["producers"]] == sorted(
+                by_producer.values(), reverse=True
+            )
+            by_bits = Counter(len(row[2]).bit_length() for row in rows)
+            assert {
+                (item["from_bytes"], item["below_bytes"]): item["messages"]
+                for item in said["sizes"]
+            } == {((1 << bits) >> 1, 1 << bits): count for bits, count in by_bits.items()}
+            keys = [row[3] for row in rows if row[3] is not None]
+            assert said["keys"] == {
+                "messages": len(keys),
+                "distinct": len(set(keys)),
+                "is_exact": True,
+            }
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 255, 256, 2**20 - 1, 2**20])
-def test_a_size_is_counted_where_it_belongs(size):
-    found = TopicStats()
-    found.add(batch_of([(0, "p", bytes(size), None)]))
-    (item,) = found.as_json()["sizes"]
-    assert item["from_bytes"] <= size < item["below_bytes"]
+def test_a_size_is_counted_where_it_belongs():
+    for size in [0, 1, 2, 3, 4, 255, 256, 2**20 - 1, 2**20]:
+        with case(size):
+            found = TopicStats()
+            found.add(batch_of([(0, "p", bytes(size), None)]))
+            (item,) = found.as_json()["sizes"]
+            assert item["from_bytes"] <= size < item["below_bytes"]
 
 
 def test_many_keys_are_estimated_and_parts_add_up():

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from ister.errors import InvalidRequestError, MessageTooLargeError, NotFoundError
-from ister.format.columnar import arrow_schema
+from ister.format.arrow.schema import arrow_schema
 from ister.spark.jobs.transforms import (
     MARK,
     ReplayMessage,
@@ -17,6 +17,7 @@ from ister.spark.jobs.transforms import (
     parse_transform,
     takes_batches,
 )
+from support.loops import case
 
 A, B = "/default/a", "/default/b"
 MOMENT = datetime(2026, 1, 31, tzinfo=UTC)
@@ -59,9 +60,8 @@ def payloads(rows):
 # -- by message ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("returned", "expected"),
-    [
+def test_what_a_function_of_messages_may_return():
+    for returned, expected in [
         (None, []),
         ([], []),
         (b"x", [b"x"]),
@@ -70,10 +70,9 @@ def payloads(rows):
         ({"payload": b"x"}, [b"x"]),
         ([b"x", None, ["y"]], [b"x", b"y"]),
         (ReplayMessage(payload=b"new"), [b"new"]),
-    ],
-)
-def test_what_a_function_of_messages_may_return(returned, expected):
-    assert payloads(run(lambda message: returned, 1)) == expected
+    ]:
+        with case(returned, expected):
+            assert payloads(run(lambda message, returned=returned: returned, 1)) == expected
 
 
 def test_fields_that_are_not_mentioned_stay():
@@ -98,9 +97,8 @@ def test_function_sees_every_message_in_order_and_may_yield():
     assert payloads(rows) == [p for n in range(3000) for p in (b"%d" % n, b"%d" % n * 2)]
 
 
-@pytest.mark.parametrize(
-    ("returned", "text"),
-    [
+def test_what_it_may_not_return_names_the_message():
+    for returned, text in [
         (7, "returned int"),
         ({"value": b"x"}, "unknown field 'value'"),
         ({"payload": 7}, "payload that is int"),
@@ -108,13 +106,16 @@ def test_function_sees_every_message_in_order_and_may_yield():
         ({"routing_key": 1}, "int for routing_key"),
         ({"schema_id": True}, "bool for schema_id"),
         ({"publish_time": datetime(2026, 1, 1)}, "without a time zone"),
-    ],
-)
-def test_what_it_may_not_return_names_the_message(returned, text):
-    with pytest.raises(InvalidRequestError, match=text) as failure:
-        run(lambda message: returned if message.offset == 11 else b"", 5, first=9)
-    assert failure.value.offset == 11
-    assert failure.value.topic == A
+    ]:
+        with case(returned, text):
+            with pytest.raises(InvalidRequestError, match=text) as failure:
+                run(
+                    lambda message, returned=returned: returned if message.offset == 11 else b"",
+                    5,
+                    first=9,
+                )
+            assert failure.value.offset == 11
+            assert failure.value.topic == A
 
 
 def test_exception_names_the_message_and_the_line():
@@ -150,19 +151,17 @@ def test_batches_may_be_changed_divided_and_left_out():
     assert payloads(run(None)) == [b"0", b"1", b"2"]
 
 
-@pytest.mark.parametrize(
-    ("returned", "text"),
-    [
+def test_batches_that_are_no_messages_name_the_first_one():
+    for returned, text in [
         (b"x", "returned bytes"),
         (pa.record_batch({"text": ["x"]}), "unknown column 'text'"),
         (pa.record_batch({"routing_key": ["x"]}), "no column payload"),
         (pa.record_batch({"payload": [[1]]}), "payload|types"),
-    ],
-)
-def test_batches_that_are_no_messages_name_the_first_one(returned, text):
-    with pytest.raises(InvalidRequestError, match=text) as failure:
-        run(lambda batch: returned, first=40)
-    assert failure.value.offset == 40
+    ]:
+        with case(returned, text):
+            with pytest.raises(InvalidRequestError, match=text) as failure:
+                run(lambda batch, returned=returned: returned, first=40)
+            assert failure.value.offset == 40
 
 
 def test_exception_of_a_batch_names_its_range():
@@ -179,24 +178,22 @@ def test_exception_of_a_batch_names_its_range():
 # -- the mark -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
+def test_mark_says_where_messages_come_from():
+    for function in [
         None,
         lambda message: {"attributes": {MARK: "old", **message.attributes}},
         lambda batch: batch,
         lambda batch: batch.drop_columns(["offset"]),
-    ],
-)
-def test_mark_says_where_messages_come_from(function):
-    rows = run(function, first=5, marked=True)
-    assert [dict(row["attributes"]) for row in rows] == [
-        {"n": str(n), MARK: str(n)} for n in (5, 6, 7)
-    ]
+    ]:
+        with case(function):
+            rows = run(function, first=5, marked=True)
+            assert [dict(row["attributes"]) for row in rows] == [
+                {"n": str(n), MARK: str(n)} for n in (5, 6, 7)
+            ]
 
 
 def test_mark_of_rows_that_come_from_nowhere():
-    with pytest.raises(InvalidRequestError, match="which messages"):
+    with pytest.raises(InvalidRequestError, match="source messages"):
         run(lambda batch: pa.record_batch({"payload": [b"x"]}), marked=True)
 
 
@@ -212,19 +209,17 @@ def by_text(rows: "pyarrow.RecordBatch"): ...  # noqa: F821
 def of_message(batch: ReplayMessage): ...
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
+def test_kind_follows_from_the_signature():
+    for function, expected in [
         (annotated, True),
         (by_text, True),
         (of_message, False),
         (lambda batch: None, True),
         (lambda message: None, False),
         (len, False),
-    ],
-)
-def test_kind_follows_from_the_signature(function, expected):
-    assert takes_batches(function) is expected
+    ]:
+        with case(function, expected):
+            assert takes_batches(function) is expected
 
 
 def test_caller_says_which_kind_it_is():
@@ -281,10 +276,10 @@ def test_function_in_a_module():
     assert source.identity == "json:dumps"
 
 
-@pytest.mark.parametrize("reference", ["", "json", ":f", "json:", "json:a b", "x.py:1f"])
-def test_reference_of_another_form(reference):
-    with pytest.raises(InvalidRequestError, match=r"cannot be"):
-        parse_transform(reference)
+def test_reference_of_another_form():
+    for reference in ["", "json", ":f", "json:", "json:a b", "x.py:1f"]:
+        with case(reference), pytest.raises(InvalidRequestError, match="invalid transform"):
+            parse_transform(reference)
 
 
 def test_references_to_nothing(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from ister.errors import ConflictError
 from ister.spark.tables.columns import ENVELOPE, dates_of, fit
 from ister.topic.columns import Decoders
+from support.loops import case
 
 _UTC = pa.timestamp("us", tz="UTC")
 
@@ -21,9 +22,8 @@ def test_the_envelope_is_what_the_decoder_makes():
     assert Decoders("/d/t").schema.equals(ENVELOPE)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "file"),
-    [
+def test_types_that_go_together():
+    for theirs, ours, file in [
         (pa.int64(), pa.int32(), pa.int64()),
         (pa.float64(), pa.int64(), pa.float64()),
         (pa.large_string(), pa.string(), pa.string()),
@@ -33,18 +33,16 @@ def test_the_envelope_is_what_the_decoder_makes():
         (pa.large_list(pa.int64()), pa.list_(pa.int32()), pa.list_(pa.int64())),
         (pa.map_(pa.large_string(), pa.string()), pa.map_(pa.string(), pa.string()), None),
         (pa.struct([("a", pa.int64()), ("b", pa.int64())]), pa.struct([("a", pa.int32())]), None),
-    ],
-)
-def test_types_that_go_together(theirs, ours, file):
-    found, added = _fit(theirs, ours)
-    assert added == []
-    if file is not None:
-        assert found == file
+    ]:
+        with case(theirs, ours, file):
+            found, added = _fit(theirs, ours)
+            assert added == []
+            if file is not None:
+                assert found == file
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
+def test_types_that_do_not():
+    for theirs, ours in [
         (pa.int32(), pa.int64()),
         (pa.int64(), pa.float64()),
         (pa.string(), pa.int64()),
@@ -55,11 +53,9 @@ def test_types_that_go_together(theirs, ours, file):
         (pa.list_(pa.string()), pa.list_(pa.int64())),
         (pa.struct([("a", pa.string())]), pa.struct([("a", pa.int64())])),
         (pa.string(), pa.binary()),
-    ],
-)
-def test_types_that_do_not(theirs, ours):
-    with pytest.raises(ConflictError, match="column c"):
-        _fit(theirs, ours)
+    ]:
+        with case(theirs, ours), pytest.raises(ConflictError, match="column c"):
+            _fit(theirs, ours)
 
 
 def test_new_fields_of_structs_are_columns_too():

@@ -6,7 +6,13 @@ import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
 
-from export_rig import (
+from ister.errors import CommitUnknownError, ConflictError
+from ister.objectstore.base import Capabilities
+from ister.spark.tables.columns import ENVELOPE
+from ister.spark.tables.delta import DeltaTable as OurTable
+from ister.spark.tables.ranges import ANY_INCARNATION
+from ister.spark.tables.targets import Storage
+from support.exports import (
     TOPIC,
     add_rows,
     adding,
@@ -17,12 +23,6 @@ from export_rig import (
     where,
     write_files,
 )
-from ister.errors import CommitUnknownError, ConflictError
-from ister.objectstore.base import Capabilities
-from ister.spark.tables.columns import ENVELOPE
-from ister.spark.tables.delta import DeltaTable as OurTable
-from ister.spark.tables.ranges import ANY_INCARNATION
-from ister.spark.tables.targets import Storage
 
 
 @pytest.fixture(autouse=True)

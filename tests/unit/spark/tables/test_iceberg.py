@@ -6,7 +6,9 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 from pyiceberg.transforms import BucketTransform, DayTransform, IdentityTransform
 
-from export_rig import (
+from ister.errors import CommitUnknownError, ConflictError, CorruptDataError
+from ister.spark.tables.columns import ENVELOPE
+from support.exports import (
     TOPIC,
     add_rows,
     adding,
@@ -17,8 +19,6 @@ from export_rig import (
     tasks_here,
     write_files,
 )
-from ister.errors import CommitUnknownError, ConflictError, CorruptDataError
-from ister.spark.tables.columns import ENVELOPE
 
 
 @pytest.fixture(autouse=True)

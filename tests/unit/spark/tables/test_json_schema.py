@@ -8,6 +8,7 @@ import pytest
 
 from ister.errors import InvalidRequestError, NotFoundError
 from ister.spark.tables.json_schema import columns_of, load_schema, with_types
+from support.loops import case
 
 
 def _type_of(schema: dict, **more) -> pa.DataType:
@@ -16,9 +17,8 @@ def _type_of(schema: dict, **more) -> pa.DataType:
     return member.kind.type
 
 
-@pytest.mark.parametrize(
-    ("schema", "kind"),
-    [
+def test_types():
+    for schema, kind in [
         ({"type": "string"}, pa.string()),
         ({"type": ["null", "string"]}, pa.string()),
         ({"type": "integer"}, pa.int64()),
@@ -35,15 +35,13 @@ def _type_of(schema: dict, **more) -> pa.DataType:
             {"type": "object", "properties": {"a": {"type": "boolean"}}},
             pa.struct([("a", pa.bool_())]),
         ),
-    ],
-)
-def test_types(schema, kind):
-    assert _type_of(schema) == kind
+    ]:
+        with case(schema, kind):
+            assert _type_of(schema) == kind
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
+def test_anything_else_is_text():
+    for schema in [
         {},
         {"type": ["string", "integer"]},
         {"type": "object"},
@@ -54,11 +52,10 @@ def test_types(schema, kind):
         {"$ref": "https://elsewhere/x.json"},
         {"$ref": "#/$defs/missing"},
         True,
-    ],
-)
-def test_anything_else_is_text(schema):
-    [member] = columns_of({"properties": {"c": schema}})
-    assert (member.kind.form, member.kind.type) == ("json", pa.string())
+    ]:
+        with case(schema):
+            [member] = columns_of({"properties": {"c": schema}})
+            assert (member.kind.form, member.kind.type) == ("json", pa.string())
 
 
 def test_references_are_followed():
@@ -80,16 +77,16 @@ def test_names():
     assert columns == ["payload_offset", "payload_Topic", "a_b", "x_y", "größe"]
 
 
-@pytest.mark.parametrize("names", [("a b", "a_b"), ("id", "ID"), ("offset", "payload_offset")])
-def test_two_properties_are_not_one_column(names):
-    with pytest.raises(InvalidRequestError, match="one column"):
-        columns_of({"properties": {key: {"type": "string"} for key in names}})
+def test_two_properties_are_not_one_column():
+    for names in [("a b", "a_b"), ("id", "ID"), ("offset", "payload_offset")]:
+        with case(names), pytest.raises(InvalidRequestError, match="one column"):
+            columns_of({"properties": {key: {"type": "string"} for key in names}})
 
 
-@pytest.mark.parametrize("schema", [{}, {"type": "string"}, {"properties": {}}, {"properties": []}])
-def test_a_schema_needs_properties(schema):
-    with pytest.raises(InvalidRequestError, match="properties"):
-        columns_of(schema)
+def test_a_schema_needs_properties():
+    for schema in [{}, {"type": "string"}, {"properties": {}}, {"properties": []}]:
+        with case(schema), pytest.raises(InvalidRequestError, match="properties"):
+            columns_of(schema)
 
 
 def test_types_of_a_table_are_taken_over():

@@ -10,6 +10,7 @@ from ister.spark.tables.iceberg import IcebergTable
 from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from ister.spark.tables.targets import local_path, storage_of
+from support.loops import each, making
 
 _S3 = {
     "cloud": {
@@ -18,6 +19,12 @@ _S3 = {
         "options": {"access_key": "A", "secret_key": "S"},
     }
 }
+
+
+@making("tmp_path")
+def fresh(path):
+    """A directory of one case."""
+    return {"tmp_path": path}
 
 
 def _place(tmp_path, format: str, *, storage=None, **fields) -> TablePlace:
@@ -49,7 +56,7 @@ def test_directories_and_addresses(tmp_path):
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("format", ["parquet", "delta", "iceberg"])
+@each("format", ["parquet", "delta", "iceberg"], fresh=fresh)
 def test_an_address_with_credentials_is_refused_and_not_repeated(tmp_path, format):
     with pytest.raises(InvalidRequestError) as caught:
         table_name("s3://AKIA:hunter2@bucket/{y}", "/shop/orders", TableFormat(format))
@@ -78,7 +85,7 @@ def test_formats(tmp_path):
         assert table.location == str(tmp_path / "t")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "catalog", "expected"),
     [
         ("lake/orders", None, ("default.orders", "{cwd}/lake")),
@@ -86,6 +93,7 @@ def test_formats(tmp_path):
         ("shop.orders", None, ("shop.orders", "{tmp}/warehouse")),
         ("orders", {"warehouse": "/w"}, ("default.orders", "/w")),
     ],
+    fresh=fresh,
 )
 def test_the_catalog_by_default_is_in_the_warehouse(tmp_path, monkeypatch, name, catalog, expected):
     monkeypatch.chdir(tmp_path)
@@ -108,7 +116,7 @@ def test_a_catalog_that_is_given(tmp_path):
     assert table.location == "s3://lake/w#shop.orders"
 
 
-@pytest.mark.parametrize("name", ["", " ", "a..b", "x/.y"])
+@each("name", ["", " ", "a..b", "x/.y"], fresh=fresh)
 def test_names_that_are_none(tmp_path, name):
     with pytest.raises(InvalidRequestError):
         open_table(name, _place(tmp_path, "iceberg"), clock=SystemClock())

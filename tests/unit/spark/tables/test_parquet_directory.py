@@ -7,16 +7,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from export_rig import (
-    TOPIC,
-    add_rows,
-    adding,
-    offsets_in,
-    rows_of,
-    table_at,
-    tasks_here,
-    write_files,
-)
 from ister import failpoints
 from ister.clock import ManualClock
 from ister.errors import (
@@ -28,10 +18,20 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.objectstore.base import Capabilities
-from ister.objectstore.memory import MemoryObjectStore
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.parquet_directory import ParquetDirectory
 from ister.spark.tables.targets import Storage, StoreTarget
+from support.exports import (
+    TOPIC,
+    add_rows,
+    adding,
+    offsets_in,
+    rows_of,
+    table_at,
+    tasks_here,
+    write_files,
+)
+from support.memory_store import MemoryObjectStore
 
 
 @pytest.fixture(autouse=True)
@@ -447,7 +447,7 @@ def test_a_run_that_was_taken_for_dead_is_refused(store, clock):
     assert other.tidy(3600) == 1
     for key, data in kept.items():
         store.put(key, data)  # as if it was not deleted yet
-    with pytest.raises(ConflictError, match="took this one for dead"):
+    with pytest.raises(ConflictError, match="assumed that this one was dead"):
         table.commit(adding(files, (0, 5), id="a"), check=lambda: None)
     assert table.coverage().of(TOPIC, "i") == ()
     add_rows(table, 0, 5, run="c")
@@ -464,7 +464,7 @@ def test_a_run_that_wakes_up_while_it_is_tidied_commits_all_or_nothing(store, cl
     table, other = _of(clock), _of(clock)
     files = write_files(table.target("a"), table.open(ENVELOPE), rows_of(0, 5))
     clock.advance(100_000)
-    with pytest.raises(ConflictError, match="took this one for dead"):
+    with pytest.raises(ConflictError, match="assumed that this one was dead"):
         table.commit(adding(files, (0, 5), id="a"), check=lambda: other.tidy(3600))
     assert table.coverage().of(TOPIC, "i") == ()
 

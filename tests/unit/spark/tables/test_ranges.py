@@ -14,10 +14,10 @@ from ister.spark.tables.ranges import (
     count,
     intersect,
     normalise,
-    ranges_of_offsets,
     subtract,
     union,
 )
+from support.loops import case
 
 _PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 
@@ -39,7 +39,6 @@ def test_ranges_are_sets_of_offsets(one, other):
         (union(a, b), _set(a) | _set(b)),
         (intersect(a, b), _set(a) & _set(b)),
         (subtract(a, b), _set(a) - _set(b)),
-        (ranges_of_offsets(_set(a)), _set(a)),
     ):
         assert _set(found) == expected
         assert _is_normal(found)
@@ -85,13 +84,10 @@ def test_the_record_comes_back():
     assert Coverage.from_topics(texts, path="p") == coverage
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"version": 1}', '{"version": 1, "topics": {"/d/a": {"i": {}}}}'],
-)
-def test_a_record_that_makes_no_sense_is_told(text):
-    with pytest.raises(CorruptDataError):
-        Coverage.from_json(text, path="p")
+def test_a_record_that_makes_no_sense_is_told():
+    for text in ["", "[]", "{}", '{"version": 1}', '{"version": 1, "topics": {"/d/a": {"i": {}}}}']:
+        with case(text), pytest.raises(CorruptDataError):
+            Coverage.from_json(text, path="p")
 
 
 def test_a_newer_record_is_told():

@@ -3,7 +3,10 @@
 import pyarrow as pa
 import pytest
 
-from export_rig import (
+from ister import failpoints
+from ister.errors import ConflictError, CorruptDataError, FencedError, NotFoundError
+from ister.spark.tables.columns import ENVELOPE, LETTERS
+from support.exports import (
     DAY_US,
     FORMATS,
     NOON_US,
@@ -17,15 +20,13 @@ from export_rig import (
     tasks_here,
     write_files,
 )
-from ister import failpoints
-from ister.errors import ConflictError, CorruptDataError, FencedError, NotFoundError
-from ister.spark.tables.columns import ENVELOPE, LETTERS
+from support.loops import each, making, product
 
 
-@pytest.fixture(params=FORMATS, name="format")
-def _format(request):
-    """Each of the three."""
-    return request.param
+@making("tmp_path")
+def fresh(path):
+    """A directory of one case."""
+    return {"tmp_path": path}
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,7 @@ def _kill() -> None:
     raise _KilledError
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_what_is_committed_is_read_by_others(tmp_path, format):
     table = table_at(tmp_path, format)
     assert table.coverage().topics == {}
@@ -53,6 +55,7 @@ def test_what_is_committed_is_read_by_others(tmp_path, format):
     table.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_nothing_is_made_by_looking(tmp_path, format):
     table = table_at(tmp_path, format)
     assert table.coverage().topics == {}
@@ -60,6 +63,7 @@ def test_nothing_is_made_by_looking(tmp_path, format):
     assert list(tmp_path.iterdir()) == []
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_files_that_are_not_committed_are_not_seen(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 5)
@@ -72,6 +76,7 @@ def test_files_that_are_not_committed_are_not_seen(tmp_path, format):
     table.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_offsets_that_the_table_has_are_refused(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 10)
@@ -86,6 +91,7 @@ def test_offsets_that_the_table_has_are_refused(tmp_path, format):
     table.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_a_range_without_files_counts(tmp_path, format):
     table = table_at(tmp_path, format)
     table.open(ENVELOPE)
@@ -98,6 +104,7 @@ def test_a_range_without_files_counts(tmp_path, format):
     table.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_two_writers_do_not_lose_each_others_ranges(tmp_path, format):
     """Whoever commits second looks again, adds to what is there, or is refused."""
     one, other = table_at(tmp_path, format), table_at(tmp_path, format)
@@ -128,6 +135,7 @@ def test_two_writers_do_not_lose_each_others_ranges(tmp_path, format):
     other.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_a_paused_export_that_is_overtaken_by_its_own_successor_adds_nothing(tmp_path, format):
     paused, successor = table_at(tmp_path, format), table_at(tmp_path, format)
     layout = paused.open(ENVELOPE)
@@ -146,6 +154,7 @@ def test_a_paused_export_that_is_overtaken_by_its_own_successor_adds_nothing(tmp
     successor.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_nothing_is_committed_once_the_lease_has_ended(tmp_path, format):
     table = table_at(tmp_path, format)
     layout = table.open(ENVELOPE)
@@ -161,10 +170,13 @@ def test_nothing_is_committed_once_the_lease_has_ended(tmp_path, format):
     table.close()
 
 
-@pytest.mark.parametrize(
-    ("point", "is_in"), [("export.before_table_commit", False), ("export.after_table_commit", True)]
+@each(
+    ("format", "point"),
+    product(FORMATS, ["export.before_table_commit", "export.after_table_commit"]),
+    fresh=fresh,
 )
-def test_a_commit_is_one_step(tmp_path, format, point, is_in):
+def test_a_commit_is_one_step(tmp_path, format, point):
+    is_in = point == "export.after_table_commit"
     table = table_at(tmp_path, format)
     add_rows(table, 0, 5)
     failpoints.arm(point, _kill)
@@ -185,8 +197,8 @@ def _paths(root, files):
     return [path for path in root.rglob("*.parquet") if path.name in names]
 
 
-@pytest.mark.parametrize("how", ["gone", "short"])
-@pytest.mark.parametrize("days", [1, 9])
+@pytest.mark.nightly
+@each(("format", "how", "days"), product(FORMATS, ["gone", "short"], [1, 9]), fresh=fresh)
 def test_files_that_are_not_there_are_not_committed(tmp_path, format, how, days):
     """Written on another machine, tidied away, cut short: the ranges would never come again."""
     table = table_at(tmp_path, format)
@@ -216,6 +228,7 @@ def test_files_that_are_not_there_are_not_committed(tmp_path, format, how, days)
     table.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_files_are_looked_at_before_each_attempt(tmp_path, format):
     one, other = table_at(tmp_path, format), table_at(tmp_path, format)
     layout = one.open(ENVELOPE)
@@ -236,6 +249,7 @@ def test_files_are_looked_at_before_each_attempt(tmp_path, format):
     other.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_new_columns_are_added(tmp_path, format):
     table = table_at(tmp_path, format)
     add_rows(table, 0, 3)
@@ -255,6 +269,7 @@ def test_new_columns_are_added(tmp_path, format):
     table.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_a_column_of_another_type_is_refused(tmp_path, format):
     table = table_at(tmp_path, format)
     table.open(pa.schema([*ENVELOPE, ("price", pa.string())]))
@@ -271,6 +286,7 @@ def test_a_column_of_another_type_is_refused(tmp_path, format):
     table.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_rows_go_to_their_dates(tmp_path, format):
     table = table_at(tmp_path, format)
     layout = table.open(ENVELOPE)
@@ -284,6 +300,7 @@ def test_rows_go_to_their_dates(tmp_path, format):
     table.close()
 
 
+@each("format", FORMATS, fresh=fresh)
 def test_dead_letters_are_a_table_too(tmp_path, format):
     table = table_at(tmp_path, format, "orders_dead_letters")
     layout = table.open(LETTERS)

@@ -4,12 +4,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from export_rig import DAY_US, NOON_US, rows_of, tasks_here
 from ister.spark.tables import writing
 from ister.spark.tables.base import Layout
 from ister.spark.tables.columns import ENVELOPE
 from ister.spark.tables.targets import Storage, StoreTarget
 from ister.spark.tables.writing import FileMaker
+from support.exports import DAY_US, NOON_US, rows_of, tasks_here
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,18 @@
+"""The demo: a small shop on a real broker, from the first order to a table, with proofs.
+
+    shop        what is published, and what it has to add up to
+    serving     the broker, a process that can be killed
+    traffic     producers and consumers, and what they saw
+    proof       whether anything was lost, doubled or out of order
+    lake        the process with Spark: uploads, compaction, SQL, streams, tables
+    play        the steps, in their order
+    report      the page that is left at the end
+    terminal    progress and summary on a terminal
+    command     `ister demo`: directory, signals, exit code
+
+Everything that the demo does can be done by hand, with the same commands and libraries.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,1 +1,0 @@
-"""Benchmarks that state, with each figure, the limit measured in the same run."""

@@ -1,0 +1,539 @@
+"""The JSON API of the HTTP port, which the dashboard uses.
+
+    GET  /api/overview                                   health, totals, rates of the broker
+    GET  /api/topics                                     topics in short, page by page
+    GET  /api/topics/{ns}/{topic}                        a topic with all fields
+    GET  /api/topics/{ns}/{topic}/messages               some of its messages
+    GET  /api/brokers, /api/pipeline
+    POST /api/topics/{ns}/{topic}/subscriptions/{s}/seek
+    POST /api/topics/{ns}/{topic}/unload
+    POST /api/pipeline/requests
+    POST /api/clock/confirm
+
+Owns: paths, parameters, status codes, and protection against requests from foreign web pages. Does
+not own: authentication (`http_guard`), content (`views`, `browse`).
+
+Errors are `{"code", "error", "hint"}`. Each call checks a permission: LOOKUP to read, CONSUME for
+messages, MANAGE_TOPIC and MANAGE_BROKER for changes.
+
+A browser sends requests on behalf of any page. A change needs a header that pages of other origins
+cannot send (`X-Ister-Action: yes`), and the page's own origin if an origin is sent. Without
+authentication, the request must name this host, which stops DNS rebinding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from ister.broker.observe.browse import LIMIT_DEFAULT, LIMIT_MAX, Browser
+from ister.broker.observe.subscriptions import describe_subscription
+from ister.broker.observe.views import Views, list_topics
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.rights import Permission
+from ister.broker.topics.served_topic import ServedTopic
+from ister.bucket.pipeline import PipelineKeys, request_job
+from ister.clock import Clock
+from ister.config import AuthMode, BrokerConfig, StorageMode
+from ister.errors import (
+    CapacityError,
+    ConflictError,
+    FencedError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnsupportedOperationError,
+)
+from ister.limits import KIB
+from ister.metadata.base import MetadataStore
+from ister.model import JsonObject, Start, TopicName
+from ister.positions import parse_position
+from ister.wire.errors import BROKER_FAILED, http_error
+from ister.wire.views import PipelineJson, TopicJson
+
+_log = logging.getLogger("ister.broker.observe.api")
+
+ACTION_HEADER: Final = "X-Ister-Action"
+"""Must be `yes` in requests that change something."""
+
+_TOPICS_DEFAULT: Final = 100
+_TOPICS_MAX: Final = 500
+_TOPICS_ASKED_MAX: Final = 1001
+_SEARCH_CHARACTERS_MAX: Final = 256
+_BODY_BYTES_MAX: Final = 64 * KIB
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+_Handler = Callable[[web.Request], Awaitable[object]]
+
+
+def status_of(error: IsterError) -> int:
+    """The HTTP status of an error."""
+    match error:
+        case UnauthenticatedError():
+            return 401
+        case PermissionDeniedError():
+            return 403
+        case NotFoundError():
+            return 404
+        case FencedError():
+            return 503
+        case ConflictError():
+            return 409
+        case InvalidRequestError() | OffsetOutOfRangeError() | UnsupportedOperationError():
+            return 400
+        case CapacityError():
+            return 503
+        case _ if error.code == "UNAVAILABLE":
+            return 503
+    return 500
+
+
+class ApiContext:
+    """What the API uses, once the broker has its topics."""
+
+    def __init__(
+        self, views: Views, browser: Browser, metadata: MetadataStore, *, clock: Clock
+    ) -> None:
+        self.views = views
+        self.browser = browser
+        self.metadata = metadata
+        self.clock = clock
+
+    async def stop(self) -> None:
+        """Stops browsing and counting."""
+        self.browser.end()
+        await self.views.stop()
+
+
+class Api:
+    """The handlers. Used on the broker's loop; UNAVAILABLE until `serve` is called."""
+
+    def __init__(self, guard: Guard, config: BrokerConfig) -> None:
+        self._guard = guard
+        self._config = config
+        self._served: ApiContext | None = None
+        self._hosts = _own_hosts(config)
+        self._is_open = config.auth.mode is AuthMode.NONE
+
+    def serve(self, served: ApiContext | None) -> None:
+        """Starts answering requests; None stops."""
+        self._served = served
+
+    @property
+    def served(self) -> ApiContext:
+        """What the API uses.
+
+        Raises:
+            UnavailableError: The broker is starting or stopping.
+        """
+        if self._served is None:
+            raise UnavailableError(
+                "the broker is starting or stopping", hint="retry when /ready returns 200"
+            )
+        return self._served
+
+    def add_routes(self, application: web.Application) -> None:
+        """Adds the API's paths."""
+        topic = "/api/topics/{namespace}/{topic}"
+        for path, handler in {
+            "/api/overview": self._overview,
+            "/api/topics": self._topics,
+            topic: self._topic,
+            f"{topic}/messages": self._messages,
+            "/api/brokers": self._brokers,
+            "/api/pipeline": self._pipeline,
+        }.items():
+            application.router.add_get(path, self._answering(handler), allow_head=False)
+        for path, handler in {
+            f"{topic}/subscriptions/{{subscription}}/seek": self._seek,
+            f"{topic}/unload": self._unload,
+            "/api/pipeline/requests": self._request_job,
+            "/api/clock/confirm": self._confirm_clock,
+        }.items():
+            application.router.add_post(path, self._answering(handler, is_action=True))
+        application.router.add_route("*", "/api/{rest:.*}", self._answering(self._not_found))
+
+    # -- requests and answers ---------------------------------------------------------------
+
+    def _answering(
+        self, handler: _Handler, *, is_action: bool = False
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Wraps a handler: values and errors become JSON."""
+
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                self.check_host(request)
+                if is_action:
+                    _check_action(request)
+                content = await handler(request)
+                return _response(await self.served.views.query_threads.run(_encode, content), 200)
+            except (UnauthenticatedError, PermissionDeniedError):
+                raise  # answered by the guard
+            except IsterError as error:
+                return await self._refusal(request, error)
+            except (asyncio.CancelledError, web.HTTPException):
+                raise
+            except Exception:  # noqa: BLE001 - the caller gets status 500
+                number = secrets.token_hex(4)
+                _log.exception("request failed", extra={"path": request.path, "number": number})
+                content = {
+                    "code": "INTERNAL",
+                    "error": f"{BROKER_FAILED} [{number}]",
+                    "hint": None,
+                }
+                return _response(_encode(content), 500)
+
+        return answer
+
+    async def _refusal(self, request: web.Request, error: IsterError) -> web.Response:
+        status = status_of(error)
+        content: JsonObject = {**http_error(error)}
+        if isinstance(error, OffsetOutOfRangeError):
+            content |= {"earliest": error.earliest, "next": error.next}
+        if status == 503 and "topic" in request.match_info:
+            owner = await self._owner_of(request)
+            if owner is not None:
+                status = 409
+                content |= {
+                    "code": "ABORTED",
+                    "error": f"the broker at {owner['broker_url']} serves the topic",
+                    "hint": "ask that broker",
+                    "owner": owner,
+                }
+        return _response(_encode(content), status)
+
+    async def _owner_of(self, request: web.Request) -> JsonObject | None:
+        """The other broker that serves the topic of a request; None if no other does."""
+        served = self._served
+        if served is None:
+            return None
+        views = served.views
+        try:
+            name = TopicName.parse(_topic_of(request))
+            address = await views.query_threads.run(views.topics.cluster.owner, name)
+        except IsterError:
+            return None
+        if address is None:
+            return None
+        return {"node": address.node, "broker_url": address.broker_url}
+
+    def is_for_us(self, request: web.Request) -> bool:
+        """Whether a request names this host, by an address or by one of its names."""
+        return _is_own_host(request.host, self._hosts)
+
+    def check_host(self, request: web.Request) -> None:
+        """Refuses a request for another host name if callers are not authenticated.
+
+        A foreign page may have pointed its name here (DNS rebinding).
+
+        Raises:
+            PermissionDeniedError: The request is for another host.
+        """
+        if self._is_open and not self.is_for_us(request):
+            raise PermissionDeniedError(
+                "the request is for another host",
+                hint="use localhost, an IP address, broker.host or a host of broker.advertised; "
+                "or set broker.auth",
+            )
+
+    def _check(self, permission: Permission, **on: str) -> None:
+        self._guard.check(current_principal(), permission, **on)
+
+    async def _not_found(self, request: web.Request) -> object:
+        raise NotFoundError(f"path {request.path[:100]} not found", hint="see docs: the HTTP API")
+
+    # -- reading ----------------------------------------------------------------------------
+
+    async def _overview(self, request: web.Request) -> JsonObject:
+        caller, guard = current_principal(), self._guard
+        guard.check_anywhere(caller, Permission.LOOKUP)
+        views = self.served.views
+        visible: list[ServedTopic] | None = None
+        if not guard.allows(caller, Permission.LOOKUP):
+            served = {topic.name: topic for topic in views.topics.served}
+            names = await views.query_threads.run(guard.visible, caller, list(served))
+            visible = [served[name] for name in names]
+        content = await views.overview(visible)
+        return {
+            **content,
+            "auth": {"mode": self._config.auth.mode.value, "principal": str(caller)},
+        }
+
+    async def _topics(self, request: web.Request) -> JsonObject:
+        query = request.query
+        limit = _whole(query, "limit", _TOPICS_DEFAULT, low=1, high=_TOPICS_MAX)
+        namespace, after = query.get("namespace", ""), query.get("after", "")
+        search = query.get("search", "")[:_SEARCH_CHARACTERS_MAX].lower()
+        return await list_topics(
+            self.served.views,
+            self._guard,
+            namespace=namespace,
+            search=search,
+            after=after,
+            limit=limit,
+        )
+
+    async def _topic(self, request: web.Request) -> TopicJson:
+        name = _topic_of(request)
+        self._check(Permission.LOOKUP, topic=name)
+        view = await self.served.views.topic(name)
+        caller = current_principal()
+        view["rights"] = {
+            "consume": self._guard.allows(caller, Permission.CONSUME, topic=name),
+            "manage": self._guard.allows(caller, Permission.MANAGE_TOPIC, topic=name),
+        }
+        return view
+
+    async def _messages(self, request: web.Request) -> JsonObject:
+        query = request.query
+        self._check(Permission.CONSUME, topic=_topic_of(request))
+        return await self.served.browser.read(
+            await self._plain_topic(request),
+            start=parse_position(query.get("start") or "latest"),
+            end=_whole(query, "end", 0, low=0, high=(1 << 63) - 1) if query.get("end") else None,
+            limit=_whole(query, "limit", LIMIT_DEFAULT, low=1, high=LIMIT_MAX),
+        )
+
+    async def _brokers(self, request: web.Request) -> JsonObject:
+        self._check(Permission.LOOKUP)
+        return {"brokers": await self.served.views.brokers()}
+
+    async def _pipeline(self, request: web.Request) -> PipelineJson:
+        self._check(Permission.LOOKUP)
+        return await self.served.views.pipeline()
+
+    # -- changes ----------------------------------------------------------------------------
+
+    async def _plain_topic(self, request: web.Request) -> str:
+        """The topic of a request that must name a single topic.
+
+        Raises:
+            InvalidRequestError: The topic is partitioned.
+        """
+        name, topics = _topic_of(request), self.served.views.topics
+        if topics.find_open(name) is None:
+            partitions = await topics.partitions(name)
+            if partitions and partitions != [name]:
+                raise InvalidRequestError(
+                    f"{name} is a partitioned topic with {len(partitions)} partitions",
+                    topic=name,
+                    hint=f"name one of them, such as {partitions[0]}",
+                )
+        return name
+
+    async def _seek(self, request: web.Request) -> JsonObject:
+        self._check(Permission.MANAGE_TOPIC, topic=_topic_of(request))
+        name, subscription = await self._plain_topic(request), request.match_info["subscription"]
+        start = _parse_to((await _body(request)).get("to"))
+        views = self.served.views
+        topic = await views.topics.get(name)
+        found = topic.reliable_subscription(subscription)
+        self._guard.check_subscription(current_principal(), found, topic=name)
+        offset = await views.topics.searches.start_of(
+            found.topic, start, is_gone=lambda: request.transport is None
+        )
+        await found.seek(offset)
+        return {
+            "done": f"subscription {subscription} continues at offset {offset}",
+            "offset": offset,
+            "subscription": describe_subscription(found),
+        }
+
+    async def _unload(self, request: web.Request) -> JsonObject:
+        self._check(Permission.MANAGE_TOPIC, topic=_topic_of(request))
+        name = await self._plain_topic(request)
+        await _body(request)
+        views = self.served.views
+        topics = views.topics
+        is_reliable = (await topics.get(name)).is_reliable
+        await topics.unload(name)
+        if topics.log.tiers is None or not is_reliable:
+            what = "it is closed until it is used again"
+        elif len(await views.brokers()) > 1:
+            what = "it is in the bucket, and another broker may serve it"
+        else:
+            what = "it is in the bucket; this broker opens it again when it is used"
+        return {"done": f"{name} was unloaded: {what}"}
+
+    async def _confirm_clock(self, request: web.Request) -> JsonObject:
+        self._check(Permission.MANAGE_BROKER)
+        await _body(request)
+        served = self.served
+        step = await served.views.query_threads.run(served.views.topics.log.confirm_clock)
+        if step is None:
+            return {"done": "nothing to confirm: the clock is trusted", "seconds": None}
+        return {
+            "done": "clock confirmed; deletion by age resumes",
+            "seconds": round(step.seconds),
+        }
+
+    async def _request_job(self, request: web.Request) -> JsonObject:
+        body = await _body(request)
+        job, topics = body.get("job"), body.get("topics")
+        if topics is None:
+            self._check(Permission.MANAGE_BROKER)
+        elif not isinstance(topics, list) or not all(isinstance(one, str) for one in topics):
+            raise InvalidRequestError("topics must be a list of names, or null for all topics")
+        else:
+            topics = [str(TopicName.parse(topic)) for topic in topics[:_TOPICS_ASKED_MAX]]
+            for topic in topics:
+                self._check(Permission.MANAGE_TOPIC, topic=topic)
+        if not isinstance(job, str):
+            raise InvalidRequestError("job must be a name", hint='such as {"job": "compact"}')
+        served = self.served
+        storage = served.views.topics.config.storage
+        if storage.mode is not StorageMode.WAL_CLOUD:
+            raise ConflictError(
+                f"no pipeline: storage.mode is {storage.mode.value}, which has no bucket",
+                hint="set storage.mode to wal_cloud",
+            )
+        asked = await served.views.query_threads.run(
+            request_job,
+            served.metadata,
+            PipelineKeys(storage.metadata.root_prefix),
+            job,
+            by=str(current_principal()),
+            topics=topics,
+            clock=served.clock,
+        )
+        # Others may have requested topics that the caller may not see.
+        told = {**asked.as_json(), "topics": topics if asked.topics is not None else None}
+        which = "" if topics is None else f" of {', '.join(topics[:3])}"
+        more = len(topics or ()) - 3
+        which += f" and {more} more topics" if more > 0 else ""
+        return {
+            "done": f"requested {job}{which}; the pipeline starts it as soon as it can",
+            "request": {**told, "job": job, "state": "waiting"},
+        }
+
+
+# -- parts of requests ----------------------------------------------------------------------
+
+
+def _topic_of(request: web.Request) -> str:
+    return f"/{request.match_info['namespace']}/{request.match_info['topic']}"
+
+
+def _whole(query: Mapping[str, str], name: str, default: int, *, low: int, high: int) -> int:
+    text = query.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= 19):
+        raise InvalidRequestError(f"{name} must be a whole number, not {text[:40]!r}")
+    return max(low, min(int(text), high))
+
+
+def _parse_to(to: object) -> Start:
+    if isinstance(to, int) and not isinstance(to, bool) and 0 <= to < 1 << 63:
+        return to
+    if isinstance(to, str):
+        return parse_position(to)
+    raise InvalidRequestError(
+        "invalid `to`: use earliest, latest, an offset, or a time such as t:2026-01-31T12:00:00Z"
+    )
+
+
+async def _body(request: web.Request) -> JsonObject:
+    data = b""
+    async for chunk in request.content.iter_chunked(16 * KIB):
+        data += chunk
+        if len(data) > _BODY_BYTES_MAX:
+            raise InvalidRequestError(f"the request has more than {_BODY_BYTES_MAX} bytes")
+    try:
+        content = json.loads(data or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError("the request is not JSON") from error
+    if not isinstance(content, dict):
+        raise InvalidRequestError("the request must be a JSON object")
+    return content
+
+
+def _check_action(request: web.Request) -> None:
+    """Refuses requests that a page of another origin could have sent."""
+    headers = request.headers
+    if headers.get(ACTION_HEADER) != "yes":
+        raise PermissionDeniedError(
+            f"the header {ACTION_HEADER} is missing", hint=f"send `{ACTION_HEADER}: yes`"
+        )
+    origin = headers.get("Origin")
+    is_foreign = headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+    if is_foreign or (origin is not None and not _is_same(origin, request.host)):
+        raise PermissionDeniedError("the request comes from a page of another origin")
+    if request.content_type != "application/json":
+        raise InvalidRequestError(
+            "the request is not JSON", hint="send `Content-Type: application/json`"
+        )
+
+
+def _is_same(origin: str, host: str) -> bool:
+    """Whether a page of `origin` was served by `host`; the scheme may be that of a proxy."""
+    try:
+        page = urlsplit(origin)
+        return page.scheme in ("http", "https") and _place(page.netloc, page.scheme) == _place(
+            host, page.scheme
+        )
+    except ValueError:
+        return False
+
+
+def _place(netloc: str, scheme: str) -> tuple[str | None, int]:
+    parts = urlsplit(f"{scheme}://{netloc}")
+    return parts.hostname, parts.port or (443 if scheme == "https" else 80)
+
+
+def _own_hosts(config: BrokerConfig) -> frozenset[str]:
+    hosts = {"localhost", config.host}
+    advertised = config.advertised
+    for url in (advertised.broker_url, advertised.connect_url, advertised.flight_url):
+        host = _host_of(url.partition("://")[2] or url) if url else None
+        if host is not None:
+            hosts.add(host)
+    return frozenset(host.lower() for host in hosts)
+
+
+def _host_of(netloc: str) -> str | None:
+    try:
+        return urlsplit(f"//{netloc}").hostname
+    except ValueError:
+        return None
+
+
+def _is_own_host(netloc: str, hosts: frozenset[str]) -> bool:
+    """Whether a `Host` header names this host, by an address or by one of its names."""
+    host = _host_of(netloc)
+    if host is None:
+        return False
+    if host.rstrip(".") in hosts:
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _encode(content: object) -> bytes:
+    return msgspec.json.encode(content)
+
+
+def _response(body: bytes, status: int) -> web.Response:
+    return web.Response(
+        body=body, status=status, content_type="application/json", charset="utf-8", headers=_HEADERS
+    )

@@ -1,0 +1,283 @@
+"""Rates of all topics: their counters are sampled regularly, and the last minutes are kept.
+
+Owns: samples, the rates between two of them, the rings that keep them. Does not own:
+what is counted (`topics.served_topic`), how it is shown (`ister.broker.observe.views`).
+
+A sample reads a few numbers of each topic that are in memory, and nothing else: no file, no store.
+Thousands of topics are sampled in parts, so that calls are answered in between. An unused topic has
+no ring, and costs a comparison.
+
+Nothing of it is kept over a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Final
+
+from ister import threads
+from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.topics.served_topic import ServedTopic
+from ister.broker.topics.topics import Topics
+from ister.clock import Clock
+from ister.model import JsonObject
+
+_log = logging.getLogger("ister.broker.observe.rates")
+
+EVERY_SECONDS: Final = 2.0
+"""From one sample to the next."""
+POINTS: Final = 150
+"""How many are kept: five minutes."""
+
+_RATE_POINTS: Final = 5
+_TOPICS_AT_ONCE: Final = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Messages and bytes a second, over the last ten seconds or so."""
+
+    messages_in: float = 0.0
+    bytes_in: float = 0.0
+    messages_out: float = 0.0
+    bytes_out: float = 0.0
+
+    def as_json(self) -> dict[str, float]:
+        """As the views have them."""
+        return {item.name: round(getattr(self, item.name), 2) for item in fields(self)}
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenTotals:
+    """Totals of all topics that are open here."""
+
+    topics: int = 0
+    producers: int = 0
+    consumers: int = 0
+    subscriptions: int = 0
+    messages: int = 0
+    lag_messages: int = 0
+    upload_lag_bytes: int = 0
+
+
+class _Ring:
+    """The last points of one thing, in the order of time: each a fixed number of values."""
+
+    __slots__ = ("_at", "_count", "_values", "_width")
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._values = array("d", bytes(8 * width * POINTS))
+        self._at = 0
+        self._count = 0
+
+    def append(self, *values: float) -> None:
+        start = self._at * self._width
+        self._values[start : start + self._width] = array("d", values)
+        self._at = (self._at + 1) % POINTS
+        self._count = min(self._count + 1, POINTS)
+
+    def last(self, count: int) -> list[list[float]]:
+        """The last `count` points, or as many as there are."""
+        width = self._width
+        found = []
+        for back in range(min(count, self._count), 0, -1):
+            start = (self._at - back) % POINTS * width
+            found.append(list(self._values[start : start + width]))
+        return found
+
+
+class _Watched:
+    """One topic as it was at the last sample."""
+
+    __slots__ = ("counted", "idle_looks", "ring", "topic")
+
+    def __init__(self, topic: ServedTopic, counted: tuple[int, int, int, int]) -> None:
+        self.topic = topic
+        self.counted = counted
+        self.ring: _Ring | None = None
+        self.idle_looks = 0
+
+
+class RateHistory:
+    """See the module header. Used on the broker's loop alone."""
+
+    def __init__(self, topics: Topics, *, clock: Clock) -> None:
+        self._topics = topics
+        self._clock = clock
+        self._watched: dict[str, _Watched] = {}
+        # now, messages in, messages out, bytes in, lag, upload lag, bytes out
+        self._all = _Ring(7)
+        self._sampled_at: float | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self.totals = OpenTotals()
+        """As of the last sample."""
+
+    # -- sampling ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to sample."""
+        self._looking = asyncio.get_running_loop().create_task(self._keep_looking())
+
+    async def stop(self) -> None:
+        """Ends it. May be called twice."""
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+
+    async def _keep_looking(self) -> None:
+        while True:
+            # A failure here costs the dashboard a chart; it must not end the broker.
+            with threads.guard("ister-rates"):
+                await self.sample()
+            await asyncio.sleep(EVERY_SECONDS)
+
+    async def sample(self) -> None:
+        """Samples every topic once."""
+        now, now_ms = self._clock.monotonic(), self._clock.now_ns() / 1e6
+        seconds = 0.0 if self._sampled_at is None else max(now - self._sampled_at, 1e-3)
+        self._sampled_at = now
+        loop_now = asyncio.get_running_loop().time()
+        totals, sums = OpenTotals(), [0.0, 0.0, 0.0, 0.0]
+        served = self._topics.served
+        for at, topic in enumerate(served):
+            if at % _TOPICS_AT_ONCE == _TOPICS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            lag = _add(totals, topic, loop_now)
+            self._sample_topic(topic, now_ms, seconds, lag, sums)
+        names = {topic.name for topic in served}
+        for name in [name for name in self._watched if name not in names]:
+            del self._watched[name]
+        self.totals = totals
+        if seconds:
+            self._all.append(
+                now_ms,
+                sums[0] / seconds,
+                sums[2] / seconds,
+                sums[1] / seconds,
+                totals.lag_messages,
+                totals.upload_lag_bytes,
+                sums[3] / seconds,
+            )
+
+    def _sample_topic(
+        self, topic: ServedTopic, now_ms: float, seconds: float, lag: int, sums: list[float]
+    ) -> None:
+        counted = _count(topic)
+        watched = self._watched.get(topic.name)
+        if watched is None or watched.topic is not topic:
+            ring = watched.ring if watched is not None else None
+            self._watched[topic.name] = watched = _Watched(topic, counted)
+            watched.ring = ring
+            return
+        if counted == watched.counted and watched.ring is None:
+            return
+        gained = [max(0, new - old) for new, old in zip(counted, watched.counted, strict=True)]
+        watched.counted = counted
+        if not seconds:
+            return
+        for number, gain in enumerate(gained):
+            sums[number] += gain
+        if any(gained):
+            watched.idle_looks = 0
+        else:
+            watched.idle_looks += 1
+        if watched.ring is None:
+            watched.ring = _Ring(6)
+        watched.ring.append(now_ms, *_per_second(gained, seconds), lag)
+        if watched.idle_looks >= POINTS:
+            # A straight line is known without a ring.
+            watched.ring = None
+
+    # -- results ----------------------------------------------------------------------------
+
+    def rates(self, name: str) -> Rates:
+        """Returns a topic's current rates."""
+        watched = self._watched.get(name)
+        points = watched.ring.last(_RATE_POINTS) if watched is not None and watched.ring else []
+        return _mean([(one[1], one[2], one[3], one[4]) for one in points])
+
+    def points(self, name: str) -> list[list[float]]:
+        """A topic's last minutes: `[unix_ms, messages in/s, messages out/s, lag]`.
+
+        Empty for a topic that was unused for that long.
+        """
+        watched = self._watched.get(name)
+        if watched is None or watched.ring is None:
+            return []
+        return [
+            [round(one[0]), round(one[1], 2), round(one[3], 2), round(one[5])]
+            for one in watched.ring.last(POINTS)
+        ]
+
+    @property
+    def all_rates(self) -> Rates:
+        """Returns the rates of all topics together."""
+        points = self._all.last(_RATE_POINTS)
+        return _mean([(one[1], one[3], one[2], one[6]) for one in points])
+
+    @property
+    def all_points(self) -> list[list[float]]:
+        """The last minutes of all topics.
+
+        `[unix_ms, messages in/s, messages out/s, bytes in/s, lag in messages, upload lag in bytes]`
+        """
+        return [
+            [round(one[0]), *(round(value, 2) for value in one[1:4]), round(one[4]), round(one[5])]
+            for one in self._all.last(POINTS)
+        ]
+
+    def totals_of(self, topics: Iterable[ServedTopic]) -> OpenTotals:
+        """Returns the current totals of some topics."""
+        totals, now = OpenTotals(), asyncio.get_running_loop().time()
+        for topic in topics:
+            _add(totals, topic, now)
+        return totals
+
+    def as_json(self, points: list[list[float]]) -> JsonObject:
+        """Points as the views have them."""
+        return {"every_seconds": EVERY_SECONDS, "points": points}
+
+
+def _add(totals: OpenTotals, topic: ServedTopic, now: float) -> int:
+    """Adds a topic; returns its lag."""
+    totals.topics += 1
+    if topic.producers:
+        totals.producers += topic.count_producers(now)
+    lag = 0
+    for one in topic.subscriptions.values():
+        totals.subscriptions += 1
+        totals.consumers += len(one.attached)
+        if isinstance(one, Dispatcher):
+            lag += one.lag
+    core = topic.topic
+    if core is not None:
+        totals.messages += max(0, core.next_offset - core.earliest)
+        if core.tier is not None:
+            totals.upload_lag_bytes += core.tier.lag_bytes
+    totals.lag_messages += lag
+    return lag
+
+
+def _count(topic: ServedTopic) -> tuple[int, int, int, int]:
+    """Returns the topic's counts: messages in, bytes in, messages out, bytes out."""
+    counters = topic.counters
+    return topic.next_offset, counters.bytes_in, counters.messages_out, counters.bytes_out
+
+
+def _per_second(gained: list[int], seconds: float) -> list[float]:
+    return [gain / seconds for gain in gained]
+
+
+def _mean(points: list[tuple[float, float, float, float]]) -> Rates:
+    if not points:
+        return Rates()
+    means = [sum(column) / len(points) for column in zip(*points, strict=True)]
+    return Rates(messages_in=means[0], bytes_in=means[1], messages_out=means[2], bytes_out=means[3])

@@ -1,0 +1,258 @@
+"""Handles SendMessage calls in batches: appended by topic, committed once, answered together.
+
+    calls that arrived together ─► checked one by one ─► appended, one lock per topic
+                                                     ─► one wait per topic ─► answered
+
+Owns: the fast path of a message, on which only the disk is waited for. Does not own: the checks
+(`admission`, the guard), the log. Calls that have to wait for anything else are deferred to
+`ProducerService.SendMessage`: a topic that is not open, a new producer, a schema, a publish rate, a
+sequence, the level `tiered`, a full buffer.
+
+Used by any thread: the broker's loop, or a receiver thread of the native engine. A receiver may
+commit in its own thread instead of waking another one: what arrives during its sync is the next
+batch.
+
+Invariant: a call is answered after its message has reached the topic's ack level, and never if the
+topic has another owner by then. A crash leaves what the log leaves: messages that were not answered
+may be stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from ister import failpoints, threads
+from ister.broker.dispatch.encoder import encode_answer
+from ister.broker.rpc.batch_calls import BatchCall, Blocking
+from ister.broker.rpc.handlers import status_of
+from ister.broker.security.guard import Guard, entered
+from ister.broker.security.rights import Permission
+from ister.broker.topics.served_topic import ServedTopic
+from ister.broker.topics.topics import Topics
+from ister.errors import CapacityError, ClosedError, IsterError
+from ister.model import AckLevel
+from ister.topic.append import RecordParts
+from ister.topic.topic import Topic
+from ister.wire import danube
+
+SEQUENCE_ATTRIBUTE: Final = "ister-sequence"
+
+
+class _TopicBatch:
+    """The messages of a batch that go to one topic, and their calls."""
+
+    __slots__ = ("answers", "calls", "records", "topic")
+
+    def __init__(self, topic: ServedTopic) -> None:
+        self.topic = topic
+        self.calls: list[BatchCall] = []
+        self.records: list[RecordParts] = []
+        self.answers: list[bytes] = []
+
+
+class BatchedSends:
+    """Handles SendMessage calls. Thread-safe.
+
+    Requests larger than `size_max` bytes are deferred.
+    """
+
+    def __init__(self, topics: Topics, guard: Guard, *, size_max: int) -> None:
+        self._topics = topics
+        self._guard = guard
+        self._size_max = size_max
+        self._parse = danube.StreamMessage.FromString
+
+    def accept(self, calls: Sequence[BatchCall], blocking: Blocking | None = None) -> None:
+        """Answers, refuses or defers each of these calls, now or when its message is durable.
+
+        `blocking` lets this thread commit; None if it must not block.
+        """
+        batches: dict[str, _TopicBatch] = {}
+        for call in calls:
+            try:
+                if not self._check(call, batches):
+                    call.defer()
+            except Exception as error:  # noqa: BLE001 - sent to its client
+                call.refuse(error)
+        for batch in batches.values():
+            # Each of several topics needs a sync: the log's threads do those at the same time.
+            self._publish(batch, blocking if len(batches) == 1 else None)
+
+    def _publish(self, batch: _TopicBatch, blocking: Blocking | None) -> None:
+        """Appends the messages of one topic; their calls are answered once these are durable."""
+        assert batch.topic.topic is not None  # noqa: S101 - for mypy
+        topic = batch.topic.topic
+        if topic.ack is AckLevel.MEMORY:
+            if self._append(batch) is not None:
+                self._answer(batch, None)
+            return
+        if blocking is None or not blocking.begin():
+            last = self._append(batch)
+            if last is not None:
+                self._wait(batch, last, topic)
+            return
+        error: IsterError | None = None
+        last, is_done = None, False
+        try:
+            last, is_done = topic.commit_with(partial(self._append, batch))
+        except IsterError as failed:
+            error = failed
+        finally:
+            blocking.end()
+        if error is not None or is_done:
+            self._finish(batch, error)
+        elif last is not None:
+            self._wait(batch, last, topic)
+
+    def _check(self, call: BatchCall, batches: dict[str, _TopicBatch]) -> bool:
+        """Adds a message that may be appended at once to the batch of its topic.
+
+        Returns:
+            False if the call has to be deferred.
+
+        Raises:
+            IsterError: The message must not be appended.
+        """
+        data = call.data
+        if len(data) > self._size_max:
+            return False
+        try:
+            request = self._parse(data)
+        except Exception:  # noqa: BLE001 - protobuf has several; the ordinary form explains them
+            return False
+        identity = request.msg_id
+        name = identity.topic_name
+        principal = self._principal(call, name)
+        topic = self._topics.find_open(name)
+        if topic is None or topic.topic is None:
+            return False
+        producer, payload = request.producer_name, request.payload
+        attributes: dict[str, str] = {}
+        if request.attributes:
+            attributes = dict(request.attributes)
+            if SEQUENCE_ATTRIBUTE in attributes:
+                return False
+        if not (
+            topic.topic.ack is not AckLevel.TIERED
+            and topic.producers.has(identity.producer_id, producer, call.arrived)
+            and self._topics.admission.is_immediate(topic, producer, principal, len(payload))
+        ):
+            return False
+        record = self._record(topic.topic, request, attributes)
+        if record is None:
+            return False
+        batch = batches.get(name)
+        if batch is None:
+            batch = batches[name] = _TopicBatch(topic)
+        batch.calls.append(call)
+        batch.records.append(record)
+        batch.answers.append(encode_answer(request.request_id))
+        return True
+
+    def _record(
+        self, topic: Topic, request: danube.StreamMessage, attributes: dict[str, str]
+    ) -> RecordParts | None:
+        """Returns a message as the topic stores it.
+
+        Returns None if it cannot be stored: the ordinary form explains that, and counts it.
+        """
+        identity, records = request.msg_id, topic.records
+        try:
+            record = (
+                records.head(
+                    request.request_id,
+                    identity.producer_id,
+                    identity.topic_name,
+                    identity.broker_addr,
+                ),
+                request.payload,
+                request.publish_time,
+                records.tail(
+                    request.producer_name,
+                    request.subscription_name,
+                    attributes,
+                    schema_id=request.schema_id if request.HasField("schema_id") else None,
+                    schema_version=(
+                        request.schema_version if request.HasField("schema_version") else None
+                    ),
+                    routing_key=request.routing_key if request.HasField("routing_key") else None,
+                ),
+            )
+            topic.check_record(record)
+        except IsterError:
+            return None
+        return record
+
+    def _principal(self, call: BatchCall, topic: str) -> str:
+        """Returns the principal that publishes; "" if authentication is off.
+
+        Raises:
+            PermissionDeniedError: It may not publish to this topic.
+        """
+        caller, guard = call.caller, self._guard
+        if caller is None:
+            return ""
+        with entered(caller):
+            guard.check(caller.principal, Permission.PRODUCE, topic=topic)
+        return str(caller.principal) if guard.is_on else ""
+
+    def _append(self, batch: _TopicBatch) -> int | None:
+        """Appends the messages of one topic; returns the last offset, or None if it failed."""
+        topic = batch.topic
+        assert topic.topic is not None  # noqa: S101 - for mypy
+        try:
+            offsets = topic.topic.append_records(batch.records)
+        except (CapacityError, ClosedError):
+            # This may pass: the ordinary form waits, or opens the topic again.
+            for call in batch.calls:
+                call.defer()
+            return None
+        except IsterError as error:
+            self._refuse(batch, error)
+            return None
+        topic.counters.count_messages([len(payload) for _, payload, _, _ in batch.records])
+        batch.records.clear()
+        failpoints.reach("broker.after_append")
+        return offsets[-1]
+
+    def _wait(self, batch: _TopicBatch, last: int, topic: Topic) -> None:
+        """Answers the calls once their last message has reached the topic's ack level."""
+        try:
+            is_waiting = topic.notify(last, partial(self._finish, batch))
+        except IsterError as error:
+            self._finish(batch, error)
+            return
+        if not is_waiting:
+            self._finish(batch, None)
+
+    def _finish(self, batch: _TopicBatch, error: IsterError | None) -> None:
+        """Answers or refuses the calls; called in the thread that committed."""
+        try:
+            tier = batch.topic.topic.tier if batch.topic.topic is not None else None
+            if error is None and tier is not None:
+                tier.check_owner()
+        except IsterError as fenced:
+            error = fenced
+        try:
+            self._answer(batch, error)
+        except Exception as failed:  # noqa: BLE001 - a bug: recorded, and sent to the clients
+            threads.record("ister-sends", failed, topic=batch.topic.name)
+            for call in batch.calls:
+                call.refuse(failed)
+
+    def _answer(self, batch: _TopicBatch, error: IsterError | None) -> None:
+        if error is not None:
+            self._refuse(batch, error)
+            return
+        failpoints.reach("broker.before_answer")
+        calls = batch.calls
+        batch.topic.counters.count_sends(len(calls), time.monotonic() - calls[0].arrived)
+        calls[0].answer_all(calls, batch.answers)
+
+    def _refuse(self, batch: _TopicBatch, error: IsterError) -> None:
+        batch.topic.counters.count_refused(status_of(error).name, len(batch.calls))
+        for call in batch.calls:
+            call.refuse(error)

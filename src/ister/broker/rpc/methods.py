@@ -1,0 +1,155 @@
+"""The methods of a service, as both engines serve them.
+
+Owns: how an object's methods become handlers of bytes, with size limits, errors, counters, the gate
+and spans. Does not own: transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+
+from ister import tracing
+from ister.broker.observe.counters import CallCounters, Calls
+from ister.broker.rpc.batch_calls import BatchCall, Blocking
+from ister.broker.rpc.handlers import CallGate, Refused, status_of, streaming_handler, unary_handler
+from ister.wire import describe_service, message_class
+
+Handler = Callable[..., Awaitable[bytes]]
+"""Takes the request's bytes, or an iterator of them, and gRPC's context; returns the bytes of the
+answer, or writes answers to the context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchForm:
+    """A method's form that takes many calls; see `ister.broker.rpc.batch_calls`."""
+
+    on_loop: Callable[[Sequence[BatchCall]], None]
+    direct: Callable[[Sequence[BatchCall], Blocking | None], None] | None
+    """`Name_direct`, which any thread may call."""
+    size_max: int | None
+    """Larger requests are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One method of one service."""
+
+    service: str
+    name: str
+    takes_stream: bool
+    gives_stream: bool
+    handle: Handler
+    gate: CallGate
+    counters: CallCounters
+    batch: BatchForm | None = None
+
+    @property
+    def where(self) -> str:
+        """The method as gRPC names it, without the first slash."""
+        return f"{self.service}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        """The method as gRPC names it: `/package.Service/Name`."""
+        return f"/{self.where}"
+
+    def grpc_handler(self, handle: Handler | None = None) -> grpc.RpcMethodHandler:
+        """Returns grpcio's handler of the method, which calls `handle` if one is given."""
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[self.takes_stream, self.gives_stream]
+        return make(handle or self.handle)
+
+
+def methods_of(
+    name: str,
+    instance: object,
+    gate: CallGate | None = None,
+    calls: Calls | None = None,
+    *,
+    size_max: int | None = None,
+) -> list[Method]:
+    """Returns the methods of a service, served by an object's methods of the same names.
+
+    A unary method is `async def Name(self, request, context) -> answer`, and may have the batch
+    forms of `batch_calls` beside it. A method that answers with a stream is an async
+    generator, which may yield serialized answers and lists of those. A method whose requests are a
+    stream gets an async iterator of them.
+
+    `gate` counts unary calls, and can be closed to them. Requests larger than `size_max` bytes are
+    refused.
+    """
+    gate, calls = gate or CallGate(), calls or Calls()
+    return [
+        _method(name, method, instance, gate, calls.of(name, method.name), size_max)
+        for method in describe_service(name).methods
+    ]
+
+
+def _method(  # noqa: PLR0917 - private, and called once
+    name: str,
+    method: MethodDescriptor,
+    instance: object,
+    gate: CallGate,
+    counters: CallCounters,
+    size_max: int | None,
+) -> Method:
+    call = getattr(instance, method.name)
+    parse = _bounded(message_class(method.input_type).FromString, size_max)
+    where = f"{name}/{method.name}"
+    batch: BatchForm | None = None
+    if method.server_streaming:
+        # It writes its answers to the context, and returns none.
+        handle = cast("Handler", streaming_handler(call, parse, where, counters=counters))
+    else:
+        traced = tracing.traced_call(where, call, status_of)
+        handle = unary_handler(traced, parse, where, gate, counters)
+        on_loop = getattr(instance, f"{method.name}_batch", None)
+        # A call that is traced has a span of its own.
+        if on_loop is not None and not tracing.is_on():
+            direct = getattr(instance, f"{method.name}_direct", None)
+            batch = BatchForm(on_loop=on_loop, direct=direct, size_max=size_max)
+    return Method(
+        service=name,
+        name=method.name,
+        takes_stream=method.client_streaming,
+        gives_stream=method.server_streaming,
+        handle=handle,
+        gate=gate,
+        counters=counters,
+        batch=batch,
+    )
+
+
+def _bounded(parse: Callable[[bytes], Message], size_max: int | None) -> Callable[[bytes], Message]:
+    """Adds a size limit to `parse`: the server's own limit is that of its largest method."""
+    if size_max is None:
+        return parse
+
+    def parse_bounded(data: bytes) -> Message:
+        check_size(data, size_max)
+        return parse(data)
+
+    return parse_bounded
+
+
+def check_size(data: bytes, size_max: int | None) -> None:
+    """Refuses a request that is too large.
+
+    Raises:
+        Refused: It has more than `size_max` bytes.
+    """
+    if size_max is not None and len(data) > size_max:
+        raise Refused(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"received message larger than max ({len(data)} vs. {size_max})",
+        )

@@ -1,0 +1,243 @@
+"""ister.Admin: what an operator does that Danube's protocol has no words for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from ister import __version__
+from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.observe.views import Views, list_topics
+from ister.broker.policies import parse_overrides
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.principal import spell_principal
+from ister.broker.security.rights import Permission
+from ister.broker.topics.served_topic import AnySubscription, ServedTopic
+from ister.broker.topics.topics import Topics
+from ister.errors import InvalidRequestError
+from ister.model import AckLevel, Codec, Start, TopicName
+from ister.positions import time_of
+from ister.wire import ister_api
+
+_PAGE_DEFAULT: Final = 100
+_PRINCIPALS_MAX: Final = 100
+# An answer has to fit into a message of gRPC.
+_PAGE_MAX: Final = 200
+
+
+class IsterAdminService:
+    """Serves operators, and gives clients the addresses of the other ports."""
+
+    def __init__(self, topics: Topics, guard: Guard, views: Views) -> None:
+        self._topics = topics
+        self._guard = guard
+        self._views = views
+
+    def _check(self, permission: Permission, **on: str) -> None:
+        self._guard.check(current_principal(), permission, **on)
+
+    async def Info(self, request: ister_api.InfoRequest, context: object) -> ister_api.InfoResponse:
+        """This broker's version, node and addresses."""
+        own = self._topics.cluster.own
+        return ister_api.InfoResponse(
+            version=__version__,
+            broker_url=own.broker_url,
+            flight_url=own.flight_url,
+            node=own.node,
+        )
+
+    async def CreateTopic(
+        self, request: ister_api.CreateTopicRequest, context: object
+    ) -> ister_api.TopicDescription:
+        """Creates a topic, plain or partitioned, with an ack level and a codec."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        try:
+            ack = AckLevel(request.ack) if request.ack else None
+            codec = Codec(request.codec) if request.codec else None
+        except ValueError as error:
+            raise InvalidRequestError(
+                str(error), hint=f"ack: {', '.join(AckLevel)}; codec: {', '.join(Codec)}"
+            ) from error
+        is_reliable = not request.non_reliable
+        if request.partitions:
+            await self._topics.create_partitioned(
+                request.topic,
+                request.partitions,
+                is_reliable=is_reliable,
+                ack=ack,
+                codec=codec,
+                is_growing=request.grow,
+            )
+        else:
+            await self._topics.get_or_create(
+                request.topic, is_reliable=is_reliable, ack=ack, codec=codec, is_implied=False
+            )
+        return await self._describe(request.topic)
+
+    async def DescribeTopic(
+        self, request: ister_api.TopicName, context: object
+    ) -> ister_api.TopicDescription:
+        """A topic's watermarks, producers and subscriptions."""
+        self._check(Permission.LOOKUP, topic=request.topic)
+        return await self._describe(request.topic)
+
+    async def _describe(self, name: str) -> ister_api.TopicDescription:
+        partitions = await self._topics.partitions(name)
+        if partitions and partitions != [name]:
+            return ister_api.TopicDescription(topic=name, partitions=partitions)
+        topic = await self._topics.get(name)
+        described = ister_api.TopicDescription(
+            topic=name,
+            reliable=topic.is_reliable,
+            incarnation=topic.incarnation,
+            producers=topic.count_producers(asyncio.get_running_loop().time()),
+            subscriptions=[describe(topic, one) for one in topic.subscriptions.values()],
+            policies=topic.policies.to_json(),
+        )
+        core = topic.topic
+        if core is not None:
+            marks = core.watermarks
+            described.ack, described.codec = core.ack.value, core.codec.value
+            described.earliest = core.earliest
+            described.trimmed, described.tiered = marks.trimmed, marks.tiered
+            described.synced, described.written = marks.synced, marks.written
+            described.next = marks.next
+        return described
+
+    async def ListTopics(
+        self, request: ister_api.ListTopicsRequest, context: object
+    ) -> ister_api.Document:
+        """Topics in short, a page of those that the caller may know of."""
+        found = await list_topics(
+            self._views,
+            self._guard,
+            namespace=request.namespace,
+            after=request.after,
+            limit=min(request.limit or _PAGE_DEFAULT, _PAGE_MAX),
+            with_partitions=request.with_partitions,
+        )
+        return await self._document(found)
+
+    async def ShowTopic(self, request: ister_api.TopicName, context: object) -> ister_api.Document:
+        """All about a topic, from the broker that has it."""
+        self._check(Permission.LOOKUP, topic=request.topic)
+        return await self._document(await self._views.topic(request.topic, opens=True))
+
+    async def ShowBrokers(
+        self, request: ister_api.InfoRequest, context: object
+    ) -> ister_api.Document:
+        """All brokers that are up."""
+        self._check(Permission.LOOKUP)
+        return await self._document({"brokers": await self._views.brokers()})
+
+    async def _document(self, content: Mapping[str, object]) -> ister_api.Document:
+        return ister_api.Document(json=await self._views.query_threads.run(json.dumps, content))
+
+    async def SetTopicPolicies(
+        self, request: ister_api.SetPoliciesRequest, context: object
+    ) -> ister_api.PoliciesResponse:
+        """Replaces a topic's own policies."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.name)
+        policies = parse_overrides(request.policies)
+        in_force = await self._topics.set_topic_policies(request.name, policies)
+        return ister_api.PoliciesResponse(policies=in_force.to_json())
+
+    async def ReleaseProducer(
+        self, request: ister_api.ProducerName, context: object
+    ) -> ister_api.ReleasedProducer:
+        """Frees a producer's name: the next principal that uses it owns it."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        topic = await self._topics.get(request.topic)
+        owner = await asyncio.to_thread(topic.names.release, request.producer)
+        return ister_api.ReleasedProducer(principal=owner or "")
+
+    async def SetNamespacePolicies(
+        self, request: ister_api.SetPoliciesRequest, context: object
+    ) -> ister_api.PoliciesResponse:
+        """Replaces the policies of a namespace's topics."""
+        self._check(Permission.MANAGE_NAMESPACE, namespace=request.name)
+        policies = parse_overrides(request.policies)
+        await self._topics.set_namespace_policies(request.name, policies)
+        return ister_api.PoliciesResponse(policies=request.policies)
+
+    async def DescribeSubscription(
+        self, request: ister_api.SubscriptionName, context: object
+    ) -> ister_api.SubscriptionDescription:
+        """Describes a subscription: cursor, lag, and what blocks it."""
+        self._check(Permission.LOOKUP, topic=request.topic)
+        topic = await self._topics.get(request.topic)
+        return describe(topic, topic.subscription(request.subscription))
+
+    async def Seek(
+        self, request: ister_api.SeekRequest, context: object
+    ) -> ister_api.SubscriptionDescription:
+        """Moves a subscription's cursor."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        topic = await self._topics.get(request.topic)
+        subscription = topic.reliable_subscription(request.subscription)
+        self._guard.check_subscription(current_principal(), subscription, topic=topic.name)
+        to = request.WhichOneof("to")
+        start: Start
+        if to == "offset":
+            start = request.offset
+        elif to == "publish_time_ms":
+            start = time_of(request.publish_time_ms)
+        elif to in ("earliest", "latest") and getattr(request, to):
+            start = to
+        else:
+            raise InvalidRequestError("seek needs an offset, a time, earliest or latest")
+        offset = await self._topics.searches.start_of(subscription.topic, start)
+        await subscription.seek(offset)
+        return describe(topic, subscription)
+
+    async def RestrictSubscription(
+        self, request: ister_api.RestrictSubscriptionRequest, context: object
+    ) -> ister_api.SubscriptionDescription:
+        """Changes the principals that may use a subscription; needs `manage_namespace`."""
+        name = TopicName.parse(request.topic)
+        principals = None
+        if not request.unrestricted:
+            if len(request.principals) > _PRINCIPALS_MAX:
+                raise InvalidRequestError(f"at most {_PRINCIPALS_MAX} principals")
+            principals = tuple(sorted({spell_principal(one) for one in request.principals}))
+        self._guard.check(
+            current_principal(),
+            Permission.MANAGE_NAMESPACE,
+            namespace=name.namespace,
+            detail=f"subscription {request.subscription} of {name}: "
+            + ("unrestricted" if principals is None else ", ".join(principals) or "nobody"),
+        )
+        topic = await self._topics.get(request.topic)
+        return describe(topic, await topic.restrict(request.subscription, principals))
+
+
+def describe(
+    topic: ServedTopic, subscription: AnySubscription
+) -> ister_api.SubscriptionDescription:
+    """A subscription in the protocol's words."""
+    names = {known.id: name for name, known in subscription.stored.consumers.items()}
+    described = ister_api.SubscriptionDescription(
+        topic=topic.name,
+        subscription=subscription.name,
+        kind=subscription.kind.value,
+        consumers=[names.get(one, str(one)) for one in subscription.attached],
+        restricted=subscription.principals is not None,
+        principals=subscription.principals or (),
+    )
+    if isinstance(subscription, Dispatcher):
+        stats = subscription.delivery.stats()
+        described.cursor = subscription.delivery.cursor
+        described.lag = subscription.lag
+        described.in_flight = stats.in_flight
+        described.waiting = stats.pending + stats.waiting_retry
+        described.max_unacked_messages = subscription.window
+        if stats.blocked is not None:
+            described.blocked = stats.blocked
+        active = subscription.delivery.active
+    else:
+        active = subscription.active
+    if active is not None and subscription.kind.value in ("exclusive", "failover"):
+        described.active = names.get(active, str(active))
+    return described

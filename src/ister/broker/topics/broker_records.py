@@ -1,0 +1,221 @@
+"""The broker's own records in the metadata store: topics, namespaces, producer names.
+
+    <root>/broker/topics/<ns>/<topic>   {"delivery": "reliable", "policies": {…}}
+    <root>/namespaces/<ns>              {"policies": {…}}
+    <root>/broker/producers/<ns>/<topic>/<name, percent-encoded>    {"principal": …, "at": seconds}
+
+Owns: these three kinds of records. Does not own: what a log keeps of a topic (`ister.bucket`), and
+subscriptions (`ister.subscription.store`).
+
+Every change compares with what was read before it. A missing record stands for the defaults: topics
+that were created without a broker are reliable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import quote, unquote
+
+from ister.broker.policies import NAMES
+from ister.errors import AlreadyExistsError, CommitUnknownError, ConflictError, NotFoundError
+from ister.metadata.base import Absent, Compare, KeyValue, MetadataStore, Put, RevisionIs
+from ister.model import TopicName
+
+_ATTEMPTS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRecord:
+    """Whether a topic is reliable, and its own policies."""
+
+    is_reliable: bool = True
+    policies: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameRecord:
+    """The owner of a producer name."""
+
+    principal: str
+    at: int
+    """When it was last used, in Unix seconds, to a day."""
+
+
+class BrokerRecords:
+    """The broker's own records. Thread-safe; its calls block."""
+
+    def __init__(self, metadata: MetadataStore, *, root_prefix: str) -> None:
+        self._metadata = metadata
+        self._topics = f"{root_prefix}/broker/topics/"
+        self._producers = f"{root_prefix}/broker/producers/"
+        self._namespaces = f"{root_prefix}/namespaces/"
+
+    # -- topics -----------------------------------------------------------------------------
+
+    def topic(self, name: TopicName) -> ServedRecord | None:
+        """Returns the record of a topic; None if there is none."""
+        found = self._metadata.get(self._key(name))
+        return None if found is None else _decode_topic(found.value)
+
+    def create_topic(self, name: TopicName, record: ServedRecord) -> ServedRecord:
+        """Stores the record of a new topic, or returns the existing one unchanged."""
+
+        def change(found: KeyValue | None) -> bytes | None:
+            return _encode_topic(record) if found is None else None
+
+        self._change(self._key(name), change)
+        return self.topic(name) or record
+
+    def set_topic_policies(self, name: TopicName, policies: Mapping[str, int]) -> None:
+        """Replaces a topic's own policies."""
+
+        def change(found: KeyValue | None) -> bytes:
+            known = ServedRecord() if found is None else _decode_topic(found.value)
+            return _encode_topic(ServedRecord(is_reliable=known.is_reliable, policies=policies))
+
+        self._change(self._key(name), change)
+
+    def delete_topic(self, name: TopicName) -> None:
+        """Removes the record of a topic, and those of its producer names."""
+        self._metadata.delete(self._key(name))
+        for found in self._metadata.range(self._producer_key(name, "")):
+            self._metadata.delete(found.key)
+
+    def non_reliable(self) -> list[str]:
+        """The names of all topics that have no log."""
+        return [
+            "/" + found.key.removeprefix(self._topics)
+            for found in self._metadata.range(self._topics)
+            if not _decode_topic(found.value).is_reliable
+        ]
+
+    def _key(self, name: TopicName) -> str:
+        return f"{self._topics}{name.namespace}/{name.topic}"
+
+    # -- producers' names -------------------------------------------------------------------
+
+    def producer_names(self, topic: TopicName) -> dict[str, NameRecord]:
+        """The owners of a topic's producer names."""
+        prefix = self._producer_key(topic, "")
+        return {
+            unquote(found.key.removeprefix(prefix)): _decode_name(found.value)
+            for found in self._metadata.range(prefix)
+        }
+
+    def claim_producer(self, topic: TopicName, name: str, principal: str, at: int) -> NameRecord:
+        """Claims a name for a principal; returns its owner, which may be another principal."""
+        record = NameRecord(principal=principal, at=at)
+
+        def change(found: KeyValue | None) -> bytes | None:
+            return _encode_name(record) if found is None else None
+
+        key = self._producer_key(topic, name)
+        self._change(key, change)
+        found = self._metadata.get(key)
+        return record if found is None else _decode_name(found.value)
+
+    def refresh_producer(self, topic: TopicName, name: str, principal: str, at: int) -> None:
+        """Records that a name is in use."""
+        record = NameRecord(principal=principal, at=at)
+        self._change(self._producer_key(topic, name), lambda _: _encode_name(record))
+
+    def release_producer(self, topic: TopicName, name: str) -> None:
+        """Releases a name."""
+        self._metadata.delete(self._producer_key(topic, name))
+
+    def _producer_key(self, topic: TopicName, name: str) -> str:
+        return f"{self._producers}{topic.namespace}/{topic.topic}/{quote(name, safe='')}"
+
+    # -- namespaces -------------------------------------------------------------------------
+
+    def namespaces(self) -> list[str]:
+        """The names of namespaces that were created."""
+        found = self._metadata.range(self._namespaces)
+        return [item.key.removeprefix(self._namespaces) for item in found]
+
+    def create_namespace(self, name: str) -> None:
+        """Creates a namespace.
+
+        Raises:
+            AlreadyExistsError: It exists.
+        """
+        key = self._namespaces + name
+        if self._metadata.transact([Absent(key)], [Put(key, b"{}")]) is None:
+            raise AlreadyExistsError(f"namespace {name!r} already exists")
+
+    def delete_namespace(self, name: str) -> None:
+        """Removes a namespace.
+
+        Raises:
+            NotFoundError: It does not exist.
+        """
+        if not self._metadata.delete(self._namespaces + name):
+            raise NotFoundError(f"namespace {name!r} does not exist")
+
+    def namespace_policies(self, name: str) -> dict[str, int]:
+        """The policies of a namespace's topics."""
+        found = self._metadata.get(self._namespaces + name)
+        return {} if found is None else _policies_of(_decode(found.value))
+
+    def set_namespace_policies(self, name: str, policies: Mapping[str, int]) -> None:
+        """Replaces the policies of a namespace's topics."""
+        value = json.dumps({"policies": dict(policies)}).encode()
+        self._change(self._namespaces + name, lambda _: value)
+
+    # -- changes ----------------------------------------------------------------------------
+
+    def _change(self, key: str, change: Callable[[KeyValue | None], bytes | None]) -> None:
+        for _ in range(_ATTEMPTS):
+            found = self._metadata.get(key)
+            value = change(found)
+            if value is None:
+                return
+            compare: Compare = Absent(key) if found is None else RevisionIs(key, found.revision)
+            try:
+                if self._metadata.transact([compare], [Put(key, value)]) is not None:
+                    return
+            except CommitUnknownError:
+                continue  # the next round reads what has become of it
+        raise ConflictError("the record keeps changing", path=key)
+
+
+def _encode_topic(record: ServedRecord) -> bytes:
+    delivery = "reliable" if record.is_reliable else "non_reliable"
+    return json.dumps({"delivery": delivery, "policies": dict(record.policies)}).encode()
+
+
+def _decode_topic(value: bytes) -> ServedRecord:
+    content = _decode(value)
+    return ServedRecord(
+        is_reliable=content.get("delivery") != "non_reliable", policies=_policies_of(content)
+    )
+
+
+def _encode_name(record: NameRecord) -> bytes:
+    return json.dumps({"principal": record.principal, "at": record.at}).encode()
+
+
+def _decode_name(value: bytes) -> NameRecord:
+    content = _decode(value)
+    at = content.get("at")
+    return NameRecord(
+        principal=str(content.get("principal", "")), at=at if isinstance(at, int) else 0
+    )
+
+
+def _decode(value: bytes) -> dict[str, object]:
+    try:
+        content = json.loads(value)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _policies_of(content: Mapping[str, object]) -> dict[str, int]:
+    # A newer broker may know others.
+    policies = content.get("policies")
+    known = policies if isinstance(policies, dict) else {}
+    return {name: value for name, value in known.items() if name in NAMES and type(value) is int}

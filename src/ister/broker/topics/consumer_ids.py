@@ -1,0 +1,92 @@
+"""The ids of consumers, which stay valid after a restart.
+
+Danube's client subscribes once and then opens streams by the id that it got, also after an outage.
+So an id is a hash of the topic, the subscription and the consumer's name, and is stored with the
+subscription before it is given out: a broker knows it after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+
+from ister.model import TopicName
+from ister.partitions import parse_partition
+from ister.subscription.store import StoredSubscription
+
+
+def consumer_id(topic: str, incarnation: str, subscription: str, name: str) -> int:
+    """The id of a consumer: not 0, which Danube's clients have before they got one."""
+    text = "\n".join((topic, incarnation, subscription, name))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % ((1 << 63) - 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerIdentity:
+    """The consumer that an id belongs to."""
+
+    id: int
+    topic: str
+    subscription: str
+    name: str
+    filters: tuple[str, ...] = ()
+
+
+class ConsumerIds:
+    """All ids that this broker has given out or found in the store."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, ConsumerIdentity] = {}
+        # Of consumers of partitions: the program that they are of, and when that has answered.
+        self._programs: dict[int, tuple[str, str, str]] = {}
+        self._answered_at: dict[tuple[str, str, str], float] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, id: int) -> ConsumerIdentity | None:
+        """Returns the consumer of an id; None if it is unknown."""
+        return self._by_id.get(id)
+
+    def add(self, consumer: ConsumerIdentity) -> None:
+        """Adds a consumer."""
+        self._by_id[consumer.id] = consumer
+        partition = parse_partition(consumer.topic)
+        if partition is not None:
+            self._programs[consumer.id] = (partition[0], consumer.subscription, consumer.name)
+
+    def forget(self, id: int) -> None:
+        """Forgets an id."""
+        self._by_id.pop(id, None)
+        program = self._programs.pop(id, None)
+        if program is not None:
+            self._answered_at.pop(program, None)
+
+    def record_answer(self, id: int) -> None:
+        """Records that a consumer has answered."""
+        program = self._programs.get(id)
+        if program is not None:
+            self._answered_at[program] = asyncio.get_running_loop().time()
+
+    def last_answer_at(self, id: int) -> float:
+        """Returns when the program of a consumer last answered at any partition of its topic.
+
+        Danube's clients put the messages of all partitions into one queue.
+        """
+        program = self._programs.get(id)
+        return float("-inf") if program is None else self._answered_at.get(program, float("-inf"))
+
+    def load(self, topic: TopicName, stored: StoredSubscription) -> None:
+        """Adds the consumers that are stored with a subscription."""
+        for name, known in stored.consumers.items():
+            self.add(
+                ConsumerIdentity(known.id, str(topic), stored.name, name, tuple(known.filters))
+            )
+
+    def forget_subscription(self, topic: str, subscription: str | None = None) -> None:
+        """Forgets the consumers of a subscription, or of all of a topic's."""
+        for number, one in list(self._by_id.items()):
+            if one.topic == topic and subscription in (None, one.subscription):
+                self.forget(number)

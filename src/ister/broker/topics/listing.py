@@ -1,0 +1,78 @@
+"""The names of all topics, cached: listing them takes as long as there are topics.
+
+Owns: the cache. What this broker creates and deletes shows at once; what other brokers create or
+delete shows after the age that a caller accepts. Used only on the broker's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from ister.broker.topic_names import TopicNameIndex
+from ister.broker.topics.broker_records import BrokerRecords
+from ister.model import TopicName
+from ister.partitions import partition_name
+from ister.topic.log import Log
+
+_CHANGES_MAX: Final = 10_000
+
+
+class TopicListing:
+    """The topics of the stores, and those that this broker serves.
+
+    `log` has the topics with a log, `records` the others; `served` returns the names of topics that
+    are open here.
+    """
+
+    def __init__(
+        self, log: Log, records: BrokerRecords, served: Callable[[], Iterable[str]]
+    ) -> None:
+        self._log = log
+        self._records = records
+        self._served = served
+        self._names = TopicNameIndex()
+        self._listed_at = float("-inf")
+        self._change_count = 0
+        self._changes: list[tuple[int, str, bool]] = []
+
+    async def list(self) -> set[str]:
+        """Lists all topics, open or not, of this broker and others."""
+        return await asyncio.to_thread(lambda: {*self._log.topics(), *self._records.non_reliable()})
+
+    async def cached(self, age_max: float) -> TopicNameIndex:
+        """All topics, listed at most `age_max` seconds ago."""
+        now = asyncio.get_running_loop().time()
+        if now - self._listed_at >= age_max:
+            changed_before = self._change_count
+            listed = await self.list()
+            # What was created or deleted here while they were listed may be on the list or not.
+            for number, name, exists in self._changes:
+                if number > changed_before:
+                    (listed.add if exists else listed.discard)(name)
+            listed.update(self._served())
+            self._names, self._listed_at = TopicNameIndex(listed), now
+        return self._names
+
+    def record(self, name: str, *, exists: bool) -> None:
+        """Records that this broker has created or deleted a topic."""
+        (self._names.add if exists else self._names.discard)(name)
+        self._change_count += 1
+        self._changes.append((self._change_count, name, exists))
+        del self._changes[:-_CHANGES_MAX]
+
+    def expire(self) -> None:
+        """Makes the next call list all topics again."""
+        self._listed_at = float("-inf")
+
+    def is_new(self, name: TopicName) -> bool:
+        """Whether the stores have a topic, or its first partition. Blocks."""
+        tiers = self._log.tiers
+        if tiers is None:
+            return False
+        for one in (name, TopicName(namespace=name.namespace, topic=partition_name(name.topic, 0))):
+            record = tiers.catalog(one).record()
+            if (record is not None and record[0].is_open) or self._records.topic(one) is not None:
+                return True
+        return False

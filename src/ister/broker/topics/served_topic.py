@@ -1,0 +1,640 @@
+"""A topic as the broker serves it: producers in, subscriptions out.
+
+Owns: what belongs to one topic while this broker has it. Does not own: the log underneath
+(`ister.topic`), which broker has the topic (`topics`), calls (`ister.broker.services`).
+
+Everything here runs on the broker's loop. What touches a disk or a store runs in a thread, and is
+awaited.
+
+What a crash leaves is what the log and the subscriptions' records hold; producers are known again
+by their next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from typing import Final, TypeAlias
+
+from ister import failpoints
+from ister.broker.dispatch.dispatcher import Dispatcher, PublishDeadLetter
+from ister.broker.dispatch.fanout import Fanout
+from ister.broker.dispatch.memory_budget import Budget
+from ister.broker.observe.counters import SubscriptionCounters, TopicCounters
+from ister.broker.policies import Policies, Rate
+from ister.broker.publish.admission import Admission, lot_of_message
+from ister.broker.publish.producer_names import ProducerNames
+from ister.broker.publish.producers import Producers
+from ister.broker.rpc.principal_limits import PrincipalLimit
+from ister.broker.topics.broker_records import BrokerRecords
+from ister.broker.topics.consumer_ids import ConsumerIdentity, ConsumerIds, consumer_id
+from ister.broker.topics.tasks import run_to_completion
+from ister.broker.topics.time_searches import TimeSearches
+from ister.bucket.ownership import OwnedTopic
+from ister.clock import Clock
+from ister.config import DispatchConfig
+from ister.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidRequestError,
+    IsterError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
+from ister.metrics import Metrics
+from ister.model import Start, StreamMessage, TopicName, TopicState
+from ister.subscription.policy import SubscriptionKind
+from ister.subscription.progress import ProgressPlan
+from ister.subscription.store import (
+    StoredConsumer,
+    StoredSubscription,
+    SubscriptionStore,
+    check_subscription_name,
+)
+from ister.topic.dedup import SequencedTopics
+from ister.topic.retention import NO_FLOOR
+from ister.topic.topic import Topic
+
+_log = logging.getLogger("ister.broker.topics.served_topic")
+
+AnySubscription: TypeAlias = Dispatcher | Fanout
+
+# A consumer that has subscribed gets its stream within this time, or its place is free again.
+_RESERVED_SECONDS: Final = 5.0
+_CONSUMER_NAME_CHARACTERS_MAX: Final = 256
+_FILTERS_MAX: Final = 64
+_FILTER_CHARACTERS_MAX: Final = 256
+# Consumers that a subscription remembers; beyond that the longest unseen go.
+_CONSUMERS_REMEMBERED_MAX: Final = 1000
+# The most bytes of their names and filters: they are one value in the metadata store.
+_CONSUMERS_BYTES_MAX: Final = 256 * KIB
+# How long a publish waits for room in the topic's buffer before the client has to retry.
+_FULL_SECONDS: Final = 2.0
+_FULL_RETRY_SECONDS: Final = 0.02
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicContext:
+    """What all topics of a broker share."""
+
+    store: SubscriptionStore
+    budget: Budget
+    dispatch: DispatchConfig
+    grace_seconds: float
+    retention_grace_seconds: float
+    consumers: ConsumerIds
+    sequenced: SequencedTopics
+    searches: TimeSearches
+    subscription_limit: PrincipalLimit
+    producers: dict[int, str]
+    """The topic of each producer, by its id."""
+    message_size_max: int
+    clock: Clock
+    metrics: Metrics
+    admission: Admission
+    records: BrokerRecords
+    publish_dead_letter: PublishDeadLetter
+    on_lost: Callable[[str], None]
+    """Called with a topic's name when it turns out that another broker has it."""
+    closed_messages_in: int = 0
+    """Messages published to topics that are closed by now."""
+    closed_bytes_in: int = 0
+
+
+class ServedTopic:
+    """One topic, open here."""
+
+    def __init__(
+        self,
+        name: TopicName,
+        topic: Topic | None,
+        policies: Policies,
+        stored: dict[str, StoredSubscription],
+        context: TopicContext,
+    ) -> None:
+        """Opens a topic for clients.
+
+        `topic` is its log; None for a topic that has none. `stored` are its subscriptions as
+        stored, and `context` is what it shares with other topics.
+        """
+        self.parsed = name
+        self.name = str(name)
+        self.topic = topic
+        self.policies = policies
+        self.producers = Producers(self.name, context.producers)
+        self.names = ProducerNames(context.records, name, clock=context.clock)
+        self.counters = TopicCounters()
+        self.publish_rate = Rate(policies.max_publish_rate)
+        self.sequenced = context.sequenced.of(topic) if topic is not None else None
+        self.subscriptions: dict[str, AnySubscription] = {}
+        self._context = context
+        # Consumers that have subscribed and have no stream yet, each with when its place is free.
+        self._reserved: dict[str, dict[int, float]] = {}
+        self._subscribing = asyncio.Lock()
+        self._numbering = asyncio.Lock()
+        self._next_offset = 0
+        self.is_closed = False
+        for subscription in stored.values():
+            self._begin(subscription)
+        if topic is not None:
+            topic.active_floor = self._active_floor
+            if topic.tier is not None:
+                topic.tier.on_fenced = partial(_call_on, asyncio.get_running_loop(), self._lose)
+
+    def _lose(self) -> None:
+        # Consumers without messages would not notice, and wait here for what comes elsewhere.
+        if not self.is_closed:
+            self._context.on_lost(self.name)
+
+    def _active_floor(self, *, include_inactive: bool) -> int:
+        """The lowest cursor of the active subscriptions. May be called by any thread."""
+        grace = self._context.retention_grace_seconds
+        return min(
+            (
+                found.delivery.cursor
+                for found in list(self.subscriptions.values())
+                if isinstance(found, Dispatcher) and (include_inactive or found.is_active(grace))
+            ),
+            default=NO_FLOOR,
+        )
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether it has a log."""
+        return self.topic is not None
+
+    @property
+    def incarnation(self) -> str:
+        """Identifies this topic among all of that name; "" without a bucket."""
+        owned = self.owned
+        return owned.record.incarnation if owned is not None else ""
+
+    @property
+    def owned(self) -> OwnedTopic | None:
+        """The claim on the topic, if there is a metadata store that knows about claims."""
+        tier = self.topic.tier if self.topic is not None else None
+        return tier.owned if tier is not None else None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be used; else it has to be opened again."""
+        if self.is_closed:
+            return False
+        topic = self.topic
+        if topic is None:
+            return True
+        if topic.state in (TopicState.FAILED, TopicState.CLOSED):
+            return False
+        return topic.tier is None or not topic.tier.owned.is_fenced
+
+    @property
+    def next_offset(self) -> int:
+        """The offset that the next message gets; of a topic without a log, since it is open."""
+        return self.topic.next_offset if self.topic is not None else self._next_offset
+
+    def count_producers(self, now: float) -> int:
+        """The number of producers that were active lately by gRPC, or publish by Flight."""
+        return len(self.producers.live(now)) + self.counters.streams
+
+    def set_policies(self, policies: Policies) -> None:
+        """Changes the topic's policies."""
+        self.policies = policies
+        self.publish_rate.per_second = policies.max_publish_rate
+        for subscription in self.subscriptions.values():
+            if isinstance(subscription, Dispatcher):
+                subscription.rate.per_second = policies.max_subscription_dispatch_rate
+
+    # -- publishing -------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        message: StreamMessage,
+        *,
+        sequence: int | None = None,
+        epoch: int = 0,
+        principal: str | None = None,
+    ) -> int:
+        """Appends a message and waits for the topic's ack level.
+
+        Args:
+            message: The message.
+            sequence: The producer's sequence number; a known one is not appended again.
+            epoch: The producer epoch; a higher one fences lower ones.
+            principal: The publisher; "" with authentication off, None for the broker itself.
+
+        Returns:
+            Its offset.
+
+        Raises:
+            As `Admission.admit`, `Topic.append`, `Topic.wait` and `SequencedTopic.append_record`.
+        """
+        size = len(message.payload)
+        await self._context.admission.admit(self, lot_of_message(message), principal)
+        if self.topic is None:
+            offset = self._push(message)
+            self.counters.count_messages((size,))
+            return offset
+        offset = await self._append(message, sequence, epoch)
+        self.counters.count_messages((size,))
+        failpoints.reach("broker.after_append")
+        await self.topic.aio.wait(offset)
+        failpoints.reach("broker.before_answer")
+        return offset
+
+    async def _append(self, message: StreamMessage, sequence: int | None, epoch: int) -> int:
+        assert self.topic is not None and self.sequenced is not None  # noqa: S101, PT018 - for mypy
+        give_up_at = asyncio.get_running_loop().time() + _FULL_SECONDS
+        while True:
+            try:
+                if sequence is None:
+                    return self.topic.append_record(message)
+                return await self._append_numbered(message, sequence, epoch)
+            except CapacityError:
+                if asyncio.get_running_loop().time() > give_up_at:
+                    raise
+                await asyncio.sleep(_FULL_RETRY_SECONDS)
+
+    async def _append_numbered(self, message: StreamMessage, sequence: int, epoch: int) -> int:
+        sequenced = self.sequenced
+        assert sequenced is not None  # noqa: S101 - for mypy
+        # In turn: a message that overtakes the one before it would be refused.
+        async with self._numbering:
+            offset = sequenced.try_append_record(
+                message, producer=message.producer_name, epoch=epoch, sequence=sequence
+            )
+            if offset is None:
+                # It needs a search of the log, or the table is in use.
+                offset = await asyncio.to_thread(
+                    sequenced.append_record,
+                    message,
+                    producer=message.producer_name,
+                    epoch=epoch,
+                    sequence=sequence,
+                )
+            return offset
+
+    def _push(self, message: StreamMessage) -> int:
+        size, size_max = len(message.payload), self._context.message_size_max
+        if size > size_max:
+            raise MessageTooLargeError(
+                f"a message of {size} bytes",
+                topic=self.name,
+                hint=f"at most {size_max}; storage.max_message_size sets the limit",
+            )
+        size = len(message.routing_key or "") + sum(
+            len(name) + len(value) for name, value in message.attributes.items()
+        )
+        if size > ENVELOPE_SIZE_BYTES_MAX:
+            raise MessageTooLargeError(
+                f"a key and attributes of {size} bytes",
+                topic=self.name,
+                hint=f"at most {ENVELOPE_SIZE_BYTES_MAX}; large data belongs into the payload",
+            )
+        offset, self._next_offset = self._next_offset, self._next_offset + 1
+        stamped = replace(message, msg_id=replace(message.msg_id, topic_offset=offset))
+        for subscription in self.subscriptions.values():
+            if isinstance(subscription, Fanout):
+                subscription.publish(stamped)
+        return offset
+
+    # -- subscriptions ----------------------------------------------------------------------
+
+    def subscription(self, name: str) -> AnySubscription:
+        """One of the topic's subscriptions.
+
+        Raises:
+            NotFoundError: There is no such subscription.
+        """
+        found = self.subscriptions.get(name)
+        if found is None:
+            raise NotFoundError(f"the topic has no subscription {name!r}", topic=self.name)
+        return found
+
+    def reliable_subscription(self, name: str) -> Dispatcher:
+        """Like `subscription`, for a topic with a log.
+
+        Raises:
+            NotFoundError: There is no such subscription.
+            InvalidRequestError: The topic keeps nothing, so it has no cursors.
+        """
+        found = self.subscription(name)
+        if not isinstance(found, Dispatcher):
+            raise InvalidRequestError(
+                "the topic is not reliable: it has no cursors", topic=self.name
+            )
+        return found
+
+    async def subscribe(
+        self,
+        name: str,
+        kind: SubscriptionKind,
+        consumer: str,
+        filters: tuple[str, ...],
+        start: Start = "latest",
+        *,
+        created_by: str = "",
+        check: Callable[[AnySubscription], None] = lambda found: None,
+    ) -> ConsumerIdentity:
+        """Registers a consumer; creates the subscription, with its cursor, if it does not exist.
+
+        Args:
+            name: The subscription's name.
+            kind: Its kind.
+            consumer: The consumer's name.
+            filters: Its key filters.
+            start: Where a new subscription begins.
+            created_by: The principal that a new subscription counts for; "" for none.
+            check: Called with a subscription that exists; raises if the caller may not use it.
+
+        Raises:
+            InvalidRequestError: A name or a filter is not one.
+            ConflictError: The subscription is of another kind.
+            PermissionDeniedError: It is exclusive and taken, or full.
+            CapacityError: The topic has as many consumers as it may have.
+            As `SubscriptionStore`.
+        """
+        _check_consumer(consumer, filters)
+        if (
+            isinstance(start, datetime)
+            and self.topic is not None
+            and name not in self.subscriptions
+        ):
+            # Others subscribe meanwhile: a search may wait for its turn.
+            start = await self._context.searches.start_of(self.topic, start)
+        async with self._subscribing:
+            found = self.subscriptions.get(name)
+            if found is None:
+                check_subscription_name(name)
+                self._check_subscription_count()
+                with self._context.subscription_limit.taken(created_by):
+                    found = self._begin(await self._create(name, kind, start, created_by))
+                check(found)
+            else:
+                check(found)
+            if found.kind is not kind:
+                raise ConflictError(
+                    f"subscription {name!r} is {found.kind.value}, not {kind.value}",
+                    topic=self.name,
+                    hint="unsubscribe first, or subscribe as it is",
+                )
+            number = consumer_id(self.name, self.incarnation, name, consumer)
+            self._reserve(found, number)
+            entry = ConsumerIdentity(number, self.name, name, consumer, filters)
+            await self._remember(found, entry)
+            failpoints.reach("broker.after_subscribe")
+            self._context.consumers.add(entry)
+            if self.is_closed:
+                raise UnavailableError("the topic is being closed", topic=self.name)
+            if isinstance(found, Fanout):
+                found.expect(number, filters, _RESERVED_SECONDS)
+            else:
+                found.expect(number, filters)
+            return entry
+
+    def arrive(self, consumer: ConsumerIdentity) -> AnySubscription:
+        """Returns the subscription of a consumer that opens its stream; ends its reservation.
+
+        Raises:
+            NotFoundError: It no longer exists.
+        """
+        reserved = self._reserved.get(consumer.subscription, {})
+        reserved.pop(consumer.id, None)
+        if not reserved:
+            self._reserved.pop(consumer.subscription, None)
+        return self.subscription(consumer.subscription)
+
+    async def _create(
+        self, name: str, kind: SubscriptionKind, start: Start, created_by: str
+    ) -> StoredSubscription:
+        topic = self.topic
+        cursor = 0
+        if topic is not None:
+            cursor = await asyncio.to_thread(topic.resolve_start, start)
+        return await asyncio.to_thread(
+            self._context.store.create,
+            self.parsed,
+            name,
+            kind=kind,
+            cursor=cursor,
+            incarnation=self.incarnation,
+            owned=self.owned,
+            created_by=created_by,
+        )
+
+    def _begin(self, stored: StoredSubscription) -> AnySubscription:
+        context = self._context
+        subscription: AnySubscription
+        if self.topic is None:
+            subscription = Fanout(
+                self.name,
+                stored,
+                budget=context.budget,
+                metrics=context.metrics,
+                counters=SubscriptionCounters(self.counters),
+            )
+        else:
+            dispatch = context.dispatch
+            subscription = Dispatcher(
+                self.topic,
+                stored,
+                store=context.store,
+                budget=context.budget,
+                window=dispatch.max_unacked_messages,
+                plan=ProgressPlan(
+                    flush_interval_seconds=dispatch.progress_flush_interval_seconds,
+                    min_offset_delta=dispatch.progress_min_offset_delta,
+                ),
+                rate=Rate(self.policies.max_subscription_dispatch_rate),
+                grace_seconds=context.grace_seconds,
+                publish_dead_letter=context.publish_dead_letter,
+                on_fenced=lambda: context.on_lost(self.name),
+                metrics=context.metrics,
+                counters=SubscriptionCounters(self.counters),
+            )
+        self.subscriptions[stored.name] = subscription
+        context.subscription_limit.add(stored.created_by)
+        context.consumers.load(self.parsed, stored)
+        return subscription
+
+    def _check_subscription_count(self) -> None:
+        limit = self.policies.max_subscriptions_per_topic
+        if limit and len(self.subscriptions) >= limit:
+            raise PermissionDeniedError(
+                f"the topic has {limit} subscriptions",
+                topic=self.name,
+                hint="max_subscriptions_per_topic is the limit",
+            )
+
+    def _reserve(self, found: AnySubscription, number: int) -> None:
+        """Reserves a slot for a consumer, or refuses it if there is none."""
+        now = asyncio.get_running_loop().time()
+        others = len(self._places(found, now) - {number})
+        if found.kind is SubscriptionKind.EXCLUSIVE and others:
+            raise PermissionDeniedError(
+                f"subscription {found.name!r} is exclusive, and has a consumer", topic=self.name
+            )
+        limit = self.policies.max_consumers_per_subscription
+        if limit and others >= limit:
+            raise PermissionDeniedError(
+                f"subscription {found.name!r} has {limit} consumers",
+                topic=self.name,
+                hint="max_consumers_per_subscription is the limit",
+            )
+        limit = self.policies.max_consumers_per_topic
+        if limit and self._count_places(found, number, now) >= limit:
+            raise CapacityError(
+                f"the topic has {limit} consumers",
+                topic=self.name,
+                hint="max_consumers_per_topic is the limit",
+            )
+        self._reserved.setdefault(found.name, {})[number] = now + _RESERVED_SECONDS
+
+    def _places(self, subscription: AnySubscription, now: float) -> set[int]:
+        """Consumers that are connected, or have subscribed a moment ago."""
+        reserved = self._reserved.pop(subscription.name, {})
+        reserved = {number: until for number, until in reserved.items() if until > now}
+        if reserved:
+            self._reserved[subscription.name] = reserved
+        return {*subscription.attached, *reserved}
+
+    def _count_places(self, found: AnySubscription, number: int, now: float) -> int:
+        """Counts consumers of all subscriptions like `_consumers_of`, without the one that asks."""
+        return sum(
+            len(self._places(one, now) - ({number} if one is found else set()))
+            for one in self.subscriptions.values()
+        )
+
+    async def _remember(self, found: AnySubscription, entry: ConsumerIdentity) -> None:
+        """Stores a consumer's id before it is given out."""
+        stored = found.stored
+        known = stored.consumers.get(entry.name)
+        if known is not None and known.id == entry.id and tuple(known.filters) == entry.filters:
+            return
+        now_ms = self._context.clock.now_ns() // 1_000_000
+        consumers = dict(stored.consumers)
+        consumers[entry.name] = StoredConsumer(id=entry.id, filters=entry.filters, seen_ms=now_ms)
+        attached = set(found.attached)
+        while len(consumers) > _CONSUMERS_REMEMBERED_MAX or _size(consumers) > _CONSUMERS_BYTES_MAX:
+            gone = [n for n, one in consumers.items() if one.id not in attached and n != entry.name]
+            if not gone:
+                break
+            oldest = min(gone, key=lambda n: consumers[n].seen_ms)
+            self._context.consumers.forget(consumers.pop(oldest).id)
+        changed = replace(stored, consumers=consumers)
+        if isinstance(found, Dispatcher):
+            await found.save_consumers(changed)
+        else:
+            await asyncio.to_thread(
+                self._context.store.save_options, self.parsed, changed, owned=self.owned
+            )
+            found.stored = changed
+
+    async def restrict(self, name: str, principals: tuple[str, ...] | None) -> AnySubscription:
+        """Changes the principals that may use a subscription; None for all consumers of the topic.
+
+        Streams of others end within a second.
+
+        Raises:
+            NotFoundError: There is no such subscription.
+            As `SubscriptionStore.save_options`.
+        """
+        async with self._subscribing:
+            found = self.subscription(name)
+            if isinstance(found, Dispatcher):
+                await found.set_principals(principals)
+                return found
+            changed = replace(found.stored, principals=principals)
+            await asyncio.to_thread(
+                self._context.store.save_options, self.parsed, changed, owned=self.owned
+            )
+            found.stored = changed
+            return found
+
+    async def unsubscribe(self, name: str) -> None:
+        """Removes a subscription, its cursor included.
+
+        Raises:
+            NotFoundError: It does not exist.
+            ConflictError: It has consumers.
+            As `SubscriptionStore.delete`, and then it stays.
+        """
+        await run_to_completion(self._unsubscribe(name))
+
+    async def _unsubscribe(self, name: str) -> None:
+        async with self._subscribing:
+            found = self.subscription(name)
+            if found.attached:
+                raise ConflictError(
+                    f"subscription {name!r} has {len(found.attached)} consumers",
+                    topic=self.name,
+                    hint="close them first",
+                )
+            await asyncio.to_thread(self._context.store.delete, self.parsed, name, owned=self.owned)
+            del self.subscriptions[name]
+            self._context.subscription_limit.remove(found.stored.created_by)
+            self._reserved.pop(name, None)
+            self._context.consumers.forget_subscription(self.name, name)
+            await found.close(NotFoundError(f"subscription {name!r} is gone"), flush=False)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Writes every cursor.
+
+        Raises:
+            FencedError: Another broker has the topic.
+            UnavailableError: The metadata store does not respond.
+        """
+        for one in list(self.subscriptions.values()):
+            if isinstance(one, Dispatcher) and one.is_dirty:
+                await one.flush()
+
+    async def close(self, reason: IsterError | None, *, flush: bool = True) -> None:
+        """Ends every stream and writes every cursor; the log stays open."""
+        if not self.is_closed:
+            self._context.closed_messages_in += self.counters.messages_in
+            self._context.closed_bytes_in += self.counters.bytes_in
+            for one in self.subscriptions.values():
+                self._context.subscription_limit.remove(one.stored.created_by)
+        self.is_closed = True
+        await asyncio.gather(
+            *(one.close(reason, flush=flush) for one in self.subscriptions.values())
+        )
+        self.producers.clear()
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Calls something on a loop, from any thread; not on one that has ended."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
+
+
+def _size(consumers: dict[str, StoredConsumer]) -> int:
+    return sum(
+        len(name.encode()) + sum(len(one.encode()) + 8 for one in known.filters) + 64
+        for name, known in consumers.items()
+    )
+
+
+def _check_consumer(name: str, filters: tuple[str, ...]) -> None:
+    if not 0 < len(name) <= _CONSUMER_NAME_CHARACTERS_MAX or not name.isprintable():
+        raise InvalidRequestError(
+            "a consumer's name is printable and has at most "
+            f"{_CONSUMER_NAME_CHARACTERS_MAX} characters"
+        )
+    if len(filters) > _FILTERS_MAX or any(
+        not 0 < len(one) <= _FILTER_CHARACTERS_MAX for one in filters
+    ):
+        raise InvalidRequestError(
+            f"at most {_FILTERS_MAX} key filters of at most {_FILTER_CHARACTERS_MAX} characters"
+        )

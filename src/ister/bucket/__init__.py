@@ -1,0 +1,23 @@
+"""Ranges of a topic become objects in a bucket, and are read back. Step 2 of a message.
+
+membership          the lease of this process: one process per node, owner of its topics
+claim               becoming a topic's owner
+ownership           what only the owner may do: commit, swap, expire, seal, delete
+owner_transactions  the transactions behind that
+fence               the leased key that a job's changes require
+upload              the upload cycle: plan, make, commit
+object_maker        makes one object of a range of frames
+egress              the limit on the upload rate
+catalog             a topic's record and descriptors, read without owning it
+names               names in the bucket and in the metadata store
+history_reader      reads frames back from objects
+chunks              fetches a part of an object, for decoding whole chunks
+check               whether an object is what its descriptor says
+compaction_plan     which objects are worth merging
+merge               makes one object of several
+retention           which objects expire, and their removal
+orphans             objects without a descriptor, and their removal
+rebuild             metadata from the bucket alone
+cursors             cursors beyond the end of a topic that lost messages
+pipeline            the pipeline's keys, lease, requests and status
+"""

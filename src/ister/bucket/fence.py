@@ -1,0 +1,170 @@
+"""A leased key that proves that its holder is alive: what a job's changes of topics depend on.
+
+    take ─► compare, in every transaction ─► renew, a few times within its time ─► release
+
+Owns: one key and its lease. Does not own: when it is renewed, what it guards.
+
+A job that was stopped for longer than its lease, and wakes up in the middle of a commit, finds the
+key gone, or taken by another job: its transaction fails as a whole. There are two kinds of keys:
+those that one job can have at a time (the pipeline's lease, an export), and one that each job has.
+
+What a crash leaves: a key that expires with its lease.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Self
+
+from ister.clock import Clock
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    CorruptDataError,
+    FencedError,
+    NotFoundError,
+    UnavailableError,
+)
+from ister.metadata.base import Absent, Lease, MetadataStore, Put, RevisionIs
+
+_ATTEMPTS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The holder of a key, as it describes itself."""
+
+    id: str
+    since: int
+    """Seconds since the Unix epoch."""
+    about: Mapping[str, object]
+
+
+def read_holder(store: MetadataStore, key: str) -> Holder | None:
+    """The holder of a key.
+
+    Raises:
+        UnavailableError: The metadata store does not answer.
+    """
+    found = store.get(key)
+    if found is None:
+        return None
+    try:
+        fields = json.loads(found.value)
+        return Holder(id=str(fields["id"]), since=int(fields["since"]), about=fields["about"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptDataError(f"not a holder: {error!r}", path=key) from error
+
+
+class Fence:
+    """A leased key of a job. Thread-safe."""
+
+    def __init__(
+        self, store: MetadataStore, key: str, lease: Lease, revision: int, *, id: str, clock: Clock
+    ) -> None:
+        self.key = key
+        self.id = id
+        self._store = store
+        self._lease = lease
+        self._clock = clock
+        self.compare = RevisionIs(key, revision)
+        """What a transaction of the holder's requires."""
+
+    @classmethod
+    def take(
+        cls,
+        store: MetadataStore,
+        key: str,
+        *,
+        id: str,
+        about: Mapping[str, object],
+        ttl_seconds: float,
+        clock: Clock,
+    ) -> Self:
+        """Takes a key that does not exist yet.
+
+        Args:
+            store: The metadata store.
+            key: The key to take.
+            id: The holder's name, unlike any other's.
+            about: A description for others: a few small JSON values.
+            ttl_seconds: How long it lasts without a renewal.
+            clock: Where time comes from.
+
+        Raises:
+            ConflictError: Another holder has it.
+            UnavailableError: The metadata store does not answer.
+        """
+        value = json.dumps(
+            {"id": id, "since": clock.now_ns() // 1_000_000_000, "about": dict(about)}
+        ).encode()
+        lease = store.grant_lease(ttl_seconds)
+        try:
+            revision = _put(store, key, value, lease)
+        except BaseException:
+            lease.revoke()
+            raise
+        if revision is None:
+            lease.revoke()
+            raise ConflictError(
+                "another process holds the key", path=key, hint="wait until it has finished"
+            )
+        return cls(store, key, lease, revision, id=id, clock=clock)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether this holder certainly has the key, by its own clock."""
+        return self._clock.boottime() < self._lease.valid_until
+
+    def renew(self) -> None:
+        """Renews the lease.
+
+        Raises:
+            FencedError: It is gone.
+            UnavailableError: The metadata store does not answer.
+        """
+        try:
+            self._lease.renew()
+        except NotFoundError as error:
+            raise self._gone() from error
+
+    def check(self, topic: str | None = None) -> None:
+        """Reads the key to make sure that this holder still has it.
+
+        Raises:
+            FencedError: It is not.
+            UnavailableError: The metadata store does not answer.
+        """
+        found = self._store.get(self.key)
+        if found is None or found.revision != self.compare.revision:
+            raise self._gone(topic)
+
+    def release(self) -> None:
+        """Gives the key back. May be called twice; raises nothing."""
+        self._lease.revoke()
+
+    def _gone(self, topic: str | None = None) -> FencedError:
+        return FencedError(
+            "the lease of this job has ended",
+            topic=topic,
+            path=self.key,
+            hint="it was stopped for too long, or the metadata store did not answer; "
+            "run it again: what it has committed stays",
+        )
+
+
+def _put(store: MetadataStore, key: str, value: bytes, lease: Lease) -> int | None:
+    """Sets a key that does not exist; None if it does."""
+    for _ in range(_ATTEMPTS):
+        try:
+            revision = store.transact([Absent(key)], [Put(key, value, lease)])
+        except CommitUnknownError:
+            continue  # the next round sees what has become of it
+        if revision is not None:
+            return revision
+        found = store.get(key)
+        if found is not None:
+            return found.revision if found.value == value else None
+    raise UnavailableError("it is not known who has the key", path=key)

@@ -1,0 +1,188 @@
+"""Names in the bucket and in the metadata store, both directions.
+
+    storage/topics/<ns>/<topic>/
+        objects/data-<start>-<end>.dnb1             of a topic's first owner
+        objects/data-<start>-<end>-<epoch>.dnb1     of every later one
+        objects/data-<start>-pending-<epoch>[-c<tag>].dnb1  being written, named by a copy
+        objects/data-<start>-<end>[-<epoch>]-c<tag>.dnb1|.parquet       merged of several others
+        topic.json                                  what `ister recover` needs to know
+    staging/<ns>/<topic>/<writer>/<batch>/          rows on their way to the topic
+
+`end` in a name is inclusive, as Danube's is, and converted here. The epoch in the name is what
+keeps an owner that was fenced, and writes on without knowing, away from its successor's objects.
+
+The tag of a merged object is random: two runs that merge the same objects never write to the same
+name, and what one of them leaves out the other may keep.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from ister.errors import TopicNameError, check
+from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET
+from ister.model import TopicName
+
+TOPICS_PREFIX: Final = "storage/topics/"
+STAGING_PREFIX: Final = "staging/"
+_NUMBER: Final = r"(0|[1-9][0-9]{0,19})"
+_TAG: Final = re.compile(r"[0-9a-f]{8}")
+_OBJECT_ID: Final = re.compile(
+    rf"data-{_NUMBER}-{_NUMBER}(?:-([2-9]|[1-9][0-9]+))?(?:-c({_TAG.pattern}))?\.(dnb1|parquet)"
+)
+_PENDING_ID: Final = re.compile(
+    rf"data-{_NUMBER}-pending(?:-{_NUMBER})?(?:-c{_TAG.pattern})?\.dnb1"
+)
+_FIRST_EPOCH: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectName:
+    """The parts of an object's name; `end` is exclusive."""
+
+    start: int
+    end: int
+    epoch: int
+    format: str = FORMAT_FRAMES
+    tag: str | None = None
+    """Of an object that was merged of others: eight hexadecimal digits."""
+
+
+def format_object_id(
+    start: int, end: int, epoch: int, *, format: str = FORMAT_FRAMES, tag: str | None = None
+) -> str:
+    """The name of the object with the offsets `start` up to, not including, `end`.
+
+    Args:
+        start: The first offset.
+        end: The offset after the last one.
+        epoch: Of the owner.
+        format: `dnb1` or `parquet`.
+        tag: Eight hexadecimal digits, for an object that was merged of others.
+    """
+    check(format in (FORMAT_FRAMES, FORMAT_PARQUET), f"an object of the format {format!r}")
+    check(tag is None or _TAG.fullmatch(tag) is not None, f"not an object's tag: {tag!r}")
+    suffix = "" if epoch == _FIRST_EPOCH else f"-{epoch}"
+    if tag is not None:
+        suffix += f"-c{tag}"
+    return f"data-{start}-{end - 1}{suffix}.{format}"
+
+
+def format_pending_id(start: int, epoch: int, *, tag: str | None = None) -> str:
+    """The name under which an object is written that gets its final one by a copy.
+
+    Args:
+        start: The first offset.
+        epoch: Of the owner.
+        tag: Eight hexadecimal digits, if several writers may write this object.
+    """
+    check(tag is None or _TAG.fullmatch(tag) is not None, f"not an object's tag: {tag!r}")
+    suffix = "" if tag is None else f"-c{tag}"
+    return f"data-{start}-pending-{epoch}{suffix}.dnb1"
+
+
+def parse_object_id(object_id: str) -> ObjectName | None:
+    """Takes an object's name apart; None for pending and foreign ones."""
+    match = _OBJECT_ID.fullmatch(object_id)
+    if match is None:
+        return None
+    start, last, epoch, tag, kind = match.groups()
+    if int(last) < int(start):
+        return None
+    return ObjectName(
+        start=int(start),
+        end=int(last) + 1,
+        epoch=int(epoch) if epoch else _FIRST_EPOCH,
+        format=kind,
+        tag=tag,
+    )
+
+
+def parse_epoch(object_id: str) -> int:
+    """The epoch of the owner that wrote an object, pending or not; 0 for foreign ones."""
+    name = parse_object_id(object_id)
+    return name.epoch if name is not None else parse_pending_epoch(object_id) or 0
+
+
+def parse_pending_epoch(object_id: str) -> int | None:
+    """The epoch of the owner that wrote a pending object; None if it is not one."""
+    match = _PENDING_ID.fullmatch(object_id)
+    if match is None:
+        return None
+    epoch = match.group(2)
+    return int(epoch) if epoch else _FIRST_EPOCH
+
+
+def objects_prefix(topic: TopicName) -> str:
+    """The prefix of the keys of a topic's objects."""
+    return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/objects/"
+
+
+def object_key(topic: TopicName, object_id: str) -> str:
+    """The key of an object in the store."""
+    return objects_prefix(topic) + object_id
+
+
+def manifest_key(topic: TopicName) -> str:
+    """The key of the small object that describes the topic."""
+    return f"{TOPICS_PREFIX}{topic.namespace}/{topic.topic}/topic.json"
+
+
+def staging_prefix(topic: TopicName, writer: str | None = None, batch: int | None = None) -> str:
+    """The prefix of the keys of staged rows: of a topic, of one writer, or of one batch."""
+    prefix = f"{STAGING_PREFIX}{topic.namespace}/{topic.topic}/"
+    if writer is not None:
+        prefix += f"{writer}/"
+        if batch is not None:
+            prefix += f"{batch}/"
+    return prefix
+
+
+def parse_topic_of_key(key: str) -> TopicName | None:
+    """The topic that an object key belongs to; None for other keys."""
+    parts = key.removeprefix(TOPICS_PREFIX).split("/")
+    if not key.startswith(TOPICS_PREFIX) or len(parts) < 3:
+        return None
+    try:
+        return TopicName.parse(f"/{parts[0]}/{parts[1]}")
+    except TopicNameError:
+        return None
+
+
+class TopicKeys:
+    """The metadata keys of one topic."""
+
+    def __init__(self, root_prefix: str, topic: TopicName) -> None:
+        path = f"{topic.namespace}/{topic.topic}"
+        self.topic = topic
+        self.record = f"{root_prefix}/topics/{path}"
+        self.owner = f"{root_prefix}/cluster/owners/{path}"
+        self.storage = f"{root_prefix}/storage/topics/{path}/"
+        self.objects = f"{self.storage}objects/"
+        self.current = f"{self.objects}cur"
+        self.session = f"{self.storage}upload/session"
+        self.sealed = f"{self.storage}state"
+        self.subscriptions = f"{root_prefix}/subscriptions/{path}/"
+
+    def descriptor(self, start: int) -> str:
+        """The key of the descriptor of the object that starts at `start`."""
+        return f"{self.objects}{start:020d}"
+
+    @property
+    def objects_end(self) -> str:
+        """After every descriptor, and before `cur`."""
+        return f"{self.objects}:"
+
+    def retired(self, object_id: str) -> str:
+        """The key that lists the objects that an object has replaced."""
+        return f"{self.storage}retired/{object_id}"
+
+    def writer(self, name: str) -> str:
+        """The key under which a writer of batches is remembered."""
+        return f"{self.storage}writers/{name}"
+
+    def progress(self, subscription: str) -> str:
+        """The key of a subscription's cursor."""
+        return f"{self.subscriptions}{subscription}/progress"

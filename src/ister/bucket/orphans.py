@@ -1,0 +1,212 @@
+"""Garbage in the bucket: objects that crashes, fenced owners and failed deletions left behind.
+
+Objects that are listed in the bucket and not in the catalog are removed after a grace period. The
+catalog is read again right before each removal. These objects are kept:
+
+- those of a later epoch than the caller's: a successor may be about to commit them;
+- those of unknown age;
+- those that a merged object has replaced, until the time that the merge has set: they may still be
+  read;
+- those in a hole of the catalog: their descriptors may be restored.
+
+One owner does this for its topic. Parts of uploads that never completed are invisible to a listing:
+`ister.objectstore` aborts them, or a lifecycle rule of the bucket does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from ister.bucket.names import (
+    ObjectName,
+    format_pending_id,
+    objects_prefix,
+    parse_object_id,
+    parse_pending_epoch,
+    staging_prefix,
+)
+from ister.bucket.ownership import OwnedTopic
+from ister.clock import Clock
+from ister.errors import NotFoundError
+from ister.format.manifest import decode_manifest
+from ister.format.records import decode_retired, decode_writer
+from ister.limits import MANIFEST_BYTES_MAX
+from ister.metadata.base import Delete, RevisionIs
+from ister.metrics import Metrics
+from ister.objectstore.base import ObjectInfo, ObjectStore
+
+_log = logging.getLogger("ister.bucket.orphans")
+
+
+def collect_orphans(
+    owned: OwnedTopic,
+    store: ObjectStore,
+    *,
+    grace_seconds: float,
+    clock: Clock,
+    metrics: Metrics,
+    has_jobs: Callable[[], bool] = lambda: False,
+    correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
+) -> list[str]:
+    """Removes objects of the topic that no descriptor names.
+
+    Args:
+        owned: The topic.
+        store: Where its objects are.
+        grace_seconds: How long an object without a descriptor is kept.
+        clock: Where time comes from.
+        metrics: What was removed is counted there.
+        has_jobs: Whether jobs may be making objects in this owner's name: objects at or after
+            the topic's end are kept then.
+        correct_ms: Corrects times that were recorded while the clock was wrong.
+
+    Returns:
+        Their names.
+
+    Raises:
+        UnavailableError: A store does not answer; objects that were not checked stay.
+        FencedError: Another process owns the topic.
+    """
+    prefix = objects_prefix(owned.catalog.keys.topic)
+    oldest = clock.now_ns() / 1e9 - grace_seconds
+    session = owned.session()
+    under_way = (
+        (session.object_id, format_pending_id(session.start, session.epoch))
+        if session is not None
+        else ()
+    )
+    now = clock.now_ns() // 1_000_000_000
+    _forget_retired(owned, now)
+    removed: list[str] = []
+    for info in list(store.list(prefix)):
+        object_id = info.key.removeprefix(prefix)
+        if object_id in under_way or not _is_past(info, oldest, correct_ms):
+            continue
+        # In this order: a merge between the two questions shows in the second one.
+        if (
+            _is_garbage(owned, object_id)
+            and object_id not in _retired(owned, now)
+            and not (_is_ahead(owned, object_id) and has_jobs())
+            and _is_still_past(store, info.key, oldest, correct_ms)
+        ):
+            owned.check()
+            store.delete(info.key)
+            removed.append(object_id)
+    if removed:
+        metrics.count("cloud.orphans_removed", len(removed))
+        _log.info("orphans removed", extra={"topic": owned.topic, "objects": removed})
+    return removed
+
+
+def _retired(owned: OwnedTopic, now: int) -> set[str]:
+    """The replaced objects that are still kept."""
+    kept: set[str] = set()
+    for found in owned.catalog.store.range(owned.catalog.keys.retired("")):
+        retired = decode_retired(found.value, key=found.key)
+        if retired.until > now:
+            kept.update(retired.objects)
+    return kept
+
+
+def _forget_retired(owned: OwnedTopic, now: int) -> None:
+    """Deletes the records of replaced objects that are not kept any more.
+
+    A crash between the end of a record and that of its objects leaves objects without a descriptor.
+    """
+    for found in owned.catalog.store.range(owned.catalog.keys.retired("")):
+        if decode_retired(found.value, key=found.key).until <= now:
+            owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
+
+
+def _is_past(info: ObjectInfo, oldest: float, correct_ms: Callable[[int], int]) -> bool:
+    return info.modified_at is not None and correct_ms(int(info.modified_at * 1000)) < oldest * 1000
+
+
+def _is_ahead(owned: OwnedTopic, object_id: str) -> bool:
+    """Whether an object could be the next one that a job commits."""
+    name = parse_object_id(object_id)
+    return name is None or name.start >= owned.tiered
+
+
+def _is_still_past(
+    store: ObjectStore, key: str, oldest: float, correct_ms: Callable[[int], int]
+) -> bool:
+    """Whether an object is still as old as listed: a job may have written it again meanwhile."""
+    try:
+        return _is_past(store.stat(key), oldest, correct_ms)
+    except NotFoundError:
+        return False
+
+
+def _is_garbage(owned: OwnedTopic, object_id: str) -> bool:
+    name = parse_object_id(object_id)
+    if name is None:
+        # A pending object's upload is over, unless it is the one of the session.
+        pending = parse_pending_epoch(object_id)
+        return pending is not None and pending <= owned.epoch
+    if name.epoch > owned.epoch:
+        return False
+    described = owned.catalog.find(name.start)
+    if described is not None and described.object_id == object_id:
+        return False
+    if name.tag is not None and not _is_covered(owned, name):
+        # A merged object with more than the catalog has: the catalog is older than it.
+        return False
+    is_held = described is not None and name.start < described.end
+    # Offsets in the midst of the topic that no descriptor has: one was lost, and this may be the
+    # object that it named.
+    return is_held or not owned.record.expired_before <= name.start < owned.tiered
+
+
+def _is_covered(owned: OwnedTopic, name: ObjectName) -> bool:
+    """Whether the catalog has all offsets of an object, or they have expired."""
+    at = max(name.start, owned.record.expired_before)
+    for described, _ in owned.catalog.descriptors(at, name.end):
+        if described.start > at:
+            return False
+        at = max(at, described.end)
+    return at >= name.end
+
+
+JOB_PREFIX: Final = "job-"
+"""Prefix of the names of writers that write one batch, which is never asked for again."""
+
+
+def sweep_staging(
+    owned: OwnedTopic, objects: ObjectStore, *, grace_seconds: float, clock: Clock
+) -> list[str]:
+    """Removes old staged files that no unfinished batch needs, and forgets old jobs.
+
+    Returns:
+        The files' keys.
+
+    Raises:
+        FencedError: Another process owns the topic.
+        UnavailableError: A store does not answer.
+        CorruptDataError: A writer's record or manifest cannot be read; nothing is removed then.
+    """
+    keys = owned.catalog.keys
+    now = clock.now_ns() / 1e9
+    needed: set[str] = set()
+    for found in owned.catalog.store.range(keys.writer("")):
+        record = decode_writer(found.value, key=found.key)
+        is_job = found.key.startswith(keys.writer(JOB_PREFIX))
+        if is_job and now - record.updated_at > grace_seconds:
+            # Done, or killed during its commit: the batch is never asked for again.
+            owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
+        elif not record.is_done:
+            needed.add(record.manifest)
+            with suppress(NotFoundError):
+                data = objects.read(record.manifest, 0, MANIFEST_BYTES_MAX)
+                needed.update(file.key for file in decode_manifest(data, key=record.manifest))
+    removed: list[str] = []
+    for info in list(objects.list(staging_prefix(keys.topic))):
+        is_old = info.modified_at is not None and now - info.modified_at > grace_seconds
+        if is_old and info.key not in needed:
+            owned.check()
+            objects.delete(info.key)
+            removed.append(info.key)
+    return removed

@@ -1,0 +1,504 @@
+"""The objects of a topic, as its owner publishes, replaces and removes them.
+
+    claim ─► commit, commit, … ─► seal (hand over)  or  release (close)
+
+Descriptors follow each other: a commit requires `cur`, the pointer to the newest one, to be
+unchanged, and begins where that one ends. A job that acts in the owner's name (`claim.act_outside`)
+changes descriptors and not the record, so the owner continues. It notices such changes in
+`refresh`, or when a commit of its own fails because the pointer has moved.
+
+What a crash leaves: an owner key that expires with its lease, a session that names the object that
+may be left over, and descriptors that are all true.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final
+
+from ister import failpoints
+from ister.bucket.catalog import Catalog
+from ister.bucket.owner_transactions import OwnerTransactions
+from ister.clock import Clock
+from ister.errors import (
+    ConflictError,
+    CorruptDataError,
+    NotFoundError,
+    UnavailableError,
+    check,
+)
+from ister.format.descriptor import ObjectDescriptor, decode_descriptor, encode_descriptor
+from ister.format.records import (
+    RetiredObjects,
+    SealedState,
+    UploadSession,
+    decode_current,
+    decode_session,
+    encode_current,
+    encode_retired,
+    encode_sealed,
+    encode_session,
+)
+from ister.metadata.base import (
+    Absent,
+    Compare,
+    Delete,
+    Operation,
+    Put,
+    RevisionIs,
+)
+from ister.metrics import Metrics
+
+_log = logging.getLogger("ister.bucket.ownership")
+
+_ATTEMPTS: Final = 5
+# Deletions in one transaction; etcd takes 128 operations.
+_BATCH: Final = 100
+
+
+class OwnedTopic(OwnerTransactions):
+    """A topic that this process may write. Made by `claim`. Thread-safe."""
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def tiered(self) -> int:
+        """The first offset after the newest object; 0 without objects."""
+        return self.last.end if self.last is not None else 0
+
+    @property
+    def start(self) -> int:
+        """Where this owner's own offsets begin, at the earliest."""
+        mine = self.record.lineage[-1].start if self.record.lineage else 0
+        sealed = self.sealed_before.next_offset if self.sealed_before is not None else 0
+        return max(mine, sealed, self.tiered)
+
+    # -- changes ----------------------------------------------------------------------------
+
+    def begin(self, session: UploadSession) -> None:
+        """Records which object is about to be written; a fenced owner is refused here already.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        self._require_open()
+        failpoints.reach("tier.before_session")
+        self._change([], [Put(self.catalog.keys.session, encode_session(session))])
+        failpoints.reach("tier.after_session")
+
+    def session(self) -> UploadSession | None:
+        """The object whose upload the last owner, or this one, has not finished."""
+        found = self.catalog.store.get(self.catalog.keys.session)
+        return None if found is None else decode_session(found.value, key=found.key)
+
+    def commit(self, descriptor: ObjectDescriptor) -> None:
+        """Publishes an object: from here on it is part of the topic.
+
+        Raises:
+            FencedError: Another process owns the topic; nothing was published.
+            ConflictError: An earlier commit, whose outcome was unknown, has happened after all, or
+                one in this owner's name; `tiered` has moved, and the next object begins there.
+            CommitUnknownError: The store's answers were lost, again and again. The same commit may
+                be tried again.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self.catalog.keys
+        key = keys.descriptor(descriptor.start)
+        data = encode_descriptor(descriptor)
+        with self._lock:
+            self._require_open()
+            check(
+                self.last is None or self.last.end == descriptor.start,
+                f"a commit continues: {descriptor.start} after {self.tiered}",
+            )
+            failpoints.reach("tier.before_commit")
+            began = self._clock.monotonic()
+            revision = self._publish(descriptor, key, data)
+            self._metrics.observe("metadata.put_latency_seconds", self._clock.monotonic() - began)
+            self._metrics.count("metadata.descriptor_write_total")
+            failpoints.reach("tier.after_commit")
+            if revision is None:
+                # It was committed, and others may have continued from it.
+                self._resync()
+                if self.tiered > descriptor.end:
+                    raise ConflictError(
+                        "another process has committed more objects", topic=self.topic
+                    )
+                return
+            self._current_revision = revision
+            self.last = descriptor
+            if self.first is None:
+                self.first = descriptor
+
+    def _publish(self, descriptor: ObjectDescriptor, key: str, data: bytes) -> int | None:
+        keys = self.catalog.keys
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._change(
+                    [self._current_is_known(), Absent(key)],
+                    [
+                        Put(key, data),
+                        Put(keys.current, encode_current(descriptor.start)),
+                        *self._session_ends(),
+                    ],
+                    is_done=lambda: self._holds(key, data),
+                )
+            except ConflictError:
+                # An earlier commit of ours, which seemed to have failed, has happened; or a job has
+                # committed in our name, or merged the newest object with others.
+                self._resync()
+                if self.last is None or self.last.end != descriptor.start:
+                    raise
+        raise UnavailableError("the newest object keeps changing", topic=self.topic)
+
+    def _session_ends(self) -> list[Operation]:
+        """The owner's commit ends its upload session; a job's commit does not."""
+        return [] if self._outside is not None else [Delete(self.catalog.keys.session)]
+
+    def replace(self, old: ObjectDescriptor, new: ObjectDescriptor, revision: int) -> bool:
+        """Puts an object in the place of another one with the same offsets.
+
+        Args:
+            old: As read.
+            new: With the same offsets.
+            revision: Of the old descriptor's key.
+
+        Returns:
+            False if the descriptor has changed meanwhile.
+        """
+        check((old.start, old.end) == (new.start, new.end), "a replacement has the same offsets")
+        key = self.catalog.keys.descriptor(old.start)
+        data = encode_descriptor(new)
+        with self._lock:
+            try:
+                self._change(
+                    [RevisionIs(key, revision)],
+                    [Put(key, data)],
+                    is_done=lambda: self._holds(key, data),
+                )
+            except ConflictError:
+                return False
+            if self.last is not None and self.last.start == new.start:
+                self.last = new
+            if self.first is not None and self.first.start == new.start:
+                self.first = new
+            return True
+
+    def refresh(self) -> bool:
+        """Reads the newest object again; returns whether a job has committed in this owner's name.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        with self._lock:
+            if self._read_current() == self._current_revision:
+                return False
+            self._resync()
+            return True
+
+    def swap(
+        self, old: Sequence[tuple[ObjectDescriptor, int]], new: ObjectDescriptor, *, until: int
+    ) -> bool:
+        """Puts one object in the place of several that follow each other.
+
+        Args:
+            old: As read, ascending, each with its key's revision; at most 100.
+            new: With the offsets of all of them.
+            until: The second since the Unix epoch up to which the old objects are kept, for those
+                who are reading them.
+
+        Returns:
+            False if one of the descriptors has changed meanwhile; nothing was done then.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self.catalog.keys
+        first, last = old[0][0], old[-1][0]
+        check(
+            (first.start, last.end) == (new.start, new.end)
+            and all(a.end == b.start for (a, _), (b, _) in pairwise(old))
+            and len(old) <= _BATCH,
+            "a merged object has the offsets of those that it replaces",
+        )
+        key, data = keys.descriptor(new.start), encode_descriptor(new)
+        retired = RetiredObjects(objects=tuple(d.object_id for d, _ in old), until=until)
+        compares: list[Compare] = [RevisionIs(keys.descriptor(d.start), r) for d, r in old]
+        operations: list[Operation] = [
+            Put(key, data),
+            *(Delete(keys.descriptor(d.start)) for d, _ in old[1:]),
+            Put(keys.retired(new.object_id), encode_retired(retired)),
+        ]
+        with self._lock:
+            self._require_open()
+            self.refresh()
+            is_newest = self.last is not None and self.last.end == new.end
+            if is_newest:
+                # The pointer has the start of the newest object.
+                compares.append(self._current_is_known())
+                operations.append(Put(keys.current, encode_current(new.start)))
+            failpoints.reach("tier.before_swap")
+            try:
+                self._change(compares, operations, is_done=lambda: self._holds(key, data))
+            except ConflictError:
+                return False
+            failpoints.reach("tier.after_swap")
+            self._resync()
+            return True
+
+    def remove(self, descriptor: ObjectDescriptor, revision: int) -> bool:
+        """Removes a descriptor whose offsets other objects have.
+
+        Returns:
+            False if it has changed meanwhile.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        key = self.catalog.keys.descriptor(descriptor.start)
+        with self._lock:
+            try:
+                self._change(
+                    [RevisionIs(key, revision)],
+                    [Delete(key)],
+                    is_done=lambda: self.catalog.store.get(key) is None,
+                )
+            except ConflictError:
+                return False
+            self._resync()
+            self.mend_current()
+            return True
+
+    def mend_current(self) -> bool:
+        """Corrects the pointer to the newest object; returns whether it was wrong.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self.catalog.keys
+        with self._lock:
+            found = self.catalog.store.get(keys.current)
+            self._resync()
+            if self.last is None:
+                return False
+            data = encode_current(self.last.start)
+            with suppress(CorruptDataError):
+                if found is not None and (
+                    decode_current(found.value, key=found.key) == self.last.start
+                ):
+                    return False
+            # A commit or a merge of the newest one changes the pointer: then it is right by itself.
+            try:
+                self._change([self._current_is_known()], [Put(keys.current, data)])
+            except ConflictError:
+                return False
+            self._resync()
+            return True
+
+    def insert(self, descriptor: ObjectDescriptor) -> None:
+        """Publishes an object that fills a hole between two others.
+
+        Raises:
+            FencedError: Another process owns the topic; nothing was published.
+            ConflictError: There is an object that begins there.
+            UnavailableError: The metadata store does not answer.
+        """
+        key = self.catalog.keys.descriptor(descriptor.start)
+        data = encode_descriptor(descriptor)
+        with self._lock:
+            check(
+                self.last is not None and descriptor.end <= self.last.start,
+                "a hole is before the newest object",
+            )
+            self._change(
+                [Absent(key)],
+                [Put(key, data), *self._session_ends()],
+                is_done=lambda: self._holds(key, data),
+            )
+            self.first = self.catalog.first()
+
+    def adopt(self, descriptors: Sequence[ObjectDescriptor]) -> None:
+        """Adds objects that the catalog has lost; each continues the one before."""
+        for descriptor in descriptors:
+            self.commit(descriptor)
+
+    def expire(self, descriptors: Sequence[ObjectDescriptor]) -> list[ObjectDescriptor]:
+        """Removes the oldest objects, ascending, from the topic. The newest one always stays.
+
+        Returns:
+            The removed ones; not objects that were merged meanwhile or that are not before the
+            current newest object.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer. If their expiry was recorded,
+                they may be removed, and are not offered to readers any more.
+        """
+        with self._lock:
+            self.check()
+            # By what is known now, not when this was planned: the newest one may be a merged one.
+            newest = self.last.start if self.last is not None else 0
+            descriptors = [described for described in descriptors if described.end <= newest]
+            if not descriptors:
+                return []
+            floor = descriptors[-1].end
+            first = self.catalog.holding(floor)
+            # Recorded before it happens, so that they are not taken for lost.
+            self._put_record(
+                lambda record: replace(record, expired_before=max(record.expired_before, floor))
+            )
+            # Before the change, whose answer may be lost: what may be gone is not offered. And not
+            # sooner: what nothing was done about is still offered.
+            self.first = first
+            expired: list[ObjectDescriptor] = []
+            for at in range(0, len(descriptors), _BATCH):
+                expired += self._expire(descriptors[at : at + _BATCH])
+                failpoints.reach("tier.after_expire")
+            # Not what was looked up before: it may have been merged with what was to go.
+            self.first = self.catalog.first()
+            return expired
+
+    def _expire(self, planned: Sequence[ObjectDescriptor]) -> list[ObjectDescriptor]:
+        keys, wanted = self.catalog.keys, {d.object_id for d in planned}
+
+        def there() -> list[tuple[ObjectDescriptor, int]]:
+            # By what is there now: under a key of the plan there may be a merged object, with more.
+            return [
+                (described, revision)
+                for described, revision in self.catalog.descriptors(
+                    planned[0].start, planned[-1].end
+                )
+                if described.object_id in wanted
+            ]
+
+        for _ in range(_ATTEMPTS):
+            found = there()
+            if not found:
+                return []
+            try:
+                self._change(
+                    [RevisionIs(keys.descriptor(d.start), revision) for d, revision in found],
+                    [Delete(keys.descriptor(d.start)) for d, _ in found],
+                    is_done=lambda: not there(),
+                )
+            except ConflictError:
+                continue  # one of them was merged just now
+            return [described for described, _ in found]
+        raise UnavailableError("the topic's objects keep changing", topic=self.topic)
+
+    def seal(self, next_offset: int) -> None:
+        """Hands the topic over: everything below `next_offset` is in the bucket.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        keys = self.catalog.keys
+        with self._lock:
+            check(
+                next_offset in (self.tiered, self.start),
+                f"sealed at {next_offset}, and the bucket ends at {self.tiered}",
+            )
+            state = SealedState(
+                next_offset=next_offset,
+                node=self._node,
+                epoch=self.epoch,
+                sealed_at=self._clock.now_ns() // 1_000_000_000,
+            )
+            data = encode_sealed(state)
+            operations: list[Operation] = [
+                Put(keys.sealed, data),
+                Delete(keys.owner),
+                Delete(keys.session),
+            ]
+
+            def is_done() -> bool:
+                found = self.catalog.store.get(keys.sealed)
+                return found is not None and found.value == data
+
+            for attempt in range(_ATTEMPTS):
+                try:
+                    self._change([self._current_is_known()], operations, is_done=is_done)
+                    break
+                except ConflictError:
+                    # The newest object was merged with others meanwhile: the end is the same.
+                    self._resync()
+                    if attempt == _ATTEMPTS - 1 or next_offset not in (self.tiered, self.start):
+                        raise
+            failpoints.reach("tier.after_seal")
+
+    def mark_deleting(self) -> None:
+        """Marks the topic: no process opens it any more, and deletion continues after a crash."""
+        self._put_record(lambda record: replace(record, state="deleting"))
+
+    def finish_delete(self) -> None:
+        """Finishes a deletion; the record stays, so that the epoch continues to rise."""
+        store, keys = self.catalog.store, self.catalog.keys
+        # Key by key, each under the epoch: another process may have finished the deletion and
+        # created the topic again.
+        for prefix in (keys.storage, keys.subscriptions):
+            while found := store.range(prefix, limit=_BATCH):
+                self._change([], [Delete(item.key) for item in found])
+        self._put_record(lambda record: replace(record, state="deleted", lineage=()))
+        self.release()
+
+    def _resync(self) -> None:
+        """Reads the topic's first and newest object again.
+
+        Raises:
+            FencedError: The topic is another owner's by now, and so may be what was read.
+        """
+        # The pointer may be older than the rest; then only the next commit fails.
+        ends = self.catalog.ends()
+        self._refresh_record()
+        self._current_revision = ends.pointer_revision
+        self.first, self.last = ends.first, ends.last
+
+    def _current_is_known(self) -> Compare:
+        key = self.catalog.keys.current
+        if self._current_revision is None:
+            return Absent(key)
+        return RevisionIs(key, self._current_revision)
+
+    def _read_current(self) -> int | None:
+        found = self.catalog.store.get(self.catalog.keys.current)
+        return None if found is None else found.revision
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        found = self.catalog.store.get(key)
+        if found is None:
+            return False
+        # Compared by meaning: the same object, whatever the spelling of its JSON.
+        return decode_descriptor(found.value, key=key) == decode_descriptor(data, key=key)
+
+
+def resume_delete(catalog: Catalog, *, clock: Clock, metrics: Metrics) -> OwnedTopic:
+    """The right to finish a deletion that a crash has interrupted.
+
+    Raises:
+        NotFoundError: The topic is not being deleted.
+    """
+    found = catalog.record()
+    if found is None or found[0].state != "deleting":
+        raise NotFoundError(
+            f"topic {catalog.keys.topic} does not exist", topic=str(catalog.keys.topic)
+        )
+    record, revision = found
+    return OwnedTopic(
+        catalog,
+        record=record,
+        revision=revision,
+        node="",
+        sealed=None,
+        clock=clock,
+        metrics=metrics,
+    )

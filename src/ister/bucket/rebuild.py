@@ -1,0 +1,573 @@
+"""A topic's metadata from its bucket alone: what `ister recover` does, and adoption.
+
+Objects describe themselves: the name has the offsets and the owner's epoch, the frames have
+everything else. Each object is read once, checked frame by frame, and gets the descriptor that its
+uploader would have written. Which objects belong to the topic: those that overlap one of a later
+epoch do not (their owner had been fenced); of the others, the ones that make up the longest history
+without a gap. What fits nowhere is left out and reported.
+
+A merged object may be there beside those that it was made of. It has the same messages, so that
+either will do, unless some were left out of it: then it is taken only where the others are gone.
+One that is damaged, or was never finished, is left out wherever others make up its range, whatever
+their epochs: its name alone proves nothing.
+
+Commit point: the topic's record, written last and only if there is none. What a crash leaves
+before it: descriptors without a record, which the next run writes again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ister.bucket.check import load_archives, walk_frames
+from ister.bucket.names import (
+    TOPICS_PREFIX,
+    ObjectName,
+    TopicKeys,
+    manifest_key,
+    object_key,
+    objects_prefix,
+    parse_object_id,
+    parse_topic_of_key,
+)
+from ister.bucket.object_maker import ObjectSummary
+from ister.clock import Clock
+from ister.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptDataError,
+    IsterError,
+    NotFoundError,
+)
+from ister.format.crc import crc32
+from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, encode_descriptor
+from ister.format.records import TopicRecord, encode_current, encode_topic
+from ister.limits import MIB
+from ister.metadata.base import Absent, MetadataStore, Put
+from ister.model import AckLevel, Codec, TopicName
+from ister.objectstore.base import ObjectInfo, ObjectStore
+
+if TYPE_CHECKING:
+    from ister.format.archive import ArchiveReader
+
+_log = logging.getLogger("ister.bucket.rebuild")
+
+_CHUNK_BYTES = 4 * MIB
+_INDEX_EVERY = 1000
+_EPOCHS_SKIPPED = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The small object that describes a topic."""
+
+    ack: AckLevel
+    codec: Codec
+    incarnation: str
+    created_at: int
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicReport:
+    """What was found of one topic, and what was done."""
+
+    topic: str
+    objects: list[ObjectDescriptor] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Objects that belong to no gapless history."""
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    errors: list[IsterError] = field(default_factory=list)
+    is_written: bool = False
+    """Whether metadata was written; not so if there was some already."""
+
+
+def save_manifest(store: ObjectStore, topic: TopicName, manifest: Manifest) -> None:
+    """Writes the manifest of a topic, replacing the one that is there."""
+    fields = {
+        "topic": str(topic),
+        "ack": manifest.ack,
+        "codec": manifest.codec,
+        "incarnation": manifest.incarnation,
+        "created_at": manifest.created_at,
+    }
+    store.put(manifest_key(topic), json.dumps(fields).encode())
+
+
+def load_manifest(store: ObjectStore, topic: TopicName) -> Manifest | None:
+    """The manifest of a topic; None if there is none, or it is damaged."""
+    try:
+        fields = json.loads(store.read(manifest_key(topic), 0, MIB))
+        return Manifest(
+            ack=AckLevel(fields["ack"]),
+            codec=Codec(fields["codec"]),
+            incarnation=str(fields["incarnation"]),
+            created_at=int(fields["created_at"]),
+        )
+    except NotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        _log.warning("the topic's manifest is damaged", extra={"topic": str(topic)})
+        return None
+
+
+def find_topics(store: ObjectStore) -> dict[TopicName, list[ObjectInfo]]:
+    """Every topic that has something in the bucket, with its objects (not its manifest)."""
+    found: dict[TopicName, list[ObjectInfo]] = {}
+    for info in store.list(TOPICS_PREFIX):
+        topic = parse_topic_of_key(info.key)
+        if topic is not None:
+            objects = found.setdefault(topic, [])
+            if info.key.startswith(objects_prefix(topic)):
+                objects.append(info)
+    return found
+
+
+def choose_objects(
+    names: Iterable[ObjectName], *, start: int | None = None, partial: Collection[ObjectName] = ()
+) -> tuple[list[ObjectName], list[ObjectName], list[tuple[int, int]]]:
+    """Which objects make up a topic, which do not, and where there are gaps.
+
+    Args:
+        names: All there are.
+        start: Begin at this offset and stop at the first gap; by default, with the first object,
+            over all gaps.
+        partial: Those that messages were left out of; taken only where nothing else has a range.
+    """
+    everything = sorted(names, key=lambda n: (n.start, n.end, n.epoch, n.tag or "", n.format))
+    whole = _without_fenced([name for name in everything if name not in partial])
+    needed = [name for name in everything if name in partial and not _tiles(whole, name)]
+    by_start: dict[int, list[ObjectName]] = {}
+    for name in _without_fenced([*whole, *needed]):
+        by_start.setdefault(name.start, []).append(name)
+    # How far a gapless history gets from each start, with how many offsets in partial objects, and
+    # through which object.
+    reach: dict[int, tuple[int, int, ObjectName]] = {}
+    for begin in sorted(by_start, reverse=True):
+        ways: list[tuple[int, int, ObjectName]] = []
+        for name in by_start[begin]:
+            far, thin, _ = reach.get(name.end, (name.end, 0, name))
+            ways.append((far, thin + (name.end - begin if name in partial else 0), name))
+        reach[begin] = max(ways, key=lambda way: (way[0], -way[1], way[2].end, way[2].tag or ""))
+    chosen: list[ObjectName] = []
+    gaps: list[tuple[int, int]] = []
+    starts = sorted(by_start)
+    at = start if start is not None else (starts[0] if starts else 0)
+    while True:
+        while at in reach:
+            chosen.append(reach[at][2])
+            at = chosen[-1].end
+        following = bisect_left(starts, at)
+        if start is not None or following == len(starts):
+            break
+        gaps.append((at, starts[following]))
+        at = starts[following]
+    taken = set(chosen)
+    return chosen, [name for name in everything if name not in taken], gaps
+
+
+def _tiles(names: list[ObjectName], wanted: ObjectName) -> bool:
+    """Whether some objects make up exactly the range of another one."""
+    ends: dict[int, list[int]] = {}
+    for name in names:
+        if wanted.start <= name.start and name.end <= wanted.end:
+            ends.setdefault(name.start, []).append(name.end)
+    reached = {wanted.start}
+    for begin in sorted(ends):
+        if begin in reached:
+            reached.update(ends[begin])
+    return wanted.end in reached
+
+
+def _find_partial(store: ObjectStore, named: Mapping[ObjectName, ObjectInfo]) -> set[ObjectName]:
+    """The objects that messages were left out of, or that do not tell."""
+    found: set[ObjectName] = set()
+    for name, info in named.items():
+        if name.format == FORMAT_PARQUET:
+            try:
+                if _open_archive(store, info.key, info.size).kept:
+                    found.add(name)
+            except CorruptDataError:
+                found.add(name)
+            except NotFoundError:
+                continue
+    return found
+
+
+def _open_archive(store: ObjectStore, key: str, size_bytes: int) -> ArchiveReader:
+    archive: ArchiveReader = load_archives().ArchiveReader(
+        lambda position, size: store.read(key, position, size), size_bytes, path=key
+    )
+    return archive
+
+
+def _without_fenced(names: list[ObjectName]) -> list[ObjectName]:
+    """Leaves out objects that overlap one of a later epoch: their owner had been fenced."""
+    kept: list[ObjectName] = []
+    later: list[tuple[int, int]] = []  # what later epochs cover: disjoint, ascending
+    for epoch in sorted({name.epoch for name in names}, reverse=True):
+        group = [name for name in names if name.epoch == epoch]
+        kept += [name for name in group if not _overlaps(later, name)]
+        later = _merge([*later, *((name.start, name.end) for name in group)])
+    return kept
+
+
+def _overlaps(ranges: list[tuple[int, int]], name: ObjectName) -> bool:
+    at = bisect_left(ranges, (name.end, 0))
+    return at > 0 and ranges[at - 1][1] > name.start
+
+
+def _ranges(names: Iterable[ObjectName]) -> list[tuple[int, int]]:
+    """What objects cover: disjoint, ascending."""
+    return _merge([(name.start, name.end) for name in names])
+
+
+def _is_within(ranges: list[tuple[int, int]], start: int, end: int) -> bool:
+    at = bisect_left(ranges, (start + 1,))
+    return at > 0 and ranges[at - 1][1] >= end
+
+
+def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+class _Descriptions:
+    """Descriptors made by reading objects; each object is read once."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        topic: TopicName,
+        named: Mapping[ObjectName, ObjectInfo],
+        *,
+        incarnation: str,
+        on_object: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._store = store
+        self._topic = topic
+        self._named = named
+        self._on_object = on_object
+        self._found: dict[ObjectName, ObjectDescriptor | CorruptDataError | NotFoundError] = {}
+
+    def of(self, name: ObjectName) -> ObjectDescriptor:
+        """An object's descriptor; raises as `describe_object`."""
+        if name not in self._found:
+            info = self._named[name]
+            try:
+                self._found[name] = describe_object(
+                    self._store,
+                    self._topic,
+                    info.key.removeprefix(objects_prefix(self._topic)),
+                    name,
+                    incarnation=self._incarnation,
+                    created_at=int(info.modified_at or 0),
+                )
+            except (CorruptDataError, NotFoundError) as error:
+                self._found[name] = error
+            self._on_object()
+        found = self._found[name]
+        if isinstance(found, ObjectDescriptor):
+            return found
+        raise found
+
+    def is_sound(self, name: ObjectName) -> bool:
+        """Whether an object has the offsets of its name."""
+        try:
+            self.of(name)
+        except (CorruptDataError, NotFoundError):
+            return False
+        return True
+
+
+def _choose_sound(
+    store: ObjectStore,
+    named: Mapping[ObjectName, ObjectInfo],
+    descriptions: _Descriptions,
+    *,
+    start: int | None = None,
+) -> tuple[list[ObjectName], list[ObjectName], list[tuple[int, int]]]:
+    """Like `choose_objects`, but merged objects that are not sound are replaced by others.
+
+    Nothing says that a merged object was ever part of its topic: a merge that was killed may have
+    left it half-written. So it replaces others only if it is sound, or if no other object
+    has its offsets.
+    """
+    partial = _find_partial(store, named)
+    names = set(named)
+    needed: set[ObjectName] = set()
+    while True:
+        chosen, rest, gaps = choose_objects(names, start=start, partial=partial)
+        for name in _suspects(names, chosen):
+            if name in needed or descriptions.is_sound(name):
+                continue
+            others = _ranges(choose_objects(names - {name}, start=start, partial=partial)[0])
+            if all(_is_within(others, *covered) for covered in _ranges(chosen)):
+                _log.warning(
+                    "a merged object is not sound; using the original objects",
+                    extra={"path": named[name].key},
+                )
+                names.discard(name)
+                break
+            needed.add(name)
+        else:
+            return chosen, [*rest, *(name for name in named if name not in names)], gaps
+
+
+def _suspects(names: Collection[ObjectName], chosen: list[ObjectName]) -> list[ObjectName]:
+    """Merged objects that a choice depends on: chosen ones, and those that exclude others."""
+    suspects = [name for name in chosen if name.tag is not None]
+    covered = _ranges(chosen)
+    earlier: list[tuple[int, int]] = []  # what earlier epochs cover
+    for epoch in sorted({name.epoch for name in names}):
+        group = [name for name in names if name.epoch == epoch]
+        suspects += [
+            name
+            for name in sorted(group, key=lambda n: (n.start, n.end, n.tag or "", n.format))
+            if name.tag is not None
+            and not _is_within(covered, name.start, name.end)
+            and _overlaps(earlier, name)
+        ]
+        earlier = _merge([*earlier, *((name.start, name.end) for name in group)])
+    return suspects
+
+
+def describe_object(
+    store: ObjectStore,
+    topic: TopicName,
+    object_id: str,
+    name: ObjectName,
+    *,
+    incarnation: str,
+    created_at: int,
+) -> ObjectDescriptor:
+    """Reads an object whole and describes it.
+
+    Raises:
+        CorruptDataError: It does not hold exactly the frames that its name says.
+        NotFoundError: There is none.
+        UnsupportedVersionError: A newer Ister wrote it.
+        ConfigError: It is in Parquet and pyarrow is not installed.
+    """
+    key = object_key(topic, object_id)
+    if name.format == FORMAT_PARQUET:
+        try:
+            return _describe_archive(
+                store, topic, object_id, name, incarnation=incarnation, created_at=created_at
+            )
+        except CorruptDataError as error:
+            error.topic = str(topic)
+            raise
+    summary = ObjectSummary(name.start, index_every_messages=_INDEX_EVERY)
+    try:
+        for batch in walk_frames(store, key, name.start, name.end, chunk_bytes=_CHUNK_BYTES):
+            summary.add(batch)
+    except CorruptDataError as error:
+        error.topic = str(topic)
+        raise
+    return summary.describe(
+        object_id,
+        epoch=name.epoch,
+        incarnation=incarnation,
+        created_at=created_at,
+        etag=store.stat(key).etag,
+    )
+
+
+def _describe_archive(
+    store: ObjectStore,
+    topic: TopicName,
+    object_id: str,
+    name: ObjectName,
+    *,
+    incarnation: str,
+    created_at: int,
+) -> ObjectDescriptor:
+    """Describes an object in Parquet; reads all of it.
+
+    Raises:
+        As `describe_object`.
+    """
+    key = object_key(topic, object_id)
+    info = store.stat(key)
+    archive = _open_archive(store, key, info.size)
+    says = (archive.topic, archive.start, archive.end)
+    if says != (str(topic), name.start, name.end):
+        raise CorruptDataError(
+            f"the object says that it is {says[0]}, offsets {says[1]} up to {says[2]}",
+            path=key,
+            offset=name.start,
+        )
+    for number in range(len(archive.row_groups)):
+        archive.read(number)
+    crc = position = 0
+    while position < info.size:
+        chunk = store.read(key, position, min(_CHUNK_BYTES, info.size - position))
+        if not chunk:
+            raise CorruptDataError("the object is too short", path=key, position=position)
+        crc = crc32(chunk, crc)
+        position += len(chunk)
+    return archive.describe(crc).describe(
+        object_id,
+        epoch=name.epoch,
+        incarnation=incarnation,
+        created_at=created_at,
+        etag=info.etag,
+    )
+
+
+def find_continuation(
+    store: ObjectStore, topic: TopicName, start: int, *, incarnation: str, epoch_min: int = 0
+) -> list[ObjectDescriptor]:
+    """Whole objects in the bucket that continue a topic from `start` on, without a gap.
+
+    For a catalog that has forgotten them: an older copy of it was restored. Objects of an epoch
+    below `epoch_min` are of a topic of the same name that was deleted.
+    """
+    prefix = objects_prefix(topic)
+    names: dict[ObjectName, ObjectInfo] = {}
+    for info in store.list(prefix):
+        name = parse_object_id(info.key.removeprefix(prefix))
+        if name is not None and name.start >= start and name.epoch >= epoch_min:
+            names[name] = info
+    descriptions = _Descriptions(store, topic, names, incarnation=incarnation)
+    chosen, _, _ = _choose_sound(store, names, descriptions, start=start)
+    found: list[ObjectDescriptor] = []
+    for name in chosen:
+        try:
+            found.append(descriptions.of(name))
+        except (CorruptDataError, NotFoundError):
+            break
+    return found
+
+
+def rebuild_topic(
+    store: ObjectStore,
+    metadata: MetadataStore,
+    keys: TopicKeys,
+    objects: list[ObjectInfo],
+    *,
+    clock: Clock,
+    dry_run: bool,
+    on_object: Callable[[], None] = lambda: None,
+) -> TopicReport:
+    """Writes the metadata of a topic from its objects, if there is none.
+
+    Args:
+        store: The bucket.
+        metadata: Where to write.
+        keys: The topic's.
+        objects: Its objects, as listed.
+        clock: For the record of a topic without a manifest.
+        dry_run: Look and report, write nothing.
+        on_object: Called when an object has been read.
+
+    Returns:
+        What was found. Damaged objects are in `errors`; a descriptor for the range that their names
+        say is written all the same, so that what is whole in them can be read.
+    """
+    topic = keys.topic
+    report = TopicReport(topic=str(topic))
+    prefix = objects_prefix(topic)
+    named: dict[ObjectName, ObjectInfo] = {}
+    for info in objects:
+        name = parse_object_id(info.key.removeprefix(prefix))
+        if name is None:
+            report.left_out.append(info.key.removeprefix(prefix))
+        else:
+            named[name] = info
+    manifest = load_manifest(store, topic)
+    incarnation = manifest.incarnation if manifest is not None else secrets.token_hex(8)
+    descriptions = _Descriptions(store, topic, named, incarnation=incarnation, on_object=on_object)
+    chosen, rest, report.gaps = _choose_sound(store, named, descriptions)
+    report.left_out += [named[name].key.removeprefix(prefix) for name in rest]
+    for name in chosen:
+        try:
+            report.objects.append(descriptions.of(name))
+        except CorruptDataError as error:
+            report.errors.append(error)
+            report.objects.append(_describe_unread(store, topic, name, named[name], incarnation))
+    if metadata.get(keys.record) is not None:
+        report.errors.append(
+            AlreadyExistsError("the metadata store knows this topic", topic=str(topic))
+        )
+        return report
+    if not dry_run:
+        now = clock.now_ns() // 1_000_000_000
+        codecs = [described.codec for described in report.objects if described.codec is not None]
+        record = TopicRecord(
+            # Some owners may have made no object: their epochs must not be used again.
+            epoch=max((name.epoch for name in named), default=0) + _EPOCHS_SKIPPED,
+            incarnation=incarnation,
+            ack=manifest.ack if manifest is not None else AckLevel.SYNCED,
+            codec=manifest.codec
+            if manifest is not None
+            else (codecs[-1] if codecs else Codec.BINCODE2),
+            created_at=manifest.created_at if manifest is not None else now,
+        )
+        if manifest is None:
+            # So that a second rebuilding gives the same topic.
+            save_manifest(store, topic, manifest_of(record))
+        _write(metadata, keys, record, report.objects)
+        report.is_written = True
+    return report
+
+
+def manifest_of(record: TopicRecord) -> Manifest:
+    """The manifest of a topic with this record."""
+    return Manifest(
+        ack=record.ack,
+        codec=record.codec,
+        incarnation=record.incarnation,
+        created_at=record.created_at,
+    )
+
+
+def _describe_unread(
+    store: ObjectStore, topic: TopicName, name: ObjectName, info: ObjectInfo, incarnation: str
+) -> ObjectDescriptor:
+    """A descriptor of a damaged object, by its name."""
+    kept = ""
+    if name.format == FORMAT_PARQUET:
+        with suppress(CorruptDataError):
+            kept = _open_archive(store, info.key, info.size).kept
+    return ObjectDescriptor(
+        object_id=info.key.removeprefix(objects_prefix(topic)),
+        start=name.start,
+        end=name.end,
+        size_bytes=info.size,
+        created_at=int(info.modified_at or 0),
+        epoch=name.epoch,
+        incarnation=incarnation,
+        messages=name.end - name.start,
+        format=name.format,
+        kept=kept,
+    )
+
+
+def _write(
+    metadata: MetadataStore,
+    keys: TopicKeys,
+    record: TopicRecord,
+    objects: list[ObjectDescriptor],
+) -> None:
+    metadata.delete_prefix(keys.objects)
+    for described in objects:
+        metadata.put(keys.descriptor(described.start), encode_descriptor(described))
+    if objects:
+        metadata.put(keys.current, encode_current(objects[-1].start))
+    written = metadata.transact([Absent(keys.record)], [Put(keys.record, encode_topic(record))])
+    if written is None:
+        raise ConflictError("the topic was created meanwhile", topic=str(keys.topic))

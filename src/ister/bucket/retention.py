@@ -1,0 +1,98 @@
+"""Which objects of a topic have become too old or too many, and their removal.
+
+Objects go from the oldest on, so that what is left has no hole, and the newest one always stays: it
+shows where the topic ends. Descriptors go first, in a transaction of the owner's, then the objects;
+a crash in between leaves objects without a descriptor, which garbage collection removes.
+
+An object's age is the time since its newest message arrived; publish times, which producers set, do
+not matter. An object of unknown age is kept, with all objects after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from ister import failpoints
+from ister.bucket.names import object_key
+from ister.bucket.ownership import OwnedTopic
+from ister.clock_guard import newest_arrivals
+from ister.errors import IsterError
+from ister.format.descriptor import ObjectDescriptor
+from ister.limits import MIB
+from ister.metrics import Metrics
+from ister.objectstore.base import ObjectStore
+
+_log = logging.getLogger("ister.bucket.retention")
+
+_MINUTE_MS = 60_000
+
+
+def plan_expiry(
+    descriptors: Iterable[ObjectDescriptor],
+    *,
+    now_ms: int,
+    time_minutes: int | None,
+    size_mb: int | None,
+    correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
+) -> list[ObjectDescriptor]:
+    """The objects to remove, oldest first; never the newest one.
+
+    Args:
+        descriptors: All of the topic's, ascending.
+        now_ms: The time.
+        time_minutes: Objects older than this go; None keeps them.
+        size_mb: The oldest go until no more than this is left; None keeps them.
+        correct_ms: Corrects times that were recorded while the clock was wrong.
+    """
+    if time_minutes is None and size_mb is None:
+        return []
+    everything = list(descriptors)
+    excess = 0
+    if size_mb is not None:
+        excess = sum(d.size_bytes for d in everything) - size_mb * MIB
+    arrived = newest_arrivals(
+        [None if (ms := one.arrived_ms) is None else correct_ms(ms) for one in everything], now_ms
+    )
+    expired: list[ObjectDescriptor] = []
+    for described, arrived_ms in zip(everything[:-1], arrived, strict=False):
+        is_old = (
+            time_minutes is not None
+            and arrived_ms is not None
+            and now_ms - arrived_ms > time_minutes * _MINUTE_MS
+        )
+        if not is_old and excess <= 0:
+            break
+        expired.append(described)
+        excess -= described.size_bytes
+    return expired
+
+
+def expire(
+    owned: OwnedTopic, store: ObjectStore, expired: list[ObjectDescriptor], *, metrics: Metrics
+) -> int:
+    """Removes objects from the topic, and then from the store.
+
+    Returns:
+        How many objects were removed; one that could not be is left to garbage collection.
+
+    Raises:
+        FencedError: Another process owns the topic; nothing was removed.
+        UnavailableError: The metadata store does not answer.
+    """
+    if not expired:
+        return 0
+    removed = 0
+    for described in owned.expire(expired):
+        try:
+            store.delete(object_key(owned.catalog.keys.topic, described.object_id))
+            removed += 1
+        except IsterError as error:
+            _log.warning(
+                "cannot remove an expired object; will retry",
+                extra={"topic": owned.topic, "object": described.object_id, "error": str(error)},
+            )
+        failpoints.reach("tier.after_delete_object")
+    metrics.count("cloud.expired_objects", removed)
+    _log.info("expired", extra={"topic": owned.topic, "objects": removed})
+    return removed

@@ -1,0 +1,137 @@
+"""Which log a command works on: `--data DIR`, `--config FILE`, `ISTER_CONFIG`, `./ister-data`.
+
+Owns: these arguments, and the settings that they lead to. Does not own: what settings mean
+(`ister.config`), or opening anything.
+
+A directory that is named has to exist: a command that inspects or repairs a log must not
+make an empty one where a name was misspelt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Final
+
+from ister.clock import Clock
+from ister.config import CloudBackend, Config, StorageConfig, StorageMode, load_config
+from ister.errors import ConfigError, InvalidRequestError, NotFoundError, TopicNameError
+from ister.model import TopicName
+from ister.objectstore.base import ObjectStore
+from ister.topic.stores import open_objects
+
+DATA_DEFAULT: Final = "./ister-data"
+CONFIG_VARIABLE: Final = "ISTER_CONFIG"
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--data`, `--config` and `--json`."""
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument(
+        "--data",
+        metavar="DIR",
+        help=f"data directory (default: ${CONFIG_VARIABLE} if set, else {DATA_DEFAULT})",
+    )
+    place.add_argument("--config", metavar="FILE", help="config file (YAML)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def parse_topic(text: str) -> TopicName:
+    """A topic's name, for argparse."""
+    try:
+        return TopicName.parse(text)
+    except TopicNameError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_topic_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds TOPIC, the name of one topic."""
+    parser.add_argument(
+        "topic", metavar="TOPIC", type=parse_topic, help="topic name, such as /default/orders"
+    )
+
+
+def has_place(options: argparse.Namespace) -> bool:
+    """Whether the log is named by the user, or in its default place."""
+    is_named = bool(options.data or options.config or os.environ.get(CONFIG_VARIABLE))
+    return is_named or os.path.isdir(DATA_DEFAULT)
+
+
+def check_config_name(file: str) -> str:
+    """Returns the name of a config file.
+
+    Raises:
+        ConfigError: It is not the name of one.
+    """
+    if not file.endswith((".yml", ".yaml")):
+        raise ConfigError(
+            "the name of a config file must end with .yml or .yaml",
+            path=file,
+            hint="use --data for a directory",
+        )
+    return file
+
+
+def load_place(options: argparse.Namespace) -> Config:
+    """The settings of the log that the arguments name.
+
+    Raises:
+        NotFoundError: There is no such directory.
+        ConfigError: The config file cannot be used.
+    """
+    file: str | None = options.config
+    if file is None and options.data is None:
+        file = os.environ.get(CONFIG_VARIABLE) or None
+    if file is not None:
+        return load_config(check_config_name(file))
+    directory: str = options.data if options.data is not None else DATA_DEFAULT
+    if not os.path.isdir(directory):
+        raise NotFoundError(
+            "data directory not found", path=directory, hint="pass --data DIR or --config FILE"
+        )
+    # The slash keeps a directory with an odd name from being taken for a config file.
+    return load_config(os.path.join(directory, ""))
+
+
+def wal_root(storage: StorageConfig) -> str:
+    """Where the topics' directories are.
+
+    Raises:
+        InvalidRequestError: Nowhere: this log is in memory.
+    """
+    if storage.mode is StorageMode.MEMORY or storage.wal.dir is None:
+        raise InvalidRequestError(
+            "this log is in memory only", hint="only its own process can read it"
+        )
+    return os.path.abspath(storage.wal.dir)
+
+
+def require_bucket(storage: StorageConfig) -> None:
+    """Makes sure that the log has a bucket, and one that another process sees.
+
+    Raises:
+        InvalidRequestError: It has not.
+    """
+    if storage.mode is not StorageMode.WAL_CLOUD:
+        raise InvalidRequestError(
+            f"storage.mode is {storage.mode.value!r}, so this log has no bucket",
+            hint="only a log with storage.mode 'wal_cloud' has a second copy",
+        )
+    if storage.cloud.backend is CloudBackend.MEMORY:
+        raise InvalidRequestError("the bucket of this log is in the memory of its own process")
+
+
+def open_bucket(storage: StorageConfig, clock: Clock) -> ObjectStore:
+    """The log's bucket, which has to exist.
+
+    Raises:
+        InvalidRequestError: It has none.
+        NotFoundError: Its directory does not exist.
+        ConfigError: Its settings do not make sense.
+    """
+    require_bucket(storage)
+    cloud = storage.cloud
+    is_directory = cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL)
+    if is_directory and not os.path.isdir(cloud.root or ""):
+        raise NotFoundError("bucket not found", path=cloud.root, hint="check storage.cloud")
+    return open_objects(storage, clock)

@@ -1,0 +1,339 @@
+"""Connections to brokers: which of them has a topic, calls, tokens, encryption.
+
+Owns: channels, one or more per broker, and what is known of where topics are. Does not own:
+streams (`senders`, `receivers`), which it opens for those who run them.
+
+    a topic ─ TopicLookup at any broker ─► the broker that has it ─ Info ─► its Flight port
+
+Belongs to one loop. What is known is forgotten when a call fails, and asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from ister import forks, wire
+from ister.client.options import (
+    TlsOptions,
+    Token,
+    parse_addresses,
+    parse_token,
+    parse_url,
+    reachable,
+)
+from ister.errors import (
+    ClosedError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+)
+from ister.extras import missing_extra
+from ister.model import TopicName
+from ister.retry import AsyncRetry
+from ister.wire.errors import error_of
+
+if TYPE_CHECKING:
+    import grpc
+    from google.protobuf.message import Message
+
+_Request = TypeVar("_Request", bound="Message")
+_Response = TypeVar("_Response", bound="Message")
+_Result = TypeVar("_Result")
+
+_CALL_SECONDS: Final = 10.0
+# A connection carries a bounded number of streams, and a call beyond it waits without a word.
+_STREAMS_PER_CHANNEL: Final = 64
+_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A broker that was restarted is found again soon: unless told, gRPC waits up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 300),
+    # Clients of one process share no connection, so that none uses up another's streams.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+# A broker that is gone without a word is found out within half a minute.
+_KEEPALIVE: Final = [
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+# Flight's server takes more pings than that for an attack; answers are waited for with a limit.
+_FLIGHT_KEEPALIVE: Final = [
+    ("grpc.keepalive_time_ms", 330_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+
+class Route(NamedTuple):
+    """The broker to go to."""
+
+    address: str
+    headers: tuple[tuple[str, str], ...] = ()
+    """What a proxy needs to find it."""
+
+
+class Network:
+    """See the module header."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        *,
+        token: Token | None = None,
+        tls: TlsOptions | bool | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Connects when it is first needed.
+
+        Raises:
+            ConfigError: gRPC, protobuf or pyarrow is not installed, or a file cannot be read.
+            InvalidRequestError: An address or the timeout is invalid.
+        """
+        try:
+            import grpc  # noqa: PLC0415 - an extra
+            import pyarrow  # noqa: F401, PLC0415
+
+            from ister.wire import protos  # noqa: F401, PLC0415
+        except ImportError as error:
+            raise missing_extra("the client", "client", error) from error
+        if timeout is not None and not timeout > 0:
+            raise InvalidRequestError(f"timeout must be above 0 seconds, not {timeout}")
+        self.timeout = timeout
+        self._grpc = grpc
+        self._addresses, self._tls = parse_addresses(addresses, tls)
+        self._credentials = self._make_credentials()
+        self._token = parse_token(token) if isinstance(token, str) else token
+        self._home = 0
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._flight: dict[str, str] = {}
+        self._streams: dict[str, int] = {}
+        self._is_closed = False
+        self._fork_error: ClosedError | None = None
+        forks.register(self)
+
+    def _after_fork(self, error: ClosedError) -> None:
+        """Abandons the parent's connections without closing them; see `ister.forks`."""
+        forks.leak(*self._channels.values())
+        self._channels = {}
+        self._fork_error, self._is_closed = error, True
+
+    def _make_credentials(self) -> grpc.ChannelCredentials | None:
+        if self._tls is None:
+            return None
+        ca, cert, key = self._tls.texts()
+        return self._grpc.ssl_channel_credentials(
+            root_certificates=ca, private_key=key, certificate_chain=cert
+        )
+
+    # -- channels ---------------------------------------------------------------------------
+
+    def _channel(self, address: str, purpose: str) -> grpc.aio.Channel:
+        if self._fork_error is not None:
+            raise self._fork_error.again()
+        if self._is_closed:
+            raise ClosedError("the client is closed")
+        found = self._channels.get((address, purpose))
+        if found is None:
+            if not self._channels:
+                forks.GRPC.use()
+            is_flight = purpose == "flight"
+            options: list[tuple[str, int | str]] = [
+                *_OPTIONS,
+                *(_FLIGHT_KEEPALIVE if is_flight else _KEEPALIVE),
+            ]
+            if self._tls is not None and self._tls.server_name is not None:
+                options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+            aio = self._grpc.aio
+            found = (
+                aio.insecure_channel(address, options=options)
+                if self._credentials is None
+                else aio.secure_channel(address, self._credentials, options=options)
+            )
+            self._channels[address, purpose] = found
+        return found
+
+    def channel_for_stream(self, address: str) -> grpc.aio.Channel:
+        """A channel with room for a long stream."""
+        number = self._streams.get(address, 0)
+        self._streams[address] = number + 1
+        return self._channel(address, f"streams-{number // _STREAMS_PER_CHANNEL}")
+
+    def stream_ended(self, address: str) -> None:
+        """Makes room again."""
+        self._streams[address] -= 1
+
+    def flight_channel(self, address: str) -> grpc.aio.Channel:
+        """The channel to a broker's Flight port."""
+        return self._channel(address, "flight")
+
+    def headers(self, route: Route | None = None) -> tuple[tuple[str, str], ...]:
+        """What each call carries.
+
+        Raises:
+            ConfigError: What gives the token has given something else.
+        """
+        more = () if route is None else route.headers
+        token = self._token
+        if token is None:
+            return more
+        if not isinstance(token, str):
+            token = parse_token(token())
+        return (*more, ("authorization", f"Bearer {token}"))
+
+    @property
+    def can_renew_token(self) -> bool:
+        """Whether a token that has expired is followed by another."""
+        return callable(self._token)
+
+    # -- finding ----------------------------------------------------------------------------
+
+    @property
+    def home(self) -> Route:
+        """A broker to ask anything."""
+        return Route(self._addresses[self._home])
+
+    async def locate(self, topic: str, *, or_home: bool = False) -> Route:
+        """The broker that has a topic.
+
+        `or_home` takes any broker if there is no such topic yet.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            UnavailableError: No broker answers.
+        """
+        request = wire.danube.TopicLookupRequest(topic=topic)
+        at = self.home
+        try:
+            found = await self.call_at(
+                at, wire.services.Discovery.TopicLookup, request, topic=topic
+            )
+        except NotFoundError:
+            if or_home:
+                return at
+            raise
+        except UnavailableError:
+            self._home = (self._home + 1) % len(self._addresses)
+            raise
+        kinds = wire.danube.TopicLookupResponse.LookupType
+        if found.response_type == kinds.Value("Failed"):
+            raise UnavailableError("no broker has the topic at the moment", topic=topic)
+        if found.proxy:
+            address, _ = parse_url(found.connect_url)
+            return Route(address, (("x-danube-broker-url", found.broker_url),))
+        if found.response_type == kinds.Value("Connect"):
+            # This broker, which has just been reached: by this address, whatever it calls itself.
+            return at
+        return Route(parse_url(found.connect_url)[0])
+
+    async def flight_address(self, route: Route) -> str:
+        """Where a broker's Flight port is."""
+        known = self._flight.get(route.address)
+        if known is None:
+            info = await self.call_at(route, wire.services.Admin.Info, wire.ister_api.InfoRequest())
+            known = self._flight[route.address] = reachable(info.flight_url, route.address)
+        return known
+
+    def forget(self, route: Route) -> None:
+        """Has a broker be asked again where its ports are: it may be another one by now."""
+        self._flight.pop(route.address, None)
+
+    async def partitions(self, topic: str) -> list[str]:
+        """The topics behind a name: itself, or its partitions in order; none if there is none.
+
+        Raises:
+            TopicNameError: Not a name.
+            IsterError: No broker has answered in time.
+        """
+        TopicName.parse(topic)
+        request = wire.danube.TopicLookupRequest(topic=topic)
+        found = await self.call(wire.services.Discovery.TopicPartitions, request)
+        return list(found.partitions)
+
+    # -- calls ------------------------------------------------------------------------------
+
+    async def call_at(
+        self,
+        route: Route,
+        rpc: wire.Rpc[_Request, _Response],
+        request: _Request,
+        *,
+        topic: str | None = None,
+    ) -> _Response:
+        """Calls one broker, once.
+
+        Raises:
+            IsterError: What it has answered, or that it has not.
+        """
+        channel = self._channel(route.address, "calls")
+        call = rpc.call(channel, request, timeout=_CALL_SECONDS, metadata=self.headers(route))
+        return await self.answered(call, route.address, topic)
+
+    async def answered(
+        self, waiting: Awaitable[_Result], address: str, topic: str | None
+    ) -> _Result:
+        """What a call or a step of a stream gives.
+
+        Raises:
+            IsterError: In place of gRPC's errors.
+        """
+        try:
+            return await waiting
+        except self._grpc.aio.AioRpcError as error:
+            raise error_of(error, address, topic) from error
+        except (asyncio.InvalidStateError, self._grpc.aio.UsageError) as error:
+            raise UnavailableError(f"the stream to {address} has ended", topic=topic) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and not (task is not None and task.cancelling()):
+                raise ClosedError("the client is closed", topic=topic) from None
+            raise
+
+    async def call(
+        self,
+        rpc: wire.Rpc[_Request, _Response],
+        request: _Request,
+        *,
+        topic: str | None = None,
+        done_before: type[IsterError] | None = None,
+    ) -> _Response:
+        """Calls the broker that has a topic, or any; retries until one responds.
+
+        Args:
+            rpc: The RPC.
+            request: Its request.
+            topic: The topic whose broker to call; None for any broker.
+            done_before: The error of a second attempt if the first was carried out and its
+                response lost. An empty response is returned then.
+
+        Raises:
+            IsterError: The call was refused, or no broker responded in time.
+        """
+        retries = AsyncRetry(self.timeout)
+        while True:
+            try:
+                route = await self.locate(topic) if topic is not None else self.home
+                return await self.call_at(route, rpc, request, topic=topic)
+            except IsterError as error:
+                if done_before is not None and retries.failures and isinstance(error, done_before):
+                    return rpc.parse(b"")
+                if topic is None and isinstance(error, UnavailableError):
+                    self._home = (self._home + 1) % len(self._addresses)
+                await retries.pause(error)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Ends all connections. May be called twice."""
+        self._is_closed = True
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+        if channels:
+            forks.GRPC.release()
+
+    def __repr__(self) -> str:
+        return f"<Network {','.join(self._addresses)}>"

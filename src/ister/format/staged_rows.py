@@ -1,0 +1,54 @@
+"""Staged rows: their format in the bucket, from a Spark task to the topic's owner.
+
+    staged file: block, block, …        block: u32 length · u32 crc32 · Arrow record batch (IPC)
+
+A block is checked before it is used: nothing else would notice a bit that a store has flipped, and
+after that the row would be a message like any other. All blocks have the schema `STAGED_SCHEMA`:
+every column of a row but `topic` and `offset`, which the topic's owner gives.
+
+Owns: the bytes. Does not own: where they are kept, and what becomes of them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import pyarrow as pa
+
+from ister.errors import CorruptDataError
+from ister.format.arrow.schema import arrow_schema
+from ister.format.crc import Buffer, crc32
+from ister.model import COLUMNS
+
+STAGED_COLUMNS: Final = tuple(name for name in COLUMNS if name not in ("topic", "offset"))
+STAGED_SCHEMA: Final[pa.Schema] = arrow_schema(STAGED_COLUMNS)
+_HEADER: Final = struct.Struct("<II")
+BLOCK_HEADER_SIZE: Final = _HEADER.size
+
+
+def encode_block(batch: pa.RecordBatch) -> tuple[bytes, pa.Buffer]:
+    """A batch with the staged schema as a block: header and body, to be written in this order."""
+    body = batch.serialize()
+    return _HEADER.pack(body.size, crc32(body)), body
+
+
+def parse_block_size(header: bytes) -> int:
+    """How many bytes follow a block's header."""
+    size: int = _HEADER.unpack(header)[0]
+    return size
+
+
+def decode_block(header: bytes, body: Buffer, *, key: str) -> pa.RecordBatch:
+    """The batch in a block.
+
+    Raises:
+        CorruptDataError: The bytes are not the ones that were written.
+    """
+    size, crc = _HEADER.unpack(header)
+    if len(body) != size or crc32(body) != crc:
+        raise CorruptDataError("a staged block is damaged", path=key)
+    try:
+        return pa.ipc.read_record_batch(pa.py_buffer(body), STAGED_SCHEMA)
+    except pa.ArrowException as error:
+        raise CorruptDataError(f"a staged block has no rows: {error}", path=key) from error

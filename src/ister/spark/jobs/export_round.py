@@ -1,0 +1,595 @@
+"""One round of `export`: plan, write files in tasks, commit.
+
+    plan: what topics hold, minus what tables have ─► tasks write files ─► dead letters ─► rows
+
+Owns: the plan, the right to export a topic into a table, the order of commits, and when files are
+removed. Does not own: tables and their commits (`ister.spark.tables`), what a task does
+(`export_task`). See `exporting` for the guarantees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from ister import failpoints
+from ister.bucket.fence import Fence
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    InvalidRequestError,
+    IsterError,
+    OffsetOutOfRangeError,
+)
+from ister.limits import GIB, MIB
+from ister.positions import to_milliseconds
+from ister.retry import retry_unavailable
+from ister.spark.jobs.export_task import Exported, ExportItem, TableOutput, export_item
+from ister.spark.jobs.job import Job
+from ister.spark.jobs.leases import LeaseKeeper
+from ister.spark.jobs.tasks import run_tasks
+from ister.spark.offset_resolver import Head, OffsetResolver
+from ister.spark.options import ReadOptions
+from ister.spark.planner import Partition, plan
+from ister.spark.tables.base import Addition, Table
+from ister.spark.tables.columns import ENVELOPE, ENVELOPE_WITHOUT_PAYLOAD, LETTERS
+from ister.spark.tables.json_schema import Member, columns_of, load_schema, with_types
+from ister.spark.tables.opening import TablePlace, dead_letters_name, open_table, table_name
+from ister.spark.tables.ranges import (
+    ANY_INCARNATION,
+    Coverage,
+    Ranges,
+    count,
+    intersect,
+    normalise,
+    subtract,
+)
+
+if TYPE_CHECKING:
+    from ister.spark.jobs.exporting import ExportSettings
+
+_log = logging.getLogger("ister.spark.jobs.export")
+
+_COMMIT_BYTES: Final = 1 * GIB
+"""About how many bytes of messages of a topic are committed before the rest is done."""
+_TASK_BYTES_MIN: Final = 8 * MIB
+"""Less than this is not divided among tasks."""
+_SHOWN_RANGES: Final = 20
+_LETTERS_MARK: Final = "@"
+"""Marks the records of dead letters; no topic's incarnation has it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Destination:
+    """A table, its dead-letter table, and how tasks write both."""
+
+    name: str
+    table: Table
+    letters: Table | None
+    output: TableOutput | None = None
+    letters_output: TableOutput | None = None
+    members: tuple[Member, ...] | None = None
+    coverage: Coverage = field(default_factory=Coverage)
+    lettered: Coverage = field(default_factory=Coverage)
+
+    @property
+    def tables(self) -> list[Table]:
+        return [self.table] if self.letters is None else [self.table, self.letters]
+
+
+@dataclass(slots=True, kw_only=True)
+class _TopicExport:
+    """The export of one topic into a table."""
+
+    head: Head
+    destination: _Destination
+    fences: Sequence[Fence] = ()
+    missing: Ranges = ()
+    partitions: Sequence[Partition] = ()
+    items_left: int = 0
+    done: list[tuple[ExportItem, Exported]] = field(default_factory=list)
+    is_given_up: bool = False
+
+    @property
+    def topic(self) -> str:
+        return self.head.topic
+
+    @property
+    def epoch(self) -> int:
+        return self.head.lineage[-1][0] if self.head.lineage else 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.partitions)
+
+    @property
+    def bytes_done(self) -> int:
+        return sum(item.partition.bytes for item, _ in self.done)
+
+
+class ExportRound:
+    """One round of an export: adds to the tables what they do not have yet."""
+
+    def __init__(self, job: Job, settings: ExportSettings) -> None:
+        self._job = job
+        self._settings = settings
+        self._run = secrets.token_hex(8)
+        self._place = TablePlace(
+            config=job.place.config,
+            format=settings.format,
+            catalog=settings.catalog,
+            storage_options=settings.storage_options,
+        )
+        self._members: tuple[Member, ...] | None = None
+        self._schema_id = ""
+        if settings.schema is not None:
+            schema = load_schema(settings.schema)
+            self._members = columns_of(schema)
+            canonical = json.dumps(schema, sort_keys=True).encode()
+            self._schema_id = hashlib.sha256(canonical).hexdigest()[:16]
+        self._destinations: dict[str, _Destination] = {}
+        self._fences: dict[str, Fence] = {}
+
+    def run(self, topics: Sequence[str]) -> None:
+        """Exports topics; the result is in the job's report.
+
+        Raises:
+            FencedError: The job's lease has expired.
+        """
+        job = self._job
+        try:
+            with LeaseKeeper(
+                job.store,
+                ttl_seconds=job.place.config.storage.metadata.lease_ttl_seconds,
+                clock=job.clock,
+                thread="ister-export-lease",
+            ) as leases:
+                exports = self._prepare(topics, leases)
+                failpoints.reach("pipeline.after_plan")
+                if not job.dry_run:
+                    self._export(exports)
+                    self._end(exports)
+        finally:
+            for destination in self._destinations.values():
+                for table in destination.tables:
+                    table.close()
+
+    # -- the plan ---------------------------------------------------------------------------
+
+    def _prepare(self, topics: Sequence[str], leases: LeaseKeeper) -> list[_TopicExport]:
+        exports: list[_TopicExport] = []
+        if not topics:
+            return exports
+        resolver, found = self._heads(topics)
+        for head in found:
+            with self._job.own_failure(head.topic):
+                destination = self._destination(head.topic)
+                fences: list[Fence] = []
+                if not self._job.dry_run:
+                    names = self._exclusive_names(destination, head.topic)
+                    fences = [self._take(leases, name, head.topic) for name in names]
+                # After the keys are taken: no other export changes the table now.
+                self._refresh(destination, leases)
+                item = _TopicExport(head=head, destination=destination, fences=fences)
+                self._plan(resolver, item)
+                exports.append(item)
+        return exports
+
+    def _heads(self, topics: Sequence[str]) -> tuple[OffsetResolver, list[Head]]:
+        """Returns what topics hold; a topic that fails does not stop the others."""
+        place = self._job.place
+
+        def resolver_of(names: Sequence[str]) -> OffsetResolver:
+            options = ReadOptions.parse(
+                {
+                    "topic": ",".join(names),
+                    "config": "given",
+                    "includeTail": str(self._settings.include_tail).lower(),
+                },
+                is_streaming=False,
+            )
+            return OffsetResolver(place, options)
+
+        every = resolver_of(topics)
+        try:
+            found = retry_unavailable(lambda: every.heads(catches_up=self._settings.include_tail))
+            return every, list(found.values())
+        except IsterError:
+            heads: list[Head] = []
+            for name in topics:
+                with self._job.own_failure(name):
+                    heads += resolver_of([name]).heads().values()
+            return every, heads
+
+    def _destination(self, topic: str) -> _Destination:
+        """Returns the table of a topic, opened once."""
+        settings = self._settings
+        name = table_name(settings.to, topic, settings.format)
+        known = self._destinations.get(name)
+        if known is None:
+            clock = self._job.clock
+            letters = None
+            if self._members is not None:
+                given = settings.dead_letters
+                other = None if given is None else table_name(given, topic, settings.format)
+                where = dead_letters_name(name, other)
+                letters = open_table(where, self._place, clock=clock)
+            known = _Destination(
+                name=name, table=open_table(name, self._place, clock=clock), letters=letters
+            )
+            self._check_apart(known)
+            self._destinations[name] = known
+        return known
+
+    def _check_apart(self, new: _Destination) -> None:
+        """Checks that no table gets both rows and dead letters."""
+        every = [*self._destinations.values(), new]
+        rows = {item.table.location for item in every}
+        letters = {item.letters.location for item in every if item.letters is not None}
+        both = rows & letters
+        if both:
+            raise InvalidRequestError(
+                "dead letters would go into a table of rows",
+                path=min(both),
+                hint="name another table for them: dead_letters (--dead-letters)",
+            )
+
+    def _take(self, leases: LeaseKeeper, name: str, topic: str) -> Fence:
+        if name not in self._fences:
+            key = self._job.keys.export(hashlib.sha256(name.encode()).hexdigest()[:32])
+            about = {"job": "export", "topic": topic}
+            self._fences[name] = leases.take(key, about, topic=topic)
+        return self._fences[name]
+
+    def _exclusive_names(self, destination: _Destination, topic: str) -> list[str]:
+        """Names what only one export may write at a time."""
+        names = []
+        for table in destination.tables:
+            if not table.has_exclusive_commits():
+                names.append(table.location)  # the lease is the only protection
+            elif table is destination.table:
+                names.append(f"{table.location}\n{topic}")
+        return names
+
+    def _refresh(self, destination: _Destination, leases: LeaseKeeper) -> None:
+        """Opens a table for this round, and reads which offsets it has."""
+        if destination.output is None and not self._job.dry_run:
+            wanted = ENVELOPE
+            if self._members is not None:
+                typed = [(member.column, member.kind.type) for member in self._members]
+                wanted = pa.schema([*ENVELOPE_WITHOUT_PAYLOAD, *pa.schema(typed)])
+            layout = destination.table.open(wanted)
+            if self._members is not None:
+                destination.members = with_types(self._members, layout.schema)
+            if destination.letters is not None:
+                letters = destination.letters.open(LETTERS)
+                target = destination.letters.target(self._run)
+                destination.letters_output = TableOutput(target=target, layout=letters)
+            target = destination.table.target(self._run)
+            destination.output = TableOutput(target=target, layout=layout)
+            for table in destination.tables:
+                leases.renew_also(partial(table.renew, self._run))
+        destination.coverage = retry_unavailable(destination.table.coverage)
+        if destination.letters is not None:
+            destination.lettered = retry_unavailable(destination.letters.coverage)
+        self._check_kinds(destination)
+
+    def _check_kinds(self, destination: _Destination) -> None:
+        """Checks that a table has only rows, or only dead letters."""
+        for table, coverage, is_letters in (
+            (destination.table, destination.coverage, False),
+            (destination.letters, destination.lettered, True),
+        ):
+            known = {
+                _LETTERS_MARK in name
+                for incarnations in coverage.topics.values()
+                for name in incarnations
+                if name != ANY_INCARNATION
+            }
+            if table is not None and (not is_letters) in known:
+                raise ConflictError(
+                    "the table has rows, not dead letters"
+                    if is_letters
+                    else "the table has dead letters, not rows",
+                    path=table.location,
+                    hint="name another table for dead letters: dead_letters (--dead-letters)",
+                )
+
+    def _plan(self, resolver: OffsetResolver, item: _TopicExport) -> None:
+        """Plans what to read: what the topic holds, without what the table has."""
+        job, head = self._job, item.head
+        coverage = item.destination.coverage
+        self._check_same(item)
+        start, end = self._bounds(resolver, head)
+        covered = coverage.of(head.topic, head.incarnation)
+        item.missing = subtract(normalise([(start, end)]), covered)
+        ranges = [resolver.range_of(head, first, last) for first, last in item.missing]
+        whole = plan(ranges, split_bytes=self._settings.file_mb * MIB)
+        total = sum(part.bytes for part in whole)
+        wanted = min(job.slots, total // _TASK_BYTES_MIN)
+        item.partitions = whole
+        if len(whole) < wanted:
+            item.partitions = plan(
+                ranges, split_bytes=self._settings.file_mb * MIB, min_partitions=wanted
+            )
+        fields = job.report.of(head.topic)
+        fields["table"] = item.destination.table.location
+        fields["end"] = end
+        if gap := self._gap(head, covered):
+            _log.warning(
+                "messages expired before they were exported",
+                extra={"topic": head.topic, "gap": str(gap)},
+            )
+            fields["gap"] = [list(one) for one in gap[:_SHOWN_RANGES]]
+        if job.dry_run:
+            fields["messages"] = count(item.missing)
+            fields["bytes"] = item.bytes
+            fields["ranges"] = [list(one) for one in item.missing[:_SHOWN_RANGES]]
+        else:
+            job.report.add(head.topic, messages=0, dead_letters=0, files=0, bytes=0, commits=0)
+
+    def _gap(self, head: Head, covered: Ranges) -> Ranges:
+        """Returns what expired after the table's first rows, before it was exported."""
+        if not covered:
+            return ()
+        first = covered[0][0]
+        if isinstance(self._settings.start, int):
+            first = max(first, self._settings.start)
+        return subtract(normalise([(first, head.earliest)]), covered)
+
+    def _check_same(self, item: _TopicExport) -> None:
+        """Checks that the table's rows belong to this topic."""
+        head, coverage = item.head, item.destination.coverage
+        others = coverage.other_incarnations(head.topic, head.incarnation)
+        if others and not self._settings.accept_remade:
+            raise ConflictError(
+                "the topic was deleted and created again, and the table has rows of the old one: "
+                "it would have offsets twice",
+                topic=head.topic,
+                path=item.destination.table.location,
+                hint="export into another table, or accept both: accept_remade (--accept-remade)",
+            )
+        epoch = coverage.epoch_of(head.topic, head.incarnation)
+        if epoch is None:
+            return
+        given_up = head.given_up_from(epoch)
+        covered = coverage.of(head.topic, head.incarnation)
+        if given_up is not None and covered and covered[-1][1] > given_up:
+            raise ConflictError(
+                f"a disk was lost, and the topic's new owner continued at {given_up}: the table "
+                "has rows of lost messages, whose offsets other messages have now",
+                topic=head.topic,
+                offset=given_up,
+                path=item.destination.table.location,
+                hint="export into another table",
+            )
+
+    def _bounds(self, resolver: OffsetResolver, head: Head) -> tuple[int, int]:
+        """Resolves the settings' range, as far as the topic has messages."""
+        settings = self._settings
+        start, end = head.earliest, head.end
+        if isinstance(settings.start, datetime):
+            time_ms = to_milliseconds(settings.start)
+            start = resolver.resolve(head, "start", "latest", time_ms=time_ms)
+        elif settings.start is not None:
+            # Expired messages may be in the table already.
+            start = max(settings.start, head.earliest)
+            if settings.start > head.end:
+                raise OffsetOutOfRangeError(
+                    "start is beyond the end",
+                    topic=head.topic,
+                    offset=settings.start,
+                    earliest=head.earliest,
+                    next=head.end,
+                )
+        if isinstance(settings.end, datetime):
+            end = resolver.resolve(head, "end", "latest", time_ms=to_milliseconds(settings.end))
+        elif settings.end is not None:
+            end = min(settings.end, head.end)
+        return start, max(start, end)
+
+    # -- tasks and commits ------------------------------------------------------------------
+
+    def _export(self, exports: Sequence[_TopicExport]) -> None:
+        job = self._job
+        by_topic = {item.topic: item for item in exports}
+        items: list[ExportItem] = []
+        for export in exports:
+            own = list(self._items(export))
+            export.items_left = len(own)
+            items += own
+        total = sum(item.partition.bytes for item in items)
+        job.progress.begin("exporting", total, "bytes")
+        results = run_tasks(
+            job.spark,
+            items,
+            partial(export_item, job.place),
+            weigh=lambda item: item.partition.bytes,
+            name="ister export",
+        )
+        try:
+            for done in results:
+                export = by_topic[done.item.topic]
+                export.items_left -= 1
+                job.progress.advance(done.item.partition.bytes, done.item.topic)
+                if done.error is not None:
+                    job.report.fail(done.error, export.topic)
+                elif done.result is not None:
+                    export.done.append((done.item, done.result))
+                if export.items_left == 0 or export.bytes_done >= _COMMIT_BYTES:
+                    with self._job.own_failure(export.topic):
+                        self._commit(export)
+        finally:
+            job.progress.end()
+            for export in exports:
+                self._discard(export, export.done)
+
+    def _items(self, export: _TopicExport) -> Iterator[ExportItem]:
+        destination, head = export.destination, export.head
+        if destination.output is None:
+            return
+        identities = {head.topic: head.identity}
+        lettered = destination.lettered.of(head.topic, self._letters_of(head))
+        for partition in export.partitions:
+            ranges = normalise((part.start, part.end) for part in partition.slices)
+            yield ExportItem(
+                topic=head.topic,
+                partition=partition,
+                identities=identities,
+                table=destination.output,
+                members=destination.members,
+                letters=destination.letters_output,
+                lettered=intersect(lettered, ranges),
+                file_mb=self._settings.file_mb,
+                zstd_level=self._settings.zstd_level,
+            )
+
+    def _letters_of(self, head: Head) -> str:
+        """Returns what dead letters are recorded under: the topic, and the schema."""
+        return f"{head.incarnation}{_LETTERS_MARK}{self._schema_id}"
+
+    def _commit(self, export: _TopicExport) -> None:
+        """Commits the finished tasks of a topic: dead letters, then rows."""
+        # From here on only a definite refusal removes files: the table may have them.
+        done, export.done = export.done, []
+        if export.is_given_up or not done:
+            self._discard(export, done)
+            return
+        letters, rows = _Attempt(self._check(export)), _Attempt(self._check(export))
+        try:
+            self._commit_letters(export, done, letters)
+            failpoints.reach("pipeline.before_commit")
+            self._commit_rows(export, done, rows)
+        except IsterError as error:
+            if not isinstance(error, CommitUnknownError):
+                export.is_given_up = True
+            self._discard(
+                export, done, rows=rows.is_refused(error), letters=letters.is_refused(error)
+            )
+            raise
+        failpoints.reach("pipeline.after_commit")
+        for _, result in done:
+            self._job.report.add(
+                export.topic,
+                messages=result.rows,
+                dead_letters=result.dead_letters,
+                files=len(result.files),
+                bytes=sum(file.bytes for file in result.files),
+            )
+        self._job.report.add(export.topic, commits=1)
+
+    def _commit_letters(
+        self,
+        export: _TopicExport,
+        done: Sequence[tuple[ExportItem, Exported]],
+        attempt: _Attempt,
+    ) -> None:
+        """Commits dead letters; only ranges that have some are recorded."""
+        letters, head = export.destination.letters, export.head
+        written = [(item, result) for item, result in done if result.letters]
+        if letters is None or not written:
+            return
+        ranges = normalise(one for item, _ in written for one in item.ranges)
+        lettered = export.destination.lettered.of(head.topic, self._letters_of(head))
+        addition = Addition(
+            id=secrets.token_hex(8),
+            topic=head.topic,
+            incarnation=self._letters_of(head),
+            epoch=export.epoch,
+            ranges=subtract(ranges, lettered),
+            files=[file for _, result in written for file in result.letters],
+        )
+        letters.commit(addition, check=attempt.check)
+        attempt.is_committed = True
+        failpoints.reach("export.after_dead_letters")
+
+    def _commit_rows(
+        self,
+        export: _TopicExport,
+        done: Sequence[tuple[ExportItem, Exported]],
+        attempt: _Attempt,
+    ) -> None:
+        head = export.head
+        addition = Addition(
+            id=secrets.token_hex(8),
+            topic=head.topic,
+            incarnation=head.incarnation,
+            epoch=export.epoch,
+            ranges=normalise(one for item, _ in done for one in item.ranges),
+            files=[file for _, result in done for file in result.files],
+        )
+        export.destination.table.commit(addition, check=attempt.check)
+        attempt.is_committed = True
+
+    def _check(self, export: _TopicExport) -> Callable[[], None]:
+        def check() -> None:
+            self._job.fence.check(export.topic)
+            for fence in export.fences:
+                fence.check(export.topic)
+
+        return check
+
+    @staticmethod
+    def _discard(
+        export: _TopicExport,
+        done: Sequence[tuple[ExportItem, Exported]],
+        *,
+        rows: bool = True,
+        letters: bool = True,
+    ) -> None:
+        """Removes files that will not be committed."""
+        destination = export.destination
+        if rows and destination.output is not None:
+            files = [file for _, result in done for file in result.files]
+            destination.table.discard(destination.output.target, files)
+        if letters and destination.letters is not None and destination.letters_output is not None:
+            files = [file for _, result in done for file in result.letters]
+            destination.letters.discard(destination.letters_output.target, files)
+
+    def _end(self, exports: Sequence[_TopicExport]) -> None:
+        """Ends the round, and removes what killed exports left."""
+        grace = self._job.place.config.storage.cloud.orphan_grace_minutes * 60.0
+        for destination in self._destinations.values():
+            if destination.output is None:
+                continue
+            some = next((item for item in exports if item.destination is destination), None)
+            for table in destination.tables:
+                table.end(self._run)
+                if some is None:
+                    continue
+                try:
+                    table.tidy(grace, check=self._check(some))
+                except IsterError as error:
+                    _log.info(
+                        "leftovers not removed",
+                        extra={"path": table.location, "error": str(error)},
+                    )
+
+
+class _Attempt:
+    """Tells whether a table may have a commit, by the rules of `Table.commit`."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._was_tried = False
+        self.is_committed = False
+
+    def check(self) -> None:
+        """Called by the table right before each attempt."""
+        self._check()
+        self._was_tried = True
+
+    def is_refused(self, error: IsterError) -> bool:
+        """Returns whether the commit was definitely rejected."""
+        if self.is_committed:
+            return False
+        return not self._was_tried or isinstance(error, ConflictError)

@@ -1,0 +1,560 @@
+"""One term of the pipeline: from taking the lease until it is lost, or the service is stopped.
+
+    tier, every second or so                          ─┐
+    compact, export, scrub: scheduled, or on request  ─┼─ three threads
+    status, reports, and stops while Spark works      ─┘
+
+Owns: when each job runs, requests, the status. Does not own: the lease (`job`), what jobs do.
+
+Invariants:
+
+- uploads never wait for a slow job, which runs on a thread and under a fence of its own;
+- a failure of one topic, or of one job, does not stop others;
+- once the lease is lost, neither the pipeline nor its slow job commits anything.
+
+Only the holder of the lease takes a request (`ister.bucket.pipeline`). A request's key is
+gone once its job starts; the status shows what became of it.
+
+Nothing here grows with time: reports hold the last result, not a history.
+
+What a crash leaves: keys that expire with their leases, and what each job leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from ister import threads
+from ister.bucket.pipeline import (
+    REQUEST_SECONDS_MAX,
+    PipelineRequest,
+    read_requests,
+    take_request,
+)
+from ister.errors import FencedError, InvariantError, IsterError, UnavailableError
+from ister.metadata.base import Put
+from ister.retry import backoff_seconds
+from ister.spark.jobs.job import Job, open_job
+from ister.spark.jobs.job_report import JobReport
+from ister.spark.jobs.memory import sample_memory
+from ister.spark.jobs.schedules import Schedule
+from ister.spark.location import Place
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from ister.spark.jobs.tier_topics import Cycle
+
+_log = logging.getLogger("ister.spark.jobs.service")
+
+# How soon a stop is noticed while Spark works.
+_WATCH_SECONDS: Final = 0.2
+_LIST_SECONDS: Final = 5.0
+_LAG_SECONDS: Final = 15.0
+_LAG_TOPICS_MAX: Final = 500
+_REPORT_SECONDS: Final = 10.0
+# A cycle that is nearly done when the service is stopped may commit what it has.
+_GRACE_SECONDS: Final = 2.0
+_CANCEL_SECONDS: Final = 0.5
+_FAILURE_SECONDS: Final = 2.0
+_FAILURE_SECONDS_MAX: Final = 60.0
+_TEXT_MAX: Final = 500
+_REPORTED_TOPICS_MAX: Final = 200
+_SHOWN_FAILING_TOPICS: Final = 20
+
+TierCycle: TypeAlias = "Callable[[Job, Sequence[str], JobReport], Cycle]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowJob:
+    """A job that runs now and then."""
+
+    name: str
+    every_seconds: float
+    work: Callable[[Job], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermSettings:
+    """What a term does; see `ister.spark.jobs.service.Service`."""
+
+    tier: TierCycle | None
+    tier_now: TierCycle | None
+    jobs: tuple[SlowJob, ...]
+    make_job: Callable[[str, Sequence[str] | None], SlowJob]
+    tick_seconds: float
+    status_seconds: float
+    request_seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class TierTotals:
+    """What was tiered since the service started, over all terms."""
+
+    started_at: int
+    terms: int = 0
+    cycles: int = 0
+    objects: int = 0
+    messages: int = 0
+    bytes: int = 0
+    last_cycle_at: int | None = None
+    last_cycle_seconds: float | None = None
+
+    def add(self, cycle: Cycle, seconds: float, now: int) -> None:
+        """Adds a cycle that took `seconds` and ended at `now`."""
+        self.cycles += 1
+        self.objects += cycle.objects
+        self.messages += cycle.messages
+        self.bytes += cycle.bytes
+        self.last_cycle_at, self.last_cycle_seconds = now, round(seconds, 3)
+
+
+class PipelineTerm:
+    """See the module header. `run`, then `end`."""
+
+    def __init__(
+        self,
+        job: Job,
+        settings: TermSettings,
+        totals: TierTotals,
+        stop: threading.Event,
+        *,
+        ends_at: float,
+        rng: random.Random,
+    ) -> None:
+        self._job = job
+        self._settings = settings
+        self._totals = totals
+        self._stop = stop
+        self._ends_at = ends_at
+        self._clock = job.clock
+        self._rng = rng
+        self._began = self._clock.monotonic()
+        self._over = threading.Event()
+        """Set when the lease is lost or the service is stopped: nothing new starts."""
+        self._is_idle = threading.Event()
+        """Set while no tier cycle runs."""
+        self._is_idle.set()
+        self._lock = threading.Lock()
+        self._status_lock = threading.Lock()
+        self._slow: Job | None = None
+        """The slow job that is running."""
+        self._topics: list[str] = []
+        self._report = JobReport("tier", started_at=self._now())
+        self._reported: tuple[int, int] | None = None
+        self._report_at = -float("inf")
+        self._cycle_error: str | None = None
+        self._lag: int | None = None
+        self._lag_at = -float("inf")
+        self._schedules = {
+            slow.name: Schedule(
+                slow.every_seconds,
+                clock=self._clock,
+                rng=rng,
+                last_started_at=self._last_started(slow.name),
+            )
+            for slow in settings.jobs
+        }
+        self._threads: list[threading.Thread] = []
+        self._requests: dict[str, dict[str, object]] = {}
+        """What became of the last request for each job."""
+
+    def _now(self) -> int:
+        return self._clock.now_ns() // 1_000_000_000
+
+    def _last_started(self, name: str) -> int | None:
+        """Returns when a job last started, in whichever process."""
+        try:
+            found = self._job.store.get(self._job.keys.report(name))
+            return None if found is None else int(json.loads(found.value)["started_at"])
+        except (IsterError, ValueError, TypeError, KeyError):
+            return None
+
+    # -- the three threads ------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Tiers until the lease is lost, or the service is stopped.
+
+        Raises:
+            FencedError: The lease was lost.
+            UnavailableError: Spark has stopped.
+        """
+        self._start("ister-pipeline-status", self._watch)
+        self._start("ister-pipeline-jobs", self._run_slow_jobs)
+        listed_at = -float("inf")
+        failures = 0
+        while not self._is_ending():
+            self._job.check()
+            now = self._clock.monotonic()
+            pause = self._settings.tick_seconds
+            try:
+                if now - listed_at >= _LIST_SECONDS:
+                    self._topics = self._job.topics(["*"])
+                    listed_at = now
+                self._run_cycle(self._take_request(("tier",)))
+                failures, self._cycle_error = 0, None
+            except (FencedError, InvariantError):
+                raise
+            except Exception as error:
+                if self._is_ending():
+                    break  # cancelled
+                if is_spark_stopped(self._job.spark):
+                    raise UnavailableError(
+                        "Spark has stopped", hint="start the pipeline again"
+                    ) from error
+                failures += 1
+                self._cycle_error = _shorten(error)
+                _log.warning("tier cycle failed", extra={"error": self._cycle_error})
+                pause = backoff_seconds(
+                    failures, first=_FAILURE_SECONDS, most=_FAILURE_SECONDS_MAX, rng=self._rng
+                )
+            left = max(self._ends_at - self._clock.monotonic(), 0.0)
+            self._stop.wait(min(pause, left))
+
+    def _run_cycle(self, request: PipelineRequest | None) -> None:
+        tier, topics = self._settings.tier, self._topics
+        if request is not None:
+            tier = self._settings.tier_now
+        if tier is None:
+            self._totals.cycles += 1
+            if request is not None:
+                self._end_request(request, "this pipeline does not upload")
+            return
+        self._is_idle.clear()
+        error: str | None = None
+        try:
+            began = self._clock.monotonic()
+            if request is not None and request.topics is not None:
+                # List again: a topic may have been created a moment ago.
+                self._topics = self._job.topics(["*"])
+                topics = [topic for topic in request.topics if topic in self._topics]
+            cycle = tier(self._job, topics, self._report)
+            if cycle.failed:
+                error = f"{cycle.failed} topics failed"
+        except BaseException as failure:
+            error = _shorten(failure)
+            raise
+        finally:
+            self._is_idle.set()
+            if request is not None:
+                self._end_request(request, error)
+        self._totals.add(cycle, self._clock.monotonic() - began, self._now())
+        for gone in self._report.topics.keys() - set(self._topics):
+            del self._report.topics[gone]
+
+    def _run_slow_jobs(self) -> None:
+        look_at = -float("inf")
+        while not self._over.is_set():
+            try:
+                if self._clock.monotonic() >= look_at:
+                    look_at = self._clock.monotonic() + self._settings.request_seconds
+                    request = self._take_request(("compact", "export", "scrub"))
+                    if request is not None:
+                        self._run_requested(request)
+                        look_at = -float("inf")  # another one may be waiting
+                        continue
+                due = next((s for s in self._settings.jobs if self._schedules[s.name].is_due), None)
+                if due is None:
+                    waits = [schedule.wait_seconds for schedule in self._schedules.values()]
+                    pause = min([self._settings.request_seconds, *waits])
+                    self._over.wait(max(pause, 0.05))
+                    continue
+                self._run_slow_job(due, self._schedules[due.name])
+            except Exception as error:  # noqa: BLE001 - the other jobs keep running
+                threads.record("ister-pipeline-jobs", error)
+                self._over.wait(_FAILURE_SECONDS)
+
+    def _run_requested(self, request: PipelineRequest) -> None:
+        try:
+            slow = self._settings.make_job(request.job, request.topics)
+        except IsterError as error:
+            _log.warning("request refused", extra={"job": request.job, "error": str(error)})
+            self._end_request(request, _shorten(error))
+            return
+        self._end_request(request, self._run_slow_job(slow, self._schedules.get(slow.name)))
+
+    def _run_slow_job(self, slow: SlowJob, schedule: Schedule | None) -> str | None:
+        """Runs a job; returns its error, if any."""
+        if schedule is not None:
+            schedule.begin()
+        error: str | None = None
+        is_cut_off = False
+        try:
+            with open_job(slow.name, self._job.spark, self._job.place, clock=self._clock) as job:
+                with self._lock:
+                    self._slow = job
+                try:
+                    # After registering the job: either `end` sees it, or this sees the end.
+                    if not self._over.is_set():
+                        slow.work(job)
+                finally:
+                    with self._lock:
+                        self._slow = None
+                if job.report.errors:
+                    error = str(job.report.errors[0].get("message"))[:_TEXT_MAX]
+        except Exception as failure:  # noqa: BLE001 - other jobs keep running
+            error, is_cut_off = _shorten(failure), True
+        if self._over.is_set():
+            if schedule is not None:
+                schedule.put_off()
+            return error or "the pipeline was stopped"
+        if error is not None:
+            _log.warning("job failed", extra={"job": slow.name, "error": error})
+        if schedule is not None:
+            schedule.end(error, is_cut_off=is_cut_off)
+        return error
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def _take_request(self, jobs: Sequence[str]) -> PipelineRequest | None:
+        """Takes the next request for one of some jobs."""
+        store, keys = self._job.store, self._job.keys
+        try:
+            for request in read_requests(store, keys):
+                is_taken = request.job in jobs and take_request(
+                    store, keys, request, compares=[self._job.fence.compare]
+                )
+                if not is_taken:
+                    continue
+                now = self._now()
+                if now - request.requested_at > REQUEST_SECONDS_MAX:
+                    _log.warning("request expired", extra={"job": request.job})
+                    continue
+                _log.info("job requested", extra={"job": request.job, "by": request.by})
+                with self._lock:
+                    self._requests[request.job] = {
+                        **request.as_json(),
+                        "state": "running",
+                        "started_at": now,
+                        "ended_at": None,
+                        "error": None,
+                    }
+                # At once: the request's key is gone, and the requester looks for it here.
+                self._save_status("running")
+                return request
+        except IsterError as error:
+            _log.warning("requests not read", extra={"error": str(error)})
+        return None
+
+    def _end_request(self, request: PipelineRequest, error: str | None) -> None:
+        with self._lock:
+            self._requests[request.job] |= {
+                "state": "done" if error is None else "failed",
+                "ended_at": self._now(),
+                "error": error,
+            }
+
+    def _watch(self) -> None:
+        """Writes the status, and cancels Spark's work when the term ends."""
+        saved_at = self._clock.monotonic()
+        while not self._over.wait(min(_WATCH_SECONDS, self._settings.status_seconds)):
+            if self._is_ending():
+                break
+            if self._clock.monotonic() - saved_at < self._settings.status_seconds:
+                continue
+            saved_at = self._clock.monotonic()
+            try:
+                self._job.fence.check()
+            except FencedError:
+                break
+            except IsterError as error:
+                _log.warning("lease could not be checked", extra={"error": str(error)})
+                continue
+            with threads.guard("ister-pipeline-status"):
+                self._save_status("running")
+                self._save_report()
+        self._over.set()
+        if self._stop.is_set():
+            self._save_status("stopping")
+            self._is_idle.wait(_GRACE_SECONDS)
+        self._fence_slow_job()
+        while not self._is_idle.is_set():
+            # Release at once: the broker resumes its uploads while Spark is being cancelled.
+            self._job.fence.release()
+            self._cancel_tasks()
+            self._is_idle.wait(_CANCEL_SECONDS)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def end(self) -> dict[str, object]:
+        """Ends the threads and returns the last status."""
+        self._over.set()
+        self._fence_slow_job()
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_CANCEL_SECONDS)
+                if thread.is_alive():
+                    self._fence_slow_job()
+        self._save_report(force=True)
+        return self._save_status("stopped")
+
+    def _fence_slow_job(self) -> None:
+        """Makes sure that the slow job that is running commits nothing more."""
+        with self._lock:
+            slow = self._slow
+        if slow is not None:
+            slow.fence.release()
+            self._cancel_tasks()
+
+    def _cancel_tasks(self) -> None:
+        """Cancels what Spark is doing; the threads that wait for it get an error."""
+        context = getattr(self._job.spark, "sparkContext", None)
+        if context is not None:
+            try:
+                context.cancelAllJobs()
+            except Exception:  # noqa: BLE001 - the JVM is gone
+                _log.debug("cancel", exc_info=True)
+
+    def _is_ending(self) -> bool:
+        is_late = self._clock.monotonic() >= self._ends_at
+        return is_late or self._stop.is_set() or self._over.is_set()
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        thread = _make_thread(work, name)
+        self._threads.append(thread)
+        thread.start()
+
+    # -- status and report ------------------------------------------------------------------
+
+    def _save_status(self, state: str) -> dict[str, object]:
+        # One at a time: an older status must not replace a newer one.
+        with self._status_lock:
+            status = self._status(state)
+            data = json.dumps(status).encode()
+            try:
+                # Only the holder of the lease may write the status.
+                self._job.store.transact(
+                    [self._job.fence.compare], [Put(self._job.keys.status, data)]
+                )
+            except IsterError as error:
+                _log.warning("pipeline status not saved", extra={"error": str(error)})
+        return status
+
+    def _status(self, state: str) -> dict[str, object]:
+        totals = self._totals
+        with self._lock:
+            slow = None if self._slow is None else self._slow.name
+            requests = {job: dict(request) for job, request in self._requests.items()}
+        failing = sorted({str(error.get("topic")) for error in list(self._report.errors)})
+        return {
+            "state": state,
+            "holder": self._job.fence.id,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "started_at": totals.started_at,
+            "updated_at": self._now(),
+            "cycles": totals.cycles,
+            "terms": totals.terms,
+            "tier": {
+                "is_on": self._settings.tier is not None,
+                "topics": len(self._topics),
+                "lag_messages": self._measure_lag(),
+                "last_cycle_at": totals.last_cycle_at,
+                "last_cycle_seconds": totals.last_cycle_seconds,
+                "tiered_objects_total": totals.objects,
+                "tiered_messages_total": totals.messages,
+                "tiered_bytes_total": totals.bytes,
+                "failing_topics": failing[:_SHOWN_FAILING_TOPICS],
+                "failing_topics_total": len(failing),
+                "last_error": self._cycle_error,
+            },
+            "jobs": {
+                name: {**schedule.as_json(), "is_running": name == slow}
+                for name, schedule in self._schedules.items()
+            },
+            "requests": requests,
+            "memory": sample_memory(),
+            "threads": threading.active_count(),
+        }
+
+    def _measure_lag(self) -> int | None:
+        """Counts messages that are synced and not tiered, cached; None if unknown."""
+        now = self._clock.monotonic()
+        if now < self._lag_at:
+            return self._lag
+        self._lag_at = now + _LAG_SECONDS
+        try:
+            self._lag = measure_lag(self._job.place, self._topics[:_LAG_TOPICS_MAX])
+        except Exception as error:  # noqa: BLE001 - informational
+            _log.debug("upload lag cannot be measured", extra={"error": _shorten(error)})
+            self._lag = None
+        return self._lag
+
+    def _save_report(self, *, force: bool = False) -> None:
+        """Saves what was tiered last, if that has changed, for `ister pipeline status`."""
+        now = self._clock.monotonic()
+        mark = (self._totals.objects, len(self._report.errors))
+        if mark == self._reported or (now < self._report_at and not force):
+            return
+        self._report_at = now + _REPORT_SECONDS
+        report, topics = self._report.as_json(), self._report.topics_as_json()
+        report["topics_total"] = len(topics)
+        report["topics"] = topics[:_REPORTED_TOPICS_MAX]
+        report["seconds"] = round(now - self._began, 3)
+        with suppress(IsterError):
+            self._job.store.transact(
+                [self._job.fence.compare],
+                [Put(self._job.keys.report("tier"), json.dumps(report).encode())],
+            )
+            self._reported = mark
+
+
+def measure_lag(place: Place, topics: Sequence[str]) -> int:
+    """Counts the messages of topics that are synced and not in the bucket yet.
+
+    Raises:
+        IsterError: It cannot be found out.
+    """
+    history = place.history()
+    total = 0
+    elsewhere: list[str] = []
+    for name in topics:
+        topic = history.topic(name)
+        record = topic.record()
+        local = place.local_tail(name, record.node, record.incarnation)
+        snapshot = local.snapshot() if local is not None else None
+        if snapshot is not None:
+            total += max(snapshot.synced - max(topic.tiered, snapshot.trimmed), 0)
+        elif local is None:
+            elsewhere.append(name)
+    client = place.flight()
+    if elsewhere and client is not None:
+        statuses = client.watermarks(elsewhere).values()
+        total += sum(max(status.synced - status.tiered, 0) for status in statuses)
+    return total
+
+
+def is_spark_stopped(spark: SparkSession) -> bool:
+    """Returns whether the session's Spark, or its JVM, has stopped."""
+    context = getattr(spark, "sparkContext", None)
+    if context is None:
+        return False
+    try:
+        return context._jsc is None or bool(context._jsc.sc().isStopped())  # noqa: SLF001
+    except Exception:  # noqa: BLE001 - the JVM is gone
+        return True
+
+
+def _shorten(error: BaseException) -> str:
+    """Returns the first line of an error: Spark's errors have a page each."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    name = "" if isinstance(error, IsterError) else f"{type(error).__name__}: "
+    return f"{name}{first}"[:_TEXT_MAX]
+
+
+def _make_thread(work: Callable[[], None], name: str) -> threading.Thread:
+    """Creates a thread that releases its side of the JVM when it ends, if there is a JVM."""
+    from pyspark import InheritableThread, SparkContext  # noqa: PLC0415 - an extra
+
+    has_jvm = SparkContext._active_spark_context is not None  # noqa: SLF001 - no public way
+    kind: type[threading.Thread] = InheritableThread if has_jvm else threading.Thread
+    return kind(target=threads.run_to_end, args=(name, work), name=name, daemon=True)

@@ -1,0 +1,404 @@
+"""A topic's link to the bucket: local retention, checks, repairs and garbage, on top of uploads.
+
+Owns: the order of things between the local log and the bucket. Does not own: threads
+(`background`), the local files (`ister.wal`), the bucket's rules (`ister.bucket`), uploads
+(`uploads`).
+
+A local file is removed only after the bucket's copy of all its offsets was found in the catalog and
+checked, byte for byte unless configured otherwise; a copy that is lost or damaged is uploaded again
+first. Retention runs beside uploads, except where it changes objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Final
+
+from ister.bucket.check import verify_content, verify_size
+from ister.bucket.names import object_key
+from ister.bucket.orphans import collect_orphans, sweep_staging
+from ister.bucket.pipeline import PipelineKeys
+from ister.bucket.retention import expire, plan_expiry
+from ister.config import Verify
+from ister.errors import (
+    CorruptDataError,
+    DataGapError,
+    IsterError,
+    NotFoundError,
+    OffsetOutOfRangeError,
+)
+from ister.format.descriptor import ObjectDescriptor
+from ister.topic.retention import list_files, plan_trim
+from ister.topic.uploads import Tiered, TopicUploads
+
+__all__ = ["RepairedObjects", "Tiered", "TopicTier"]
+
+_log = logging.getLogger("ister.topic.bucket_link")
+
+# A job commits what its tasks have made within minutes.
+_JOB_GRACE_SECONDS: Final = 3600
+# Number of objects that are checked when a topic is opened.
+_RECENT_OBJECTS: Final = 4
+_WALKS_MAX: Final = 5
+"""How often objects are listed again because some were merged meanwhile."""
+
+
+@dataclass(slots=True)
+class RepairedObjects:
+    """What a repair of a topic's objects has done."""
+
+    objects: list[str] = field(default_factory=list)
+    """Uploaded again, or for the first time."""
+    errors: list[IsterError] = field(default_factory=list)
+    bad: list[tuple[int, int]] = field(default_factory=list)
+    """Offsets that the bucket does not have."""
+
+
+class TopicTier(TopicUploads):
+    """The bucket side of one topic. Thread-safe."""
+
+    def trim(self) -> int:
+        """Removes the local files that retention does not keep, once the bucket certainly has them.
+
+        File by file: a file that passed its check is removed even if a later one fails.
+
+        Returns:
+            How many.
+
+        Raises:
+            IsterError: A check or a removal failed; later files were not removed.
+        """
+        wal, retention = self._wal, self._tiers.storage.wal.retention
+        with self._trimming:
+            if self._stopping.is_set():
+                return 0
+            step = self._tiers.node_clock.check()
+            floor = self._subscription_floor(include_inactive=step is not None)
+            before = plan_trim(
+                list_files(wal),
+                # The catalog's end may be known before the log's own mark says so, for a moment or,
+                # where an answer was lost, until the next upload. Readers go by the mark.
+                safe_before=min(self.owned.tiered, wal.tiered or 0, floor),
+                now_ms=self._clock.now_ns() // 1_000_000,
+                time_minutes=retention.time_minutes if step is None else None,
+                size_mb=retention.size_mb,
+                correct_ms=self._tiers.node_clock.correct_ms,
+            )
+            if before is None or before <= wal.trimmed:
+                return 0
+            return self._trim(before)
+
+    def _trim(self, before: int) -> int:
+        wal, removed = self._wal, 0
+        assured: set[tuple[str, int]] = set()
+        for end in [file.first_offset for file in wal.files[1:] if file.first_offset <= before]:
+            if self._stopping.is_set():
+                break
+            self.check_owner()
+            self._assure(wal.trimmed, end, assured)
+            removed += wal.trim(end)
+        return removed
+
+    def release(self, *, past_subscriptions: bool, is_enough: Callable[[], bool]) -> int:
+        """Removes local files whose upload is verified, even if retention would keep them.
+
+        For a disk that is low: such files are only a cache. Removes one after the other until
+        `is_enough` returns True, and returns their number.
+
+        Args:
+            past_subscriptions: Remove files that an active subscription has not read, too; it then
+                reads them from the bucket.
+            is_enough: Called after each file.
+
+        Raises:
+            IsterError: The bucket's copy could not be read, or a file not be removed.
+        """
+        wal, count = self._wal, 0
+        with self._trimming:
+            assured: set[tuple[str, int]] = set()
+            floor: int | None = None if past_subscriptions else -1
+            while not self._stopping.is_set():
+                safe_before = min(self.owned.tiered, wal.tiered or 0)
+                before = wal.next_trim(safe_before)
+                if before is None:
+                    return count
+                if floor == -1:
+                    floor = self._subscription_floor(
+                        include_inactive=self._tiers.node_clock.check() is not None
+                    )
+                if floor is not None and before > floor:
+                    return count
+                self.check_owner()
+                self._assure(wal.trimmed, before, assured)
+                removed = wal.trim(before, whole=True)
+                count += removed
+                if not removed or is_enough():
+                    return count
+        return count
+
+    def _subscription_floor(self, *, include_inactive: bool) -> int:
+        """The lowest offset that an active subscription has not read.
+
+        Args:
+            include_inactive: Consider all subscriptions, because an untrusted clock cannot tell
+                which ones are active.
+        """
+        retention, correct_ms = self._tiers.storage.wal.retention, self._tiers.node_clock.correct_ms
+        oldest = self._clock.now_ns() // 1_000_000 - (
+            retention.active_subscription_grace_seconds * 1000
+        )
+        stored = [
+            found.progress.offset
+            for found in self.owned.catalog.subscriptions()
+            if (include_inactive or correct_ms(found.progress.timestamp) >= oldest)
+            and found.progress.incarnation in ("", self.owned.record.incarnation)
+        ]
+        return min([self.active_floor(include_inactive=include_inactive), *stored])
+
+    def assure_local(self) -> None:
+        """Makes sure that the bucket holds, whole, everything that is in local files.
+
+        Raises:
+            IsterError: It does not, and could not be made to.
+        """
+        with self._trimming:
+            self.check_owner()
+            self._assure(self._wal.trimmed, self._wal.next)
+
+    def _assure(self, start: int, end: int, assured: set[tuple[str, int]] | None = None) -> None:
+        """Makes sure that the bucket holds a range, whole and readable, and repairs it if not.
+
+        Args:
+            start: The first offset.
+            end: The offset after the last one.
+            assured: Objects that were already checked; extended by those checked now.
+
+        Raises:
+            DataGapError: The catalog has a hole there.
+            IsterError: An object is bad and could not be uploaded again.
+        """
+        content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
+        assured = set() if assured is None else assured
+        # Objects may be merged while they are read: what has replaced them is checked, too.
+        while self._assure_new(start, end, assured, content=content):
+            pass
+
+    def _assure_new(
+        self, start: int, end: int, assured: set[tuple[str, int]], *, content: bool
+    ) -> bool:
+        """Checks the objects of a range that are not in `assured`; whether there are any."""
+        has_new = False
+        # What has expired in the bucket is not needed any more. But an expiry is recorded before
+        # its objects leave the catalog, and if it is interrupted, those are still read.
+        floor = self.owned.record.expired_before
+        at = start
+        for described, revision in self.owned.catalog.descriptors(start, end):
+            if described.start > max(at, floor):
+                break
+            if (described.object_id, revision) not in assured:
+                self._assure_object(described, revision, content=content)
+                assured.add((described.object_id, revision))
+                has_new = True
+            at = described.end
+        at = max(at, floor)
+        if at < end:
+            raise DataGapError(
+                "no object holds the offset", start=at, end=end, topic=self.owned.topic
+            )
+        return has_new
+
+    def _assure_object(self, described: ObjectDescriptor, revision: int, *, content: bool) -> bool:
+        """Checks an object, and uploads it again if it is bad; returns whether it was."""
+        key = object_key(self.owned.catalog.keys.topic, described.object_id)
+        chunk_bytes = self._tiers.storage.cloud_reader.fetch_chunk_size
+        try:
+            if content:
+                verify_content(self._tiers.objects, key, described, chunk_bytes=chunk_bytes)
+            else:
+                verify_size(self._tiers.objects, key, described.size_bytes)
+        except (NotFoundError, CorruptDataError) as error:
+            if described.start < self._wal.trimmed or described.kept:
+                # Local files may have messages that compaction removed: they would come back.
+                raise
+            _log.error(
+                "an object is lost or damaged; uploading it again from the local files",
+                extra={"topic": self.owned.topic, "error": str(error)},
+            )
+            self._upload_again(described, revision)
+            return True
+        return False
+
+    def _upload_again(self, described: ObjectDescriptor, revision: int) -> None:
+        with self._uploading:
+            source = self._source()
+            try:
+                self._uploader.upload_again(source, described, revision)
+            finally:
+                source.close()
+
+    def check_recent(self) -> list[str]:
+        """Checks that the newest objects exist whose offsets are still in local files.
+
+        Only a few: retention checks every object before it removes a local file.
+
+        Returns:
+            The names of the missing ones, which were uploaded again.
+
+        Raises:
+            IsterError: A store does not answer, or a local frame is damaged.
+        """
+        wal, catalog, last = self._wal, self.owned.catalog, self.owned.last
+        if last is None:
+            return []
+        start = last.start
+        for _ in range(_RECENT_OBJECTS - 1):
+            before = catalog.find(start - 1) if start > wal.trimmed else None
+            if before is None:
+                break
+            start = before.start
+        return [
+            described.object_id
+            for described, revision in catalog.descriptors(start)
+            if described.start >= wal.trimmed
+            and self._assure_object(described, revision, content=False)
+        ]
+
+    def repair_objects(self, *, content: bool = True) -> RepairedObjects:
+        """Checks every object, and restores from local files what is lost, damaged or missing.
+
+        Args:
+            content: Read them; else only check that they exist, with their size.
+        """
+        report = RepairedObjects()
+        first = self.owned.catalog.first()
+        at = first.start if first is not None else 0
+        # Before the oldest object, what local files have belongs there too, unless it has expired.
+        at = min(at, max(self.owned.record.expired_before, self._wal.trimmed))
+        for described, revision in self.owned.catalog.descriptors():
+            if described.start > at:
+                self._repair(report, at, described.start, partial(self._fill, at, described.start))
+            at = described.end
+            self._repair(
+                report,
+                described.start,
+                described.end,
+                partial(self._restore, described, revision, content),
+            )
+        return report
+
+    def _repair(
+        self, report: RepairedObjects, start: int, end: int, repair: Callable[[], list[str]]
+    ) -> None:
+        try:
+            report.objects += repair()
+        except (NotFoundError, CorruptDataError, OffsetOutOfRangeError) as error:
+            lost = DataGapError(error.message, start=start, end=end, topic=self.owned.topic)
+            lost.path, lost.position = error.path, error.position
+            lost.__cause__ = error
+            report.errors.append(lost)
+            report.bad.append((start, end))
+
+    def _restore(self, described: ObjectDescriptor, revision: int, content: bool) -> list[str]:
+        is_restored = self._assure_object(described, revision, content=content)
+        return [described.object_id] if is_restored else []
+
+    def _fill(self, start: int, end: int) -> list[str]:
+        if start < self._wal.trimmed:
+            raise DataGapError(
+                "no object holds the offset", start=start, end=end, topic=self.owned.topic
+            )
+        with self._uploading:
+            source = self._source()
+            try:
+                return [d.object_id for d in self._uploader.fill(source, start, end)]
+            finally:
+                source.close()
+
+    def find_local_damage(self) -> IsterError | None:
+        """Reads the local files; returns the first damage, or None."""
+        wal = self._wal
+        source = self._source()
+        try:
+            at = wal.trimmed
+            while at < wal.synced:
+                at = source.fetch(at, wal.synced, bytes_max=1 << 30).next_offset
+        except (CorruptDataError, NotFoundError) as error:
+            return error
+        except OffsetOutOfRangeError:
+            return None  # trimmed meanwhile: what is left has been read, or was written just now
+        finally:
+            source.close()
+        return None
+
+    def expire(self) -> int:
+        """Removes the objects that bucket retention does not keep; returns their number."""
+        retention = self._tiers.storage.cloud.retention
+        if retention.time_minutes is None and retention.size_mb is None:
+            return 0
+        with self._trimming:
+            if self._stopping.is_set():
+                return 0
+            step = self._tiers.node_clock.check()
+            self.owned.check()
+            found = self._all_known()
+            if found is None:
+                _log.warning("retention waits: objects overlap", extra={"topic": self.owned.topic})
+                return 0
+            planned = plan_expiry(
+                found,
+                now_ms=self._clock.now_ns() // 1_000_000,
+                time_minutes=retention.time_minutes if step is None else None,
+                size_mb=retention.size_mb,
+                correct_ms=self._tiers.node_clock.correct_ms,
+            )
+            return expire(self.owned, self._tiers.objects, planned, metrics=self._metrics)
+
+    def _all_known(self) -> list[ObjectDescriptor] | None:
+        """The topic's objects, ascending; None if they are merged faster than they are read."""
+        for _ in range(_WALKS_MAX):
+            known = self.owned.tiered
+            found = [
+                # Without their indexes: a topic may have very many objects. And without what was
+                # committed although the answer was lost: the newest one that is known stays.
+                replace(described, offset_index=(), publish_time_index=())
+                for described, _ in self.owned.catalog.descriptors()
+                if described.end <= known
+            ]
+            # Objects that are merged under the walk may come as they were, and merged: their bytes
+            # would count twice.
+            if all(before.end <= after.start for before, after in pairwise(found)):
+                return found
+        return None
+
+    def collect_orphans(self) -> list[str]:
+        """Removes objects without a descriptor, after their grace period; returns their names.
+
+        Staged rows that no batch needs are removed, too.
+        """
+        with self._uploading:
+            if self._stopping.is_set() or self._tiers.node_clock.check() is not None:
+                return []
+            objects = self._tiers.objects
+            storage = self._tiers.storage
+            grace_seconds = storage.cloud.orphan_grace_minutes * 60
+            keys = PipelineKeys(storage.metadata.root_prefix)
+            has_jobs = partial(keys.has_jobs, self._tiers.metadata)
+            if has_jobs():
+                # Its objects have no descriptors until it commits them.
+                grace_seconds = max(grace_seconds, _JOB_GRACE_SECONDS)
+            return [
+                *collect_orphans(
+                    self.owned,
+                    objects,
+                    grace_seconds=grace_seconds,
+                    clock=self._clock,
+                    metrics=self._metrics,
+                    has_jobs=has_jobs,
+                    correct_ms=self._tiers.node_clock.correct_ms,
+                ),
+                *sweep_staging(self.owned, objects, grace_seconds=grace_seconds, clock=self._clock),
+            ]

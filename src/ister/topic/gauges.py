@@ -1,0 +1,59 @@
+"""The gauges of a log: sums over its open topics, and what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from ister.metrics import Metrics
+from ister.topic.disk import DiskGuard
+from ister.topic.node_clock import NodeClock
+from ister.topic.stores import Tiers
+from ister.topic.topic import Topic
+
+_OF_TOPIC: Final[dict[str, Callable[[Topic], int]]] = {
+    "wal.topics": lambda topic: 1,
+    "wal.cache.size": lambda topic: len(topic.cache),
+    "wal.cache.bytes": lambda topic: topic.cache.size_bytes,
+    "wal.cache.evictions": lambda topic: topic.cache.evictions,
+    "wal.open_files": lambda topic: int(topic.wal.has_open_file),
+    "uploader.lag_bytes": lambda topic: topic.tier.lag_bytes if topic.tier is not None else 0,
+    "wal_reader.active_readers": lambda topic: len(topic.readers),
+    "wal_reader.memory_bytes": lambda topic: sum(r.held_bytes for r in topic.readers),
+}
+
+
+def register_gauges(
+    metrics: Metrics,
+    topics: Callable[[], list[Topic]],
+    *,
+    tiers: Tiers | None,
+    disk: DiskGuard | None,
+    node_clock: NodeClock,
+) -> None:
+    """Registers the gauges of a log; `topics` returns the open topics."""
+
+    def total(of_topic: Callable[[Topic], int]) -> int:
+        return sum(map(of_topic, topics()))
+
+    def cache_hit_ratio() -> float:
+        hits = metrics.counted("wal.reader.stitch_cache_items")
+        reads = hits + metrics.counted("wal.reader.stitch_tier_items")
+        return hits / reads if reads else 0.0
+
+    def clock_step_seconds() -> int:
+        step = node_clock.step
+        return 0 if step is None else round(step.seconds)
+
+    for name, of_topic in _OF_TOPIC.items():
+        metrics.register_gauge(name, partial(total, of_topic))
+    metrics.register_gauge(
+        "uploader.memory_usage_bytes", lambda: tiers.upload_memory_bytes if tiers else 0
+    )
+    metrics.register_gauge("upload.inflight_parts", lambda: tiers.upload_parts if tiers else 0)
+    metrics.register_gauge("walcache.hit_ratio", cache_hit_ratio)
+    metrics.register_gauge("clock.step_seconds", clock_step_seconds)
+    if disk is not None:
+        metrics.register_gauge("disk.reserve_bytes", lambda: disk.reserve_bytes)
+        metrics.register_gauge("disk.is_low", lambda: int(disk.is_low()))

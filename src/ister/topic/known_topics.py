@@ -1,0 +1,113 @@
+"""Which topics of a log exist, and which are partitions of others.
+
+Without a bucket, a topic exists when its directory does; with one, when the metadata store has its
+record, or a directory was made before there was a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+from ister.bucket.catalog import list_partitions, list_records
+from ister.errors import AlreadyExistsError, IsterError, TopicNameError
+from ister.fs.base import FileSystem
+from ister.model import TopicName
+from ister.partitions import base_of_partition, partition_name
+from ister.topic.directories import TopicDirectories
+from ister.topic.disk import RESERVE_NAME
+from ister.topic.node import INSTANCES_NAME, NODE_NAME
+from ister.topic.node_clock import CLOCK_NAME
+from ister.topic.stores import Tiers
+from ister.wal.directory import LOCK_NAME
+
+_OWN_FILES: Final = (LOCK_NAME, NODE_NAME, INSTANCES_NAME, RESERVE_NAME, CLOCK_NAME)
+"""Beside the namespaces in a log's directory."""
+
+
+class KnownTopics:
+    """Finds the topics of a log, open or not. Thread-safe."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        *,
+        directories: TopicDirectories | None,
+        tiers: Tiers | None,
+        opened: Container[str],
+    ) -> None:
+        """Looks in the directories and the metadata store; `opened` are the open topics."""
+        self._fs = fs
+        self._directories = directories
+        self._tiers = tiers
+        self._opened = opened
+
+    def add_names(self, names: set[str]) -> list[str]:
+        """All topics, sorted: `names` (the open ones) and those that are not open."""
+        if self._directories is not None:
+            root = self._directories.root
+            for namespace in self._fs.list_directory(root):
+                if namespace in _OWN_FILES:
+                    continue
+                try:
+                    found = self._fs.list_directory(f"{root}/{namespace}")
+                except IsterError:
+                    continue  # a stray file beside the namespaces
+                names.update(f"/{namespace}/{topic}" for topic in found)
+        if self._tiers is not None:
+            prefix = self._tiers.storage.metadata.root_prefix
+            for name, exists in list_records(self._tiers.metadata, prefix).items():
+                # Files of a topic that is being deleted, or was, are on their way out.
+                (names.add if exists else names.discard)(name)
+        return sorted(name for name in names if _is_topic_name(name))
+
+    def exists(self, name: TopicName) -> bool:
+        """Whether there is a topic of this name, which may be a partition."""
+        if str(name) in self._opened:
+            return True
+        if self._tiers is not None and (found := self._tiers.catalog(name).record()) is not None:
+            return found[0].is_open
+        directories = self._directories
+        return directories is not None and self._fs.exists(directories.of(name).path)
+
+    def partitions_of(self, name: TopicName) -> list[str]:
+        """The partitions of a topic, in the order of their numbers."""
+        numbers: set[int] = set()
+        if self._tiers is not None:
+            prefix = self._tiers.storage.metadata.root_prefix
+            numbers.update(list_partitions(self._tiers.metadata, prefix, name))
+        number = 0
+        # Those without a record: a log without a bucket has none.
+        while number in numbers or self.exists(_partition(name, number)):
+            numbers.add(number)
+            number += 1
+        return [str(_partition(name, one)) for one in sorted(numbers)]
+
+    def check_new(self, name: TopicName) -> None:
+        """Refuses a topic beside its partitions, and partitions beside their topic.
+
+        Raises:
+            AlreadyExistsError: The other one exists.
+        """
+        text = str(name)
+        if partitions := self.partitions_of(name):
+            raise AlreadyExistsError(
+                f"{text} is a partitioned topic with {len(partitions)} partitions",
+                topic=text,
+                hint="log.partitioned(name) appends to its partitions",
+            )
+        base = base_of_partition(text)
+        if base is not None and self.exists(TopicName.parse(base)):
+            raise AlreadyExistsError(f"{base} is a topic without partitions", topic=text)
+
+
+def _partition(name: TopicName, number: int) -> TopicName:
+    return TopicName(namespace=name.namespace, topic=partition_name(name.topic, number))
+
+
+def _is_topic_name(name: str) -> bool:
+    try:
+        TopicName.parse(name)
+    except TopicNameError:
+        return False
+    return True

@@ -1,0 +1,242 @@
+"""Rebuilds lost metadata from the bucket: `ister recover`.
+
+Owns: which topics, and moving a damaged SQLite file aside. Does not own: rebuilding one topic
+(`ister.bucket.rebuild`), output (`ister.cli.recover`).
+
+A topic that the metadata store knows is left unchanged, and an error of one topic does not stop the
+others. What a crash leaves: topics that are whole, topics that are not known yet, and possibly a
+metadata file that was moved aside; the next run does the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+from ister.bucket.catalog import Catalog
+from ister.bucket.names import TopicKeys
+from ister.bucket.rebuild import TopicReport, find_topics, rebuild_topic
+from ister.clock import Clock
+from ister.config import MetadataBackend, MetadataConfig, StorageConfig
+from ister.errors import (
+    CorruptDataError,
+    DataGapError,
+    InvariantError,
+    IsterError,
+    NotFoundError,
+)
+from ister.format.descriptor import ObjectDescriptor, count_messages
+from ister.fs.local import LocalFileSystem
+from ister.metadata.base import MetadataStore
+from ister.metadata.memory import MemoryMetadata
+from ister.metrics import Metrics
+from ister.model import TopicName
+from ister.objectstore.base import ObjectStore
+from ister.topic.stores import open_metadata
+from ister.wal.directory import LOCK_NAME
+
+_DAMAGED_SUFFIX: Final = ".damaged-"
+_SQLITE_SUFFIXES: Final = ("", "-wal", "-shm")
+"""The database first: SQLite drops a log that it finds beside a new, empty database, so a crash in
+between leaves nothing that SQLite would apply."""
+
+
+@contextmanager
+def lock_log(root: str) -> Iterator[None]:
+    """Keeps other processes from opening the log.
+
+    Args:
+        root: The WAL directory.
+
+    Raises:
+        DirectoryLockedError: Another process has it open.
+    """
+    fs = LocalFileSystem()
+    fs.make_directories(root)
+    lock = fs.lock(f"{root}/{LOCK_NAME}")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicRecovery:
+    """What was found of one topic, and what was done; without an object, offsets are 0."""
+
+    topic: str
+    status: str
+    """`recovered`, `known`, `planned` or `failed`."""
+    objects: int = 0
+    messages: int = 0
+    bytes: int = 0
+    start_offset: int = 0
+    next_offset: int = 0
+    left_out: list[str] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    errors: list[IsterError] = field(default_factory=list)
+
+    def count(self, objects: Sequence[ObjectDescriptor]) -> None:
+        """Takes the objects that make up the topic, in their order."""
+        self.objects = len(objects)
+        self.messages = sum(map(count_messages, objects))
+        self.bytes = sum(described.size_bytes for described in objects)
+        if objects:
+            self.start_offset, self.next_offset = objects[0].start, objects[-1].end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetadataFound:
+    """How the metadata store was found."""
+
+    location: str
+    state: str
+    """`ok`, `missing` or `damaged`."""
+    set_aside: str | None = None
+    """Where a damaged file is now."""
+
+
+class Recovery:
+    """Rebuilds the metadata of topics that the metadata store does not know.
+
+    Args:
+        storage: Where the log is.
+        store: Its bucket; stays open.
+        clock: For the metadata store.
+        dry_run: Write nothing.
+
+    Raises:
+        IsterError: The metadata store cannot be opened.
+    """
+
+    def __init__(
+        self, storage: StorageConfig, store: ObjectStore, *, clock: Clock, dry_run: bool
+    ) -> None:
+        self._storage = storage
+        self._store = store
+        self._is_dry = dry_run
+        self._clock = clock
+        self._metadata, self.metadata_found = self._open_metadata()
+        self._found = find_topics(store)
+
+    def close(self) -> None:
+        self._metadata.close()
+
+    def topics(self, wanted: Iterable[TopicName] = ()) -> dict[TopicName, int]:
+        """The topics of these names, or all in the bucket, with their numbers of objects."""
+        names = sorted(set(wanted) or self._found, key=str)
+        return {name: len(self._found.get(name, ())) for name in names}
+
+    def recover(self, name: TopicName, *, on_object: Callable[[int], None]) -> TopicRecovery:
+        """Rebuilds one topic; its errors are in the result.
+
+        Args:
+            name: The topic.
+            on_object: Called with how many objects were done.
+        """
+        row = TopicRecovery(topic=str(name), status="failed")
+        keys = TopicKeys(self._storage.metadata.root_prefix, name)
+        try:
+            if self._metadata.get(keys.record) is not None:
+                # Asked before the objects are read, which may take hours.
+                self._describe_known(row, keys)
+                on_object(len(self._found.get(name, ())))
+            elif name in self._found:
+                report = rebuild_topic(
+                    self._store,
+                    self._metadata,
+                    keys,
+                    self._found[name],
+                    clock=self._clock,
+                    dry_run=self._is_dry,
+                    on_object=lambda: on_object(1),
+                )
+                self._take(row, report)
+            else:
+                row.errors.append(self._not_found(name))
+        except InvariantError:
+            raise
+        except IsterError as error:
+            row.errors.append(error)
+        for failure in row.errors:
+            failure.topic = failure.topic or row.topic
+        return row
+
+    def _describe_known(self, row: TopicRecovery, keys: TopicKeys) -> None:
+        catalog = Catalog(self._metadata, keys, clock=self._clock, metrics=Metrics())
+        objects = [described for described, _ in catalog.descriptors()]
+        row.count(objects)
+        row.gaps = [(a.end, b.start) for a, b in pairwise(objects) if a.end < b.start]
+        row.status = "known"
+
+    def _take(self, row: TopicRecovery, report: TopicReport) -> None:
+        row.count(report.objects)
+        row.left_out, row.gaps = report.left_out, report.gaps
+        row.errors += report.errors
+        row.errors += [
+            DataGapError("no object holds the offset", start=start, end=end, topic=row.topic)
+            for start, end in report.gaps
+        ]
+        if report.is_written:
+            row.status = "recovered"
+        elif self._is_dry:
+            row.status = "planned"
+
+    def _not_found(self, name: TopicName) -> NotFoundError:
+        near = difflib.get_close_matches(str(name), [str(topic) for topic in self._found])
+        return NotFoundError(
+            "the bucket has no objects of this topic",
+            topic=str(name),
+            path=self._store.location,
+            hint=f"did you mean {', '.join(near)}?"
+            if near
+            else "omit the name to recover all topics",
+        )
+
+    # -- metadata ---------------------------------------------------------------------------
+
+    def _open_metadata(self) -> tuple[MetadataStore, MetadataFound]:
+        """The metadata store; a new one where the old one is missing or damaged."""
+        config = self._storage.metadata
+        is_file = config.backend is MetadataBackend.SQLITE
+        location = config.path or ", ".join(config.endpoints)
+        is_missing = is_file and not os.path.exists(config.path or "")
+        state = "missing" if is_missing else "ok"
+        try:
+            opened = open_metadata(config, self._clock, read_only=self._is_dry)
+        except NotFoundError:
+            if not self._is_dry:
+                raise
+            # Nothing is known, as in an empty store.
+            return MemoryMetadata(self._clock), MetadataFound(location=location, state="missing")
+        except CorruptDataError:
+            if not is_file:
+                raise
+            if self._is_dry:
+                empty = MemoryMetadata(self._clock)
+                return empty, MetadataFound(location=location, state="damaged")
+            aside = _set_aside(config)
+            opened = open_metadata(config, self._clock)
+            return opened, MetadataFound(location=location, state="damaged", set_aside=aside)
+        return opened, MetadataFound(location=location, state=state)
+
+
+def _set_aside(config: MetadataConfig) -> str:
+    """Takes a damaged SQLite file, and what belongs to it, out of the way; returns where to."""
+    fs = LocalFileSystem()
+    path = os.path.abspath(config.path or "")
+    number = 1
+    while any(fs.exists(f"{path}{_DAMAGED_SUFFIX}{number}{suffix}") for suffix in _SQLITE_SUFFIXES):
+        number += 1
+    aside = f"{path}{_DAMAGED_SUFFIX}{number}"
+    for suffix in _SQLITE_SUFFIXES:
+        # Named as SQLite expects them, so that they can still be opened by hand.
+        if fs.exists(path + suffix):
+            fs.rename(path + suffix, aside + suffix)
+    fs.sync_directory(os.path.dirname(path))
+    return aside

@@ -1,0 +1,182 @@
+"""Repairs the topics of a log that no other process has open: `ister repair`.
+
+Owns: keeping the lease meanwhile, which topics are this node's, what taking a topic over loses, and
+that a sealed topic is sealed again. Does not own: repairing one topic (`Log.repair`), output.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from ister import threads
+from ister.bucket.catalog import Catalog
+from ister.errors import CorruptDataError, InvariantError, IsterError
+from ister.fs.local import LocalFileSystem
+from ister.model import TopicName, TopicState
+from ister.topic.log import Log
+from ister.topic.stores import Tiers
+from ister.topic.survey import BadRange, FileSurvey, Kind, survey
+from ister.wal.directory import WalDirectory
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicRepair:
+    """What was found in one topic, and what was done."""
+
+    topic: str
+    status: str = "failed"
+    """`whole`, `repaired`, `damaged`; `failed` if it could not be read; `skipped` if another node
+    owns it."""
+    local_frames: int | None = None
+    objects: list[str] = field(default_factory=list)
+    errors: list[IsterError] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRange:
+    """Offsets that were assigned by a node whose disk is lost, and are not in the bucket."""
+
+    start: int
+    known_end: int
+    """A subscription acknowledged messages up to here. There may be more."""
+
+    def __str__(self) -> str:
+        text = f"all offsets from {self.start} on"
+        if self.known_end > self.start:
+            return f"{text}; of these, {self.start} up to {self.known_end} were consumed"
+        return text
+
+
+@contextmanager
+def keep_lease(log: Log) -> Iterator[None]:
+    """Renews the log's lease in the background: a repair may take longer than it lasts."""
+    tiers = _stores(log)
+    stopping = threading.Event()
+
+    def keep() -> None:
+        while not stopping.wait(log.config.storage.metadata.lease_ttl_seconds / 3):
+            # A failed renewal is harmless: every transaction checks the ownership of its topic,
+            # and the next renewal puts the owner keys back.
+            with threads.guard("ister-repair-lease"), suppress(IsterError):
+                tiers.membership.renew()
+
+    thread = threads.start("ister-repair-lease", keep)
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+
+
+def find_lost(log: Log, name: TopicName) -> LostRange | None:
+    """What a topic loses when it is taken over; None if nothing."""
+    tiers = _stores(log)
+    catalog = tiers.catalog(name)
+    record = catalog.record()
+    if record is None or not record[0].lineage or catalog.sealed() is not None:
+        return None
+    has_files = not WalDirectory(LocalFileSystem(), _path(log, name)).is_blank()
+    if has_files and _is_of_node(catalog, tiers.membership.node):
+        return None
+    last = catalog.last()
+    tiered = 0 if last is None else last.end
+    cursors = [one.progress.offset for one in catalog.subscriptions()]
+    return LostRange(start=tiered, known_end=max(cursors, default=tiered))
+
+
+def try_repair(
+    log: Log, name: TopicName, *, take_over: bool, content: bool, is_named: bool
+) -> TopicRepair:
+    """Repairs one topic; its errors are in the result.
+
+    Args:
+        log: Opened without background work.
+        name: The topic.
+        take_over: Take it from a node whose disk is lost.
+        content: Read objects and files whole.
+        is_named: Also repair a topic that another node wrote last.
+    """
+    row = TopicRepair(topic=str(name))
+    try:
+        _repair(log, name, row, take_over=take_over, content=content, is_named=is_named)
+    except InvariantError:
+        raise
+    except IsterError as error:
+        row.errors.append(error)
+    for found in row.errors:
+        found.topic = found.topic or row.topic
+    return row
+
+
+def _repair(
+    log: Log, name: TopicName, row: TopicRepair, *, take_over: bool, content: bool, is_named: bool
+) -> None:
+    tiers = _stores(log)
+    catalog = tiers.catalog(name)
+    if not is_named and not _is_of_node(catalog, tiers.membership.node):
+        row.status = "skipped"
+        return
+    is_sealed = catalog.sealed() is not None
+    try:
+        if take_over:
+            log.topic(row.topic, take_over=True)
+        repaired = log.repair(row.topic, content=content)
+        row.local_frames, row.objects = repaired.local_frames, list(repaired.objects)
+        row.errors += repaired.errors
+        if content and log.topic(row.topic).state is not TopicState.QUARANTINED:
+            # Opening a log reads its end alone; damage further up is found by reading everything.
+            row.errors += _local_damage(_path(log, name))
+    finally:
+        if is_sealed:
+            # Opening removed the seal, without which another node cannot open the topic.
+            log.seal(row.topic)
+    if row.errors:
+        row.status = "damaged"
+    elif row.local_frames is not None or row.objects:
+        row.status = "repaired"
+    else:
+        row.status = "whole"
+
+
+def _stores(log: Log) -> Tiers:
+    if log.tiers is None:
+        raise InvariantError("a log with a bucket has stores")
+    return log.tiers
+
+
+def _path(log: Log, name: TopicName) -> str:
+    return f"{os.path.abspath(log.config.storage.wal.dir or '')}/{name.namespace}/{name.topic}"
+
+
+def _is_of_node(catalog: Catalog, node: str) -> bool:
+    """Whether a topic was last written by this node, or by none that is known."""
+    found = catalog.record()
+    return found is None or not found[0].lineage or found[0].lineage[-1].node == node
+
+
+def _local_damage(path: str) -> list[CorruptDataError]:
+    if not LocalFileSystem().exists(path):
+        return []
+    return [
+        _as_error(file, bad)
+        for file in survey(path).files
+        for bad in file.damage
+        if bad.kind is Kind.DAMAGE
+    ]
+
+
+def _as_error(file: FileSurvey, bad: BadRange) -> CorruptDataError:
+    upto = f" up to {bad.end_offset}" if bad.end_offset is not None else ""
+    offsets = f", offsets {bad.offset}{upto}" if bad.offset is not None else ""
+    return CorruptDataError(
+        f"local file is damaged: {bad.reason}{offsets}",
+        topic=file.topic,
+        offset=bad.offset,
+        path=file.path,
+        position=bad.position,
+        hint="readers use the bucket's copy of these messages if it has one",
+    )

@@ -1,0 +1,248 @@
+"""Compares the local files of a claimed topic with the bucket's catalog, and resolves differences.
+
+    claim ─► recover the local files ─► reconcile with the catalog
+
+The catalog is the truth about the bucket, the local files are the truth about what is not in it
+yet. After the claim no other process commits, so neither changes while they are compared:
+
+- local files that are not the topic's newest (another node wrote it since) have been set aside
+  before the claim, and the log begins where that node's messages end;
+- the local log ends below what the bucket holds, or is damaged only there: it is set aside; nothing
+  is lost with it, and offsets continue after the bucket's;
+- the bucket ends before the local files begin: the catalog may have been restored from an older
+  copy, so objects that continue it are looked for and adopted; what is still missing then is in
+  neither tier, and the topic opens read-only, with the damage reported.
+
+Setting aside is a rename to a name that no topic can have. Ister never removes such a
+directory.
+
+What a crash leaves: a claim, which the next opening repeats, or a directory that was set aside.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from dataclasses import replace
+from typing import Final
+
+from ister import failpoints
+from ister.bucket.history_reader import NothingLeftError
+from ister.bucket.ownership import OwnedTopic
+from ister.bucket.rebuild import find_continuation
+from ister.errors import ConflictError, CorruptDataError, NotFoundError
+from ister.format.frame import Scan
+from ister.fs.base import FileSystem
+from ister.model import TopicName
+from ister.topic.stores import Tiers
+from ister.wal.directory import WalDirectory
+from ister.wal.index import SparseIndex
+from ister.wal.recovery import Damage, Recovered, recover
+from ister.wal.scan import scan_file
+
+_log = logging.getLogger("ister.topic.reconcile")
+
+# A directory that is about to take the place of one that is set aside.
+_FRESH_SUFFIX: Final = ".fresh"
+
+
+def recover_tiered(
+    directory: WalDirectory,
+    owned: OwnedTopic,
+    tiers: Tiers,
+    *,
+    untrusted_from: int | None,
+) -> Recovered:
+    """Opens the local files of a claimed topic and reconciles them with the catalog.
+
+    Raises:
+        As `ister.wal.recovery.recover`, and what the stores raise.
+    """
+    recovered = recover(
+        directory, untrusted_from=untrusted_from, floor=owned.start, durable=owned.tiered
+    )
+    if _first_offset(recovered) > owned.tiered:
+        _adopt(owned, tiers)
+    is_behind = recovered.next_offset < owned.start or (
+        # Unreadable bytes may have been acknowledged messages: such a topic stays as it is,
+        # read-only.
+        bool(recovered.damage)
+        and recovered.next_offset <= owned.tiered
+        and not recovered.has_unread_bytes
+    )
+    if is_behind or owned.is_rebuilt:
+        _refuse_divergence(directory, recovered, owned, tiers)
+    if is_behind:
+        set_aside(directory, "everything in it that was durable is in the bucket")
+        recovered = recover(directory, floor=max(owned.start, recovered.next_offset))
+    missing = range(owned.tiered, _first_offset(recovered))
+    if missing and not recovered.damage:
+        damage = Damage(
+            path=directory.path,
+            position=0,
+            offset=missing.start,
+            reason=f"the offsets {missing.start} up to, not including, {missing.stop} are in "
+            "neither tier",
+        )
+        recovered = replace(recovered, damage=(damage,))
+    return recovered
+
+
+def _first_offset(recovered: Recovered) -> int:
+    return recovered.files[0].first_offset if recovered.files else recovered.next_offset
+
+
+def _refuse_divergence(
+    directory: WalDirectory, recovered: Recovered, owned: OwnedTopic, tiers: Tiers
+) -> None:
+    """Refuses files that hold other messages than the bucket under the same offsets.
+
+    It takes a catalog that was rebuilt while files or objects of a fenced owner lay around. The
+    newest frame that both tiers have tells: up to it they hold the same, or they do not.
+    """
+    offset = min(_local_end(directory, recovered), owned.tiered) - 1
+    frame = _read_frame(directory, recovered, offset)
+    if frame is None:
+        return
+    history = tiers.reader(owned.catalog)
+    try:
+        batch = history.fetch(offset, offset + 1, bytes_max=len(frame))
+    except (CorruptDataError, NotFoundError, NothingLeftError):
+        return  # what the bucket has there is no witness
+    finally:
+        history.close()
+    if batch.chunk[batch.starts[0] : batch.end] != frame:
+        raise ConflictError(
+            "the local files and the bucket hold different messages under the same offsets",
+            topic=owned.topic,
+            offset=offset,
+            path=directory.path,
+            hint="one of them belongs to an owner that was replaced; look at both with "
+            "`ister inspect`, and move away what is not wanted",
+        )
+
+
+def _local_end(directory: WalDirectory, recovered: Recovered) -> int:
+    """The offset after the last whole frame of the local files, up to damage; 0 without files."""
+    if not recovered.files:
+        return 0
+    file = recovered.files[-1]
+    entry = recovered.index.entries[-1] if recovered.index.entries else None
+    handle = directory.fs.open_read(directory.log_path(file.seq))
+    try:
+        scan = scan_file(
+            handle,
+            position=entry.position if entry is not None else 0,
+            expected_offset=entry.offset if entry is not None else file.first_offset,
+        )
+    finally:
+        handle.close()
+    return scan.next_offset if scan.next_offset is not None else file.first_offset
+
+
+def _read_frame(directory: WalDirectory, recovered: Recovered, offset: int) -> bytes | None:
+    """A whole local frame by its offset; None if it is missing or damaged."""
+    at = bisect_right(recovered.files, offset, key=lambda file: file.first_offset)
+    if at == 0:
+        return None
+    file = recovered.files[at - 1]
+    is_last = at == len(recovered.files)
+    index = recovered.index if is_last else SparseIndex(directory.load_index(file.seq))
+    entry = index.find_offset(offset)
+    found: list[bytes] = []
+
+    def visit(chunk: bytes, position: int, scan: Scan) -> None:
+        number = offset - ((scan.next_offset or 0) - len(scan.starts))
+        if 0 <= number < len(scan.starts):
+            ends = [*scan.starts[1:], scan.end]
+            found.append(chunk[scan.starts[number] : ends[number]])
+
+    handle = directory.fs.open_read(directory.log_path(file.seq))
+    try:
+        scan_file(
+            handle,
+            position=entry.position if entry is not None else 0,
+            expected_offset=entry.offset if entry is not None else file.first_offset,
+            visit=visit,
+        )
+    finally:
+        handle.close()
+    return found[0] if found else None
+
+
+def _adopt(owned: OwnedTopic, tiers: Tiers) -> None:
+    """Adds objects that continue the catalog and are not in it."""
+    name: TopicName = owned.catalog.keys.topic
+    lineage = owned.record.lineage
+    found = find_continuation(
+        tiers.objects,
+        name,
+        owned.tiered,
+        incarnation=owned.record.incarnation,
+        epoch_min=0 if owned.is_rebuilt or not lineage else lineage[0].epoch,
+    )
+    if found:
+        owned.adopt(found)
+        _log.warning(
+            "objects that were missing in the catalog were added",
+            extra={"topic": owned.topic, "objects": [d.object_id for d in found]},
+        )
+
+
+def set_aside(directory: WalDirectory, reason: str) -> str:
+    """Renames a topic's directory, without removing anything; returns the new path."""
+    fs, path = directory.fs, directory.path
+    number = 1
+    while fs.exists(aside := f"{path}.aside-{number}"):
+        number += 1
+    # The new directory is made first: a crash between the two names must not look like a loss.
+    parent = path.rpartition("/")[0]
+    directory.begin_rename()
+    WalDirectory(fs, f"{path}{_FRESH_SUFFIX}").mark()
+    fs.rename(path, aside)
+    fs.sync_directory(parent)
+    failpoints.reach("tier.after_set_aside")
+    fs.rename(f"{path}{_FRESH_SUFFIX}", path)
+    fs.sync_directory(parent)
+    _log.error("local files set aside", extra={"path": aside, "reason": reason})
+    return aside
+
+
+def finish_set_aside(directory: WalDirectory) -> None:
+    """Finishes a `set_aside` that a crash has interrupted."""
+    fs, path = directory.fs, directory.path
+    fresh = f"{path}{_FRESH_SUFFIX}"
+    if not fs.exists(fresh):
+        return
+    if fs.exists(path):
+        remove_directory(fs, fresh)
+    else:
+        directory.begin_rename()
+        WalDirectory(fs, fresh).mark()
+        fs.rename(fresh, path)
+        fs.sync_directory(path.rpartition("/")[0])
+
+
+def remove_directory(fs: FileSystem, path: str) -> None:
+    """Removes a topic's directory and what is in it; one that does not exist is fine.
+
+    A crash in the middle leaves some of the files: the caller has recorded before that they are
+    not needed, and does this again.
+    """
+    if not fs.exists(path):
+        return
+    for name in fs.list_directory(path):
+        fs.remove(f"{path}/{name}")
+    fs.remove_directory(path)
+    fs.sync_directory(path.rpartition("/")[0])
+
+
+def measure_backlog(directory: WalDirectory, recovered: Recovered, tiered: int) -> int:
+    """About how many bytes of the local files are not tiered: whole files, to be quick."""
+    total = 0
+    for at, file in enumerate(recovered.files):
+        is_last = at + 1 == len(recovered.files)
+        end = recovered.next_offset if is_last else recovered.files[at + 1].first_offset
+        if end > tiered:
+            total += directory.log_size(file.seq)
+    return total

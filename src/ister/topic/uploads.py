@@ -1,0 +1,490 @@
+"""Uploads of one topic: when they are due, the upload itself, and how far behind they are.
+
+Only synced messages are uploaded, and `tiered` moves over a gapless prefix. One upload runs at a
+time. A process whose lease is not certainly valid acknowledges nothing.
+
+A pipeline may upload in this owner's name: `follow` reads what it has committed. If both upload at
+once, one of them commits, and the other one continues from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from ister.bucket.history_reader import HistoryReader
+from ister.bucket.ownership import OwnedTopic
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    ConflictError,
+    DataGapError,
+    FencedError,
+    IsterError,
+    UnavailableError,
+)
+from ister.format.checkpoint import UploaderCheckpoint
+from ister.format.descriptor import ObjectDescriptor
+from ister.retry import backoff_seconds
+from ister.topic.pace import PacedReader
+from ister.topic.retention import ActiveFloor, no_floor
+from ister.topic.stores import Tiers
+from ister.wal.log import Wal
+from ister.wal.reader import WalReader
+
+_log = logging.getLogger("ister.topic.uploads")
+
+_RETRY_SECONDS_MIN: Final = 1.0
+_RETRY_SECONDS_MAX: Final = 60.0
+# While low disk space stops appends.
+_RETRY_SECONDS_PRESSED: Final = 5.0
+# How often commits of a pipeline are read.
+_FOLLOW_SECONDS: Final = 1.0
+# A pipeline may be slow to start, and slow once.
+_PATIENCE_SECONDS: Final = 60.0
+# A hold on producers ends when the lag is clearly below its limit, not just under it.
+_RELIEF: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiered:
+    """What an upload cycle has moved: the offsets `start` up to, not including, `end`."""
+
+    start: int
+    end: int
+    objects: tuple[ObjectDescriptor, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the objects."""
+        return sum(described.size_bytes for described in self.objects)
+
+
+class TopicUploads:
+    """Ownership and uploads of one topic. Thread-safe."""
+
+    def __init__(self, *, wal: Wal, owned: OwnedTopic, tiers: Tiers, backlog_bytes: int) -> None:
+        """Takes over a topic that was claimed and whose log was recovered.
+
+        Args:
+            wal: The topic's log.
+            owned: The claim.
+            tiers: The stores.
+            backlog_bytes: About how much of the local files is not tiered yet.
+        """
+        self._wal = wal
+        self.owned = owned
+        self._tiers = tiers
+        self._clock = tiers.clock
+        self._metrics = tiers.metrics
+        self._stopping = threading.Event()
+        self._uploader = tiers.uploader(owned, self._stopping.is_set)
+        self._uploading = threading.Lock()
+        self._trimming = threading.Lock()
+        self._lag_base = backlog_bytes
+        self._lag_mark = 0
+        self._cycle_at = -float("inf")
+        self._retry_at = -float("inf")
+        self._failed_at = -float("inf")
+        self._follow_at = -float("inf")
+        self._behind_since: float | None = None
+        self._failures = 0
+        self.last_error: IsterError | None = None
+        """Why the last cycle failed; None after one that did not."""
+        self.is_wanted = False
+        """Whether a caller waits for `tiered`."""
+        self.is_submitted = False
+        """Whether a cycle waits for a thread or runs; set by `background`."""
+        self.is_retaining = False
+        """Whether retention waits for a thread or runs; set by `background`."""
+        self._is_held = False
+        self._pressing = threading.Lock()
+        self.on_wanted: Callable[[], None] = lambda: None
+        """Called when an upload should not wait for its time."""
+        self.active_floor: ActiveFloor = no_floor
+        """Returns the lowest cursor of the active subscriptions; see `Topic`."""
+        self.is_listed = False
+        """Whether `background` checks it a few times a second; set by `background`."""
+        self.on_backlog: Callable[[], None] = lambda: None
+        """Called when messages were synced while the topic is not listed."""
+        self.on_fenced: Callable[[], None] = lambda: None
+        """Called, in any thread, when another node turns out to own the topic."""
+        owned.on_fenced = self._on_fenced
+        owned.on_regained = self._on_regained
+        wal.on_tier_wanted = self._on_wanted
+        wal.on_synced = self._on_synced
+        wal.advance_tiered(min(owned.tiered, wal.synced))
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def earliest(self) -> int:
+        """The first offset that any tier holds."""
+        first = self.owned.first
+        trimmed = self._wal.trimmed
+        return trimmed if first is None else min(first.start, trimmed)
+
+    @property
+    def lag_bytes(self) -> int:
+        """About how many synced bytes are not in the bucket yet."""
+        if self._wal.synced <= (self._wal.tiered or 0):
+            return 0
+        return max(0, self._lag_base + self._wal.synced_bytes_total - self._lag_mark)
+
+    @property
+    def failures(self) -> int:
+        """Upload cycles that failed since the last good one."""
+        return self._failures
+
+    def check_owner(self) -> None:
+        """Checks that this process may acknowledge messages now.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            UnavailableError: The lease may have expired; the metadata store has not answered.
+        """
+        # In this order: a renewal in between notices a new owner before it makes the lease valid
+        # again.
+        is_leased = self.owned.is_leased
+        if self.owned.is_fenced:
+            raise self._fenced_error()
+        if not is_leased:
+            raise self.lapsed_error()
+
+    def lapsed_error(self) -> UnavailableError:
+        """The error of waiters while it is uncertain that this process owns the topic."""
+        return self._lapsed("whether the message counts is unknown until the store answers")
+
+    def refused_error(self) -> FencedError | UnavailableError:
+        """The error of appends without a valid lease; `FencedError` if the topic was lost."""
+        if self.owned.is_fenced:
+            return self._fenced_error()
+        return self._lapsed("nothing was accepted; appends resume when the store answers")
+
+    def _lapsed(self, hint: str) -> UnavailableError:
+        return UnavailableError(
+            "the metadata store has not answered in time, so the topic may have another owner",
+            topic=self.owned.topic,
+            hint=hint,
+        )
+
+    def _fenced_error(self) -> FencedError:
+        return FencedError("another owner has the topic", topic=self.owned.topic)
+
+    def _on_fenced(self, error: FencedError) -> None:
+        self._wal.hold("fenced", self._fenced_error, waits=False)
+        self._wal.end_tiering(error)
+        self.on_fenced()
+
+    def _on_regained(self) -> None:
+        self._wal.unhold("lease")
+
+    def _on_wanted(self) -> None:
+        self.is_wanted = True
+        self.on_wanted()
+
+    def _on_synced(self) -> None:
+        if not self.is_listed:
+            self.on_backlog()
+
+    def history(self) -> HistoryReader:
+        """A reader of the topic's objects."""
+        return self._tiers.reader(self.owned.catalog)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ends a running upload soon; no other one begins."""
+        self._stopping.set()
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Stops, and keeps everything that changes objects out while the topic is deleted."""
+        self.stop()
+        with self._trimming, self._uploading:
+            yield
+
+    # -- uploads ----------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is uploaded and no producer waits: nothing is due."""
+        wal = self._wal
+        return wal.next == (wal.tiered or 0) and not self._is_held
+
+    def is_due(self, now: float) -> bool:
+        """Whether a cycle should begin: by time, by size, or because a caller waits."""
+        if self._wal.synced <= (self._wal.tiered or 0):
+            return False
+        is_pressed = self._tiers.is_disk_low()
+        retry_at = self._retry_at
+        if is_pressed:
+            retry_at = min(retry_at, self._failed_at + _RETRY_SECONDS_PRESSED)
+        if self.owned.is_fenced or self._stopping.is_set() or now < retry_at:
+            return False
+        settings = self._tiers.storage.uploader
+        return (
+            self.is_wanted
+            or is_pressed
+            or now - self._cycle_at >= settings.interval_seconds
+            or self.lag_bytes >= settings.max_batch_bytes
+        )
+
+    def is_due_by_age(self, now_seconds: float) -> bool:
+        """Whether a cycle is due by size, or by the age of the newest object.
+
+        For a process that opens the log again and again for a moment: its own clock is new each
+        time.
+        """
+        settings, last = self._tiers.storage.uploader, self.owned.last
+        if self._wal.synced <= (self._wal.tiered or 0):
+            return False
+        made_at = last.created_at if last is not None else self.owned.record.created_at
+        return (
+            self.lag_bytes >= settings.max_batch_bytes
+            or now_seconds - made_at >= settings.interval_seconds
+        )
+
+    def upload(self, *, is_crowded: Callable[[], bool] = lambda: False) -> Tiered:
+        """One cycle: everything that is synced by now goes into the bucket.
+
+        Args:
+            is_crowded: Called after each object; if other topics wait for a thread, the cycle
+                ends, and the next one continues.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            DataGapError: The bucket ends before the local files begin.
+            CorruptDataError: A local frame is damaged; what precedes it was uploaded.
+            UnavailableError: A store does not answer; the next cycle continues from there.
+            PermissionDeniedError: A store refuses.
+        """
+        with self._uploading:
+            if self._stopping.is_set():
+                raise ClosedError("the topic is closed", topic=self.owned.topic)
+            began = self._clock.monotonic()
+            self._cycle_at = began
+            was_wanted, self.is_wanted = self.is_wanted, False
+            try:
+                tiered = self._upload(is_crowded)
+            except BaseException as error:
+                # The callers still wait.
+                self.is_wanted = self.is_wanted or was_wanted
+                if isinstance(error, IsterError) and not self._stopping.is_set():
+                    self._record_failure(error)
+                raise
+            finally:
+                self._metrics.observe(
+                    "uploader.cycle_duration_seconds", self._clock.monotonic() - began
+                )
+            self._failures = 0
+            self._retry_at = -float("inf")
+            self.last_error = None
+            # A pipeline that has not uploaded this topic gets another chance.
+            self._behind_since = None
+            return tiered
+
+    def _upload(self, is_crowded: Callable[[], bool]) -> Tiered:
+        wal = self._wal
+        mark, synced = wal.synced_bytes_total, wal.synced
+        # A commit that seemed to have failed may have happened, or a pipeline has committed.
+        self.owned.refresh()
+        self._record_pipeline_uploads()
+        wal.advance_tiered(min(self.owned.tiered, synced))
+        first = start = self._next_start()
+        objects: list[ObjectDescriptor] = []
+        source = self._paced_source()
+        try:
+            while (described := self._upload_next(source, start, synced)) is not None:
+                start = described.end
+                objects.append(described)
+                self._record_object(described, source.place)
+                if start < synced and is_crowded():
+                    self.is_wanted = True
+                    return Tiered(start=first, end=start, objects=tuple(objects))
+        finally:
+            source.close()
+            self.apply_pressure()
+        self._lag_base, self._lag_mark = 0, mark
+        self.apply_pressure()
+        return Tiered(start=first, end=start, objects=tuple(objects))
+
+    def _upload_next(self, source: WalReader, start: int, synced: int) -> ObjectDescriptor | None:
+        """The next object; if a pipeline was faster, the one after the pipeline's."""
+        while True:
+            try:
+                return self._uploader.upload(source, start, synced)
+            except ConflictError:
+                if self.owned.tiered <= start:
+                    raise
+                self._record_pipeline_uploads()
+                start = self.owned.tiered
+
+    # -- uploads of a pipeline --------------------------------------------------------------
+
+    def is_follow_due(self, now: float) -> bool:
+        """Whether it is time to read what a pipeline has committed."""
+        if self._stopping.is_set() or self.owned.is_fenced:
+            return False
+        if self._wal.synced <= (self._wal.tiered or 0):
+            self._behind_since = None
+            return False
+        return now >= self._follow_at
+
+    def is_left_behind(self, now: float) -> bool:
+        """Whether a pipeline that should upload this topic has not done so for far too long."""
+        settings, ttl = self._tiers.storage.uploader, self._tiers.storage.metadata.lease_ttl_seconds
+        since = self._behind_since
+        patience = max(_PATIENCE_SECONDS, 4 * ttl, 6 * settings.interval_seconds)
+        return since is not None and now - since > patience
+
+    def follow(self) -> int:
+        """Reads what was committed in this owner's name; returns the new `tiered`.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        now = self._clock.monotonic()
+        self._follow_at = now + _FOLLOW_SECONDS
+        if self._behind_since is None:
+            self._behind_since = now
+        if not self._uploading.acquire(blocking=False):
+            return self._wal.tiered or 0  # a running upload reads it by itself
+        try:
+            self.owned.refresh()
+            self._record_pipeline_uploads()
+        finally:
+            self._uploading.release()
+        return self._wal.tiered or 0
+
+    def _record_pipeline_uploads(self) -> None:
+        """Advances `tiered` over objects that a pipeline has committed, if there are any."""
+        known = self._wal.tiered or 0
+        last = self.owned.last
+        if last is None or last.end <= known:
+            return
+        # First: if this fails, nothing was changed, and the next call tries again.
+        size_bytes = sum(
+            described.size_bytes
+            for described, _ in self.owned.catalog.descriptors(known, last.end)
+            if described.start >= known
+        )
+        self._behind_since = None
+        self.last_error = None
+        self._lag_base -= size_bytes
+        self._wal.advance_tiered(min(last.end, self._wal.synced))
+        if self._wal.tiered == self._wal.synced:
+            self._lag_base, self._lag_mark = 0, self._wal.synced_bytes_total
+            self.is_wanted = False
+        self.apply_pressure()
+        source = self._source()
+        try:
+            self._save_checkpoint(last, source.place_of(last.end))
+        except IsterError as error:
+            _log.debug("no checkpoint", extra={"topic": self.owned.topic, "error": str(error)})
+        finally:
+            source.close()
+
+    def _next_start(self) -> int:
+        start = self.owned.tiered if self.owned.last is not None else self._wal.trimmed
+        if start < self._wal.trimmed:
+            raise DataGapError(
+                "the bucket ends before the local files begin",
+                start=start,
+                end=self._wal.trimmed,
+                topic=self.owned.topic,
+            )
+        return start
+
+    def _record_object(self, described: ObjectDescriptor, place: tuple[int, int]) -> None:
+        self._wal.advance_tiered(described.end)
+        self._lag_base -= described.size_bytes
+        self.apply_pressure()
+        self._save_checkpoint(described, place)
+
+    def _save_checkpoint(self, described: ObjectDescriptor, place: tuple[int, int]) -> None:
+        directory = self._wal.directory
+        if directory is None:
+            return
+        checkpoint = UploaderCheckpoint(
+            last_committed_offset=described.end - 1,
+            last_read_file_seq=place[0],
+            last_read_byte_position=place[1],
+            last_object_id=described.object_id,
+            updated_at=self._clock.now_ns() // 1_000_000_000,
+        )
+        try:
+            directory.save_uploader(checkpoint)
+        except IsterError as error:
+            # The catalog is the truth; the checkpoint is for readers of the directory alone.
+            _log.warning(
+                "uploader checkpoint not saved",
+                extra={"topic": self.owned.topic, "error": str(error)},
+            )
+
+    def _record_failure(self, error: IsterError) -> None:
+        self.last_error = error
+        self._failures += 1
+        pause = backoff_seconds(self._failures, first=_RETRY_SECONDS_MIN, most=_RETRY_SECONDS_MAX)
+        self._failed_at = self._clock.monotonic()
+        self._retry_at = self._failed_at + pause
+        self._metrics.count("uploader.errors_total")
+        _log.warning(
+            "upload failed",
+            extra={"topic": self.owned.topic, "error": str(error), "retry_seconds": pause},
+        )
+
+    def _source(self) -> WalReader:
+        return WalReader(
+            self._wal,
+            chunk_bytes=self._tiers.storage.uploader.stream_chunk_size // 2,
+            metrics=self._metrics,
+            clock=self._clock,
+        )
+
+    def _paced_source(self) -> WalReader:
+        """A reader for uploads that no caller waits for."""
+        return PacedReader(
+            self._wal,
+            chunk_bytes=self._tiers.storage.uploader.stream_chunk_size // 2,
+            metrics=self._metrics,
+            clock=self._clock,
+            may_pause=self._may_pause,
+            sleep=self._stopping.wait,
+        )
+
+    def _may_pause(self) -> bool:
+        """Whether an upload may pause in favour of producers."""
+        return not (
+            self._wal.is_tiered_wanted
+            or self._is_held
+            or self.lag_bytes > self._tiers.storage.uploader.max_lag_bytes // 4
+            or self._tiers.is_disk_low()
+        )
+
+    def apply_pressure(self) -> None:
+        """Holds producers while the upload backlog is too large, and releases them afterwards."""
+        limit = self._tiers.storage.uploader.max_lag_bytes
+        with self._pressing:
+            lag = self.lag_bytes
+            if lag > limit and not self._is_held:
+                self._is_held = True
+                self._wal.hold("lag", self._lag_error, waits=True)
+                self._on_wanted()
+            elif lag <= limit * _RELIEF and self._is_held:
+                self._is_held = False
+                self._wal.unhold("lag")
+
+    def _lag_error(self) -> CapacityError:
+        reason = f": {self.last_error.message}" if self.last_error is not None else ""
+        return CapacityError(
+            f"{self.lag_bytes} bytes wait for their upload{reason}",
+            topic=self.owned.topic,
+            hint="appends resume when the bucket has caught up; "
+            "storage.uploader.max_lag_bytes sets the limit",
+        )

@@ -1,0 +1,300 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ConsumeRequest(_message.Message):
+    __slots__ = ("open", "acks", "nack", "received")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ACKS_FIELD_NUMBER: _ClassVar[int]
+    NACK_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    open: OpenConsumer
+    acks: Acks
+    nack: Nack
+    received: int
+    def __init__(self, open: _Optional[_Union[OpenConsumer, _Mapping[str, object]]] = ..., acks: _Optional[_Union[Acks, _Mapping[str, object]]] = ..., nack: _Optional[_Union[Nack, _Mapping[str, object]]] = ..., received: _Optional[int] = ...) -> None: ...
+
+class OpenConsumer(_message.Message):
+    __slots__ = ("topic", "subscription", "consumer", "kind", "key_filters", "start", "reports_received")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CONSUMER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    KEY_FILTERS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    subscription: str
+    consumer: str
+    kind: str
+    key_filters: _containers.RepeatedScalarFieldContainer[str]
+    start: str
+    reports_received: bool
+    def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ..., consumer: _Optional[str] = ..., kind: _Optional[str] = ..., key_filters: _Optional[_Iterable[str]] = ..., start: _Optional[str] = ..., reports_received: _Optional[bool] = ...) -> None: ...
+
+class Acks(_message.Message):
+    __slots__ = ("offsets", "tokens")
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Nack(_message.Message):
+    __slots__ = ("offset", "delay_ms", "reason")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DELAY_MS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    delay_ms: int
+    reason: str
+    def __init__(self, offset: _Optional[int] = ..., delay_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ConsumeResponse(_message.Message):
+    __slots__ = ("opened", "deliveries", "acked", "refused")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    DELIVERIES_FIELD_NUMBER: _ClassVar[int]
+    ACKED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    opened: Opened
+    deliveries: Deliveries
+    acked: Acks
+    refused: Acks
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping[str, object]]] = ..., deliveries: _Optional[_Union[Deliveries, _Mapping[str, object]]] = ..., acked: _Optional[_Union[Acks, _Mapping[str, object]]] = ..., refused: _Optional[_Union[Acks, _Mapping[str, object]]] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("consumer_id", "cursor", "incarnation", "kind")
+    CONSUMER_ID_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    consumer_id: int
+    cursor: int
+    incarnation: str
+    kind: str
+    def __init__(self, consumer_id: _Optional[int] = ..., cursor: _Optional[int] = ..., incarnation: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
+
+class Deliveries(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[Delivered]
+    def __init__(self, messages: _Optional[_Iterable[_Union[Delivered, _Mapping[str, object]]]] = ...) -> None: ...
+
+class Delivered(_message.Message):
+    __slots__ = ("offset", "payload", "publish_time", "producer_name", "attributes", "routing_key", "schema_id", "schema_version", "attempt", "token")
+    class AttributesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_TIME_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_NAME_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    payload: bytes
+    publish_time: int
+    producer_name: str
+    attributes: _containers.ScalarMap[str, str]
+    routing_key: str
+    schema_id: int
+    schema_version: int
+    attempt: int
+    token: int
+    def __init__(self, offset: _Optional[int] = ..., payload: _Optional[bytes] = ..., publish_time: _Optional[int] = ..., producer_name: _Optional[str] = ..., attributes: _Optional[_Mapping[str, str]] = ..., routing_key: _Optional[str] = ..., schema_id: _Optional[int] = ..., schema_version: _Optional[int] = ..., attempt: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InfoResponse(_message.Message):
+    __slots__ = ("version", "broker_url", "flight_url", "node")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BROKER_URL_FIELD_NUMBER: _ClassVar[int]
+    FLIGHT_URL_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    broker_url: str
+    flight_url: str
+    node: str
+    def __init__(self, version: _Optional[str] = ..., broker_url: _Optional[str] = ..., flight_url: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+
+class TopicName(_message.Message):
+    __slots__ = ("topic",)
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    def __init__(self, topic: _Optional[str] = ...) -> None: ...
+
+class CreateTopicRequest(_message.Message):
+    __slots__ = ("topic", "ack", "codec", "partitions", "non_reliable", "grow")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    NON_RELIABLE_FIELD_NUMBER: _ClassVar[int]
+    GROW_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    ack: str
+    codec: str
+    partitions: int
+    non_reliable: bool
+    grow: bool
+    def __init__(self, topic: _Optional[str] = ..., ack: _Optional[str] = ..., codec: _Optional[str] = ..., partitions: _Optional[int] = ..., non_reliable: _Optional[bool] = ..., grow: _Optional[bool] = ...) -> None: ...
+
+class TopicDescription(_message.Message):
+    __slots__ = ("topic", "reliable", "ack", "codec", "incarnation", "earliest", "trimmed", "tiered", "synced", "written", "next", "partitions", "producers", "subscriptions", "policies")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    RELIABLE_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EARLIEST_FIELD_NUMBER: _ClassVar[int]
+    TRIMMED_FIELD_NUMBER: _ClassVar[int]
+    TIERED_FIELD_NUMBER: _ClassVar[int]
+    SYNCED_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    PRODUCERS_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTIONS_FIELD_NUMBER: _ClassVar[int]
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    reliable: bool
+    ack: str
+    codec: str
+    incarnation: str
+    earliest: int
+    trimmed: int
+    tiered: int
+    synced: int
+    written: int
+    next: int
+    partitions: _containers.RepeatedScalarFieldContainer[str]
+    producers: int
+    subscriptions: _containers.RepeatedCompositeFieldContainer[SubscriptionDescription]
+    policies: str
+    def __init__(self, topic: _Optional[str] = ..., reliable: _Optional[bool] = ..., ack: _Optional[str] = ..., codec: _Optional[str] = ..., incarnation: _Optional[str] = ..., earliest: _Optional[int] = ..., trimmed: _Optional[int] = ..., tiered: _Optional[int] = ..., synced: _Optional[int] = ..., written: _Optional[int] = ..., next: _Optional[int] = ..., partitions: _Optional[_Iterable[str]] = ..., producers: _Optional[int] = ..., subscriptions: _Optional[_Iterable[_Union[SubscriptionDescription, _Mapping[str, object]]]] = ..., policies: _Optional[str] = ...) -> None: ...
+
+class SetPoliciesRequest(_message.Message):
+    __slots__ = ("name", "policies")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    policies: str
+    def __init__(self, name: _Optional[str] = ..., policies: _Optional[str] = ...) -> None: ...
+
+class PoliciesResponse(_message.Message):
+    __slots__ = ("policies",)
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    policies: str
+    def __init__(self, policies: _Optional[str] = ...) -> None: ...
+
+class ProducerName(_message.Message):
+    __slots__ = ("topic", "producer")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    producer: str
+    def __init__(self, topic: _Optional[str] = ..., producer: _Optional[str] = ...) -> None: ...
+
+class ReleasedProducer(_message.Message):
+    __slots__ = ("principal",)
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    principal: str
+    def __init__(self, principal: _Optional[str] = ...) -> None: ...
+
+class SubscriptionName(_message.Message):
+    __slots__ = ("topic", "subscription")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    subscription: str
+    def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ...) -> None: ...
+
+class SubscriptionDescription(_message.Message):
+    __slots__ = ("topic", "subscription", "kind", "cursor", "lag", "in_flight", "waiting", "blocked", "consumers", "active", "max_unacked_messages", "restricted", "principals")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    LAG_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_FIELD_NUMBER: _ClassVar[int]
+    CONSUMERS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNACKED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    RESTRICTED_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPALS_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    subscription: str
+    kind: str
+    cursor: int
+    lag: int
+    in_flight: int
+    waiting: int
+    blocked: int
+    consumers: _containers.RepeatedScalarFieldContainer[str]
+    active: str
+    max_unacked_messages: int
+    restricted: bool
+    principals: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ..., kind: _Optional[str] = ..., cursor: _Optional[int] = ..., lag: _Optional[int] = ..., in_flight: _Optional[int] = ..., waiting: _Optional[int] = ..., blocked: _Optional[int] = ..., consumers: _Optional[_Iterable[str]] = ..., active: _Optional[str] = ..., max_unacked_messages: _Optional[int] = ..., restricted: _Optional[bool] = ..., principals: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RestrictSubscriptionRequest(_message.Message):
+    __slots__ = ("topic", "subscription", "principals", "unrestricted")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPALS_FIELD_NUMBER: _ClassVar[int]
+    UNRESTRICTED_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    subscription: str
+    principals: _containers.RepeatedScalarFieldContainer[str]
+    unrestricted: bool
+    def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ..., principals: _Optional[_Iterable[str]] = ..., unrestricted: _Optional[bool] = ...) -> None: ...
+
+class SeekRequest(_message.Message):
+    __slots__ = ("topic", "subscription", "offset", "publish_time_ms", "earliest", "latest")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    EARLIEST_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    subscription: str
+    offset: int
+    publish_time_ms: int
+    earliest: bool
+    latest: bool
+    def __init__(self, topic: _Optional[str] = ..., subscription: _Optional[str] = ..., offset: _Optional[int] = ..., publish_time_ms: _Optional[int] = ..., earliest: _Optional[bool] = ..., latest: _Optional[bool] = ...) -> None: ...
+
+class ListTopicsRequest(_message.Message):
+    __slots__ = ("namespace", "with_partitions", "after", "limit")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    WITH_PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    with_partitions: bool
+    after: str
+    limit: int
+    def __init__(self, namespace: _Optional[str] = ..., with_partitions: _Optional[bool] = ..., after: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class Document(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,168 @@
+"""Exports without Spark: a session that runs tasks in this process, tables, and what is in them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+from deltalake import DeltaTable
+from pyiceberg.catalog import load_catalog
+
+from ister.clock import SystemClock
+from ister.config import TableFormat, load_config
+from ister.spark.location import _close_all
+from ister.spark.tables.base import Addition, DataFile, Layout, Table
+from ister.spark.tables.columns import ENVELOPE
+from ister.spark.tables.opening import TablePlace, open_table
+from ister.spark.tables.targets import FileTarget, close_stores
+from ister.spark.tables.writing import FileMaker
+from support.spark_here import SparkHere
+
+TOPIC = "/default/orders"
+DAY_US = 86_400_000_000
+NOON_US = 1_700_000_000_000_000 // DAY_US * DAY_US + DAY_US // 2
+FORMATS = ("parquet", "iceberg", "delta")
+
+
+@contextmanager
+def tasks_here() -> Iterator[SparkHere]:
+    """A session whose tasks run in this process; what they share is closed at the end."""
+    try:
+        yield SparkHere()
+    finally:
+        close_stores()
+        _close_all()
+
+
+# -- tables -------------------------------------------------------------------------------------
+
+
+def where(root: Path, format: str, name: str = "orders") -> str:
+    """A table's place, as `to` has it."""
+    return str(root / format / name)
+
+
+def table_at(root: Path, format: str, name: str = "orders", clock=None) -> Table:
+    """A table, opened by nobody yet."""
+    config = load_config({"storage": {"wal": {"dir": str(root / "wal")}}}, {})
+    place = TablePlace(config=config, format=TableFormat(format))
+    return open_table(where(root, format, name), place, clock=clock or SystemClock())
+
+
+def rows_of(start: int, end: int, *, time_us: int = NOON_US, step_us: int = 0, **more) -> pa.Table:
+    """Rows of the envelope, and of more columns."""
+    count = end - start
+    columns = {
+        "topic": [TOPIC] * count,
+        "offset": range(start, end),
+        "publish_time": [time_us + number * step_us for number in range(count)],
+        "producer_name": ["p"] * count,
+        "payload": [b"%d" % number for number in range(start, end)],
+        "attributes": [[("k", "v")]] * count,
+        "routing_key": [None] * count,
+        "schema_id": [None] * count,
+        "schema_version": [None] * count,
+    }
+    arrays = [pa.array(columns[item.name], item.type) for item in ENVELOPE]
+    table = pa.Table.from_arrays(arrays, schema=ENVELOPE)
+    for name, values in more.items():
+        table = table.append_column(name, values)
+    return table
+
+
+def write_files(target: FileTarget, layout: Layout, rows: pa.Table, **settings) -> list[DataFile]:
+    """Files of rows, as a task writes them."""
+    maker = FileMaker(
+        target, layout, name="f", **{"file_bytes": 1 << 20, "zstd_level": 3, **settings}
+    )
+    for batch in rows.to_batches():
+        maker.write(batch)
+    return maker.finish()
+
+
+def adding(files: list[DataFile], *ranges: tuple[int, int], **fields) -> Addition:
+    """A commit of files."""
+    known = {"id": "one", "topic": TOPIC, "incarnation": "i", "epoch": 1}
+    return Addition(**{**known, **fields}, ranges=tuple(ranges), files=files)
+
+
+def add_rows(table: Table, start: int, end: int, run: str = "r", **fields) -> None:
+    """Writes and commits a range of rows."""
+    layout = table.open(ENVELOPE)
+    files = write_files(table.target(run), layout, rows_of(start, end, step_us=1000))
+    table.commit(adding(files, (start, end), **{"id": run, **fields}), check=lambda: None)
+
+
+# -- reading, by other programs -----------------------------------------------------------------
+
+
+def read_table(root: Path, format: str, name: str = "orders") -> pa.Table:
+    """All rows of a table, read without Ister."""
+    place = where(root, format, name)
+    if format == "parquet":
+        query = f"""select * from read_parquet('{place}/publish_date=*/*.parquet',
+            hive_partitioning=true, union_by_name=true) order by "offset" """
+        return _query(query)
+    if format == "delta":
+        data = DeltaTable(place).to_pyarrow_table()
+        with duckdb.connect() as connection:
+            connection.register("data", data)
+            return _arrow(connection, 'select * from data order by "offset"')
+    with iceberg_catalog(root) as catalog:
+        data = catalog.load_table(f"default.{name}").scan().to_arrow()
+    with duckdb.connect() as connection:
+        connection.register("data", data)
+        return _arrow(connection, 'select * from data order by "offset"')
+
+
+def _query(query: str) -> pa.Table:
+    with duckdb.connect() as connection:
+        return _arrow(connection, query)
+
+
+def _arrow(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
+    connection.execute("set timezone = 'UTC'")
+    return connection.sql(query).to_arrow_table()
+
+
+def offsets_in(root: Path, format: str, name: str = "orders") -> list[int]:
+    """The offsets of a table's rows, each as often as it is there."""
+    if format == "parquet" and not list(Path(where(root, format, name)).glob("publish_date=*/*")):
+        return []
+    return read_table(root, format, name).column("offset").to_pylist()
+
+
+@contextmanager
+def iceberg_catalog(root: Path, warehouse: str = "iceberg"):
+    """The catalog that an export makes by default."""
+    directory = root / warehouse
+    catalog = load_catalog(
+        "ister",
+        type="sql",
+        uri=f"sqlite:///{directory}/catalog.db",
+        warehouse=f"file://{directory}",
+    )
+    try:
+        yield catalog
+    finally:
+        catalog.close()
+
+
+__all__ = [
+    "DAY_US",
+    "FORMATS",
+    "NOON_US",
+    "TOPIC",
+    "SparkHere",
+    "add_rows",
+    "adding",
+    "iceberg_catalog",
+    "offsets_in",
+    "read_table",
+    "rows_of",
+    "table_at",
+    "tasks_here",
+    "where",
+    "write_files",
+]

@@ -1,0 +1,98 @@
+"""A subscription keeps what it has yet to read while somebody consumes it, and for a while."""
+
+import asyncio
+
+from ister.subscription.policy import SubscriptionKind
+from support.broker import a_record, eventually, run, some_topics, take
+from support.cases import each
+from support.dispatch import ack
+
+NAME = "/default/t"
+GRACE_SECONDS = 3600
+
+
+def settings(grace_seconds=GRACE_SECONDS):
+    return {
+        "storage": {
+            "wal": {
+                "rotate_max_bytes": 4096,
+                "retention": {
+                    "time_minutes": None,
+                    "size_mb": 0,
+                    "active_subscription_grace_seconds": grace_seconds,
+                },
+            }
+        }
+    }
+
+
+async def filled(topics, *, count=5):
+    """A topic with a file for each message, and a subscription at its beginning."""
+    served = await topics.get_or_create(NAME, is_reliable=True)
+    await served.subscribe("slow", SubscriptionKind.SHARED, "one", (), "earliest")
+    for number in range(count):
+        await served.publish(a_record(b"%d" % number + b"." * 5000))
+    if served.topic.tier is not None:
+        await asyncio.to_thread(served.topic.upload)
+    return served
+
+
+async def trim(topics):
+    return await asyncio.to_thread(topics.log.trim, NAME)
+
+
+@each("mode", ["wal_cloud", "local_only"])
+def test_connected_consumer_keeps_its_floor_however_slow_it_is(tmp_path, mode):
+    async def scenario():
+        async with some_topics(tmp_path, settings(grace_seconds=0), mode=mode) as topics:
+            served = await filled(topics)
+            dispatch = served.subscriptions["slow"]
+            outbox = dispatch.attach(1, ())
+            await take(outbox, 5)
+            # No cursor moves, and the grace period is over.
+            assert await trim(topics) == 0
+            ack(dispatch, 0)
+            ack(dispatch, 1)
+            await eventually(lambda: dispatch.delivery.cursor == 2)
+            assert await trim(topics) == 2
+            assert served.topic.watermarks.trimmed == 2
+            await dispatch.flush()
+            dispatch.detach(outbox)
+            await asyncio.sleep(0)
+            # The log's own thread may be the one that deletes them.
+            await trim(topics)
+            await eventually(lambda: served.topic.watermarks.trimmed > 2)
+
+    run(scenario())
+
+
+def let_time_pass(dispatch):
+    dispatch._active_at -= GRACE_SECONDS + 1
+    dispatch._cursor.moved_at -= GRACE_SECONDS + 1
+
+
+def test_subscription_that_was_active_lately_keeps_its_floor(tmp_path):
+    async def scenario():
+        async with some_topics(tmp_path, settings(), mode="local_only") as topics:
+            served = await filled(topics)
+            dispatch = served.subscriptions["slow"]
+            assert await trim(topics) == 0, "it has just been made"
+            let_time_pass(dispatch)
+            outbox = dispatch.attach(1, ())
+            dispatch.detach(outbox)
+            assert await trim(topics) == 0, "its consumer was there a moment ago"
+            let_time_pass(dispatch)
+            assert await trim(topics) == 4
+            assert served.topic.earliest == served.topic.watermarks.trimmed == 4
+
+    run(scenario())
+
+
+def test_without_subscriptions_the_limits_alone_count(tmp_path):
+    async def scenario():
+        async with some_topics(tmp_path, settings(), mode="local_only") as topics:
+            served = await filled(topics)
+            await served.unsubscribe("slow")
+            assert await trim(topics) == 4
+
+    run(scenario())

@@ -1,0 +1,447 @@
+"""One topic as it is served: limits, publishing, subscriptions, topics without a log."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ister.broker.topics import served_topic as module
+from ister.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidRequestError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from ister.model import TopicState
+from ister.subscription.policy import FailurePolicy, PoisonPolicy, SubscriptionKind
+from support.broker import a_record, eventually, run, some_topics, take
+from support.cases import each
+
+NAME = "/default/t"
+EXCLUSIVE, SHARED, FAILOVER, KEY_SHARED = SubscriptionKind
+
+
+def with_topic(tmp_path, scenario, *, is_reliable=True, mode="memory", **policies):
+    """Runs a scenario with a topic that has these policies."""
+
+    async def around():
+        async with some_topics(tmp_path, mode=mode) as topics:
+            topic = await topics.get_or_create(NAME, is_reliable=is_reliable)
+            if policies:
+                await topics.set_topic_policies(NAME, policies)
+            await scenario(topic, topics)
+
+    run(around())
+
+
+def attach(topic, consumer):
+    """What a stream does when it is there."""
+    return topic.arrive(consumer).attach(consumer.id, consumer.filters)
+
+
+# -- limits -----------------------------------------------------------------------------------
+
+
+def test_an_exclusive_subscription_is_taken_by_a_subscriber_without_a_stream(tmp_path):
+    async def scenario(topic, topics):
+        first = await topic.subscribe("s", EXCLUSIVE, "a", ())
+        with pytest.raises(PermissionDeniedError, match="exclusive"):
+            await topic.subscribe("s", EXCLUSIVE, "b", ())
+        # The same name is the same consumer.
+        assert await topic.subscribe("s", EXCLUSIVE, "a", ()) == first
+        outbox = attach(topic, first)
+        with pytest.raises(PermissionDeniedError):
+            await topic.subscribe("s", EXCLUSIVE, "b", ())
+        topic.subscription("s").detach(outbox)
+        assert (await topic.subscribe("s", EXCLUSIVE, "b", ())).name == "b"
+
+    with_topic(tmp_path, scenario)
+
+
+def test_a_place_that_nobody_comes_for_is_free_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RESERVED_SECONDS", 0.05)
+
+    async def scenario(topic, topics):
+        await topic.subscribe("s", EXCLUSIVE, "a", ())
+        await asyncio.sleep(0.1)
+        assert (await topic.subscribe("s", EXCLUSIVE, "b", ())).name == "b"
+
+    with_topic(tmp_path, scenario)
+
+
+def test_many_who_subscribe_at_once_do_not_exceed_a_limit(tmp_path):
+    async def scenario(topic, topics):
+        outcomes = await asyncio.gather(
+            *(topic.subscribe("s", SHARED, f"c{n}", ()) for n in range(10)), return_exceptions=True
+        )
+        refused = [one for one in outcomes if isinstance(one, PermissionDeniedError)]
+        assert len(refused) == 7
+        assert len(outcomes) - len(refused) == 3
+
+    with_topic(tmp_path, scenario, max_consumers_per_subscription=3)
+
+
+def test_consumers_of_a_subscription(tmp_path):
+    async def scenario(topic, topics):
+        first = await topic.subscribe("s", SHARED, "a", ())
+        second = await topic.subscribe("s", SHARED, "b", ())
+        outbox = attach(topic, first)
+        with pytest.raises(PermissionDeniedError, match="max_consumers_per_subscription"):
+            await topic.subscribe("s", SHARED, "c", ())
+        await topic.subscribe("other", SHARED, "c", ())
+        assert await topic.subscribe("s", SHARED, "b", ()) == second
+        topic.subscription("s").detach(outbox)
+        await topic.subscribe("s", SHARED, "c", ())
+
+    with_topic(tmp_path, scenario, max_consumers_per_subscription=2)
+
+
+def test_consumers_of_a_topic(tmp_path):
+    async def scenario(topic, topics):
+        attach(topic, await topic.subscribe("s", SHARED, "a", ()))
+        await topic.subscribe("other", SHARED, "a", ())
+        with pytest.raises(CapacityError, match="max_consumers_per_topic"):
+            await topic.subscribe("s", SHARED, "b", ())
+        await topics.set_topic_policies(NAME, {"max_consumers_per_topic": 3})
+        await topic.subscribe("s", SHARED, "b", ())
+
+    with_topic(tmp_path, scenario, max_consumers_per_topic=2)
+
+
+def test_subscriptions_of_a_topic(tmp_path):
+    async def scenario(topic, topics):
+        for name in ("a", "b"):
+            await topic.subscribe(name, SHARED, "c", ())
+        with pytest.raises(PermissionDeniedError, match="max_subscriptions_per_topic"):
+            await topic.subscribe("c", SHARED, "c", ())
+        assert sorted(topic.subscriptions) == ["a", "b"]
+        await topic.subscribe("a", SHARED, "d", ())
+        await topic.unsubscribe("b")
+        await topic.subscribe("c", SHARED, "c", ())
+
+    with_topic(tmp_path, scenario, max_subscriptions_per_topic=2)
+
+
+@each("is_reliable", [True, False])
+def test_the_size_of_a_message(tmp_path, is_reliable):
+    async def scenario(topic, topics):
+        assert await topic.publish(a_record(b"x" * 10)) == 0
+        with pytest.raises(MessageTooLargeError, match="max_message_size"):
+            await topic.publish(a_record(b"x" * 11))
+        assert await topic.publish(a_record(b"")) == 1
+
+    with_topic(tmp_path, scenario, is_reliable=is_reliable, max_message_size=10)
+
+
+@each("is_reliable", [True, False])
+def test_a_publish_rate_delays_and_drops_nothing(tmp_path, is_reliable):
+    async def scenario(topic, topics):
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        sent = await asyncio.gather(*(topic.publish(a_record()) for _ in range(60)))
+        assert loop.time() - start > 0.3
+        assert sorted(sent) == list(range(60))
+
+    with_topic(tmp_path, scenario, is_reliable=is_reliable, max_publish_rate=100)
+
+
+# -- publishing -------------------------------------------------------------------------------
+
+
+def test_a_full_buffer_is_waited_for_and_then_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_FULL_SECONDS", 0.1)
+
+    async def scenario(topic, topics):
+        full = []
+        real = topic.topic.append_record
+
+        def append(message):
+            full.append(True)
+            if len(full) < 4:
+                raise CapacityError("full")
+            return real(message)
+
+        topic.topic.append_record = append
+        assert await topic.publish(a_record()) == 0
+        assert len(full) == 4
+
+        def never(message):
+            raise CapacityError("full")
+
+        topic.topic.append_record = never
+        with pytest.raises(CapacityError):
+            await asyncio.wait_for(topic.publish(a_record()), 20)
+
+    with_topic(tmp_path, scenario)
+
+
+def test_a_numbered_message_is_appended_once(tmp_path):
+    async def scenario(topic, topics):
+        assert await topic.publish(a_record(b"a"), sequence=1, epoch=0) == 0
+        assert await topic.publish(a_record(b"b"), sequence=2, epoch=0) == 1
+        assert await topic.publish(a_record(b"b"), sequence=2, epoch=0) == 1
+        assert topic.topic.wal.next == 2
+
+    with_topic(tmp_path, scenario, mode="wal_cloud")
+
+
+def test_what_comes_in_is_counted(tmp_path):
+    async def scenario(topic, topics):
+        await topic.publish(a_record(b"12345"))
+        await topic.publish(a_record(b"123"))
+        values = topics.log.metrics.snapshot()
+        assert values["broker.messages_in_total"] == 2
+        assert values["broker.bytes_in_total"] == 8
+
+    with_topic(tmp_path, scenario)
+
+
+# -- subscriptions ----------------------------------------------------------------------------
+
+
+def test_a_new_subscription_begins_at_the_end_or_where_it_is_told_to(tmp_path):
+    async def scenario(topic, topics):
+        for _ in range(5):
+            await topic.publish(a_record())
+        for name, start, cursor in (
+            ("latest", "latest", 5),
+            ("earliest", "earliest", 0),
+            ("third", 3, 3),
+        ):
+            await topic.subscribe(name, SHARED, "c", (), start)
+            assert topic.subscription(name).delivery.cursor == cursor
+        # One that is there stays where it is.
+        await topic.subscribe("latest", SHARED, "d", (), "earliest")
+        assert topic.subscription("latest").delivery.cursor == 5
+
+    with_topic(tmp_path, scenario)
+
+
+def test_a_subscription_and_its_consumer_are_written_down_before_anything_is_said(tmp_path):
+    async def scenario(topic, topics):
+        await topic.publish(a_record())
+        consumer = await topic.subscribe("s", KEY_SHARED, "c", ("eu-*", "us-?"))
+        stored = topics.store.load(topic.parsed, topic.incarnation)["s"]
+        assert stored.kind is KEY_SHARED
+        assert stored.cursor == 1
+        assert stored.consumers["c"].id == consumer.id
+        assert stored.consumers["c"].filters == ("eu-*", "us-?")
+        # Other filters are the consumer's from now on.
+        changed = await topic.subscribe("s", KEY_SHARED, "c", ("asia",))
+        assert changed.id == consumer.id
+        assert topics.consumers.find(consumer.id).filters == ("asia",)
+        stored = topics.store.load(topic.parsed, topic.incarnation)["s"]
+        assert stored.consumers["c"].filters == ("asia",)
+
+    with_topic(tmp_path, scenario, mode="wal_cloud")
+
+
+@each("is_reliable", [True, False])
+def test_a_subscription_stays_of_its_kind(tmp_path, is_reliable):
+    async def scenario(topic, topics):
+        await topic.subscribe("s", SHARED, "c", ())
+        for kind in (EXCLUSIVE, FAILOVER, KEY_SHARED):
+            with pytest.raises(ConflictError, match="is shared, not"):
+                await topic.subscribe("s", kind, "d", ())
+
+    with_topic(tmp_path, scenario, is_reliable=is_reliable)
+
+
+@each(
+    ("subscription", "consumer", "filters"),
+    [
+        ("", "c", ()),
+        ("a/b", "c", ()),
+        ("x" * 121, "c", ()),
+        ("s", "", ()),
+        ("s", "x" * 257, ()),
+        ("s", "a\nb", ()),
+        ("s", "c", ("",)),
+        ("s", "c", ("x" * 257,)),
+        ("s", "c", ("x",) * 65),
+    ],
+)
+def test_names_and_filters_have_bounds(tmp_path, subscription, consumer, filters):
+    async def scenario(topic, topics):
+        with pytest.raises(InvalidRequestError):
+            await topic.subscribe(subscription, KEY_SHARED, consumer, filters)
+        assert topic.subscriptions == {}
+
+    with_topic(tmp_path, scenario)
+
+
+def test_the_longest_unseen_consumers_are_forgotten_beyond_a_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CONSUMERS_REMEMBERED_MAX", 3)
+
+    async def scenario(topic, topics):
+        first = await topic.subscribe("s", SHARED, "first", ())
+        attach(topic, first)
+        others = []
+        for n in range(5):
+            others.append(await topic.subscribe("s", SHARED, f"c{n}", ()))
+            await asyncio.sleep(0.002)
+        known = topic.subscription("s").stored.consumers
+        # The one with a stream is not forgotten, however old it is.
+        assert set(known) == {"first", "c3", "c4"}
+        assert topics.consumers.find(first.id) is not None
+        assert topics.consumers.find(others[0].id) is None
+
+    with_topic(tmp_path, scenario)
+
+
+def test_unsubscribing_takes_everything_of_it(tmp_path):
+    async def scenario(topic, topics):
+        consumer = await topic.subscribe("s", SHARED, "c", ())
+        outbox = attach(topic, consumer)
+        with pytest.raises(ConflictError, match="1 consumers"):
+            await topic.unsubscribe("s")
+        topic.subscription("s").detach(outbox)
+        await topic.unsubscribe("s")
+        assert topics.store.load(topic.parsed, topic.incarnation) == {}
+        assert topics.consumers.find(consumer.id) is None
+        for call in (lambda: topic.subscription("s"), lambda: topic.arrive(consumer)):
+            with pytest.raises(NotFoundError):
+                call()
+        with pytest.raises(NotFoundError):
+            await topic.unsubscribe("s")
+        # Of any kind, from now on.
+        await topic.subscribe("s", EXCLUSIVE, "c", ())
+
+    with_topic(tmp_path, scenario, mode="wal_cloud")
+
+
+def test_only_a_topic_with_a_log_has_cursors(tmp_path):
+    async def scenario(topic, topics):
+        await topic.subscribe("s", SHARED, "c", ())
+        with pytest.raises(InvalidRequestError):
+            topic.reliable_subscription("s")
+        with pytest.raises(NotFoundError):
+            topic.reliable_subscription("none")
+
+    with_topic(tmp_path, scenario, is_reliable=False)
+
+
+# -- usable -----------------------------------------------------------------------------------
+
+
+def test_whether_a_topic_can_be_used(tmp_path, monkeypatch):
+    async def scenario(topic, topics):
+        assert topic.is_usable
+        kind, real = type(topic.topic), type(topic.topic).state
+        for state, is_usable in (
+            (TopicState.FAILED, False),
+            (TopicState.CLOSED, False),
+            (TopicState.STALLED, True),
+            (TopicState.QUARANTINED, True),
+        ):
+            monkeypatch.setattr(kind, "state", property(lambda _, state=state: state))
+            assert topic.is_usable == is_usable, state
+        monkeypatch.setattr(kind, "state", real)
+        owned = topic.owned
+        owned._fence = UnavailableError("fenced")
+        assert not topic.is_usable
+        owned._fence = None
+        await topic.close(None)
+        assert not topic.is_usable
+
+    with_topic(tmp_path, scenario, mode="wal_cloud")
+
+
+# -- topics without a log ---------------------------------------------------------------------
+
+
+def test_without_a_log_messages_are_pushed_and_nothing_is_kept(tmp_path):
+    async def scenario(topic, topics):
+        assert await topic.publish(a_record(b"nobody")) == 0
+        outbox = attach(topic, await topic.subscribe("s", EXCLUSIVE, "c", ()))
+        second = attach(topic, await topic.subscribe("s2", EXCLUSIVE, "c", ()))
+        assert await topic.publish(a_record(b"a", attributes={"k": "v"})) == 1
+        for one in (outbox, second):
+            [message] = await take(one, 1)
+            assert (message.payload, message.msg_id.topic_offset) == (b"a", 1)
+            assert message.attributes == {"k": "v"}
+        topic.subscription("s").detach(outbox)
+        await topic.publish(a_record(b"missed"))
+        again = attach(topic, await topic.subscribe("s", EXCLUSIVE, "c", ()))
+        await topic.publish(a_record(b"b"))
+        assert [m.payload for m in await take(again, 1)] == [b"b"]
+        assert topics.log.topics() == []
+
+    with_topic(tmp_path, scenario, is_reliable=False)
+
+
+def test_without_a_log_a_full_consumer_does_not_stall_publishing(tmp_path):
+    async def scenario(topic, topics):
+        slow = attach(topic, await topic.subscribe("slow", EXCLUSIVE, "c", ()))
+        quick = attach(topic, await topic.subscribe("quick", EXCLUSIVE, "c", ()))
+        got = []
+        for number in range(500):
+            await topic.publish(a_record(b"%d" % number))
+            got += [m.payload for m in await take(quick, 1)]
+            quick.written(1)
+        assert got == [b"%d" % n for n in range(500)]
+        dropped = topics.log.metrics.snapshot()["subscription.non_reliable_dropped_total"]
+        assert dropped == 500 - len(slow._items)
+
+    with_topic(tmp_path, scenario, is_reliable=False)
+
+
+def test_without_a_log_a_subscriber_gets_what_is_published_before_its_stream_is_there(tmp_path):
+    async def scenario(topic, topics):
+        consumer = await topic.subscribe("s", SHARED, "c", ())
+        await topic.publish(a_record(b"early"))
+        outbox = attach(topic, consumer)
+        assert [m.payload for m in await take(outbox, 1)] == [b"early"]
+
+    with_topic(tmp_path, scenario, is_reliable=False)
+
+
+def test_without_a_log_consumers_are_known_again_after_a_restart(tmp_path):
+    async def scenario():
+        async with some_topics(tmp_path) as topics:
+            topic = await topics.get_or_create(NAME, is_reliable=False)
+            consumer = await topic.subscribe("s", SHARED, "c", ("k",))
+        async with some_topics(tmp_path) as topics:
+            await topics.open_all()
+            assert topics.consumers.find(consumer.id) == consumer
+            topic = topics.find_open(NAME)
+            assert not topic.is_reliable
+            outbox = attach(topic, consumer)
+            await topic.publish(a_record(b"a"))
+            assert [m.payload for m in await take(outbox, 1)] == [b"a"]
+
+    run(scenario())
+
+
+# -- dead letters -----------------------------------------------------------------------------
+
+
+def test_a_dead_letter_goes_to_a_topic_that_is_made_for_it(tmp_path):
+    async def scenario():
+        settings = {"broker": {"auto_create_topics": False, "limits": {"max_topics": 1}}}
+        async with some_topics(tmp_path, settings, mode="memory") as topics:
+            topic = await topics.get_or_create(NAME, is_reliable=True, is_implied=False)
+            consumer = await topic.subscribe("s", EXCLUSIVE, "c", ())
+            dispatch = topic.subscription("s")
+            await dispatch.set_policy(
+                replace(
+                    FailurePolicy(),
+                    max_redelivery_count=0,
+                    poison=PoisonPolicy.DEAD_LETTER,
+                    dead_letter_topic="/default/dead",
+                )
+            )
+            outbox = attach(topic, consumer)
+            await topic.publish(a_record(b"bad"))
+            await take(outbox, 1)
+            dispatch.nack(0, delay_ms=None, reason="no")
+            dead = await eventually(lambda: topics.find_open("/default/dead"))
+            await eventually(lambda: dispatch.delivery.cursor == 1)
+            [letter] = list(dead.topic.read("earliest"))
+            assert letter.payload == b"bad"
+            assert letter.attributes["x-original-topic"] == NAME
+
+    run(scenario())

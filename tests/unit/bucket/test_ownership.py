@@ -1,0 +1,746 @@
+"""Who may write a topic: claims, epochs, commits that get lost, fencing, hand-over, deletion."""
+
+from dataclasses import replace
+
+import pytest
+
+from ister.bucket.ownership import resume_delete
+from ister.errors import (
+    CommitUnknownError,
+    ConflictError,
+    FencedError,
+    InvariantError,
+    NotFoundError,
+    UnavailableError,
+)
+from ister.format.records import Lineage, UploadSession, decode_topic, encode_topic
+from ister.limits import OWNER_LINEAGE_MAX
+from ister.model import AckLevel, Codec
+from support.tiers import NOW_MS, TTL_SECONDS, Cluster, a_descriptor
+
+SESSION = UploadSession(object_id="data-0-9.dnb1", start=0, end=10, epoch=1, started_at=5)
+
+
+@pytest.fixture
+def cluster():
+    return Cluster()
+
+
+def chain(owned, *ends):
+    """Commits one object after the other, up to these ends."""
+    start = owned.tiered
+    for end in ends:
+        owned.commit(a_descriptor(start, end, epoch=owned.epoch))
+        start = end
+
+
+def lose_answers(cluster, kind, count=1):
+    """The next operations of a kind happen, and their answers are lost."""
+    left = count
+
+    def lose(operation, key):
+        nonlocal left
+        if operation == kind and left:
+            left -= 1
+            raise CommitUnknownError("lost")
+
+    cluster.metadata.after = lose
+
+
+def ranges(cluster):
+    return [(d.start, d.end) for d, _ in cluster.catalog().descriptors()]
+
+
+# -- claims -------------------------------------------------------------------------------------
+
+
+def test_first_claim_makes_the_topic(cluster):
+    owned = cluster.claim("a", ack=AckLevel.TIERED, codec=Codec.BINCODE1)
+    record, _ = cluster.catalog().record()
+    assert record == owned.record
+    assert (record.epoch, record.ack, record.codec) == (1, AckLevel.TIERED, Codec.BINCODE1)
+    assert record.lineage == (Lineage(epoch=1, start=0, node="a"),)
+    assert record.created_at == NOW_MS // 1000
+    assert len(record.incarnation) == 16
+    owner, _ = cluster.catalog().owner()
+    assert (owner.node, owner.epoch) == ("a", 1)
+    assert (owned.tiered, owned.start) == (0, 0)
+
+
+def test_topic_that_does_not_exist_is_not_made_by_opening_it(cluster):
+    with pytest.raises(NotFoundError):
+        cluster.claim("a", create=False)
+    assert cluster.catalog().record() is None
+    assert cluster.catalog().owner() is None
+
+
+def test_same_node_claims_again_at_once_under_a_higher_epoch(cluster):
+    first = cluster.claim("a")
+    chain(first, 10, 25)
+    again = cluster.claim("a", create=False, ack=AckLevel.MEMORY)
+    assert (first.epoch, again.epoch) == (1, 2)
+    assert again.record.incarnation == first.record.incarnation
+    assert again.record.ack is AckLevel.SYNCED
+    assert again.record.lineage == first.record.lineage
+    assert (again.tiered, again.first.start) == (25, 0)
+    with pytest.raises(FencedError):
+        first.check()
+
+
+def test_other_node_is_refused_while_the_lease_lives(cluster):
+    cluster.claim("a")
+    for take_over in (False, True):
+        with pytest.raises(ConflictError, match="open on node a"):
+            cluster.claim("b", take_over=take_over)
+    cluster.clock.advance(TTL_SECONDS - 0.5)
+    with pytest.raises(ConflictError, match="open on node a"):
+        cluster.claim("b", take_over=True)
+    assert cluster.catalog().record()[0].epoch == 1
+
+
+def test_other_node_is_refused_after_the_lease_until_it_takes_over(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    cluster.clock.advance(TTL_SECONDS + 1)
+    with pytest.raises(ConflictError, match="has not handed it over") as refused:
+        cluster.claim("b")
+    assert refused.value.offset == 10
+    assert "take_over=True" in refused.value.hint
+    assert "10" in refused.value.hint
+    taken = cluster.claim("b", take_over=True)
+    assert taken.record.lineage[-1] == Lineage(epoch=2, start=10, node="b")
+    assert taken.start == 10
+    with pytest.raises(FencedError):
+        owned.commit(a_descriptor(10, 20))
+
+
+def test_released_topic_is_its_nodes_still(cluster):
+    cluster.claim("a").release()
+    assert cluster.catalog().owner() is None
+    with pytest.raises(ConflictError, match="has not handed it over"):
+        cluster.claim("b")
+    assert cluster.claim("a").epoch == 2
+
+
+def test_node_that_comes_back_after_another_wrote_has_old_files(cluster):
+    cluster.claim("a").seal(0)
+    cluster.claim("b").seal(0)
+    again = cluster.claim("a")
+    assert again.epoch == 3
+    assert [item.node for item in again.record.lineage] == ["a", "b", "a"]
+
+
+def test_record_without_a_lineage_is_anybodys(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    record = replace(owned.record, lineage=())
+    cluster.metadata.put(cluster.keys.record, encode_topic(record))
+    cluster.metadata.delete(cluster.keys.owner)
+    other = cluster.claim("b")
+    assert other.record.lineage == (Lineage(epoch=2, start=10, node="b"),)
+
+
+def test_lineage_is_kept_to_its_last_changes(cluster):
+    for number in range(OWNER_LINEAGE_MAX + 10):
+        cluster.claim(f"n{number % 2}").seal(0)
+    lineage = cluster.catalog().record()[0].lineage
+    assert len(lineage) == OWNER_LINEAGE_MAX
+    assert lineage[-1].epoch == OWNER_LINEAGE_MAX + 10
+
+
+def test_claim_keeps_what_others_put_into_the_record(cluster):
+    owned = cluster.claim("a")
+    record = replace(owned.record, more={"partitions": 4})
+    cluster.metadata.put(cluster.keys.record, encode_topic(record))
+    assert cluster.claim("a").record.more == {"partitions": 4}
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_claim_whose_answer_is_lost_is_found_to_have_happened(cluster, is_new):
+    if not is_new:
+        cluster.claim("a")
+    lose_answers(cluster, "transact")
+    owned = cluster.claim("a")
+    assert owned.epoch == (1 if is_new else 2)
+    assert cluster.catalog().record()[0] == owned.record
+    owned.begin(SESSION)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_claim_that_lands_late_does_not_fence_the_one_that_came_first(cluster, is_new):
+    if not is_new:
+        cluster.claim("a")
+    node = cluster.node("a")
+    cluster.metadata.delay_next_change()
+    owned = cluster.claim(node)
+    assert cluster.metadata.deliver_delayed() == [None]
+    owned.begin(SESSION)
+    assert cluster.catalog().record()[0] == owned.record
+
+
+def test_claim_under_a_lease_that_has_ended_takes_a_new_one(cluster):
+    node = cluster.node("a")
+    cluster.clock.advance(TTL_SECONDS + 1)
+    owned = cluster.claim(node)
+    assert owned.epoch == 1
+    assert node.is_valid
+    assert cluster.catalog().owner()[0].node == "a"
+
+
+def test_claim_beside_another_one_goes_on_from_what_that_one_left(cluster):
+    node = cluster.node("a")
+    done = []
+
+    def interfere(kind, key):
+        if kind == "transact" and not done:
+            done.append(1)
+            cluster.claim(node)
+
+    cluster.metadata.before = interfere
+    assert cluster.claim(node).epoch == 2
+
+
+def test_claim_that_never_gets_through_gives_up(cluster):
+    node = cluster.node("a")
+    is_inside = []
+
+    def interfere(kind, key):
+        if kind == "transact" and not is_inside:
+            is_inside.append(1)
+            cluster.claim(node)
+            is_inside.clear()
+
+    cluster.metadata.before = interfere
+    with pytest.raises(ConflictError, match="owner of the topic keeps changing"):
+        cluster.claim(node)
+
+
+# -- commits ------------------------------------------------------------------------------------
+
+
+def test_commits_follow_each_other(cluster):
+    owned = cluster.claim("a")
+    owned.begin(SESSION)
+    chain(owned, 10, 25, 26)
+    assert ranges(cluster) == [(0, 10), (10, 25), (25, 26)]
+    assert (owned.tiered, owned.first.end, owned.last.start) == (26, 10, 25)
+    assert owned.session() is None
+    assert cluster.metadata.get(cluster.keys.current).value == b'{"start":"%020d"}' % 25
+
+
+@pytest.mark.parametrize(("start", "end"), [(9, 20), (11, 20), (0, 10), (0, 20)])
+def test_commit_that_does_not_continue_is_refused(cluster, start, end):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    with pytest.raises(InvariantError):
+        owned.commit(a_descriptor(start, end))
+    assert ranges(cluster) == [(0, 10)]
+
+
+def test_first_commit_begins_where_the_local_files_do(cluster):
+    owned = cluster.claim("a")
+    owned.commit(a_descriptor(70, 80))
+    assert (owned.tiered, ranges(cluster)) == (80, [(70, 80)])
+
+
+@pytest.mark.parametrize("lost", [1, 4])
+def test_commit_whose_answer_is_lost_is_found_to_have_happened(cluster, lost):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    lose_answers(cluster, "transact", lost)
+    chain(owned, 20, 30)
+    assert (owned.tiered, ranges(cluster)) == (30, [(0, 10), (10, 20), (20, 30)])
+
+
+@pytest.mark.parametrize("delayed", [1, 4])
+def test_commit_that_has_not_happened_is_tried_again(cluster, delayed):
+    owned = cluster.claim("a")
+    cluster.metadata.delay_next_change(delayed)
+    chain(owned, 10)
+    assert cluster.metadata.deliver_delayed() == [None] * delayed
+    chain(owned, 20)
+    assert ranges(cluster) == [(0, 10), (10, 20)]
+
+
+def test_commit_without_any_answer_is_unknown_and_may_be_repeated(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    cluster.metadata.delay_next_change(5)
+    with pytest.raises(CommitUnknownError):
+        owned.commit(a_descriptor(10, 20))
+    assert (owned.tiered, ranges(cluster)) == (10, [(0, 10)])
+    owned.commit(a_descriptor(10, 20))
+    assert set(cluster.metadata.deliver_delayed()) == {None}
+    assert (owned.tiered, ranges(cluster)) == (20, [(0, 10), (10, 20)])
+
+
+def test_commit_that_lands_late_and_is_repeated_counts_once(cluster):
+    owned = cluster.claim("a")
+    cluster.metadata.delay_next_change(5)
+    with pytest.raises(CommitUnknownError):
+        owned.commit(a_descriptor(0, 10))
+    cluster.metadata.deliver_delayed()
+    owned.commit(a_descriptor(0, 10))
+    chain(owned, 20)
+    assert ranges(cluster) == [(0, 10), (10, 20)]
+
+
+def test_commit_beside_one_that_lands_late_is_refused_and_goes_on_behind_it(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    cluster.metadata.delay_next_change(5)
+    with pytest.raises(CommitUnknownError):
+        owned.commit(a_descriptor(10, 20))
+    cluster.metadata.deliver_delayed()
+    # The next cycle planned a longer object from where it believed the topic to end.
+    with pytest.raises(ConflictError) as refused:
+        owned.commit(a_descriptor(10, 35))
+    assert not isinstance(refused.value, FencedError)
+    assert owned.tiered == 20
+    chain(owned, 35)
+    assert ranges(cluster) == [(0, 10), (10, 20), (20, 35)]
+
+
+def test_commit_that_lands_after_its_successor_changes_nothing(cluster):
+    owned = cluster.claim("a")
+    cluster.metadata.delay_next_change(5)
+    with pytest.raises(CommitUnknownError):
+        owned.commit(a_descriptor(0, 10))
+    chain(owned, 15, 20)
+    assert set(cluster.metadata.deliver_delayed()) == {None}
+    assert ranges(cluster) == [(0, 15), (15, 20)]
+
+
+def test_commit_while_the_store_is_silent_says_so_and_goes_on_later(cluster):
+    owned = cluster.claim("a")
+
+    def fail(kind, key):
+        raise UnavailableError("silent")
+
+    cluster.metadata.before = fail
+    with pytest.raises(UnavailableError):
+        owned.commit(a_descriptor(0, 10))
+    cluster.metadata.before = lambda kind, key: None
+    chain(owned, 10)
+    assert ranges(cluster) == [(0, 10)]
+
+
+def test_record_changed_by_others_under_the_same_epoch_is_read_again(cluster):
+    owned = cluster.claim("a")
+    for number in range(3):
+        record = replace(cluster.catalog().record()[0], more={"note": number})
+        cluster.metadata.put(cluster.keys.record, encode_topic(record))
+        chain(owned, owned.tiered + 10)
+    assert ranges(cluster) == [(0, 10), (10, 20), (20, 30)]
+    owned.mark_deleting()
+    kept = decode_topic(cluster.metadata.get(cluster.keys.record).value, key="")
+    assert (kept.more, kept.state) == ({"note": 2}, "deleting")
+
+
+def test_record_that_never_stands_still_gives_up(cluster):
+    owned = cluster.claim("a")
+
+    def change(kind, key):
+        if kind == "transact":
+            cluster.metadata.put(cluster.keys.record, encode_topic(owned.record))
+
+    cluster.metadata.before = change
+    with pytest.raises(UnavailableError, match="keeps changing"):
+        owned.commit(a_descriptor(0, 10))
+    assert ranges(cluster) == []
+
+
+# -- fencing ------------------------------------------------------------------------------------
+
+_CHANGES = {
+    "begin": lambda owned: owned.begin(SESSION),
+    "commit": lambda owned: owned.commit(a_descriptor(20, 30)),
+    "replace": lambda owned: owned.replace(
+        a_descriptor(0, 10), a_descriptor(0, 10, epoch=7), owned.catalog.store.revision
+    ),
+    "expire": lambda owned: owned.expire([a_descriptor(0, 10)]),
+    "seal": lambda owned: owned.seal(20),
+    "mark_deleting": lambda owned: owned.mark_deleting(),
+    "check": lambda owned: owned.check(),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_owner_that_was_replaced_changes_nothing(cluster, change):
+    owned = cluster.claim("a")
+    chain(owned, 10, 20)
+    told = []
+    owned.on_fenced = told.append
+    cluster.claim("a")
+    before = {kv.key: kv.value for kv in cluster.metadata.range("/")}
+    for _ in range(2):
+        with pytest.raises(FencedError):
+            _CHANGES[change](owned)
+    assert {kv.key: kv.value for kv in cluster.metadata.range("/")} == before
+    assert owned.is_fenced
+    assert len(told) == 1
+
+
+def test_owner_that_was_replaced_does_not_put_its_key_back(cluster):
+    node = cluster.node("a")
+    owned = cluster.claim(node)
+    cluster.claim("a")
+    owner = cluster.catalog().owner()
+    with pytest.raises(FencedError):
+        owned.reassert(node.lease, node.is_here)
+    owned.release()
+    assert cluster.catalog().owner() == owner
+
+
+def test_owner_of_a_topic_whose_record_is_gone_is_fenced(cluster):
+    owned = cluster.claim("a")
+    cluster.metadata.delete(cluster.keys.record)
+    with pytest.raises(FencedError):
+        owned.commit(a_descriptor(0, 10))
+
+
+def test_commit_that_lands_after_the_next_claim_changes_nothing(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    cluster.metadata.delay_next_change(5)
+    with pytest.raises(CommitUnknownError):
+        owned.commit(a_descriptor(10, 20))
+    successor = cluster.claim("a")
+    assert set(cluster.metadata.deliver_delayed()) == {None}
+    assert ranges(cluster) == [(0, 10)]
+    chain(successor, 15)
+    with pytest.raises(FencedError):
+        owned.commit(a_descriptor(10, 20))
+    assert ranges(cluster) == [(0, 10), (10, 15)]
+
+
+# -- replacing and expiring ---------------------------------------------------------------------
+
+
+def test_replaced_descriptor_names_the_new_object(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10, 20)
+    ((old, revision), _) = cluster.catalog().descriptors()
+    new = a_descriptor(0, 10, epoch=9)
+    assert owned.replace(old, new, revision)
+    assert cluster.catalog().find(5) == new
+    assert owned.first == new
+    assert owned.tiered == 20
+
+
+def test_replacing_what_has_changed_meanwhile_does_nothing(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    ((old, revision),) = cluster.catalog().descriptors()
+    assert owned.replace(old, a_descriptor(0, 10, epoch=8), revision)
+    assert not owned.replace(old, a_descriptor(0, 10, epoch=9), revision)
+    assert cluster.catalog().find(0).epoch == 8
+
+
+def test_replacement_whose_answer_is_lost_is_found_to_have_happened(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    ((old, revision),) = cluster.catalog().descriptors()
+    lose_answers(cluster, "transact")
+    assert owned.replace(old, a_descriptor(0, 10, epoch=8), revision)
+    assert owned.last.epoch == 8
+
+
+def test_replacement_with_other_offsets_is_refused(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    ((old, revision),) = cluster.catalog().descriptors()
+    with pytest.raises(InvariantError):
+        owned.replace(old, a_descriptor(0, 11), revision)
+
+
+def test_expired_objects_leave_and_the_newest_stays(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10, 20, 30)
+    everything = [d for d, _ in cluster.catalog().descriptors()]
+    owned.expire(everything[:2])
+    assert ranges(cluster) == [(20, 30)]
+    assert (owned.first.start, owned.tiered) == (20, 30)
+    assert owned.expire(everything) == []
+    assert ranges(cluster) == [(20, 30)]
+    assert owned.record.expired_before == 20
+    chain(owned, 40)
+    assert ranges(cluster) == [(20, 30), (30, 40)]
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["the note in the record", "the deletion"])
+def test_objects_are_offered_until_it_is_on_record_that_they_go(cluster, number):
+    """Goal: a reader is refused only what may be gone."""
+    owned = cluster.claim("a")
+    chain(owned, 10, 20, 30)
+    changes = 0
+
+    def fail(kind, key):
+        nonlocal changes
+        changes += kind == "transact"
+        if changes == number:
+            raise UnavailableError("no answer")
+
+    cluster.metadata.before = fail
+    with pytest.raises(UnavailableError):
+        owned.expire([d for d, _ in cluster.catalog().descriptors()][:2])
+    cluster.metadata.before = lambda kind, key: None
+    is_on_record = number == 2
+    assert cluster.catalog().record()[0].expired_before == (20 if is_on_record else 0)
+    assert owned.first.start == (20 if is_on_record else 0)
+    assert ranges(cluster) == [(0, 10), (10, 20), (20, 30)]
+
+
+def test_more_objects_expire_than_one_transaction_takes(cluster):
+    owned = cluster.claim("a")
+    chain(owned, *range(1, 252))
+    owned.expire([d for d, _ in cluster.catalog().descriptors()][:-1])
+    assert ranges(cluster) == [(250, 251)]
+
+
+# -- hand-over ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [(), (1,), (10, 20)], ids=["empty", "one message", "objects"])
+def test_sealed_topic_is_claimed_by_any_node_where_it_ended(cluster, ends):
+    owned = cluster.claim("a")
+    chain(owned, *ends)
+    next_offset = ends[-1] if ends else 0
+    owned.seal(next_offset)
+    state, _ = cluster.catalog().sealed()
+    assert (state.next_offset, state.node, state.epoch) == (next_offset, "a", 1)
+    assert cluster.catalog().owner() is None
+    successor = cluster.claim("b", create=False)
+    assert successor.sealed_before == state
+    assert successor.start == next_offset
+    assert successor.record.lineage[-1] == Lineage(epoch=2, start=next_offset, node="b")
+    assert cluster.catalog().sealed() is None
+    chain(successor, next_offset + 5)
+    with pytest.raises(FencedError):
+        owned.check()
+
+
+def test_seal_where_the_bucket_does_not_end_is_refused(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    for wrong in (0, 9, 11):
+        with pytest.raises(InvariantError):
+            owned.seal(wrong)
+    assert cluster.catalog().sealed() is None
+
+
+def test_seal_that_lands_after_the_next_claim_changes_nothing(cluster):
+    owned = cluster.claim("a")
+    cluster.metadata.delay_next_change(5)
+    with pytest.raises(CommitUnknownError):
+        owned.seal(0)
+    successor = cluster.claim("a")
+    assert set(cluster.metadata.deliver_delayed()) == {None}
+    assert cluster.catalog().sealed() is None
+    successor.check()
+
+
+def test_owner_key_that_is_put_back_late_does_not_take_back_what_was_handed_over(cluster):
+    node = cluster.node("a")
+    owned = cluster.claim(node)
+    cluster.metadata.delay_next_change()
+    # Its first request is under way for a long time; the second one is answered.
+    owned.reassert(node.lease, node.is_here)
+    owned.seal(0)
+    assert cluster.metadata.deliver_delayed() == [None]
+    assert cluster.catalog().owner() is None
+    cluster.claim("b", create=False)
+
+
+def test_owner_key_of_a_topic_that_was_handed_over_is_not_put_back(cluster):
+    node = cluster.node("a")
+    owned = cluster.claim(node)
+    owned.seal(0)
+    with pytest.raises(ConflictError, match="handed over"):
+        owned.reassert(node.lease, node.is_here)
+    assert cluster.catalog().owner() is None
+
+
+def test_topic_sealed_without_its_own_messages_keeps_the_next_offset(cluster):
+    first = cluster.claim("a")
+    chain(first, 10)
+    first.seal(10)
+    second = cluster.claim("b")
+    second.seal(10)
+    assert cluster.claim("c").start == 10
+
+
+# -- membership ---------------------------------------------------------------------------------
+
+
+def test_renewed_lease_keeps_the_owner_key(cluster):
+    node = cluster.node("a")
+    cluster.claim(node)
+    for _ in range(5):
+        cluster.clock.advance(TTL_SECONDS * 0.8)
+        node.renew()
+        assert node.is_valid
+    assert cluster.catalog().owner()[0].node == "a"
+
+
+def test_lease_that_is_not_renewed_is_not_believed_in(cluster):
+    node = cluster.node("a")
+    assert node.is_valid
+    cluster.clock.advance(TTL_SECONDS - 0.01)
+    assert node.is_valid
+    cluster.clock.advance(0.02)
+    assert not node.is_valid
+
+
+def test_lease_does_not_outlast_a_suspended_machine(cluster):
+    node = cluster.node("a")
+    cluster.claim(node)
+    cluster.clock.suspend(TTL_SECONDS + 1)
+    assert not node.is_valid
+    assert cluster.catalog().owner() is None
+
+
+def test_lease_that_ended_is_replaced_and_the_owner_keys_put_back(cluster):
+    node = cluster.node("a")
+    owned = cluster.claim(node)
+    cluster.clock.advance(TTL_SECONDS + 1)
+    assert cluster.catalog().owner() is None
+    node.renew()
+    assert node.is_valid
+    assert cluster.catalog().owner()[0].epoch == owned.epoch
+    chain(owned, 10)
+    cluster.clock.advance(TTL_SECONDS * 0.8)
+    node.renew()
+    assert cluster.catalog().owner() is not None
+
+
+def test_lease_that_ended_does_not_take_a_topic_back(cluster):
+    node = cluster.node("a")
+    owned = cluster.claim(node)
+    cluster.clock.advance(TTL_SECONDS + 1)
+    taken = cluster.claim("b", take_over=True)
+    told = []
+    owned.on_fenced = told.append
+    node.renew()
+    assert node.is_valid
+    assert owned.is_fenced
+    assert len(told) == 1
+    assert cluster.catalog().owner()[0].node == "b"
+    taken.check()
+    cluster.clock.advance(1)
+    node.renew()  # the topic is no longer looked after
+    assert len(told) == 1
+
+
+def test_renewal_that_is_not_answered_leaves_the_lease_as_it_is(cluster):
+    node = cluster.node("a")
+    until = node.valid_until
+
+    def fail(kind, key):
+        if kind == "renew":
+            raise UnavailableError("silent")
+
+    cluster.metadata.before = fail
+    with pytest.raises(UnavailableError):
+        node.renew()
+    assert node.valid_until == until
+
+
+def test_new_lease_counts_only_when_every_owner_key_is_back(cluster):
+    node = cluster.node("a")
+    cluster.claim(node)
+    cluster.clock.advance(TTL_SECONDS + 1)
+
+    def fail(kind, key):
+        if kind == "transact":
+            raise UnavailableError("silent")
+
+    cluster.metadata.before = fail
+    with pytest.raises(UnavailableError):
+        node.renew()
+    assert not node.is_valid
+    cluster.metadata.before = lambda kind, key: None
+    node.renew()
+    assert node.is_valid
+    assert cluster.catalog().owner() is not None
+
+
+def test_member_that_leaves_owns_nothing_any_more(cluster):
+    node = cluster.node("a")
+    cluster.claim(node)
+    node.end()
+    assert not node.is_valid
+    assert cluster.catalog().owner() is None
+
+
+# -- deletion -----------------------------------------------------------------------------------
+
+
+def test_deleted_topic_is_gone_and_its_epoch_goes_on(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    cluster.metadata.put(cluster.keys.progress("s"), b"{}")
+    owned.mark_deleting()
+    with pytest.raises(NotFoundError, match="being deleted"):
+        cluster.claim("a")
+    owned.finish_delete()
+    assert ranges(cluster) == []
+    left = [kv.key for kv in cluster.metadata.range("/") if "/cluster/nodes/" not in kv.key]
+    assert left == [cluster.keys.record]
+    with pytest.raises(NotFoundError):
+        cluster.claim("b", create=False)
+    again = cluster.claim("b")
+    assert again.epoch == 2
+    assert again.record.incarnation != owned.record.incarnation
+    assert (again.tiered, again.start) == (0, 0)
+    assert again.record.lineage == (Lineage(epoch=2, start=0, node="b"),)
+
+
+def test_deletion_that_was_interrupted_is_resumed_by_anybody(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    owned.mark_deleting()
+    resumed = resume_delete(cluster.catalog(), clock=cluster.clock, metrics=cluster.metrics)
+    resumed.finish_delete()
+    assert cluster.claim("b").epoch == 2
+
+
+def test_topic_that_is_not_being_deleted_is_not_resumed(cluster):
+    def resume():
+        return resume_delete(cluster.catalog(), clock=cluster.clock, metrics=cluster.metrics)
+
+    with pytest.raises(NotFoundError):
+        resume()
+    owned = cluster.claim("a")
+    with pytest.raises(NotFoundError):
+        resume()
+    owned.mark_deleting()
+    owned.finish_delete()
+    with pytest.raises(NotFoundError):
+        resume()
+
+
+def test_deletion_resumed_twice_does_not_touch_the_topic_made_since(cluster):
+    """Goal: the slower of two that finish a deletion leaves the new topic of that name alone."""
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    owned.mark_deleting()
+    slow = resume_delete(cluster.catalog(), clock=cluster.clock, metrics=cluster.metrics)
+    owned.finish_delete()
+    successor = cluster.claim("a")
+    chain(successor, 30)
+    cluster.metadata.put(cluster.keys.progress("s"), b"{}")
+    with pytest.raises(FencedError):
+        slow.finish_delete()
+    assert ranges(cluster) == [(0, 30)]
+    assert cluster.metadata.get(cluster.keys.progress("s")) is not None
+    chain(successor, 40)
+
+
+def test_deletion_by_an_owner_that_was_replaced_is_refused(cluster):
+    owned = cluster.claim("a")
+    chain(owned, 10)
+    cluster.claim("a")
+    with pytest.raises(FencedError):
+        owned.mark_deleting()
+    assert ranges(cluster) == [(0, 10)]

@@ -1,0 +1,159 @@
+"""The page of `make peers`: its figures, who is ahead in them, and what is missing."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.peers.page import Row, ahead, page, plot
+
+MACHINE = {
+    "system": "2 cores",
+    "date": "2026-01-31",
+    "load": (0.25, 1.5),
+    "minutes": 12.3,
+    "scale": 1,
+    "bare_per_second": 5123.4,
+    "bare_p50_ms": 0.171,
+}
+FACTS = {
+    "server": "Server 1.2.3",
+    "client": "client 4.5.6",
+    "durability": "`sync: yes`",
+    "settings": "as it comes",
+    "consuming": "one by one",
+    "caveats": ["It is held in memory."],
+}
+
+
+def figures(**changed: float) -> dict:
+    rates = dict.fromkeys(("one", "many", "batched", "consume", "replay"), 1000.0)
+    rates.update({case: value for case, value in changed.items() if case in rates})
+    others = {case: value for case, value in changed.items() if case not in rates}
+    return {
+        **{case: {"value": value, "spread": 0.1} for case, value in rates.items()},
+        "one_p50_ms": 0.2,
+        "tail_p50_ms": 0.5,
+        "tail_p99_ms": 2.0,
+        "idle_mib": 20.0,
+        "after_mib": 200.0,
+        "restart_seconds": 1.5,
+        "lost": 0,
+        "stored": 1 << 20,
+        **others,
+    }
+
+
+def row(name: str, durability: str = "synced", **changed: float) -> Row:
+    return Row(
+        name=name,
+        title=name.title(),
+        durability=durability,
+        facts=FACTS,
+        figures=figures(**changed),
+    )
+
+
+def table_row(text: str, title: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {title} | 1,")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_peers_that_are_ahead_are_named_with_how_far():
+    rows = [
+        row("ister-flight", many=2000),
+        row("ister-danube", many=900),
+        row("kafka", many=5000),
+        row("redis", many=1999),
+        row("nats", many=2400),
+    ]
+    best, peers = ahead(rows, "synced", "many")
+    assert best.name == "ister-flight"
+    assert [(peer.name, factor) for peer, factor in peers] == [("kafka", 2.5), ("nats", 1.2)]
+    text = page(rows, MACHINE)
+    assert "| 64 at once, synced | Ister-Flight: 2,000 | Kafka (2.5 ×), Nats (1.2 ×) |" in text
+
+
+def test_of_times_and_memory_the_smaller_is_ahead():
+    for case in ["tail_p50_ms", "restart_seconds", "idle_mib", "one_p50_ms"]:
+        rows = [row("ister-flight", **{case: 4.0}), row("redis", **{case: 2.0}), row("nats")]
+        rows[2].figures[case] = 5.0
+        best, peers = ahead(rows, "synced", case)
+        assert best.name == "ister-flight", case
+        assert [(peer.name, factor) for peer, factor in peers] == [("redis", 2.0)], case
+
+
+def test_what_has_no_network_to_cross_is_not_ranked():
+    rows = [row("ister-open", many=99_000), row("ister-flight", many=10), row("kafka", many=20)]
+    best, peers = ahead(rows, "synced", "many")
+    assert best.name == "ister-flight"
+    assert [peer.name for peer, _ in peers] == ["kafka"]
+    assert "99,000" not in plot(rows)
+    assert "99,000" in page(rows, MACHINE)
+
+
+def test_other_durability_and_missing_figures_are_not_compared():
+    rows = [row("ister-flight"), row("kafka", "unsynced", many=9000), row("nats")]
+    del rows[2].figures["many"]
+    assert ahead(rows, "synced", "many")[1] == []
+    with pytest.raises(LookupError):
+        ahead(rows, "unsynced", "many")
+
+
+def test_missing_peers_are_in_the_table_with_the_reason():
+    gone = Row(name="kafka", title="Kafka", durability="synced", missing="mvn is not installed")
+    text = page([row("ister-flight"), gone], MACHINE)
+    assert "| Kafka | missing: mvn is not installed |" in text
+    # Neither ranked nor drawn.
+    assert "Kafka (" not in text
+    assert "Kafka" not in plot([row("ister-flight"), gone])
+
+
+def test_figures_keep_three_digits():
+    values = {"many": 123_456.0, "batched": 1_234.5, "consume": 98.76, "replay": 7.894}
+    rows = [row("ister-flight", one=1_005.4, tail_p50_ms=0.04567, tail_p99_ms=12.34, **values)]
+    cells = table_row(page(rows, MACHINE), "Ister-Flight")
+    assert cells[1:] == [
+        "1,010 (p50 0.20 ms)",
+        "123,000",
+        "1,230",
+        "98.8",
+        "7.89",
+        "0.05 / 12",
+    ]
+
+
+def test_page_says_versions_settings_machine_and_noise():
+    rows = [row("ister-flight"), row("ister-flight", "unsynced"), row("redis", "unsynced")]
+    rows[1].figures["many"]["spread"] = 0.42
+    text = page(rows, MACHINE)
+    for said in (
+        "2 cores",
+        "2026-01-31, 12 minutes",
+        "load average 0.25",
+        "5,120 syncs a second",
+        "differ by 10 %",
+        "at most by 42 %",
+        "| Server 1.2.3 | client 4.5.6 | `sync: yes` | `sync: yes` | as it comes | one by one |",
+    ):
+        assert said in text, said
+    assert text.count("- It is held in memory.") == 1
+    assert "do not quote" not in text
+    for change in ({"scale": 0.05}, {"load": (3.2, 1.0)}):
+        assert "do not quote" in page(rows, {**MACHINE, **change})
+
+
+def test_restart_and_lost_messages_are_told_of_the_unsynced_run():
+    rows = [row("ister-flight"), row("redis", "unsynced", restart_seconds=12.345, lost=17)]
+    text = page(rows, MACHINE)
+    assert "| Redis | 12 | 1,048,576 | 17 | 20.0 | 200 |" in text
+
+
+def test_plot_is_xml_with_a_bar_for_each_figure_the_longest_first():
+    rows = [row("ister-flight", many=500), row("kafka", many=2000), row("redis", many=1000)]
+    root = ElementTree.fromstring(plot(rows))
+    bars = root.findall("{http://www.w3.org/2000/svg}rect")
+    # One at a time, 64 at once and batched; replay is drawn of the other durability.
+    assert len(bars) == 9
+    widths = [float(bar.attrib["width"]) for bar in bars[3:6]]
+    assert widths == [420.0, 210.0, 105.0]
+    assert [bar.attrib["class"] for bar in bars[3:6]] == ["peer", "peer", "ister"]
