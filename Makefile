@@ -8,7 +8,7 @@ JOBS ?= 4
 SHARED := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint types test nightly docs bench peers soak endurance fuzz browser protos clean
+.PHONY: help setup demo lint types test nightly docs bench peers soak endurance cluster fuzz browser protos clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -33,9 +33,9 @@ types: $(STAMP) ## mypy, strict, over src, benchmarks and demo
 test: lint types ## lint, types and the tests that everybody runs, in at most twelve minutes on two cores
 	$(BIN)/python -m pytest -m "not nightly" $(SHARED)
 
-nightly: lint types ## every test with its large counts, soak, endurance, fuzzing and benchmarks: several hours
+nightly: lint types ## every test with its large counts, soak, endurance, cluster, fuzzing and benchmarks: several hours
 	ISTER_NIGHTLY=1 $(BIN)/python -m pytest --timeout=3000 $(SHARED)
-	$(MAKE) soak endurance fuzz bench
+	$(MAKE) soak endurance cluster fuzz bench
 	$(MAKE) peers SCALE=$(SCALE) PEERS_CACHE=$(PEERS_CACHE)
 
 docs: $(STAMP) ## the site of the documents, into site/
@@ -57,6 +57,9 @@ soak: $(STAMP) ## ten minutes of mixed load with kills; memory, files and thread
 
 endurance: $(STAMP) ## ten minutes with both clients and a broker that is killed every 8 s: nothing lost, all in order
 	$(BIN)/python -m tests.endurance --seconds 600
+
+cluster: $(STAMP) ## ten minutes with three brokers, etcd and S3 that are killed, stopped and cut off: nothing lost, all in order
+	$(BIN)/python -m tests.endurance --seconds 600 --brokers 3 --kills 100 --pauses 20 --restarts 5 --etcd-kills 10 --cuts 10
 
 fuzz: $(STAMP) ## coverage-guided fuzzing of the decoders, five minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'

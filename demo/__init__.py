@@ -2,11 +2,13 @@
 
     shop        what is published, and what it has to add up to
     serving     the broker, a process that can be killed
+    etcd        the metadata store of several brokers
     traffic     producers and consumers, and what they saw
     proof       whether anything was lost, doubled or out of order
     lake        the process with Spark: uploads, compaction, SQL, streams, tables
-    play        the steps, in their order
-    report      the page that is left at the end
+    story       steps, proofs and figures, of both demos
+    play        the steps, in their order; cluster: those with three brokers
+    report      the page that is left at the end; cluster_report; page: their parts
     terminal    progress and summary on a terminal
     command     `ister demo`: directory, signals, exit code
 

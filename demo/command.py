@@ -28,6 +28,7 @@ from ister.errors import DiskError, NotFoundError
 from ister.extras import missing_extra
 
 if TYPE_CHECKING:
+    from demo.cluster import ClusterPlayer
     from demo.play import Player
 
 _LOOK_SECONDS: Final = 0.5
@@ -43,8 +44,11 @@ def run(options: argparse.Namespace) -> int:
             hint="--report says where the report goes",
         )
     try:
-        from demo.play import Plan, Player  # noqa: PLC0415 - needs extras
+        from demo.cluster import ClusterPlayer  # noqa: PLC0415 - needs extras
+        from demo.cluster_report import render_cluster  # noqa: PLC0415
+        from demo.play import Player  # noqa: PLC0415
         from demo.report import render  # noqa: PLC0415
+        from demo.story import Plan  # noqa: PLC0415
     except ImportError as error:
         raise missing_extra("ister demo", "broker,client", error) from error
     _check_broker()
@@ -53,20 +57,18 @@ def run(options: argparse.Namespace) -> int:
         _directory(options.data, is_kept=options.keep) as directory,
         open_stage(stderr=options.json) as stage,
     ):
-        player = Player(
-            Plan(
-                directory=directory,
-                messages=options.messages,
-                seed=options.seed,
-                uses_spark=not options.no_spark,
-            ),
-            stage,
+        plan = Plan(
+            directory=directory,
+            messages=options.messages,
+            seed=options.seed,
+            uses_spark=not options.no_spark,
         )
+        player = ClusterPlayer(plan, stage) if options.cluster else Player(plan, stage)
         if not options.json:
             _greet(options, directory, player)
 
         def after() -> None:
-            _write(report, render(player.figures))
+            _write(report, (render_cluster if options.cluster else render)(player.figures))
             if options.json:
                 print(json.dumps({**player.figures, "report": report}), flush=True)
             else:
@@ -91,14 +93,15 @@ def _check_broker() -> None:
         raise missing_extra("ister demo", "broker,client", error) from error
 
 
-def _greet(options: argparse.Namespace, directory: str, player: Player) -> None:
+def _greet(options: argparse.Namespace, directory: str, player: Player | ClusterPlayer) -> None:
     print(f"\n  ister demo · {options.messages:,} messages · seed {options.seed} · {directory}\n")
     missing = player.figures["missing"]
     if missing and not options.no_spark:
-        print_error("steps that need Spark are left out", hint="; ".join(missing))
+        what = "without etcd" if options.cluster else "steps that need Spark are left out"
+        print_error(what, hint="; ".join(missing))
 
 
-def _keep(player: Player, directory: str, *, to_stderr: bool) -> None:
+def _keep(player: Player | ClusterPlayer, directory: str, *, to_stderr: bool) -> None:
     """Waits for Ctrl-C, with the broker up."""
     addresses = player.broker.addresses
     file = sys.stderr if to_stderr else sys.stdout

@@ -3,11 +3,8 @@
     shop ─► broker ─► day, kill -9 ─► tier ─► compact ─► another disk ─► evening ─► chain from 0
          ─► SQL ─► stream ─► Iceberg ─► figures
 
-Owns: the order of the steps, the checks, and the figures: one dictionary of plain values, which the
-summary, `--json` and the report are made of. Does not own: how they are shown.
-
-A step that fails ends the demo. A proof that fails does not: the rest is worth seeing, and the
-figures say what is wrong.
+Owns: the order of the steps, and the checks. Does not own: steps and figures as such (`story`), how
+they are shown.
 
 What a crash leaves: nothing but the directory, which is the caller's. Processes end with `play`.
 """
@@ -16,29 +13,26 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import re
 import threading
 import urllib.request
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import ExitStack
 from typing import Any, Final
 
-import ister
 from demo.interrupts import run_until_signal
 from demo.lake import Lake, find_missing
 from demo.proof import check_chain
 from demo.serving import BrokerProcess
 from demo.shop import ORDERS, TOPICS, Shop, make_shop, parse_id
 from demo.show import Show
+from demo.story import Plan, Story
 from demo.traffic import SUBSCRIPTIONS, Traffic
 from ister.client import Client
 from ister.client.flight import FlightClient
-from ister.clock import Clock, SystemClock
-from ister.errors import InvalidRequestError, UnavailableError
+from ister.clock import Clock
+from ister.errors import UnavailableError
 from ister.limits import MIB
 from ister.wire.contract import RangeTicket
 from ister.wire.views import TopicJson
@@ -57,18 +51,7 @@ _COUNTED: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is wanted of the demo."""
-
-    directory: str
-    """An empty one; all data goes there."""
-    messages: int = 120_000
-    seed: int = 7
-    uses_spark: bool = True
-
-
-class Player:
+class Player(Story):
     """Plays the demo. Used once; `broker` is there while `play` runs."""
 
     def __init__(self, plan: Plan, show: Show, clock: Clock | None = None) -> None:
@@ -77,39 +60,17 @@ class Player:
         Raises:
             InvalidRequestError: The directory has something in it.
         """
-        if os.path.isdir(plan.directory) and os.listdir(plan.directory):
-            raise InvalidRequestError(
-                f"{plan.directory} is not empty",
-                path=plan.directory,
-                hint="--data names a directory that is new or empty",
-            )
-        self._plan = plan
-        self._show = show
-        self._clock = clock or SystemClock()
+        super().__init__(plan, show, clock)
         missing = ["--no-spark was given"] if not plan.uses_spark else find_missing()
         self._has_spark = not missing
         self._has_iceberg = all(
             importlib.util.find_spec(name) is not None for name in ("pyiceberg", "sqlalchemy")
         )
-        os.makedirs(plan.directory, exist_ok=True)
         self.broker = BrokerProcess(
             plan.directory, engine="spark" if self._has_spark else "embedded"
         )
         self._lake: Lake | None = None
-        self.figures: dict[str, Any] = {
-            "ok": False,
-            "version": ister.__version__,
-            "seed": plan.seed,
-            "started_at": datetime.fromtimestamp(self._clock.now_ns() // 10**9, UTC).isoformat(),
-            "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, "
-            f"{platform.system()} {platform.machine()}",
-            "steps": [],
-            "left_out": [],
-            "missing": missing,
-            "tier_maps": [],
-            "proofs": {"chain": [], "deliveries": [], "sums": []},
-            "failures": [],
-        }
+        self.figures |= {"missing": missing, "tier_maps": []}
 
     # -- the story --------------------------------------------------------------------------
 
@@ -393,46 +354,6 @@ class Player:
 
     # -- inside -----------------------------------------------------------------------------
 
-    @contextmanager
-    def _step(self, title: str, about: str) -> Iterator[_Step]:
-        step = _Step()
-        self._show.begin(title, about)
-        began = self._clock.monotonic()
-        yield step
-        self.figures["steps"].append(
-            {
-                "title": title,
-                "about": about,
-                "seconds": self._clock.monotonic() - began,
-                "result": step.words,
-                "command": step.command,
-            }
-        )
-        self._show.end(step.words)
-
-    def _leave_out(self, title: str, why: str | None = None) -> None:
-        why = why or "; ".join(self.figures["missing"])
-        self.figures["left_out"].append({"title": title, "why": why})
-        self._show.leave_out(title, why)
-
-    def _note(self, failure: str) -> None:
-        if failure:
-            self.figures["failures"].append(failure)
-
-    def _check(self, name: str, expected: object, found: object) -> None:
-        """Compares a sum with the shop's own."""
-        is_ok = expected == found
-        self.figures["proofs"]["sums"].append(
-            {
-                "name": name,
-                "ok": is_ok,
-                "expected": sum(expected.values()) if isinstance(expected, dict) else expected,
-                "found": sum(found.values()) if isinstance(found, dict) else found,
-            }
-        )
-        if not is_ok:
-            self._note(f"{name}: the shop has {expected}, and {found} was found")
-
     def _ask(self, work: str) -> dict[str, Any]:
         if self._lake is None:
             raise UnavailableError("there is no Spark")
@@ -492,16 +413,6 @@ class Player:
             if (line := re.search(pattern, text, re.MULTILINE)) is not None:
                 found[name] = int(float(line.group(1)))
         return found
-
-
-@dataclass(slots=True)
-class _Step:
-    words: str = ""
-    command: str | None = None
-
-    def end(self, words: str) -> None:
-        """What came of it."""
-        self.words = words
 
 
 def _describe_traffic(traffic: Traffic) -> dict[str, Any]:

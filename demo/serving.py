@@ -77,15 +77,21 @@ def clean_environment(given: Mapping[str, str]) -> dict[str, str]:
 class BrokerProcess:
     """See the module header. Not thread-safe; `start` blocks until it is ready."""
 
-    def __init__(self, directory: str, *, engine: str) -> None:
+    def __init__(
+        self, directory: str, *, engine: str, metadata: Mapping[str, Any] | None = None
+    ) -> None:
         """Prepares it; nothing is started.
 
         Args:
             directory: Where its data, its settings and its log go.
             engine: As of `make_settings`.
+            metadata: Settings of a metadata store that it shares with the brokers in neighbouring
+                directories, and of a bucket beside them; None for stores of its own.
         """
         self._directory = directory
         self._engine = engine
+        self._metadata = metadata
+        os.makedirs(directory, exist_ok=True)
         self._process: subprocess.Popen[str] | None = None
         self._ports = ("0", "0", "0")
         self._addresses: Addresses | None = None
@@ -109,6 +115,13 @@ class BrokerProcess:
     def configure(self, *, wal: str) -> None:
         """Writes the settings for the next start; JSON is YAML."""
         settings = make_settings(self._directory, wal=wal, engine=self._engine)
+        if self._metadata is not None:
+            bucket = os.path.join(os.path.dirname(self._directory), "objects")
+            settings["storage"] |= {
+                "ack": "tiered",
+                "cloud": {"backend": "fs", "root": bucket},
+                "metadata": dict(self._metadata),
+            }
         with open(self.config, "w", encoding="utf-8") as file:
             json.dump(settings, file, indent=2)
 

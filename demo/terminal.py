@@ -181,6 +181,8 @@ class _Terminal:
 
 def summarise(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The figures that matter, in words."""
+    if "cluster" in figures:
+        return _summarise_cluster(figures)
     traffic, chain = figures["traffic"], figures["chain"]
     latency, kill = traffic["latency"], traffic["kill"]
     rows = [
@@ -232,6 +234,32 @@ def summarise(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append((name, f"{what.format(len(found['rows']))}, {found['seconds']:.1f} s"))
     rows.append(("time", f"{figures['seconds']:.0f} s in all"))
     return rows
+
+
+def _summarise_cluster(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    cluster, chain = figures["cluster"], figures["chain"]
+    kill, rolling = cluster["kill"], cluster["rolling"]
+    return [
+        ("messages", f"{figures['messages']:,} over {len(figures['topics'])} topics, ack: tiered"),
+        (
+            "kill -9",
+            (
+                f"{kill['broker']} died; its topics had answers again after "
+                f"{max(kill['pauses'].values(), default=0.0):.1f} s "
+                f"(lease: {cluster['lease_seconds']} s)"
+            ),
+        ),
+        (
+            "rolling restart",
+            (
+                f"{rolling['seconds']:.0f} s; longest time without an answer "
+                f"{max(one['pause'] for one in rolling['restarts']):.1f} s"
+            ),
+        ),
+        ("lost", f"{chain['lost']} of {chain['messages']:,} acknowledged messages"),
+        ("delivered again", f"{chain['duplicates']:,} (at least once: after the kill, to be sure)"),
+        ("time", f"{figures['seconds']:.0f} s in all"),
+    ]
 
 
 def print_summary(figures: Mapping[str, Any], *, report: str) -> None:

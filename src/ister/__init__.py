@@ -43,6 +43,7 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
     UnsupportedVersionError,
+    WaitsForDiskError,
     WaitTimeoutError,
 )
 from ister.model import AckLevel, Codec, TopicState, Watermarks
@@ -90,6 +91,7 @@ __all__ = [
     "UnsupportedOperationError",
     "UnsupportedVersionError",
     "WaitTimeoutError",
+    "WaitsForDiskError",
     "Watermarks",
     "load_config",
     "open",

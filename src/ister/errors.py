@@ -11,7 +11,8 @@
     ├ UnauthenticatedError       show valid credentials        UNAUTHENTICATED
     ├ ConflictError              re-read, then decide          ABORTED
     │ ├ AlreadyExistsError       take the existing one
-    │ └ DirectoryLockedError     stop the other process
+    │ ├ DirectoryLockedError     stop the other process
+    │ └ WaitsForDiskError        start the node that has the disk
     ├ FencedError                a newer owner exists: stop    ABORTED
     ├ UnavailableError           retry later                   UNAVAILABLE          retriable
     │ ├ CommitUnknownError       read back what happened
@@ -59,6 +60,7 @@ __all__ = [
     "UnsupportedOperationError",
     "UnsupportedVersionError",
     "WaitTimeoutError",
+    "WaitsForDiskError",
     "check",
 ]
 
@@ -212,6 +214,29 @@ class AlreadyExistsError(ConflictError):
 
 class DirectoryLockedError(ConflictError):
     """Another process (or another handle in this one) owns the WAL directory."""
+
+
+class WaitsForDiskError(ConflictError):
+    """The topic's newest messages may be only on the disk of a node that does not have it open.
+
+    Attributes:
+        node: That node: the last one that wrote the topic.
+        offset: The end of what the bucket has. Messages from here on may be on that disk.
+    """
+
+    node: str = ""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        node: str,
+        topic: str | None = None,
+        offset: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, topic=topic, offset=offset, hint=hint)
+        self.node = node
 
 
 class FencedError(IsterError):

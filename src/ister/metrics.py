@@ -133,6 +133,15 @@ _LOG: Final[tuple[Metric, ...]] = (
     Metric("disk.reserve_used_total", "counter", "times", "the reserve was freed on a full disk"),
     Metric("retention.errors_total", "counter", "times", "retention runs that failed"),
     Metric("broker.topics", "gauge", "topics", "topics that this broker serves now"),
+    Metric(
+        "broker.topics_waiting_for_disk",
+        "gauge",
+        "topics",
+        "read-only topics here: their newest messages may be on the disk of a broker that is down",
+    ),
+    Metric("broker.members", "gauge", "brokers", "brokers of the cluster, this one among them"),
+    Metric("broker.is_leader", "gauge", "0 or 1", "whether this broker assigns topics to brokers"),
+    Metric("broker.moves_total", "counter", "topics", "topics handed over to other brokers"),
     Metric("broker.consumers", "gauge", "consumers", "consumers with an open stream"),
     Metric(
         "broker.messages_in_total", "counter", "messages", "messages published over gRPC and Flight"
@@ -409,15 +418,12 @@ _BROKER: Final[tuple[Metric, ...]] = (
 METRICS: Final[tuple[Metric, ...]] = (*_LOG, *_BROKER)
 
 LEFT_OUT: Final[tuple[tuple[str, str], ...]] = (
-    ("danube_leader_election_state", "brokers of Ister elect no leader"),
-    (
-        "danube_broker_assignments_total",
-        "topics are not assigned: a broker claims a free topic when a client asks for it",
-    ),
-    ("danube_rebalancing_moves_total", "topics are not moved by load"),
-    ("danube_rebalancing_failures_total", "likewise"),
-    ("danube_rebalancing_cycle_duration_seconds", "likewise"),
-    ("danube_cluster_imbalance_cv", "likewise"),
+    ("danube_leader_election_state", "`ister_broker_is_leader` says whether a broker leads"),
+    ("danube_broker_assignments_total", "assignments are not counted"),
+    ("danube_rebalancing_moves_total", "`ister_broker_moves_total` counts all moves"),
+    ("danube_rebalancing_failures_total", "a failed move is logged and tried again"),
+    ("danube_rebalancing_cycle_duration_seconds", "rebalancing is not timed"),
+    ("danube_cluster_imbalance_cv", "`ister brokers balance` shows the variation"),
     ("danube_dispatcher_heartbeat_polls_total", "dispatchers are woken, they do not poll"),
     ("danube_dispatcher_notifier_polls_total", "likewise"),
     (

@@ -10,7 +10,7 @@ import shlex
 
 import pytest
 import yaml
-from tests.sim import fork_world, test_clone_world, test_disk_world
+from tests.sim import fork_world, test_clone_world, test_cluster_world, test_disk_world
 from tests.sim import test_planted_bugs as in_the_log
 from tests.sim import test_tier_planted_bugs as in_the_tiers
 from tools import reference
@@ -141,10 +141,12 @@ def test_planted_bugs_are_counted_right():
         len(test_disk_world.PLANTED),
         len(test_clone_world.PLANTS),
         len(fork_world.PLANTED),
+        len(test_cluster_world.PLANTS),
     )
-    log, tiers, disks, copies, forks = counts
+    log, tiers, disks, copies, forks, clusters = counts
     said = (
         f"{sum(counts)} bugs put in on purpose are each caught: {log} in the log, {tiers} in the "
-        f"tiers, {disks} on full disks, {copies} with copied disks, {forks} with forks"
+        f"tiers, {disks} on full disks, {copies} with copied disks, {forks} with forks, "
+        f"{clusters} in clusters"
     )
     assert said in (ROOT / "docs" / "TESTING.md").read_text()

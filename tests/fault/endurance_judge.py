@@ -13,8 +13,11 @@ Producers, consumers and the runner append records to files, each a JSON array o
     seek        topic, subscription, offset             before the call
     sought      topic, subscription, offset, began      the broker confirmed it; `seek`'s time
     disturb     what                                    a kill, a pause, the end of a pause
+    logged      topic, offset, message id or null, key  in the topic, as read from the bucket
+    log_end     topic, offset                           where that reading ended
 
-Neither the topics nor any state of the broker is read. `Judge.check` finds:
+A broker's state is not read. What the bucket has in the end is, where a runner reads it. `check`
+finds:
 
     lost        acknowledged to its producer, and never received by a subscription that was there
     not_again   a seek went back to before it, and it was not received again
@@ -26,7 +29,9 @@ Neither the topics nor any state of the broker is read. `Judge.check` finds:
     published   the offsets of a producer's messages are not in the order in which it sent them
     doubled     at two offsets, though its producer counts its messages
     disagree    two messages at one offset, or another key than it was sent with
-    foreign     received and never sent
+    foreign     received, or in the topic, and never sent
+    missing     acknowledged to its producer, and not in the topic
+    hole        an offset that the topic does not have
 
 How this is independent of time: a consumer gets every message from the subscription's first
 unacknowledged one on, in order, whatever died before. So first receipts are in order across kills,
@@ -40,6 +45,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +72,8 @@ class Verdict:
     doubled: list[str] = field(default_factory=list)
     disagree: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    hole: list[str] = field(default_factory=list)
     figures: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -89,7 +97,11 @@ class Verdict:
 class _Sent:
     at: int
     key: str
-    is_acked: bool = False
+    acked_at: int = 0
+
+    @property
+    def is_acked(self) -> bool:
+        return self.acked_at > 0
 
 
 @dataclass(slots=True)
@@ -99,6 +111,8 @@ class _Topic:
     places: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     at: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Message id and key by offset."""
+    logged: dict[int, str] = field(default_factory=dict)
+    log_end: int | None = None
 
 
 @dataclass(slots=True)
@@ -173,9 +187,11 @@ class Judge:
 
     def _is_known(self, kind: str, rest: Sequence[Any]) -> bool:
         """Whether what a record speaks of has been read; another file may be behind."""
-        if kind in ("producer", "subscribed", "send", "sent", "disturb"):
+        if kind in ("producer", "subscribed", "send", "sent", "disturb", "log_end"):
             return True
         topic, name = rest[:2]
+        if kind == "logged":
+            return rest[2] in self._topics[topic].sent
         is_sent = kind != "got" or rest[4] in self._topics[topic].sent
         return is_sent and (topic, name) in self._subscriptions
 
@@ -187,9 +203,9 @@ class Judge:
     def _send(self, at: int, topic: str, producer: str, number: int, key: str) -> None:
         self._topics[topic].sent[f"{producer}.{number}"] = _Sent(at, key)
 
-    def _sent(self, _at: int, topic: str, producer: str, number: int, offset: int | None) -> None:
+    def _sent(self, at: int, topic: str, producer: str, number: int, offset: int | None) -> None:
         message_id, found = f"{producer}.{number}", self._topics[topic]
-        found.sent[message_id].is_acked = True
+        found.sent[message_id].acked_at = at
         if offset is not None:
             self._place(topic, offset, message_id, found.sent[message_id].key)
 
@@ -242,6 +258,32 @@ class Judge:
 
     def _disturb(self, at: int, _what: str) -> None:
         self._disturbed.append(at)
+
+    def _logged(self, _at: int, topic: str, offset: int, message_id: str, key: str) -> None:
+        self._place(topic, offset, message_id, key)
+        self._topics[topic].logged[offset] = message_id
+
+    def _log_end(self, _at: int, topic: str, offset: int) -> None:
+        self._topics[topic].log_end = offset
+
+    # -- figures ----------------------------------------------------------------------------
+
+    def served_at(self, topic: str, since: int) -> int | None:
+        """When a message that was first sent after `since` was acknowledged; None if none was."""
+        found = None
+        # A topic's messages are known in the order in which they were sent.
+        for one in reversed(self._topics[topic].sent.values()):
+            if one.at <= since:
+                break
+            if one.is_acked and (found is None or one.acked_at < found):
+                found = one.acked_at
+        return found
+
+    def longest_pause(self, topic: str, since: int, until: int) -> int:
+        """The longest time without an acknowledgement between two times, in nanoseconds."""
+        sent = self._topics[topic].sent.values()
+        inside = sorted(one.acked_at for one in sent if since < one.acked_at < until)
+        return max(later - earlier for earlier, later in pairwise((since, *inside, until)))
 
     # -- the verdict ------------------------------------------------------------------------
 
@@ -305,6 +347,18 @@ class Judge:
         return found
 
     def _check_topic(self, verdict: Verdict, name: str, topic: _Topic) -> None:
+        if topic.log_end is not None:
+            there = set(topic.logged.values())
+            verdict.missing += [
+                f"{name} {message_id}, acknowledged"
+                for message_id, sent in topic.sent.items()
+                if sent.is_acked and message_id not in there
+            ]
+            verdict.hole += [
+                f"{name} at {offset}"
+                for offset in range(topic.log_end)
+                if offset not in topic.logged
+            ]
         newest: dict[str, tuple[int, int]] = {}
         for message_id, places in sorted(topic.places.items(), key=lambda one: _number(one[0])):
             producer, number = message_id.rpartition(".")[0], _number(message_id)

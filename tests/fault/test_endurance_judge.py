@@ -230,3 +230,80 @@ def test_records_are_read_as_they_grow_and_in_any_order(tmp_path):
     judge.feed(records.news())
     assert judge.check().is_clean, judge.check().shown()
     assert judge.check().figures["received_failover"] == 5
+
+
+# -- what the bucket has in the end ----------------------------------------------------------
+
+
+def a_logged_story(count: int = 5) -> Story:
+    """A clean story, and the topic as it was read afterwards."""
+    story = a_story(count=count)
+    for number in range(count):
+        story.add("logged", "t", number, f"p.{number}", "k")
+    story.add("log_end", "t", count)
+    return story
+
+
+def test_topic_that_has_what_was_acknowledged_is_clean():
+    assert a_logged_story().kinds() == {}
+
+
+def test_acknowledged_message_that_the_topic_does_not_have_is_missing():
+    story = a_logged_story()
+    story.records = [one for one in story.records if one[0] != "log_end"]
+    story.publish(5, 5)
+    story.get(5)
+    story.add("log_end", "t", 5)
+    assert story.kinds() == {"missing": 1}
+
+
+def test_offset_that_the_topic_does_not_have_is_a_hole():
+    story = a_logged_story()
+    story.records = [one for one in story.records if one[0] != "logged" or one[3] != 2]
+    assert story.kinds() == {"missing": 1, "hole": 1}
+
+
+def test_another_message_at_an_offset_that_was_delivered_is_found():
+    story = a_logged_story()
+    story.add("send", "t", "p", 9, "k")
+    story.add("logged", "t", 3, "p.9", "k")
+    found = story.kinds()
+    assert found["disagree"] == 1
+    assert found["missing"] == 1, "what was acknowledged at that offset is gone"
+
+
+def test_messages_that_changed_places_are_found():
+    story = a_story(count=3)
+    for offset, number in enumerate((0, 2, 1)):
+        story.add("logged", "t", offset, f"p.{number}", "k")
+    story.add("log_end", "t", 3)
+    found = story.kinds()
+    assert found["disagree"] == 2
+    assert found["doubled"] == 2
+
+
+def test_damaged_message_in_the_topic_is_foreign():
+    story = a_logged_story()
+    story.add("logged", "t", 5, None, "k")
+    assert story.kinds() == {"foreign": 1}
+
+
+# -- how long a topic was away -----------------------------------------------------------------
+
+
+def test_topic_is_served_again_by_what_was_sent_after_the_fault():
+    story = a_story(count=1)
+    story.add("send", "t", "p", 1, "k")
+    fault = story.add("disturb", "kill")
+    # Under way when the broker died: the answer says nothing about what came after.
+    story.add("sent", "t", "p", 1, 1)
+    judge = Judge()
+    judge.feed(story.records)
+    assert judge.served_at("t", fault) is None
+    began = story.now
+    story.now += 1000
+    story.publish(2, 2)
+    judge = Judge()
+    judge.feed(story.records)
+    assert judge.served_at("t", fault) == story.now
+    assert judge.longest_pause("t", fault, story.now) == story.now - began

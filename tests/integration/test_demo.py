@@ -113,6 +113,32 @@ def test_without_java_it_says_what_to_install_and_does_the_rest(home):
 
 
 @pytest.mark.nightly
+def test_three_brokers(home):
+    code, out, error = run(home, "--cluster", "--messages", "3000", "--json")
+    assert code == 0, error
+    figures = json.loads(out)
+    assert figures["ok"] is True
+    assert figures["failures"] == []
+    assert figures["chain"]["messages"] == figures["messages"] == 3000
+    assert figures["chain"]["lost"] == 0
+    cluster = figures["cluster"]
+    assert cluster["metadata"] == "etcd"
+    before, killed, _after = (one["topics"] for one in cluster["owners"])
+    assert set(before.values()) == {"broker-1", "broker-2", "broker-3"}
+    victim = cluster["kill"]["broker"]
+    assert victim not in killed.values()
+    assert set(cluster["kill"]["pauses"]) == {topic for topic in before if before[topic] == victim}
+    # Its lease has to end before others may take its topics.
+    assert min(cluster["kill"]["pauses"].values()) > 1
+    restarted = [one["broker"] for one in cluster["rolling"]["restarts"]]
+    assert restarted == ["broker-1", "broker-2", "broker-3"]
+    assert all(proof["ok"] for kind in figures["proofs"].values() for proof in kind)
+    page = (home / "report.html").read_text()
+    assert "Nothing was lost" in page
+    assert f"kill -9 {victim}" in page
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(home, number):
     with start(home, "--messages", "20000") as process:

@@ -39,7 +39,7 @@ def test_readme_names_every_example_and_no_other():
     text = (EXAMPLES / "README.md").read_text()
     scripts = {
         path.relative_to(EXAMPLES).as_posix()
-        for path in (*EXAMPLES.glob("*.py"), EXAMPLES / "pipeline" / "run.py")
+        for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/run.py"))
     }
     assert set(re.findall(r"python examples/([\w/]+\.py)", text)) == scripts
     for path in EXAMPLES.rglob("*.md"):
@@ -48,7 +48,7 @@ def test_readme_names_every_example_and_no_other():
 
 
 def test_each_script_says_how_it_is_run():
-    for path in (*EXAMPLES.glob("*.py"), EXAMPLES / "pipeline" / "run.py"):
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/run.py")):
         name = path.relative_to(EXAMPLES)
         assert f"    python examples/{name} [DIRECTORY]" in path.read_text()
 
@@ -90,6 +90,35 @@ def test_scripts_make_a_directory_of_their_own_and_remove_it(tmp_path):
     printed = run_example("arrow_without_spark.py", None, home=tmp_path)
     assert "DuckDB, all messages:" in printed
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["errors", "tmp"]
+
+
+def test_cluster(tmp_path):
+    data = tmp_path / "data"
+    printed = run_example("cluster/run.py", data, home=tmp_path / "home")
+
+    topics = {f"/default/orders-{number}" for number in range(6)}
+    seen = []
+    for title in (
+        "Three brokers:",
+        r"(broker-\d) is killed with SIGKILL:",
+        "Each broker is restarted with SIGTERM:",
+    ):
+        found = re.search(rf"^{title}\n((?:    broker-\d: .*\n)+)", printed, re.M)
+        assert found is not None, printed
+        rows = dict(re.findall(r"^    (broker-\d): (.*)$", found.groups()[-1], re.M))
+        owned = {name: set(names.split(", ")) for name, names in rows.items()}
+        assert set().union(*owned.values()) == topics
+        seen.append((found.groups()[0], owned))
+    (_, before), (victim, after), _ = seen
+    assert set(before) == {"broker-1", "broker-2", "broker-3"}
+    assert set(after) == set(before) - {victim}
+    pauses = dict(re.findall(r"^    (\S+): no answers for ([\d.]+) s", printed, re.M))
+    assert set(pauses) == before[victim]
+    # Its lease has to end before others may take them.
+    assert all(float(pause) > 1 for pause in pauses.values())
+    checked = re.search(r"^(\d+) acknowledged orders: each is there once, in order$", printed, re.M)
+    assert checked is not None
+    assert int(checked.group(1)) > 6 * 20
 
 
 @pytest.mark.nightly

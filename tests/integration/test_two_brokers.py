@@ -2,7 +2,7 @@
 
 A topic is at one of them at a time. The real client finds it wherever it is, and goes with it when
 it moves: offsets go on, cursors and attempts too. Files that a killed broker left behind are waited
-for: nobody else answers for what is in them.
+for: the other one serves what is in the bucket, and nobody answers for the rest.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import json
 import shutil
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -20,7 +20,9 @@ import grpc
 
 import ister
 from ister.client import AsyncClient
+from ister.clock import SystemClock
 from ister.errors import ConflictError
+from ister.metadata.sqlite import SqliteMetadata
 from ister.wire import danube, danube_admin, ister_api
 from servers.broker import BrokerProcess, broker_settings
 from support.danube import connect, eventually, numbered, offsets, refused, run, texts, topic_for
@@ -29,9 +31,10 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 REDIRECT, CONNECT = 0, 1
 
 
-def start_pair(stack, directory, *, lease_ttl_seconds):
-    """Two brokers, running, with shared stores."""
+def start_pair(stack, directory, *, lease_ttl_seconds, **broker):
+    """Two brokers, running, with shared stores; `broker` are settings below `broker`."""
     settings = {
+        "broker": broker,
         "storage": {
             "cloud": {"root": str(directory / "objects")},
             "metadata": {
@@ -80,6 +83,23 @@ async def send_until_taken(producer, payload):
             return
 
 
+async def place(session, topic, broker):
+    """Makes a topic, and has it at a broker: which one it is made at is the leader's choice."""
+    await session.create_topic(topic)
+    nodes = await session.admin.ShowBrokers(ister_api.InfoRequest())
+    [node] = [
+        one["node"] for one in json.loads(nodes.json)["brokers"] if one["broker_url"] == broker.url
+    ]
+    await session.admin.MoveTopic(ister_api.MoveTopicRequest(topic=topic, to=node))
+
+
+def stored_cursor(directory, topic, subscription):
+    """The cursor that a broker's death leaves."""
+    with closing(SqliteMetadata(str(directory / "metadata.db"), clock=SystemClock())) as store:
+        found = store.get(f"/danube/subscriptions{topic}/{subscription}/progress")
+    return None if found is None else json.loads(found.value)["offset"]
+
+
 async def next_offset(session, topic):
     return (await session.admin.DescribeTopic(ister_api.TopicName(topic=topic))).next
 
@@ -98,8 +118,8 @@ async def test_each_knows_of_the_other(pair):
 async def test_a_look_up_sends_clients_to_the_owner_by_the_whole_name(pair, topic):
     a, b = pair
     async with connect(a) as at_a, connect(b) as at_b:
-        await at_a.create_topic(topic)
-        await at_b.create_topic(f"{topic}2")
+        await place(at_a, topic, a)
+        await place(at_a, f"{topic}2", b)
         for session, name, answer in (
             (at_a, topic, (CONNECT, a.url)),
             (at_b, topic, (REDIRECT, a.url)),
@@ -135,6 +155,7 @@ async def test_a_topic_is_not_served_by_the_other_one(pair, topic):
 
     a, b = pair
     async with connect(a) as at_a, connect(b) as at_b:
+        await place(at_b, topic, a)
         await at_a.send(topic, numbered(3))
         for call in (
             at_b.raw_producers.CreateProducer(
@@ -171,6 +192,7 @@ async def test_a_moved_topic_continues_its_offsets(pair, topic):
 
     a, b = pair
     async with connect(a) as at_a, connect(b) as at_b:
+        await place(at_a, topic, a)
         producer = await at_a.producer(topic)
         inbox = await at_a.consumer(topic)
         for payload in numbered(10):
@@ -196,6 +218,7 @@ async def test_a_moved_topic_continues_its_offsets(pair, topic):
 async def test_a_moved_topic_delivers_the_unacknowledged_message_first(pair, topic):
     a, b = pair
     async with connect(b) as at_b, connect(a) as at_a:
+        await place(at_a, topic, b)
         producer = await at_b.producer(topic)
         inbox = await at_b.consumer(topic)
         await at_b.set_window(topic, 4)
@@ -220,6 +243,7 @@ async def test_a_moved_topic_delivers_the_unacknowledged_message_first(pair, top
 async def test_offsets_never_repeat_however_often_a_topic_moves(pair, topic):
     async with connect(pair[0]) as at_a, connect(pair[1]) as at_b:
         sessions = [at_a, at_b]
+        await place(at_b, topic, pair[0])
         for turn in range(4):
             here, there = sessions[turn % 2], sessions[(turn + 1) % 2]
             await here.send(topic, numbered(5, 5 * turn), name=f"producer-{turn}")
@@ -238,7 +262,8 @@ async def test_offsets_never_repeat_however_often_a_topic_moves(pair, topic):
 async def test_attempts_and_acks_out_of_order_move_along(pair, topic):
     async with connect(pair[0]) as at_a, connect(pair[1]) as at_b:
         inbox_topic, dead = topic, f"{topic}-dead"
-        await at_a.create_topic(inbox_topic)
+        await place(at_a, inbox_topic, pair[0])
+        await place(at_a, dead, pair[0])
         inbox = await at_a.consumer(inbox_topic)
         await at_a.set_failure_policy(
             inbox_topic, poison="DeadLetter", retries=2, delay_ms=0, dead_letter_topic=dead
@@ -275,6 +300,7 @@ def test_a_broker_that_hands_everything_over_can_go(pair, topic):
         names = [f"{topic}-{number}" for number in range(3)]
         async with connect(a) as at_a:
             for name in names:
+                await place(at_a, name, a)
                 await at_a.send(name, numbered(5))
             answer = await at_a.brokers.UnloadBroker(danube_admin.UnloadBrokerRequest())
             assert answer.total >= 3
@@ -299,54 +325,45 @@ def test_a_broker_that_hands_everything_over_can_go(pair, topic):
             a.start()
 
 
-@pytest.mark.nightly
 def test_the_files_of_a_killed_broker_are_waited_for(tmp_path):
-    """What it had acknowledged is on its disk alone: nobody else may answer for the topic."""
+    """What it had acknowledged is on its disk alone: the other one serves what is in the bucket."""
 
     async def scenario(a, b):
         name, other = "/default/t", "/default/t2"
         async with connect(b) as at_b:
-            async with connect(a) as at_a:
-                await at_a.create_topic(name)
+            await place(at_b, name, a)
             producer = await at_b.producer(name)
             inbox = await at_b.consumer(name, attached=False)
             for payload in numbered(10):
                 await producer.send(payload.encode())
             messages = await inbox.take(10, ack=False)
             await inbox.ack(*messages[:4])
-            await asyncio.sleep(1.5)  # the cursor is written
+            await eventually(lambda: stored_cursor(tmp_path, name, "sub") == 4)
             a.kill()
 
-            async def is_elsewhere():
+            async def is_here():
                 try:
-                    await lookup(at_b, name)
+                    return await lookup(at_b, name) == (CONNECT, b.url)
                 except grpc.aio.AioRpcError as error:
                     assert error.code() is UNAVAILABLE, error
-                    return True
-                return False  # the lease has not ended: it still points to the killed one
+                    return False
 
-            await eventually(is_elsewhere)
+            await eventually(is_here)
+            # Nothing of it is in the bucket yet: no history, and no sends.
+            sent = await at_b.admin.DescribeTopic(ister_api.TopicName(topic=name))
+            assert (sent.tiered, sent.next) == (0, 0)
             create = danube.ProducerRequest(
                 topic_name=name, producer_name="p2", dispatch_strategy=1
             )
-            assert await refused(at_b.raw_producers.CreateProducer(create)) is UNAVAILABLE
-            assert (
-                await refused(
-                    at_b.raw_consumers.Subscribe(
-                        danube.ConsumerRequest(
-                            topic_name=name, consumer_name="c", subscription="s2"
-                        )
-                    )
-                )
-                is UNAVAILABLE
-            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await at_b.raw_producers.CreateProducer(create)
+            assert caught.value.code() is UNAVAILABLE
+            assert "waits for the disk of node" in caught.value.details()
             # It is not gone, only out of reach; others are served.
             assert await at_b.partitions(name) == [name]
             await at_b.send(other, numbered(1))
             # A client of the other one that keeps trying gets through once it is back.
             sending = asyncio.create_task(send_until_taken(producer, "message 10"))
-            await asyncio.sleep(0.5)
-            assert not sending.done()
             await asyncio.to_thread(a.start)
             await asyncio.wait_for(sending, 60)
             assert await lookup(at_b, name) == (REDIRECT, a.url)
@@ -362,6 +379,40 @@ def test_the_files_of_a_killed_broker_are_waited_for(tmp_path):
         run(scenario(*start_pair(stack, tmp_path, lease_ttl_seconds=4)))
 
 
+@pytest.mark.nightly
+def test_a_tail_is_given_up_after_a_while_if_the_settings_say_so(tmp_path):
+    async def scenario(a, b):
+        name = "/default/t"
+        async with connect(b) as at_b:
+            await place(at_b, name, a)
+            await at_b.send(name, numbered(3))
+            a.kill()
+            producer = await at_b.producer(f"{name}2")
+            await producer.send(b"others are served")
+
+            async def is_taken():
+                try:
+                    await at_b.send(name, numbered(1), name="later")
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is UNAVAILABLE, error
+                    return False
+                return True
+
+            await eventually(is_taken)
+            assert await lookup(at_b, name) == (CONNECT, b.url)
+            # Nothing was uploaded before the broker died.
+            assert await next_offset(at_b, name) >= 1
+
+    with ExitStack() as stack:
+        pair = start_pair(
+            stack,
+            tmp_path,
+            lease_ttl_seconds=2,
+            cluster={"failover": {"give_up_tail_after_seconds": 1}},
+        )
+        run(scenario(*pair))
+
+
 # -- brokers that were replaced ---------------------------------------------------------------
 
 
@@ -371,7 +422,7 @@ def test_idle_consumers_follow_a_topic_that_was_taken_over(tmp_path):
     async def scenario(a, b):
         name = "/default/t"
         async with connect(a) as at_a, AsyncClient(a.address) as client:
-            await at_a.create_topic(name)
+            await place(at_a, name, a)
             inbox = await at_a.consumer(name)
             own = await client.consumer(name, "own")
             a.pause()

@@ -52,7 +52,7 @@ def broker_settings(
         },
         "broker": {"ports": {name: (ports or {}).get(name, 0) for name in _PORTS}},
     }
-    _lay_over(tree, settings or {})
+    lay_over(tree, settings or {})
     return tree
 
 
@@ -78,9 +78,9 @@ class BrokerProcess:
     ) -> None:
         self.directory = Path(directory)
         self.settings: dict[str, Any] = {}
-        _lay_over(self.settings, settings or {})
+        lay_over(self.settings, settings or {})
         if engine is not None:
-            _lay_over(self.settings, {"broker": {"grpc": {"engine": engine}}})
+            lay_over(self.settings, {"broker": {"grpc": {"engine": engine}}})
         self._environment = dict(environment or {})
         self._prefix = (
             [] if files_max is None else ["sh", "-c", f'ulimit -n {files_max}; exec "$@"', "sh"]
@@ -253,12 +253,12 @@ class BrokerProcess:
         self._process = None
 
 
-def _lay_over(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
+def lay_over(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
-            _lay_over(tree[key], value)
+            lay_over(tree[key], value)
         elif isinstance(value, Mapping):
             tree[key] = {}
-            _lay_over(tree[key], value)
+            lay_over(tree[key], value)
         else:
             tree[key] = value

@@ -385,6 +385,12 @@ class EtcdCluster:
         self._spawn(number)
         self._wait(lambda: self._status(number) is not None, f"node {number}")
 
+    def start_killed(self):
+        """Starts every killed node, and waits until it answers."""
+        for number, node in enumerate(self._nodes):
+            if node.process is None:
+                self.start(number)
+
     def pause(self, number):
         """SIGSTOP."""
         self._nodes[number].process.send_signal(signal.SIGSTOP)

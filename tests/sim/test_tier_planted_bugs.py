@@ -31,9 +31,12 @@ from ister.bucket.upload import Uploader
 from ister.clock_guard import ClockGuard
 from ister.errors import CommitUnknownError, ConflictError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor
+from ister.format.records import TopicRecord
 from ister.metadata.base import Absent
 from ister.metadata.memory import MemoryMetadata
+from ister.model import AckLevel
 from ister.topic.bucket_link import TopicTier
+from ister.topic.idle_mark import IdleMark
 from ister.topic.log import Log
 from ister.topic.node_clock import NodeClock
 from ister.topic.reader import Reader
@@ -43,6 +46,7 @@ from ister.topic.stores import Tiers
 from ister.topic.topic import Topic
 from ister.topic.uploads import Tiered
 from ister.wal.directory import WalDirectory
+from ister.wal.state import LogState
 from support.scale import nightly
 from support.tiers import Cluster, Pipeline, a_descriptor
 from tests.sim.test_tier_crashes import collect_late
@@ -408,7 +412,71 @@ def times_of_a_clock_that_was_behind_are_believed(patch: pytest.MonkeyPatch) -> 
     patch.setattr(ClockGuard, "correct", lambda self, time_ms: time_ms)
 
 
+def a_claim_needs_no_proof(patch: pytest.MonkeyPatch) -> None:
+    """A lease that has ended is taken for the end of what its owner knew."""
+    patch.setattr(TopicRecord, "is_whole", lambda self, tiered: True)
+
+
+def a_claim_believes_the_mark_of_an_older_owner(patch: pytest.MonkeyPatch) -> None:
+    """The mark stays in the record over a claim, and counts there."""
+
+    def is_whole(self: TopicRecord, tiered: int) -> bool:
+        return self.ack is AckLevel.TIERED or (
+            self.acked_end is not None and self.acked_end <= tiered
+        )
+
+    real = _Claimant.next_record
+
+    def next_record(self: _Claimant, view, *, gives_up=False):
+        record = real(self, view, gives_up=gives_up)
+        if view.known is None or not view.known.is_open:
+            return record
+        return replace(record, acked_end=view.known.acked_end)
+
+    patch.setattr(TopicRecord, "is_whole", is_whole)
+    patch.setattr(_Claimant, "next_record", next_record)
+
+
+def a_take_over_forgets_the_cursors(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ister.topic.opening, "clip_progress", lambda *_, **__: [])
+
+
+def readers_see_what_is_not_tiered(patch: pytest.MonkeyPatch) -> None:
+    """As before topics with the level `tiered` could move by themselves."""
+
+    def visible(self: LogState) -> int:
+        return self.watermark(self.local_level)
+
+    patch.setattr(LogState, "visible", property(visible))
+
+
+def a_mark_outlives_the_next_append(patch: pytest.MonkeyPatch) -> None:
+    """Appends go on at once, and the mark is left to be removed some time later."""
+
+    def clear(self: IdleMark) -> None:
+        self.is_set = False
+        self._wal.unhold("idle")
+
+    patch.setattr(IdleMark, "clear", clear)
+
+
+def a_mark_does_not_look_at_what_was_accepted(patch: pytest.MonkeyPatch) -> None:
+    def set_mark(self: IdleMark) -> bool:
+        if not self.is_set:
+            self.is_set = True
+            self._owned.set_acked_end(self._wal.tiered)
+        return True
+
+    patch.setattr(IdleMark, "set", set_mark)
+
+
 BY_WORLDS: list[Plant] = [
+    a_claim_needs_no_proof,
+    a_claim_believes_the_mark_of_an_older_owner,
+    a_take_over_forgets_the_cursors,
+    readers_see_what_is_not_tiered,
+    a_mark_outlives_the_next_append,
+    a_mark_does_not_look_at_what_was_accepted,
     age_is_told_by_producers,
     a_step_of_the_clock_is_ignored,
     a_step_while_nobody_runs_is_ignored,

@@ -9,6 +9,11 @@ of one node's work the other one may get its turn, with time passing, so that an
 one that was fenced. In most worlds there is a pipeline, too, which uploads and merges objects in
 the owner's name, from outside of its process (`outsider`).
 
+A node claims the topic of the other one after its lease has ended: with a take-over, or where the
+record proves that nothing acknowledged or delivered can be missing (the level is `tiered`, or the
+owner has marked the topic as idle). Where it may do neither, it serves the history, read-only. A
+subscription is served by whoever has the topic, and its cursor is saved.
+
 In half of the worlds the clock of the machines steps, by minutes to decades, and is set right again
 or confirmed; machines are suspended past their leases, and producers send any publish time. The
 bucket's own clock is right, and so is that of a machine that starts for the first time.
@@ -26,6 +31,12 @@ whole topic through a chained reader after every opening (`TierWorld.check_opene
   anything whose lease has ended;
 - objects may be replaced by one with the messages of all of them;
 - what a node had made durable and could not upload stays on its disk, in files set aside;
+- nothing that was acknowledged at the topic's level, or delivered, is missing after a claim without
+  a take-over; no such claim happens without the proof;
+- no offset is delivered twice with other bytes, unless a take-over, or a power cut at the level
+  `written`, was between; what is delivered of a `tiered` topic is in the bucket, also if a fenced
+  owner or one without the right to write delivers it;
+- no cursor is ahead of the topic's end after an opening;
 - only bucket retention takes messages out of a topic, and only the oldest ones;
 - nothing is deleted by age, messages or garbage, that is younger, by the time since it really came;
 - a deleted topic leaves nothing behind, and nothing of it comes back;
@@ -62,21 +73,27 @@ from ister.errors import (
     NotFoundError,
     OffsetOutOfRangeError,
     UnavailableError,
+    WaitsForDiskError,
 )
 from ister.format.crc import crc32
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor, format_checksum
 from ister.format.frame import scan_frames
 from ister.format.records import (
+    Progress,
     SealedState,
     TopicRecord,
     decode_current,
+    decode_progress,
     decode_sealed,
     decode_topic,
+    encode_progress,
 )
+from ister.metadata.base import Put
 from ister.metadata.memory import MemoryMetadata
 from ister.model import AckLevel, Codec, TopicName, TopicState
 from ister.topic.log import Log
 from ister.topic.message import MessageBatch
+from ister.topic.read_only import ReadOnlyTopic
 from ister.topic.reader import Reader
 from ister.topic.topic import Topic
 from support.memory_fs import MemoryFileSystem, SimulatedCrash, _Directory
@@ -89,6 +106,7 @@ NAME: Final = TopicName.parse(TOPIC)
 LEASE_SECONDS: Final = 5
 GRACE_MINUTES: Final = 2
 LEVELS: Final = ("synced", "tiered", "written")
+_RANKS: Final = ("memory", "written", "synced", "tiered")
 _CHANGES: Final = frozenset({"put", "delete", "delete_prefix", "transact"})
 _LATE_SECONDS_MAX: Final = 30.0
 # Batches are no part of these worlds; `tests/unit/topic/test_batches.py` crashes them.
@@ -139,6 +157,9 @@ class Promises:
     """Acknowledged at `synced`, seen by a reader, or found by a recovery: survives a power cut."""
     tiered: dict[int, bytes] = field(default_factory=dict)
     """Acknowledged at `tiered`, or in a committed object: survives the loss of the disk."""
+    promised: dict[int, bytes] = field(default_factory=dict)
+    """Acknowledged at the topic's level or a higher one, or delivered: survives what the level
+    survives, and every claim without a take-over."""
     expired: int = 0
     """Below this, bucket retention has taken messages out."""
     given_up: dict[str, list[bytes]] = field(default_factory=dict)
@@ -151,7 +172,7 @@ class Promises:
                 raise BrokenPromiseError(f"{offset} was tiered, and the new owner is at {start}")
         lost = [payload for offset, payload in self.durable.items() if offset >= start]
         self.given_up.setdefault(node, []).extend(lost)
-        for promised in (self.sent, self.written, self.durable):
+        for promised in (self.sent, self.written, self.durable, self.promised):
             for offset in [o for o in promised if o >= start]:
                 del promised[offset]
 
@@ -176,6 +197,23 @@ class Promises:
                 raise BrokenPromiseError(f"{offset} holds {payload[:20]!r}, never sent there")
         self.durable.update(found)
         self.written.clear()
+        # A power cut may have taken back what was promised at `written`.
+        self.promised = {o: p for o, p in self.promised.items() if found.get(o, p) == p}
+        for offset in [o for o in self.promised if o >= next_offset]:
+            del self.promised[offset]
+
+    def deliver(self, offset: int, payload: bytes) -> None:
+        """Somebody has got a message: it stays what it was."""
+        if self.promised.setdefault(offset, payload) != payload:
+            raise BrokenPromiseError(
+                f"{offset} was delivered as {self.promised[offset][:20]!r}, and as {payload[:20]!r}"
+            )
+
+    def keep_from(self, start: int) -> None:
+        """Another node goes on from `start` because nothing promised is behind it."""
+        for offset, payload in self.promised.items():
+            if offset >= start:
+                raise BrokenPromiseError(f"{offset}, {payload[:20]!r}, was not in the bucket")
 
 
 # -- what the stores hold -------------------------------------------------------------------
@@ -197,6 +235,12 @@ class Observer:
     described: dict[int, ObjectDescriptor] = field(default_factory=dict)
     rotten: set[str] = field(default_factory=set)
     """Objects that were lost or damaged on purpose and not yet uploaded again."""
+    failovers: int = 0
+    """Claims without a take-over, because the bucket had everything."""
+    failovers_by_mark: int = 0
+    """Claims of a topic that was marked as idle."""
+    takers: set[str] = field(default_factory=set)
+    """The nodes that may be taking the topic over."""
     check_age: Callable[[bytes], None] = lambda payload: None
     """Raises for a payload that is too young to expire."""
     ever_tiered: dict[str, dict[int, bytes]] = field(default_factory=dict)
@@ -256,9 +300,22 @@ class Observer:
             if sealed_before is None:
                 # An object may have been committed between the look at the end and the claim.
                 start = max(last.start, self.end)
+                if self.is_whole(before):
+                    self.promises.keep_from(start)
+                    self.failovers += last.node not in self.takers
+                    self.failovers_by_mark += before.acked_end is not None
+                elif last.node not in self.takers:
+                    raise BrokenPromiseError(f"{last.node} has claimed what {before} keeps")
                 self.promises.give_up_from(start, before.lineage[-1].node)
             elif last.start != sealed_before.next_offset:
                 raise BrokenPromiseError(f"sealed at {sealed_before.next_offset}, goes on: {last}")
+
+    def is_whole(self, record: TopicRecord) -> bool:
+        """Whether a record proves that the bucket has everything, by the rules and not the code."""
+        if record.ack is AckLevel.TIERED:
+            return True
+        is_marked = record.acked_end is not None and record.acked_epoch == record.epoch
+        return is_marked and record.acked_end <= self.end
 
     def _forget(self) -> None:
         """The topic is gone, or begins anew: nothing is owed."""
@@ -477,6 +534,8 @@ class TierWorld:
         if rng.random() < 0.7 or failpoint in OUTSIDE_POINTS:
             self.outsider = Outsider(self, self._make_outside)
         self.turns = self.sent = self.crashes = self.takeovers = self.faults = 0
+        self.histories = 0
+        """How often a history was served without a claim."""
         self.crashed_at: set[str] = set()
         self._running: list[Process | None] = []
         self._depth = 0
@@ -757,7 +816,10 @@ class TierWorld:
         process.had_fault = False
         try:
             with self._running_as(process):
-                action(process)
+                try:
+                    action(process)
+                except WaitsForDiskError:
+                    self.consume(process)
         except SimulatedCrash:
             self.end_life(node)
         except IsterError as error:
@@ -912,6 +974,14 @@ class TierWorld:
         """The topic, as its owner; the one that is open if there is one."""
         if take_over is None:
             take_over = self.rng.random() < 0.3 and not self.seen.rotten
+        node = process.node.id
+        if self.seen.rotten and self.seen.writer not in (None, node):
+            # The other node's copy is the only one; nobody goes on without it.
+            raise ConflictError("an object is rotten")
+        if not self.meta.delayed:
+            self.seen.takers.discard(node)
+        if take_over:
+            self.seen.takers.add(node)
         try:
             topic = process.log.topic(TOPIC, create=True, take_over=take_over)
         except NotFoundError:
@@ -939,6 +1009,7 @@ class TierWorld:
                 raise BrokenPromiseError(f"a crash made the topic quarantined: {topic.damage}")
             node = process.node
             process.current = read_all(topic)
+            self._check_cursor(topic)
             self.seen.promises.check(
                 process.current,
                 first=topic.earliest,
@@ -946,6 +1017,15 @@ class TierWorld:
                 kill=node.kill,
             )
             node.kill = True
+
+    def _check_cursor(self, topic: Topic) -> None:
+        cursor = self._cursor()
+        if cursor is not None and cursor > topic.wal.next:
+            raise BrokenPromiseError(f"the cursor is at {cursor}, the topic ends {topic.wal.next}")
+
+    def _cursor(self) -> int | None:
+        found = self.meta.get(self.seen.keys.progress("s"))
+        return None if found is None else decode_progress(found.value, key=found.key).offset
 
     # -- work -------------------------------------------------------------------------------
 
@@ -956,6 +1036,8 @@ class TierWorld:
             self.upload: 5 if self.outsider is None else 2.5,
             self.read: 3,
             self.follow: 2,
+            self.consume: 2,
+            self.mark: 3,
             self.idle: 3,
             self.renew: 3,
             self.trim: 2.5,
@@ -987,6 +1069,8 @@ class TierWorld:
             if self.steps_clock:
                 publish_time = self.clock_rng.choice((None, None, 0, _YEAR_2099_MS))
             self.arrived[payload] = self.clock.boottime()
+            # Here nobody else does it.
+            topic.tier.idle_mark.clear()
             offset = topic.append(payload, publish_time=publish_time)
             process.current[offset] = payload
             if self.is_right(process):
@@ -1014,8 +1098,18 @@ class TierWorld:
         if level == "tiered" and self.seen.end <= offset:
             raise BrokenPromiseError(f"told that {offset} is tiered, the bucket: {self.seen.end}")
         promised = promises.written if level == "written" else promises.durable
+        is_promised = _RANKS.index(level) >= _RANKS.index(str(topic.ack))
         for below in range(topic.earliest, offset + 1):
             promised.setdefault(below, process.current[below])
+            if is_promised:
+                promises.deliver(below, process.current[below])
+
+    def mark(self, process: Process) -> None:
+        """The owner marks the topic as idle, if it is."""
+        topic = self.open_topic(process)
+        if self.rng.random() < 0.5:
+            topic.upload()
+        topic.tier.idle_mark.set()
 
     def upload(self, process: Process) -> None:
         topic = self.open_topic(process)
@@ -1071,12 +1165,17 @@ class TierWorld:
         messages = reader.poll(self.rng.randrange(1, 50), self.rng.choice((1, 1 << 20)))
         is_right = self.is_right(process)
         promises = self.seen.promises
+        incarnation = topic.tier.owned.record.incarnation
+        tiered = self.seen.ever_tiered.get(incarnation, {})
         for message in messages:
             if message.offset != at:
                 raise BrokenPromiseError(f"a reader at {at} was given {message.offset}")
             at += 1
+            if topic.ack is AckLevel.TIERED and tiered.get(message.offset) != message.payload:
+                raise BrokenPromiseError(f"{message.offset} was delivered and is not tiered")
             if not is_right:
                 continue
+            promises.deliver(message.offset, message.payload)
             if process.current.get(message.offset) != message.payload:
                 raise BrokenPromiseError(f"{message.offset} reads as {message.payload[:20]!r}")
             if topic.ack is AckLevel.WRITTEN:
@@ -1084,6 +1183,34 @@ class TierWorld:
             else:
                 promises.durable.setdefault(message.offset, message.payload)
         return bool(messages)
+
+    def consume(self, process: Process) -> None:
+        """A subscription is served by the owner or, while there is none, from the bucket alone."""
+        try:
+            topic = self.open_topic(process, take_over=False)
+        except WaitsForDiskError:
+            topic = process.log.read_only_topic(TOPIC)
+            topic.check()
+            self.histories += 1
+            self.look()
+        owned, cursor = topic.tier.owned, self._cursor()
+        is_known = self.seen.is_open and owned.epoch == self.seen.epoch
+        start = max(topic.earliest, min(cursor or 0, topic.wal.next))
+        with topic.reader(start) as reader:
+            messages = reader.poll(self.rng.randrange(1, 20))
+        tiered = self.seen.ever_tiered.get(owned.record.incarnation, {})
+        for message in messages:
+            if isinstance(topic, ReadOnlyTopic) and (tiered.get(message.offset) != message.payload):
+                raise BrokenPromiseError(f"{message.offset} was delivered and is not tiered")
+            if is_known:
+                self.seen.promises.deliver(message.offset, message.payload)
+        key = self.seen.keys.progress("s")
+        progress = Progress(
+            offset=max(cursor or 0, start + len(messages)),
+            timestamp=0,  # long ago: retention does not keep anything for it
+            incarnation=owned.record.incarnation,
+        )
+        owned.transact([], [Put(key, encode_progress(progress))])
 
     def idle(self, process: Process) -> None:
         self.pass_time(self.rng.choice((0.01, 0.3, 1.1, 4.0, 7.0, 40.0, 70.0, 150.0)))
@@ -1330,7 +1457,8 @@ def _read_tree(fs: MemoryFileSystem, path: str) -> Iterator[bytes]:
 def read_all(topic: Topic) -> dict[int, bytes]:
     """Everything that the topic holds now."""
     found: dict[int, bytes] = {}
-    with topic.reader("earliest", end=topic.wal.next) as reader:
+    # Also what readers do not see yet.
+    with topic._open_reader("earliest", topic.wal.next, topic.wal.local_level) as reader:
         while messages := reader.poll():
             for message in messages:
                 if message.offset in found:

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import grpc
 
 from ister import wire
-from ister.broker.cluster import Address, Cluster
+from ister.broker.cluster.cluster import Cluster
+from ister.broker.cluster.members import Member
 from ister.broker.dispatch.outbox import Outbox
 from ister.broker.server import Broker, Listening
 from ister.broker.topics.topics import Topics
@@ -149,11 +150,16 @@ async def some_topics(
             own = MemoryMetadata(clock)
         store = metadata or own or log.tiers.metadata
         node = log.tiers.membership.node if log.tiers is not None else "local"
-        address = Address(
+        address = Member(
             node=node, broker_url="http://a:1", connect_url="http://a:1", flight_url=""
         )
         topics = Topics(
-            log, store, Cluster(address, log.tiers), config=config, clock=clock, schemas=schemas
+            log,
+            store,
+            Cluster(address, log.tiers, config=config.broker.cluster, clock=clock),
+            config=config,
+            clock=clock,
+            schemas=schemas,
         )
         try:
             yield topics

@@ -47,6 +47,7 @@ RULES = [
 ]
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "ister.yaml").read_text()))
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())
+CLUSTER = yaml.safe_load((DEPLOY / "compose" / "cluster.yml").read_text())
 DOCKERFILE = (DEPLOY / "docker" / "Dockerfile").read_text()
 # Grafana fills these in before Prometheus sees them.
 VARIABLES = {"$__rate_interval": "5m", "$instance": ".*", "$topic": ".*"}
@@ -294,7 +295,9 @@ def moved(text, directory):
     """Settings whose paths are below a directory, where certificates are."""
     certificates = directory / "tls"
     certificates.mkdir()
-    Authority("servers").issue("broker", names=LOCAL_NAMES).write(certificates, "tls")
+    authority = Authority("servers")
+    authority.write(certificates)
+    authority.issue("broker", names=LOCAL_NAMES).write(certificates, "tls")
     text = text.replace("/etc/ister-tls", str(certificates))
     return text.replace("/var/lib/ister", str(directory / "var"))
 
@@ -363,6 +366,7 @@ def test_every_file_is_checked_by_a_test_of_its_kind():
     assert {str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file()} == {
         *settings,
         "README.md",
+        "compose/cluster.yml",
         "compose/compose.yml",
         "docker/Dockerfile",
         "docker/Dockerfile.dockerignore",
@@ -467,7 +471,46 @@ def test_compose_is_whole():
         assert build["target"] in targets
 
 
-def test_docker_compose_reads_it():
+def test_compose_cluster_is_three_brokers_and_their_stores(tmp_path):
+    services = CLUSTER["services"]
+    brokers = [name for name in services if name.startswith("broker-")]
+    assert set(services) == {"broker-1", "broker-2", "broker-3", "etcd", "s3"}
+    assert set(CLUSTER["volumes"]) == {*brokers, "etcd", "s3"}
+    for name in ("etcd", "s3"):
+        assert services[name] == {"extends": {"file": "compose.yml", "service": name}}
+        assert name in COMPOSE["services"]
+    text = (DEPLOY / "compose" / "ister.yml").read_text()
+    advertised = []
+    for name in brokers:
+        service = services[name]
+        assert service["build"] == COMPOSE["services"]["broker"]["build"]
+        assert service["volumes"] == [
+            "./ister.yml:/etc/ister/ister.yml:ro",
+            f"{name}:/var/lib/ister",
+        ]
+        assert set(service["depends_on"]) == {"etcd", "s3"}
+        path = tmp_path / "ister.yml"
+        path.write_text(text)
+        config = load_config(str(path), {**variables(text), **service["environment"]})
+        grace = int(service["stop_grace_period"].removesuffix("s"))
+        assert grace > config.broker.drain_seconds
+        published = {}
+        for port in service["ports"]:
+            host, outside, inside = port.split(":")
+            assert host == "127.0.0.1"
+            published[int(inside)] = outside
+        ports, urls = config.broker.ports, config.broker.advertised
+        assert set(published) == {ports.grpc, ports.flight, ports.http}
+        # Other brokers are in the network of compose; clients are on this machine.
+        assert urls.broker_url == f"http://{name}:{ports.grpc}"
+        assert urls.connect_url == f"http://localhost:{published[ports.grpc]}"
+        assert urls.flight_url == f"grpc://localhost:{published[ports.flight]}"
+        advertised += published.values()
+    assert len(set(advertised)) == 9, "each has its own ports"
+
+
+@each("name", ["compose.yml", "cluster.yml"])
+def test_docker_compose_reads_it(name):
     docker = shutil.which("docker")
     if (
         docker is None
@@ -477,7 +520,7 @@ def test_docker_compose_reads_it():
     ):
         pytest.skip("docker compose is not installed")
     checked = subprocess.run(
-        [docker, "compose", "-f", str(DEPLOY / "compose" / "compose.yml"), "config", "--quiet"],
+        [docker, "compose", "-f", str(DEPLOY / "compose" / name), "config", "--quiet"],
         capture_output=True,
         text=True,
         check=False,
@@ -554,6 +597,10 @@ def test_manifests_fit_each_other():
     settings = by_name["ConfigMap", "ister"]["data"]["ister.yml"]
     given = {variable["name"] for variable in container["env"]}
     assert set(re.findall(r"\$\{(\w+)\}", settings)) <= given
+    (tls,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "tls"]
+    files = {f"/etc/ister-tls/{item['path']}" for item in tls["items"]}
+    assert files == set(yaml.safe_load(settings)["broker"]["tls"].values())
+    assert {item["key"] for item in tls["items"]} <= set(secret)
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     claims = {claim["metadata"]["name"] for claim in sets["volumeClaimTemplates"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]} | claims
@@ -561,4 +608,32 @@ def test_manifests_fit_each_other():
     assert container["livenessProbe"]["httpGet"]["path"] == "/live"
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert pod["terminationGracePeriodSeconds"] > load_config(None, {}).broker.drain_seconds
+    assert (
+        pod["terminationGracePeriodSeconds"] > yaml.safe_load(settings)["broker"]["drain_seconds"]
+    )
+
+
+def test_manifests_are_of_three_brokers_that_one_machine_cannot_take_down():
+    by_kind = {m["kind"]: m for m in MANIFESTS if m["kind"] != "Service"}
+    stateful = by_kind["StatefulSet"]["spec"]
+    assert stateful["replicas"] == 3
+    labels = {"matchLabels": stateful["template"]["metadata"]["labels"]}
+    assert by_kind["PodDisruptionBudget"]["spec"] == {"maxUnavailable": 1, "selector": labels}
+    (apart,) = stateful["template"]["spec"]["affinity"]["podAntiAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert apart == {"topologyKey": "kubernetes.io/hostname", "labelSelector": labels}
+    # Each advertises the name that the headless service gives its pod.
+    advertised = yaml.safe_load(by_kind["ConfigMap"]["data"]["ister.yml"])["broker"]["advertised"]
+    host = f"${{ISTER_POD}}.{stateful['serviceName']}"
+    assert advertised == {
+        "broker_url": f"https://{host}:6650",
+        "flight_url": f"grpc+tls://{host}:6651",
+    }
+    (headless,) = [
+        m["spec"]
+        for m in MANIFESTS
+        if m["metadata"]["name"] == stateful["serviceName"] and m["kind"] == "Service"
+    ]
+    assert headless["clusterIP"] == "None"
+    assert headless["publishNotReadyAddresses"] is True

@@ -124,6 +124,7 @@ _PUBLIC = [
     "UnsupportedOperationError",
     "UnsupportedVersionError",
     "WaitTimeoutError",
+    "WaitsForDiskError",
     "Watermarks",
     "load_config",
     "open",

@@ -1,7 +1,8 @@
 """The broker: a log, served on three ports, from its start to its end.
 
     open the log ─► recover every topic ─► listen (gRPC and Flight, HTTP) ─► ready
-    told to end ─► not ready ─► streams end, calls under way are answered ─► cursors ─► the log
+    told to end ─► not ready ─► topics to other brokers ─► calls under way are answered, streams end
+                ─► cursors ─► the log
 
 Owns: the order of these steps. Does not own: how calls come in (`rpc`), what is served
 (`services`, `flight`, `http`).
@@ -17,13 +18,16 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import grpc
 from aiohttp import web
 
-from ister import failpoints, threads
-from ister.broker.cluster import Address, Cluster
+from ister import __version__, failpoints
+from ister.broker.cluster.cluster import Cluster
+from ister.broker.cluster.members import Load, Member, MemberState
+from ister.broker.cluster.peers import FORWARDED, Peers
 from ister.broker.flight.broker_source import BrokerSource, FlightAccess, FlightLimits
 from ister.broker.flight.failures import explain
 from ister.broker.flight.service import SERVICE as FLIGHT
@@ -43,6 +47,7 @@ from ister.broker.rpc.methods import methods_of
 from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.rpc.server import RpcServer
 from ister.broker.schemas.registry import SchemaRegistry
+from ister.broker.security.cluster_secret import read_secret
 from ister.broker.security.grpc_guard import GrpcGuard
 from ister.broker.security.guard import Guard
 from ister.broker.security.tls import ServerTls, check_exposure
@@ -55,10 +60,13 @@ from ister.broker.services.admin import (
 from ister.broker.services.consumer import ConsumerService
 from ister.broker.services.delivery import DeliveryService
 from ister.broker.services.discovery import DiscoveryService, HealthService, StorageService
+from ister.broker.services.forwarding import FORWARDING, forwarding, receiving
 from ister.broker.services.ister_admin import IsterAdminService
+from ister.broker.services.peers import PeersService
 from ister.broker.services.producer import ProducerService
 from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
+from ister.broker.topics.assignee import Assignee
 from ister.broker.topics.topics import Topics
 from ister.clock import Clock, SystemClock
 from ister.config import (
@@ -68,7 +76,7 @@ from ister.config import (
     MetadataConfig,
     StorageMode,
 )
-from ister.errors import UnavailableError
+from ister.errors import IsterError, UnavailableError
 from ister.limits import ENVELOPE_SIZE_BYTES_MAX, KIB
 from ister.metadata.base import MetadataStore
 from ister.topic.log import Log
@@ -76,10 +84,11 @@ from ister.topic.stores import open_metadata
 
 _log = logging.getLogger("ister.broker.server")
 
-_HEARTBEAT_SECONDS: Final = 5.0
 _WORKER_THREADS: Final = 48
 # Calls that are on their way when the broker ends arrive within this time.
 _LAST_SECONDS: Final = 0.3
+# How long look-ups are still answered once all topics are at other brokers.
+_FOLLOW_SECONDS: Final = 1.0
 # How long answers may take to their clients once everything is answered.
 _CUT_SECONDS: Final = 1.0
 _FLIGHT_LIMITS: Final = FlightLimits()
@@ -142,6 +151,7 @@ class Broker:
         self._source: BrokerSource
         self._is_ready = False
         self._calls = Calls()
+        self._assignee: Assignee | None = None
         self._leaves_connections = False
         self._left: RpcServer | None = None
         self._gate = CallGate()
@@ -190,21 +200,27 @@ class Broker:
         # First: one port may be taken when the other is bound already.
         self._endings.push_async_callback(rpc.unbind)
         port, flight = rpc.bind()
-        self.cluster = Cluster(self._address(port, flight), self._log.tiers)
+        self.cluster = Cluster(
+            self._member(port, flight, http),
+            self._log.tiers,
+            config=config.broker.cluster,
+            clock=clock,
+        )
         self.topics = Topics(
             self._log, metadata, self.cluster, config=config, clock=clock, schemas=self.schemas
         )
         self.health.topics = self.topics
         self._register_gauges()
+        await self._join()
         # First: clients that connect find every topic recovered.
         await self.topics.open_all()
-        await self._join()
         self._serve_api(metadata)
         self._add_services(rpc)
         self._add_flight(rpc.server)
         failpoints.reach("broker.before_ready")
         await rpc.start()
         self._endings.push_async_callback(self._drain, rpc)
+        await self._take_part()
         listening = Listening(host=config.broker.host, grpc=port, flight=flight, http=http)
         self._is_ready = self.health.has_started = True
         _log.info("ready", extra={**listening.to_json(), "engine": rpc.engine.value})
@@ -269,7 +285,7 @@ class Broker:
             directory=self.config.storage.wal.dir if self._log.has_files else None,
         )
 
-    def _address(self, port: int, flight_port: int) -> Address:
+    def _member(self, port: int, flight_port: int, http_port: int) -> Member:
         config = self.config.broker
         host = config.host if config.host not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
         host = f"[{host}]" if ":" in host else host
@@ -279,24 +295,50 @@ class Broker:
         flight_scheme = "grpc" if self._tls is None else "grpc+tls"
         flight_url = f"{flight_scheme}://{flight_host}:{flight_port}"
         tiers = self._log.tiers
-        return Address(
+        return Member(
             node=tiers.membership.node if tiers is not None else "local",
             broker_url=url,
             connect_url=config.advertised.connect_url or url,
             flight_url=config.advertised.flight_url or flight_url,
+            http_url=f"{scheme}://{flight_host}:{http_port}",
+            zone=config.cluster.zone or "",
+            version=__version__,
+            state=MemberState.STARTING,
         )
 
     async def _join(self) -> None:
         """Makes this broker known to others, for as long as it runs."""
-        await asyncio.to_thread(self.cluster.join)
-        heartbeat = asyncio.create_task(self._heartbeat())
+        await asyncio.to_thread(self.cluster.members.publish)
+        self._endings.push_async_callback(asyncio.to_thread, self.cluster.leave)
+        secret: str | None = None
+        if self.guard.is_on and self._log.tiers is not None:
+            root = self.config.storage.metadata.root_prefix
+            metadata = self._log.tiers.metadata
+            secret = await asyncio.to_thread(read_secret, metadata, root_prefix=root)
+            self.guard.trust_brokers(secret)
+        self.topics.peers = peers = Peers(self._tls, secret=secret)
+        self._endings.push_async_callback(peers.close)
 
-        async def leave() -> None:
-            heartbeat.cancel()
-            await asyncio.gather(heartbeat, return_exceptions=True)
-            await asyncio.to_thread(self.cluster.leave)
+    async def _take_part(self) -> None:
+        """Makes this broker active, and starts to follow the assignments."""
+        await asyncio.to_thread(self.cluster.members.publish, state=MemberState.ACTIVE)
+        self._assignee = Assignee(
+            self.topics,
+            ttl_seconds=self.config.storage.metadata.lease_ttl_seconds,
+            measure=self._measure,
+        )
+        await self._assignee.start()
 
-        self._endings.push_async_callback(leave)
+    def _measure(self) -> Load:
+        rates = self.history.all_rates
+        return Load(
+            messages_in=rates.messages_in,
+            messages_out=rates.messages_out,
+            bytes_in=rates.bytes_in,
+            bytes_out=rates.bytes_out,
+            upload_lag_bytes=self.history.totals.upload_lag_bytes,
+            is_disk_low=self._log.disk is not None and self._log.disk.is_low(),
+        )
 
     def _add_services(self, rpc: RpcServer) -> None:
         topics, guard = self.topics, self.guard
@@ -318,17 +360,27 @@ class Broker:
             "danube.HealthCheck": HealthService(topics, guard),
             "danube.StorageService": StorageService(topics, guard),
             "danube_schema.SchemaRegistry": SchemaService(self.schemas, topics, guard),
-            "danube_admin.BrokerAdmin": BrokerAdminService(topics, guard),
+            "danube_admin.BrokerAdmin": BrokerAdminService(topics, guard, self.views.control),
             "danube_admin.ClusterAdmin": ClusterAdminService(),
             "danube_admin.NamespaceAdmin": NamespaceAdminService(topics, guard),
-            "danube_admin.TopicAdmin": TopicAdminService(topics, guard, self.schemas),
+            "danube_admin.TopicAdmin": TopicAdminService(
+                topics, guard, self.schemas, self.views.control
+            ),
             "danube_admin.SecurityAdmin": SecurityAdmin(guard),
             "ister.Delivery": DeliveryService(topics, guard, slots),
             "ister.Admin": IsterAdminService(topics, guard, self.views),
+            "ister.Peers": PeersService(topics, guard),
         }
         size_max = storage.max_message_size + ENVELOPE_SIZE_BYTES_MAX + 64 * KIB
+        assert topics.peers is not None  # noqa: S101 - for mypy
+        forward = forwarding(topics.peers)
         for name, service in services.items():
-            rpc.add(methods_of(name, service, self._gate, self._calls, size_max=size_max))
+            served = partial(methods_of, name, service, self._gate, self._calls, size_max=size_max)
+            if name in FORWARDING:
+                rpc.add(served(wrap=forward))
+                rpc.add(served(prefix=FORWARDED, wrap=receiving))
+            else:
+                rpc.add(served())
 
     def _add_flight(self, server: grpc.aio.Server) -> None:
         self._source = BrokerSource(self.topics, asyncio.get_running_loop())
@@ -404,18 +456,22 @@ class Broker:
         """How things are, with reasons; whether topics are named or only counted."""
         return self.health.report(names=names)
 
-    async def _heartbeat(self) -> None:
-        """Keeps this broker known to others."""
-        while True:
-            await asyncio.sleep(_HEARTBEAT_SECONDS)
-            with threads.guard("ister-heartbeat"):
-                await asyncio.to_thread(self.cluster.join)
-
     def _register_gauges(self) -> None:
         metrics, topics = self._log.metrics, self.topics
         schemas = self.schemas
         metrics.register_gauge("broker.schema_misfits", schemas.count_mismatches)
         metrics.register_gauge("broker.topics", lambda: len(topics.served))
+        cluster = self.cluster
+        metrics.register_gauge(
+            "broker.topics_waiting_for_disk",
+            lambda: sum(topic.is_read_only for topic in topics.served),
+        )
+        metrics.register_gauge("broker.members", lambda: cluster.members.count)
+        metrics.register_gauge(
+            "broker.is_leader",
+            lambda: int(cluster.leadership is None or cluster.leadership.is_leader),
+        )
+        metrics.register_counter("broker.moves_total", lambda: topics.moved_total)
         budget = topics.budget
         metrics.register_gauge("broker.delivery_bytes", lambda: budget.used)
         metrics.register_gauge("broker.delivery_budget_bytes", lambda: budget.bytes_max)
@@ -447,9 +503,33 @@ class Broker:
         if self._left is not None:
             self._left.leave()
 
+    async def _hand_over(self, end_at: float) -> None:
+        """Hands all topics over to other brokers, if there are any; calls are served meanwhile.
+
+        What is not handed over in time stays this node's, in its local files.
+        """
+        assignee, loop = self._assignee, asyncio.get_running_loop()
+        if assignee is None:
+            return
+        try:
+            async with asyncio.timeout_at(end_at - _LAST_SECONDS):
+                await assignee.stop()
+                if await self.topics.hand_over():
+                    # Clients that know this broker alone ask it where their topics are now.
+                    await asyncio.sleep(min(_FOLLOW_SECONDS, max(0.0, end_at - loop.time()) / 2))
+        except TimeoutError:
+            left = sum(one.is_reliable for one in self.topics.served)
+            _log.warning(
+                "not all topics were handed over in time; they stay this broker's",
+                extra={"topics": left, "seconds": self.config.broker.drain_seconds},
+            )
+        except IsterError as error:
+            _log.warning("topics not handed over", extra={"error": str(error)})
+
     async def _drain(self, rpc: RpcServer) -> None:
         loop = asyncio.get_running_loop()
         end_at = loop.time() + self.config.broker.drain_seconds - _LAST_SECONDS
+        await self._hand_over(end_at)
         # At the same time: each of them may have clients that do not read their answers.
         self._source.end()
         flight = asyncio.ensure_future(self._flight.close())

@@ -7,9 +7,11 @@ Owns: the transaction that changes a topic's owner. Does not own: this process's
 
 Nodes. An owner is a `node`, which has one process at a time: every claim compares the node's key.
 So a node that restarts claims its own topics immediately, without waiting for the lease of its
-earlier process to expire. Another node may claim a topic that was sealed. A topic that was not
-sealed may have messages on another node's disk; claiming it takes `take_over`, which continues from
-what the bucket holds and abandons the rest.
+earlier process to expire. Another node may claim a topic that was sealed, and one whose owner's
+lease has ended if the record proves that the bucket has everything that was acknowledged or
+delivered (`TopicRecord.is_whole`). Any other topic may have messages on another node's disk and
+waits for it; claiming it takes `take_over`, which continues from what the bucket holds and abandons
+the rest.
 
 A claim requires the record to be the one that was read when the directory was prepared: outdated
 files are set aside before the claim, because afterwards they look like new ones.
@@ -33,6 +35,7 @@ from ister.errors import (
     CommitUnknownError,
     ConflictError,
     NotFoundError,
+    WaitsForDiskError,
     check,
 )
 from ister.format.records import (
@@ -137,6 +140,7 @@ def claim(
 
     Raises:
         NotFoundError: There is no such topic, and `new` is None.
+        WaitsForDiskError: Its newest messages may be on another node's disk.
         ConflictError: Another node has it.
         UnavailableError: The metadata store does not answer.
     """
@@ -182,7 +186,7 @@ def check_claim(
 
     Raises:
         As `claim`, and:
-        ConflictError: This node wrote the topic last, has not sealed it, and has no files of it.
+        WaitsForDiskError: This node wrote the topic last, and has no files of it any more.
     """
     claimant = _Claimant(catalog, membership, new, take_over, clock, metrics)
     claimant.refuse(view)
@@ -191,12 +195,12 @@ def check_claim(
     if known is None or not known.is_open:
         return ClaimCheck(is_current=known is None, view=view)
     is_mine = bool(known.lineage) and known.lineage[-1].node == membership.node
-    if is_mine and view.sealed is None and not has_files and not take_over:
-        last = catalog.last()
-        tiered = last.end if last is not None else 0
-        raise ConflictError(
+    is_lost = is_mine and view.sealed is None and not has_files
+    if is_lost and not take_over and not known.is_whole(tiered := _tiered(catalog)):
+        raise WaitsForDiskError(
             "the topic's local files are gone, and they may have held messages that were "
             "acknowledged and not uploaded",
+            node=membership.node,
             topic=str(catalog.keys.topic),
             offset=tiered,
             hint=f"restore them; if they are lost, take_over=True continues from offset {tiered}",
@@ -204,8 +208,14 @@ def check_claim(
     return ClaimCheck(
         is_current=is_mine or not known.lineage,
         view=view,
-        gives_up=is_mine and view.sealed is None and not has_files,
+        gives_up=is_lost,
     )
+
+
+def _tiered(catalog: Catalog) -> int:
+    """The first offset after the newest object; 0 without objects."""
+    last = catalog.last()
+    return last.end if last is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,15 +307,17 @@ class _Claimant:
                 created_at=self.clock.now_ns() // 1_000_000_000,
                 lineage=(Lineage(epoch=epoch, start=0, node=node),),
             )
-        known = replace(known, epoch=epoch, claim=secrets.token_hex(8))
-        if known.lineage and known.lineage[-1].node == node and not gives_up:
-            return known
-        last = self.catalog.last()
-        tiered = last.end if last is not None else 0
-        if known.lineage and sealed is None and not self.take_over:
-            raise ConflictError(
-                f"the topic was last written by node {known.lineage[-1].node}, which has not "
-                "handed it over",
+        claimed = replace(
+            known, epoch=epoch, claim=secrets.token_hex(8), acked_end=None, acked_epoch=0
+        )
+        if known.node == node and not gives_up:
+            return claimed
+        tiered = _tiered(self.catalog)
+        may_continue = sealed is not None or self.take_over or known.is_whole(tiered)
+        if known.lineage and not may_continue:
+            raise WaitsForDiskError(
+                f"the topic was last written by node {known.node}, which has not handed it over",
+                node=known.node,
                 topic=str(self.catalog.keys.topic),
                 offset=tiered,
                 hint="open it there, or hand it over there with `log.seal`; if that disk is lost, "
@@ -313,7 +325,7 @@ class _Claimant:
             )
         start = sealed.next_offset if sealed is not None else tiered
         lineage = (*known.lineage, Lineage(epoch=epoch, start=start, node=node))
-        return replace(known, lineage=lineage[-OWNER_LINEAGE_MAX:])
+        return replace(claimed, lineage=lineage[-OWNER_LINEAGE_MAX:])
 
 
 def act_outside(catalog: Catalog, fence: Fence, *, clock: Clock, metrics: Metrics) -> OwnedTopic:

@@ -7,6 +7,8 @@ Owns: one key and its lease. Does not own: when it is renewed, what it guards.
 A job that was stopped for longer than its lease, and wakes up in the middle of a commit, finds the
 key gone, or taken by another job: its transaction fails as a whole. There are two kinds of keys:
 those that one job can have at a time (the pipeline's lease, an export), and one that each job has.
+A process that belongs to the cluster takes keys under the lease it has (`MemberFence`): a lease for
+each of thousands of topics would be too many.
 
 What a crash leaves: a key that expires with its lease.
 """
@@ -14,7 +16,9 @@ What a crash leaves: a key that expires with its lease.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -24,10 +28,11 @@ from ister.errors import (
     ConflictError,
     CorruptDataError,
     FencedError,
+    IsterError,
     NotFoundError,
     UnavailableError,
 )
-from ister.metadata.base import Absent, Lease, MetadataStore, Put, RevisionIs
+from ister.metadata.base import Absent, Compare, Delete, Lease, MetadataStore, Put, RevisionIs
 
 _ATTEMPTS: Final = 5
 
@@ -97,9 +102,7 @@ class Fence:
             ConflictError: Another holder has it.
             UnavailableError: The metadata store does not answer.
         """
-        value = json.dumps(
-            {"id": id, "since": clock.now_ns() // 1_000_000_000, "about": dict(about)}
-        ).encode()
+        value = _encode(id, about, clock)
         lease = store.grant_lease(ttl_seconds)
         try:
             revision = _put(store, key, value, lease)
@@ -153,6 +156,81 @@ class Fence:
             hint="it was stopped for too long, or the metadata store did not answer; "
             "run it again: what it has committed stays",
         )
+
+
+class MemberFence(Fence):
+    """A key under the lease of this process's membership; one process of the cluster has it.
+
+    The membership renews it. When the lease has ended the key is gone, and has to be taken again.
+    """
+
+    on_gone: Callable[[FencedError], None] | None = None
+    """Called when it turns out that this process does not have the key any more."""
+
+    @classmethod
+    def take_with(
+        cls,
+        store: MetadataStore,
+        key: str,
+        *,
+        node: str,
+        lease: Lease,
+        is_here: Compare,
+        clock: Clock,
+    ) -> Self:
+        """Takes a key that does not exist, or that an earlier process of this node left behind.
+
+        Args:
+            store: The metadata store.
+            key: The key to take.
+            node: This node; its processes follow each other.
+            lease: The membership's.
+            is_here: A compare that holds while this process has the node.
+            clock: Where time comes from.
+
+        Raises:
+            ConflictError: Another node has it.
+            UnavailableError: The metadata store does not answer, or the lease has ended.
+        """
+        value = _encode(node, {"token": secrets.token_hex(8)}, clock)
+        for _ in range(_ATTEMPTS):
+            found = store.get(key)
+            if found is not None and found.value == value:
+                return cls(store, key, lease, found.revision, id=node, clock=clock)
+            holder = read_holder(store, key) if found is not None else None
+            if holder is not None and holder.id != node:
+                raise ConflictError(f"node {holder.id} holds the key", path=key)
+            unchanged = Absent(key) if found is None else RevisionIs(key, found.revision)
+            try:
+                revision = store.transact([unchanged, is_here], [Put(key, value, lease)])
+            except CommitUnknownError:
+                continue  # the next round sees what has become of it
+            except NotFoundError as error:
+                raise UnavailableError("the lease of this process has ended") from error
+            if revision is not None:
+                return cls(store, key, lease, revision, id=node, clock=clock)
+        raise UnavailableError("the key could not be taken", path=key)
+
+    def release(self) -> None:
+        """Removes the key; the lease stays. May be called twice; raises nothing."""
+        with suppress(IsterError):
+            self._store.transact([self.compare], [Delete(self.key)])
+
+    def _gone(self, topic: str | None = None) -> FencedError:
+        error = FencedError(
+            "this process no longer holds the key",
+            topic=topic,
+            path=self.key,
+            hint="its lease has ended, or another node holds the key: take it again",
+        )
+        if self.on_gone is not None:
+            self.on_gone(error)
+        return error
+
+
+def _encode(id: str, about: Mapping[str, object], clock: Clock) -> bytes:
+    since = clock.now_ns() // 1_000_000_000
+    return json.dumps({"id": id, "since": since, "about": dict(about)}).encode()
 
 
 def _put(store: MetadataStore, key: str, value: bytes, lease: Lease) -> int | None:

@@ -80,6 +80,19 @@ _PATIENCE_SECONDS: Final = 2.0
 _TOPICS_PER_TRANSACTION: Final = 40
 
 
+def is_node_running(store: MetadataStore, root_prefix: str, node: str) -> bool:
+    """Whether a process has a node, as far as its lease tells.
+
+    Raises:
+        UnavailableError: The metadata store does not answer.
+    """
+    return store.get(_process_key(root_prefix, node)) is not None
+
+
+def _process_key(root_prefix: str, node: str) -> str:
+    return f"{root_prefix}/cluster/nodes/{node}/process"
+
+
 class NodeDirectory(Protocol):
     """A node's data directory and its record of the processes that opened it."""
 
@@ -131,7 +144,7 @@ class Membership:
         self._directory = directory
         self._ttl = ttl_seconds
         self._clock = clock
-        self._key = f"{root_prefix}/cluster/nodes/{node}/process"
+        self._key = _process_key(root_prefix, node)
         self._latest_key = f"{root_prefix}/cluster/nodes/{node}/latest"
         self._value = encode_node_process(
             NodeProcess(

@@ -159,6 +159,7 @@ class TopicKeys:
         self.topic = topic
         self.record = f"{root_prefix}/topics/{path}"
         self.owner = f"{root_prefix}/cluster/owners/{path}"
+        self.reader = f"{root_prefix}/cluster/readers/{path}"
         self.storage = f"{root_prefix}/storage/topics/{path}/"
         self.objects = f"{self.storage}objects/"
         self.current = f"{self.objects}cur"

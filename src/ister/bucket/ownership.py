@@ -436,6 +436,18 @@ class OwnedTopic(OwnerTransactions):
                         raise
             failpoints.reach("tier.after_seal")
 
+    def set_acked_end(self, end: int | None) -> None:
+        """Records that nothing from `end` on was acknowledged or delivered, or that this ended.
+
+        Always writes, so that an earlier change whose answer was lost cannot happen after this one.
+
+        Raises:
+            FencedError: Another process owns the topic; nothing was recorded.
+            UnavailableError: The metadata store does not answer; it may have been recorded.
+        """
+        epoch = 0 if end is None else self.epoch
+        self._put_record(lambda record: replace(record, acked_end=end, acked_epoch=epoch))
+
     def mark_deleting(self) -> None:
         """Marks the topic: no process opens it any more, and deletion continues after a crash."""
         self._put_record(lambda record: replace(record, state="deleting"))

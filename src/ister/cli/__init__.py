@@ -13,6 +13,7 @@ location        which log a command works on
 connection      which broker a command talks to
 messages_in     the input of `produce`
 messages_out    the output of `consume`
+topic_moves     `topics move` and `topics take-over`
 topic_reading   reading without a subscription
 stored_topics   topics as files and stores describe them
 inspect_topic, inspect_object    `inspect topic`, `inspect object`

@@ -27,13 +27,21 @@ def register(commands: Subparsers) -> None:
         "subscription, kills the broker with SIGKILL in the middle, moves everything to the bucket "
         "with Spark, compacts it, moves to an empty disk, reads all of it back, runs a SQL query "
         "and a streaming query, exports an Iceberg table, and proves that nothing was lost. "
-        "Leaves a report, and nothing else. Without Java, the steps that need Spark are skipped.",
+        "Leaves a report, and nothing else. Without Java, the steps that need Spark are skipped. "
+        "With --cluster, the shop is on three brokers: one is killed and the others take its "
+        "topics, then each is restarted in turn.",
         examples=(
             "ister demo",
             "ister demo --keep",
             "ister demo --messages 20000 --seed 42 --report shop.html",
             "ister demo --no-spark --json",
+            "ister demo --cluster",
         ),
+    )
+    parser.add_argument(
+        "--cluster",
+        action="store_true",
+        help="run three brokers, kill one and restart all, without Spark",
     )
     parser.add_argument(
         "--keep",

@@ -3,7 +3,8 @@
 Owns: which ranges are requested from which broker. Does not own: the connection
 (`ister.client.flight`), output.
 
-What is synced is read, so a message that was shown is never taken back by a crash. A broker that
+What is synced is read (in a topic with `ack: tiered`, what is in the bucket), so a message that was
+shown is never taken back by a crash. A broker that
 goes away is waited for, or the topic's new broker is found; reading continues with the first
 message that has not come out.
 """
@@ -161,7 +162,7 @@ class _Reader:
                         flight=flight,
                         incarnation=status.incarnation,
                         next=_resolve(flight, status, start),
-                        end=None if is_following else status.synced,
+                        end=None if is_following else status.readable,
                     )
                 )
         return places
@@ -194,7 +195,7 @@ class _Reader:
 
     def _read_range(self, place: _Place) -> Iterator[list[Received]]:
         status = place.flight.watermarks([place.topic])[place.topic]
-        end = status.synced if place.end is None else min(status.synced, place.end)
+        end = status.readable if place.end is None else min(status.readable, place.end)
         if len(self._places) > 1:
             end = min(end, place.next + _TURN_MESSAGES)
         # Messages that retention removed in all tiers meanwhile are skipped.
@@ -242,11 +243,11 @@ def _resolve(flight: FlightClient, status: TopicStatus, start: Start) -> int:
     if isinstance(start, datetime):
         # No time is before the first message, so a topic without one needs no search.
         found = None
-        if status.earliest < status.synced:
+        if status.earliest < status.readable:
             found = flight.find_time(
-                status.topic, to_milliseconds(start), status.earliest, status.synced
+                status.topic, to_milliseconds(start), status.earliest, status.readable
             )
-        return status.synced if found is None else found
+        return status.readable if found is None else found
     offset = int(start)
     if not status.earliest <= offset <= status.next:
         raise OffsetOutOfRangeError(

@@ -48,6 +48,7 @@ from ister.cli.output import (
 )
 from ister.cli.subscriptions import print_subscriptions
 from ister.cli.tier_map import draw_spans
+from ister.cli.topic_moves import register_moves
 from ister.errors import IsterError, NotFoundError, UnavailableError
 from ister.model import AckLevel, Codec, JsonObject
 from ister.wire.views import TopicJson
@@ -69,7 +70,7 @@ def register(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "topics",
-        help="list, describe, create, delete and unload topics",
+        help="list, describe, create, delete and move topics",
         examples=(
             "ister topics list",
             "ister topics describe /default/orders",
@@ -84,6 +85,7 @@ def register(commands: Subparsers) -> None:
     _register_grow(kinds)
     _register_delete(kinds)
     _register_unload(kinds)
+    register_moves(kinds)
     _register_policies(kinds)
     _register_release_producer(kinds)
 

@@ -6,9 +6,9 @@
     aio.AsyncClient ────────────┴► the same core ─────┤ ister.Delivery    messages and acks
                                                       └ ister.Admin, danube_admin
 
-`messages` has what a consumer gets, `options` how a client reaches brokers, `admin` the calls for
-operators. Besides, for Arrow data: `flight` reads ranges, `publisher` publishes tables, `frames`
-fetches a topic's frames for an upload.
+`messages` has what a consumer gets, `options` how a client reaches brokers, `admin` and
+`cluster_admin` the calls for operators. Besides, for Arrow data: `flight` reads ranges, `publisher`
+publishes tables, `frames` fetches a topic's frames for an upload.
 
 Nothing is loaded before it is asked for: gRPC and pyarrow are an extra, `ister[client]`.
 """

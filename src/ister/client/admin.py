@@ -16,12 +16,12 @@ from datetime import datetime
 from typing import Final
 
 from ister import wire
-from ister.client.core.network import Network
+from ister.client.cluster_admin import ClusterCalls
 from ister.errors import AlreadyExistsError, InvalidRequestError, NotFoundError
 from ister.model import AckLevel, Codec, Start, TopicName
 from ister.positions import to_milliseconds
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
-from ister.wire.views import BrokerJson, TopicJson
+from ister.wire.views import TopicJson
 
 _BACKOFFS: Final = (Backoff.FIXED, Backoff.EXPONENTIAL)
 _POISONS: Final = (PoisonPolicy.DEAD_LETTER, PoisonPolicy.BLOCK, PoisonPolicy.DROP)
@@ -73,11 +73,8 @@ class TopicDescription:
     policies: Mapping[str, int] = field(default_factory=dict)
 
 
-class AdminCalls:
+class AdminCalls(ClusterCalls):
     """See the module header. Belongs to the network's loop."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
 
     # -- topics -----------------------------------------------------------------------------
 
@@ -176,8 +173,8 @@ class AdminCalls:
         """Returns short descriptions of the topics that this client may see, by name.
 
         Each is as `show_topic` has it, but for files, objects, policies and schema: of those there
-        are the numbers alone (`files_total`, `objects_bytes`, ...). What another broker than the
-        one that answers has is described by what the stores say about it.
+        are the numbers alone (`files_total`, `objects_bytes`, ...). Each broker describes its own
+        topics; those of a broker that does not answer are described by what the stores have.
 
         Args:
             namespace: Only those of one; all by default.
@@ -218,18 +215,6 @@ class AdminCalls:
         answer = await self._network.call(wire.services.Admin.ShowTopic, request, topic=topic)
         view: TopicJson = json.loads(answer.json)
         return view
-
-    async def brokers(self) -> list[BrokerJson]:
-        """All brokers that are up, the one that answers first.
-
-        Raises:
-            IsterError: It is refused, or no broker has answered in time.
-        """
-        answer = await self._network.call(
-            wire.services.Admin.ShowBrokers, wire.ister_api.InfoRequest()
-        )
-        brokers: list[BrokerJson] = json.loads(answer.json)["brokers"]
-        return brokers
 
     async def partitions(self, topic: str) -> list[str]:
         """Returns the topic itself, or its partitions in order; empty if it does not exist.

@@ -3,7 +3,7 @@
     with FlightClient("127.0.0.1:6651") as client:
         status = client.watermarks(["/default/orders"])["/default/orders"]
         ticket = RangeTicket(topic=status.topic, incarnation=status.incarnation,
-                             start=status.tiered, end=status.synced)
+                             start=status.tiered, end=status.readable)
         for batch in client.read(ticket): ...
 
 Owns: the connection, deadlines, and whether an answer is what was asked for. Does not own: the

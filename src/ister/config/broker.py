@@ -57,6 +57,63 @@ class BrokerGrpcConfig:
     )
 
 
+class Strategy(StrEnum):
+    """How the leader chooses a broker for a topic."""
+
+    FAIR = "fair"
+    BALANCED = "balanced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceConfig:
+    """`broker.cluster.rebalance`: moving topics from busy brokers to others."""
+
+    enabled: bool = setting(False, says="Whether the leader moves topics by itself.")
+    threshold_percent: int = setting(
+        30,
+        low=1,
+        high=1000,
+        says="Topics move when the load of the brokers varies by more than this: its standard "
+        "deviation, as a percentage of the mean.",
+    )
+    interval_seconds: int = setting(
+        60, low=1, high=86_400, says="How often the leader compares the brokers."
+    )
+    cooldown_seconds: int = setting(
+        600, low=0, high=86_400, says="A topic that has moved stays for at least this long."
+    )
+    max_moves: int = setting(5, low=1, high=1000, says="The most topics that move at a time.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverConfig:
+    """`broker.cluster.failover`: topics whose newest messages are on the disk of a dead broker."""
+
+    give_up_tail_after_seconds: int | None = setting(
+        None,
+        low=1,
+        high=31 * 86_400,
+        says="After such a topic has been read-only for this long, it is taken over, and the "
+        "messages that were not uploaded are lost. null waits for the broker.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """`broker.cluster`: several brokers that share a metadata store and a bucket."""
+
+    zone: str | None = setting(
+        None, says="Location of this broker, such as an availability zone; only displayed."
+    )
+    strategy: Strategy = setting(
+        Strategy.FAIR,
+        says="How a broker is chosen for a topic: `fair` takes the one with the fewest topics, "
+        "`balanced` the one with the least load.",
+    )
+    rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
+    failover: FailoverConfig = field(default_factory=FailoverConfig)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvertisedConfig:
     """`broker.advertised`: the addresses that clients use; by default where it listens."""
@@ -79,7 +136,10 @@ class TlsConfig:
     cert_file: str | None = setting(None, is_path=True, says="The broker's certificate chain, PEM.")
     key_file: str | None = setting(None, is_path=True, says="Its private key, PEM.")
     ca_file: str | None = setting(
-        None, is_path=True, says="CA certificates that sign client certificates, PEM."
+        None,
+        is_path=True,
+        says="CA certificates, PEM, that sign client certificates, and by which brokers of a "
+        "cluster verify each other. null: brokers verify each other by the system CA store.",
     )
     client_auth: ClientAuth = setting(
         ClientAuth.NONE, says="Whether clients must present a certificate."
@@ -214,6 +274,7 @@ class BrokerConfig:
     ports: BrokerPortsConfig = field(default_factory=BrokerPortsConfig)
     grpc: BrokerGrpcConfig = field(default_factory=BrokerGrpcConfig)
     advertised: AdvertisedConfig = field(default_factory=AdvertisedConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     auto_create_topics: bool = setting(True, says="Whether a producer creates a missing topic.")
     bootstrap_namespaces: tuple[str, ...] = setting(
         ("default",), says="Namespaces that exist from the start, beside `default` and `system`."

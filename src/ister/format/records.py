@@ -69,6 +69,12 @@ class TopicRecord:
     """`open`, `deleting`, or `deleted`: the name is free, and its next epoch is one higher."""
     lineage: tuple[Lineage, ...] = ()
     """The nodes that wrote the topic, by first offset; the last one is the latest owner."""
+    acked_end: int | None = None
+    """No message at or above this offset was acknowledged or delivered; None if that is unknown.
+    The owner records it while the topic is idle, and removes it before it accepts a message."""
+    acked_epoch: int = 0
+    """The epoch that recorded `acked_end`. Under another epoch it counts for nothing: an older
+    Ister keeps both fields when it claims the topic, and does not remove them when it writes."""
     more: Mapping[str, object] = field(default_factory=dict)
     """The fields of others in the same record."""
 
@@ -81,6 +87,17 @@ class TopicRecord:
     def is_open(self) -> bool:
         """Whether the topic exists."""
         return self.state == _OPEN
+
+    def is_whole(self, tiered: int) -> bool:
+        """Whether the bucket has everything that was acknowledged or delivered.
+
+        Args:
+            tiered: The end of the newest object; 0 without objects.
+        """
+        if self.ack is AckLevel.TIERED:
+            return True
+        is_known = self.acked_end is not None and self.acked_epoch == self.epoch
+        return is_known and (self.acked_end or 0) <= tiered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

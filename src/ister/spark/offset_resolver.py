@@ -8,8 +8,12 @@ Owns: which topics the options name, where each begins and ends, and offsets by 
 partitions (`planner`), what a stream has read (`offsets`). Runs on the driver.
 
 `end` is what may be offered to Spark: everything below it is durable, and reads the same whenever a
-task or a restarted query reads it again. That is `synced`, whatever the topic's ack level: a power
-cut may undo what is merely written, and a micro-batch that is in a checkpoint must not change.
+task or a restarted query reads it again. That is `synced`, also where the topic's ack level is
+lower: a power cut may undo what is merely written, and a micro-batch that is in a checkpoint must
+not change. Where the level is `tiered`, it is `tiered`: another node may continue from there, so
+such a topic has no tail. If the node that has the tail is not running, and its files are not here,
+the topic ends at `tiered` until it is, and a warning says so. A broker is asked first, if one is
+given.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from ister.errors import (
     InvalidRequestError,
     NotFoundError,
     OffsetOutOfRangeError,
+    WaitsForDiskError,
 )
 from ister.format.records import TopicRecord
 from ister.limits import KIB
+from ister.model import AckLevel
 from ister.partitions import base_of_partition
 from ister.spark.location import Place
 from ister.spark.offsets import TopicHead
@@ -113,7 +119,8 @@ class OffsetResolver:
 
         Raises:
             NotFoundError: With `must_exist`: a topic does not exist.
-            InvalidRequestError: A topic's tail is on another machine, and no broker is given.
+            InvalidRequestError: A topic's tail is on another machine that is running, and no
+                broker is given.
             UnavailableError: A store or the broker does not answer.
         """
         found: list[_TopicState] = []
@@ -134,9 +141,13 @@ class OffsetResolver:
         topic = self._place.history().topic(name)
         record = topic.record()
         local = None
-        if self._options.include_tail:
+        if self._has_tail(record):
             local = self._place.local_tail(name, record.node, record.incarnation)
         return _TopicState(topic=topic, record=record, local=local)
+
+    def _has_tail(self, record: TopicRecord) -> bool:
+        """Whether messages that are not in the bucket are to be read, if there are any."""
+        return self._options.include_tail and record.ack is not AckLevel.TIERED
 
     def _head(self, item: _TopicState) -> Head:
         topic, record = item.topic, item.record
@@ -145,22 +156,32 @@ class OffsetResolver:
         first, last, _ = topic.catalog.ends()
         earliest = first.start if first is not None else topic.earliest
         tiered = last.end if last is not None else earliest
-        end = tiered
+        end, is_cut = tiered, False
         tail_bytes: int | None = None
         if snapshot is not None:
             if first is None:
                 earliest = tiered = max(snapshot.trimmed, record.expired_before)
             end = max(tiered, snapshot.synced)
             tail_bytes = snapshot.measure(tiered, end)
-        elif self._options.include_tail and topic.catalog.sealed() is None:
+        elif self._has_tail(record) and not self._is_in_bucket(topic, record, tiered):
             if self._place.broker is not None:
-                earliest, tiered, end = self._ask_broker(topic.name, record, earliest, tiered)
+                try:
+                    earliest, tiered, end = self._ask_broker(topic.name, record, earliest, tiered)
+                except WaitsForDiskError:
+                    is_cut = True
+                else:
+                    # A broker may serve the history of a topic that waits for another node's disk.
+                    is_cut = end <= tiered and topic.is_away(record)
+            elif item.local is None and topic.is_away(record):
+                is_cut = True
             elif item.local is None:
                 raise InvalidRequestError(
                     "messages that are not in the bucket yet are on another machine",
                     topic=topic.name,
                     hint="set the option broker, or includeTail=false to read only the bucket",
                 )
+        if is_cut:
+            _warn_cut(topic.name, record, tiered)
         if tail_bytes is None:
             # The size of these messages is unknown: assume that of those in the bucket.
             each = last.size_bytes // (last.end - last.start) if last is not None else KIB
@@ -174,7 +195,12 @@ class OffsetResolver:
             tiered=tiered,
             end=max(end, tiered),
             tail_bytes=tail_bytes,
+            is_cut=is_cut,
         )
+
+    def _is_in_bucket(self, topic: HistoryTopic, record: TopicRecord, tiered: int) -> bool:
+        """Whether the bucket has the whole topic, according to the metadata store."""
+        return topic.catalog.sealed() is not None or record.is_whole(tiered)
 
     def _ask_broker(
         self, name: str, record: TopicRecord, earliest: int, tiered: int
@@ -288,6 +314,22 @@ class OffsetResolver:
 
     def _topic(self, head: Head) -> HistoryTopic:
         return self._place.history().topic(head.topic)
+
+
+# Topics that a warning was logged for, as (incarnation, epoch): one warning for each.
+_warned: set[tuple[str, int]] = set()
+
+
+def _warn_cut(topic: str, record: TopicRecord, tiered: int) -> None:
+    if (record.incarnation, record.epoch) not in _warned:
+        _warned.add((record.incarnation, record.epoch))
+        _log.warning(
+            "node %s is not running: messages of %s from offset %d on may be on its disk, and are "
+            "left out until it is",
+            record.node,
+            topic,
+            tiered,
+        )
 
 
 def _known(existing: list[str]) -> str:

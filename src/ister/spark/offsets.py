@@ -71,6 +71,8 @@ class TopicHead:
     end: int
     lineage: tuple[tuple[int, int], ...] = ()
     """(epoch, start) of each change of owner: from `start` on its messages are that owner's."""
+    is_cut: bool = False
+    """Whether messages from `end` on may be on the disk of a node that is not running."""
 
     @property
     def epoch(self) -> int:
@@ -238,7 +240,7 @@ def check_loss(
                 "before the stream read them"
             )
             remedy = f"continues at message {head.earliest}"
-        elif place.offset > head.end:
+        elif place.offset > head.end and not head.is_cut:
             what = (
                 f"the topic ends at {head.end}, and the stream had come to {place.offset}: the "
                 "messages between are gone, and their offsets will be used again"
@@ -256,7 +258,7 @@ def check_loss(
             if head.incarnation == place.incarnation:
                 if given_up is not None and given_up < place.offset:
                     offset = max(given_up, head.earliest)
-                elif place.offset > head.end:
+                elif place.offset > head.end and not head.is_cut:
                     offset = head.end
             topics[topic] = TopicOffset(
                 incarnation=head.incarnation, epoch=head.epoch, offset=offset, start=offset

@@ -43,6 +43,7 @@ from ister.errors import (
     DataGapError,
     IsterError,
     NotFoundError,
+    UnavailableError,
 )
 from ister.retry import retry_unavailable
 from ister.spark.batch import START_REMEDY, TopicReader
@@ -268,6 +269,13 @@ class StreamReader(TopicReader, DataSourceStreamReader, SupportsTriggerAvailable
         if head is not None and not is_gone:
             given_up = head.given_up_from(place.epoch)
             is_gone = given_up is not None and given_up < end
+        if head is not None and not is_gone and head.end < end and head.is_cut:
+            raise UnavailableError(
+                f"messages of the batch are on the disk of node {head.node}, which is not running",
+                topic=name,
+                offset=head.end,
+                hint="start that node; the query continues when it is started again",
+            )
         if head is None or is_gone or head.end < end:
             self._lose(
                 ConflictError(

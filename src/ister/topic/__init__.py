@@ -12,8 +12,10 @@ columns             messages as Arrow record batches
 message             a message as its reader gets it
 arguments           checks of payloads and offsets
 partitioned         a partitioned topic
+time_search         finds an offset by publish time
 
 uploads             when a topic is uploaded, the upload, how far it is behind
+idle_mark           records that the bucket has everything, while a topic is idle
 upload_plan         which objects an upload would make
 pace                slows uploads down beside a busy producer
 bucket_link         local retention, checks, repairs and garbage of a topic with a bucket
@@ -23,6 +25,7 @@ background          the threads: lease, uploads, retention
 disk                free space: the watermark for appends, and the reserve
 
 opening             opens a topic with a bucket
+read_only           the history of a topic that waits for another node's disk
 reconcile           compares its local files with the catalog
 stores              object store, metadata store and membership of a log
 directories         the directories of topics

@@ -17,7 +17,14 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
-from ister.errors import CapacityError, ClosedError, DiskError, IsterError, WaitTimeoutError
+from ister.errors import (
+    CapacityError,
+    ClosedError,
+    DiskError,
+    FencedError,
+    IsterError,
+    WaitTimeoutError,
+)
 from ister.model import AckLevel, Start
 from ister.topic.append import MessageFields
 from ister.topic.arguments import as_bytes
@@ -121,8 +128,10 @@ class AsyncTopic:
         if topic.tier is not None:
             topic.tier.check_owner()
 
-    async def _passed(self, offset: int, level: AckLevel, timeout: float | None) -> None:
-        passed = self.hub(level, is_patient=False).passed(offset)
+    async def _passed(
+        self, offset: int, level: AckLevel, timeout: float | None, *, is_patient: bool = False
+    ) -> None:
+        passed = self.hub(level, is_patient=is_patient).passed(offset)
         if passed is None:
             return
         if timeout is None:  # the usual case, without the cost of a timer
@@ -179,8 +188,9 @@ class AsyncTopic:
         upto = wal.next if end is None else min(end, wal.next)
         if upto > wal.visible:
             try:
-                await self.wait(upto - 1, wal.visible_level, timeout)
-            except (CapacityError, ClosedError, DiskError):
+                await self._passed(upto - 1, wal.local_level, timeout)
+                await self._passed(upto - 1, wal.visible_level, timeout, is_patient=True)
+            except (CapacityError, ClosedError, DiskError, FencedError):
                 upto = max(wal.visible, reader.core.next_offset)
         reader.core.limit(upto)
 

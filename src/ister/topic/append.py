@@ -501,3 +501,11 @@ def load_columns() -> ModuleType:
         return importlib.import_module("ister.topic.columns")
     except ImportError as error:
         raise missing_extra("Arrow", "arrow", error) from error
+
+
+def load_batches() -> ModuleType:
+    """The module that appends staged rows, which needs pyarrow."""
+    try:
+        return importlib.import_module("ister.topic.batches")
+    except ImportError as error:
+        raise missing_extra("appending staged rows", "arrow", error) from error

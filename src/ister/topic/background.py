@@ -4,6 +4,7 @@
     tender   checks topics with a backlog a few times a second, and hands out what is due
     pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
     tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
+    marker   marks idle topics, and removes the mark when a producer waits for that
 
 Owns: threads and when things are due. Does not own: how it is done (`uploads`, `bucket_link`).
 
@@ -20,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -29,6 +31,7 @@ from ister.clock import Clock
 from ister.config import Engine, StorageConfig
 from ister.errors import ClosedError, FencedError, IsterError
 from ister.topic.bucket_link import TopicTier
+from ister.topic.idle_mark import IdleMark
 from ister.topic.stores import Tiers
 from ister.topic.topic import Topic
 
@@ -37,6 +40,8 @@ _log = logging.getLogger("ister.topic.background")
 _TICK_SECONDS: Final = 0.25
 _ORPHAN_CHECK_SECONDS: Final = 3600.0
 _PROBE_AFTER_SECONDS: Final = 10.0
+_MARK_THREADS: Final = 8
+"""A producer that comes back waits for one transaction, not for those of many other topics."""
 _TIDY_THREADS: Final = 4
 """Each thread buffers one chunk of the object that it reads back."""
 # How often all topics are checked: a thread interrupted right after a sync may not have listed its
@@ -89,6 +94,9 @@ class Background:
         self._queue_lock = threading.Lock()
         self._queued_count = 0
         self._tidier = ThreadPoolExecutor(_TIDY_THREADS, thread_name_prefix="ister-retention")
+        self._marker = ThreadPoolExecutor(_MARK_THREADS, thread_name_prefix="ister-idle")
+        # Topics whose mark could not be removed: it is tried again.
+        self._held_up: set[Topic] = set()
         self._threads = [
             threads.start("ister-lease", self._keep),
             threads.start("ister-tender", self._tend),
@@ -102,6 +110,7 @@ class Background:
         self._added.add(topic)
         tier.on_wanted = self._look.set
         tier.on_backlog = partial(self._list, topic, tier)
+        tier.idle_mark.on_append = partial(self._clear_soon, topic, tier.idle_mark)
         # After setting `on_backlog`: later syncs list the topic, earlier ones are covered here.
         self._list(topic, tier)
         if self._uploads:
@@ -112,6 +121,7 @@ class Background:
         """Forgets a closed topic."""
         self._added.discard(topic)
         self._listed.discard(topic)
+        self._held_up.discard(topic)
 
     def _list(self, topic: Topic, tier: TopicTier) -> None:
         """Lists a topic for the tender until it is idle. Called after every sync: takes no lock.
@@ -145,6 +155,7 @@ class Background:
             thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._tidier.shutdown(wait=True, cancel_futures=True)
+        self._marker.shutdown(wait=True, cancel_futures=True)
 
     # -- the lease --------------------------------------------------------------------------
 
@@ -203,10 +214,16 @@ class Background:
         is_sweep = has_retention or has_orphans or now >= self._sweep_at
         if is_sweep:
             self._sweep_at = now + _SWEEP_SECONDS
+        for topic in tuple(self._held_up):
+            self._held_up.discard(topic)
+            if topic.tier is not None:
+                self._clear_soon(topic, topic.tier.idle_mark)
         for topic in list(self._added if is_sweep else self._listed):
             tier = topic.tier
             if tier is None:
                 continue
+            if is_sweep and self._tiers.marks_idle and tier.idle_mark.is_due(now):
+                self._marker.submit(threads.run, "ister-idle", self._mark, topic, tier.idle_mark)
             if self._unlist_idle(topic, tier) and not has_retention and not has_orphans:
                 continue
             tier.apply_pressure()
@@ -263,6 +280,32 @@ class Background:
                 # An upload was requested during this cycle, or the cycle yielded to other topics;
                 # the tender skipped the topic meanwhile.
                 self._look.set()
+
+    # -- marks of idle topics ---------------------------------------------------------------
+
+    def _mark(self, topic: Topic, mark: IdleMark) -> None:
+        try:
+            mark.set()
+        except IsterError as error:
+            _log.info("idle topic not marked", extra={"topic": topic.name, "error": str(error)})
+
+    def _clear_soon(self, topic: Topic, mark: IdleMark) -> None:
+        """Has a mark removed. Called for each append that waits, with the log's lock held."""
+        if not mark.is_clearing:
+            mark.is_clearing = True
+            with suppress(RuntimeError):  # the log is being closed, and so is the topic
+                self._marker.submit(threads.run, "ister-idle", self._clear, topic, mark)
+
+    def _clear(self, topic: Topic, mark: IdleMark) -> None:
+        # First: an append that is held after this has it called again.
+        mark.is_clearing = False
+        try:
+            mark.clear()
+        except (FencedError, ClosedError):
+            return
+        except IsterError as error:
+            _log.warning("appends wait", extra={"topic": topic.name, "error": str(error)})
+            self._held_up.add(topic)
 
     def _retain(self, topic: Topic) -> None:
         tier = topic.tier

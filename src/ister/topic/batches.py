@@ -271,7 +271,7 @@ class _Appending:
         if last >= topic.flush():
             return False
         columns = ("producer_id", "request_id")
-        row = topic.read_arrow(last, end=record.end, columns=columns).read_all()
+        row = topic.scan_arrow(last, end=record.end, columns=columns).read_all()
         mine = {
             "producer_id": [_identity_of(record, self._staged.writer)],
             "request_id": [record.rows - 1],
@@ -349,7 +349,7 @@ class _Appending:
         start = max(record.start, topic.earliest)
         mine = pa.scalar(_identity_of(record, self._staged.writer), pa.uint64())
         count, end = 0, record.start
-        for batch in topic.read_arrow(start, columns=("offset", "producer_id", "request_id")):
+        for batch in topic.scan_arrow(start, columns=("offset", "producer_id", "request_id")):
             rows = batch.filter(pc.equal(batch["producer_id"], mine))
             if rows.num_rows:
                 count = max(count, pc.max(rows["request_id"]).as_py() + 1)

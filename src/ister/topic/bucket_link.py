@@ -159,15 +159,56 @@ class TopicTier(TopicUploads):
         ]
         return min([self.active_floor(include_inactive=include_inactive), *stored])
 
-    def assure_local(self) -> None:
-        """Makes sure that the bucket holds, whole, everything that is in local files.
+    def recent_start(self, start: int, end: int, *, objects: int, seconds: int) -> int:
+        """The first offset of the newest objects in a range: `objects` of them, or more if young.
+
+        Args:
+            start: The range's first offset; the result is not below it.
+            end: The offset after its last one.
+            objects: How many objects are wanted at least.
+            seconds: An object counts if it is at most this much older than the newest.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        width = objects
+        while True:
+            begin = max(start, end - width)
+            found = [described for described, _ in self.owned.catalog.descriptors(begin, end)]
+            if not found:
+                return begin
+            oldest = found[-1].created_at - seconds
+            young = next(at for at, one in enumerate(found) if one.created_at >= oldest)
+            first = min(young, max(0, len(found) - objects))
+            if first > 0 or begin == start:
+                return max(start, found[first].start)
+            width *= 4
+
+    def prepare_seal(self) -> set[tuple[str, int]]:
+        """Uploads and checks what `Log.seal` needs while appends continue, to make that shorter.
+
+        Returns:
+            The checked objects, for `Log.seal`.
+
+        Raises:
+            As `upload`, or that an object is bad and could not be uploaded again.
+        """
+        assured = set[tuple[str, int]]()
+        self.upload()
+        self.assure_local(self._wal.tiered or 0, assured)
+        return assured
+
+    def assure_local(self, end: int, assured: set[tuple[str, int]] | None = None) -> None:
+        """Makes sure that the bucket holds, whole, all messages in local files below `end`.
+
+        Objects in `assured` were checked a moment ago; those checked now are added to it.
 
         Raises:
             IsterError: It does not, and could not be made to.
         """
         with self._trimming:
             self.check_owner()
-            self._assure(self._wal.trimmed, self._wal.next)
+            self._assure(self._wal.trimmed, end, assured)
 
     def _assure(self, start: int, end: int, assured: set[tuple[str, int]] | None = None) -> None:
         """Makes sure that the bucket holds a range, whole and readable, and repairs it if not.

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ister.errors import CapacityError, ConflictError, InvalidRequestError
 from ister.format.payloads import Payloads
 from ister.model import AckLevel, StreamMessage, TopicState
+from ister.topic.read_only import ReadOnlyTopic
 from ister.topic.topic import Topic
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ SEQUENCE_MAX: Final = (1 << 63) - 1
 # Messages looked through when a topic is first published to: more than one connection has
 # unanswered, and read in a fraction of a second.
 _SCAN_MESSAGES: Final = 65_536
+# In the bucket, at most so many objects are scanned, and all that are not older than so many
+# seconds: each takes a request, and a topic whose producers wait for each message has thousands of
+# small ones. What a producer sends again after a fail-over is among the newest.
+_SCAN_OBJECTS: Final = 64
+_SCAN_SECONDS: Final = 60
 _DEEPER: Final = 16
 _PRODUCERS_MAX: Final = 4_096
 _RUNS_MAX: Final = 16_384
@@ -313,6 +319,12 @@ class SequencedTopic:
         with self._lock:
             return self._table().last(producer)
 
+    def _check(self, producer: str, epoch: int) -> None:
+        check_producer(producer, epoch)
+        if isinstance(self.topic, ReadOnlyTopic):
+            # Before its sequence is judged: what the producer sent last may be on another disk.
+            raise self.topic.refused_error()
+
     def append_record(
         self, message: StreamMessage, *, producer: str, epoch: int = 0, sequence: int
     ) -> int:
@@ -326,7 +338,7 @@ class SequencedTopic:
             InvalidRequestError: A name, an epoch or a sequence is none, or an epoch is too high.
             As `Topic.append_record` and `prepare`, and then nothing was accepted.
         """
-        check_producer(producer, epoch)
+        self._check(producer, epoch)
         with self._lock:
             verdict = self._judge(producer, epoch, sequence, 1)
             return self._append(message, verdict, producer, epoch, sequence)
@@ -339,7 +351,7 @@ class SequencedTopic:
         Raises:
             As `append_record`.
         """
-        check_producer(producer, epoch)
+        self._check(producer, epoch)
         if self._sequences is None or not self._lock.acquire(blocking=False):
             return None
         try:
@@ -386,7 +398,7 @@ class SequencedTopic:
             InvalidRequestError: There is no row, or a name, an epoch or a sequence is none.
             As `Topic.append_arrow` and `prepare`, and then nothing was accepted.
         """
-        check_producer(producer, epoch)
+        self._check(producer, epoch)
         with self._lock:
             verdict = self._judge(producer, epoch, sequence, batch.num_rows)
             return self._append_rows(batch, verdict, producer, epoch, sequence)
@@ -395,7 +407,7 @@ class SequencedTopic:
         self, batch: pa.RecordBatch | Payloads, *, producer: str, epoch: int = 0, sequence: int
     ) -> Appended | None:
         """Like `append_arrow`, on an event loop: None where that would wait, or read the log."""
-        check_producer(producer, epoch)
+        self._check(producer, epoch)
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -471,6 +483,11 @@ class SequencedTopic:
         """Makes a table of the newest messages of those at the beginning, and all up to `end`."""
         sequences = Sequences()
         start = max(self.topic.earliest, self._end - messages)
+        tier, local = self.topic.tier, self.topic.local_start
+        if tier is not None and start < local and not self._is_deep:
+            start = tier.recent_start(
+                start, min(local, end), objects=_SCAN_OBJECTS, seconds=_SCAN_SECONDS
+            )
         if start < end:
             for found in _scan(self.topic, start, end):
                 name = found.producer_name
@@ -540,13 +557,15 @@ def _scan(topic: Topic, start: int, end: int) -> Iterator[_Found]:
     try:
         import pyarrow.compute as pc  # noqa: PLC0415 - an extra
     except ImportError:
-        for message in topic.read(start, end=end):
-            record = message.record
-            identity = record.msg_id.producer_id
-            if is_sequenced(identity):
-                yield _Found(message.offset, record.producer_name, identity, record.request_id, 1)
+        with topic.own_reader(start, end=end) as reader:
+            for message in reader:
+                record = message.record
+                identity = record.msg_id.producer_id
+                if is_sequenced(identity):
+                    name, sequence = record.producer_name, record.request_id
+                    yield _Found(message.offset, name, identity, sequence, 1)
         return
-    for batch in topic.read_arrow(start, end=end, columns=_FIELDS):
+    for batch in topic.scan_arrow(start, end=end, columns=_FIELDS):
         ids = batch["producer_id"]
         rows = batch.filter(pc.equal(pc.shift_right(ids, _MARK_SHIFT), _MARK))
         for begin, stop in pairwise([*_run_starts(rows), rows.num_rows]):

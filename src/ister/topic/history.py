@@ -24,6 +24,7 @@ from ister import forks
 from ister.bucket.catalog import Catalog, list_partitions, list_topics
 from ister.bucket.chunks import ObjectPart
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
+from ister.bucket.membership import is_node_running
 from ister.bucket.names import TopicKeys, object_key
 from ister.clock import Clock, SystemClock
 from ister.config import CloudBackend, Config, OnDamage, StorageMode
@@ -236,6 +237,16 @@ class HistoryTopic:
         if self._incarnation not in (None, found[0].incarnation):
             raise ConflictError("the topic was deleted and made again", topic=self.name)
         return found[0]
+
+    def is_away(self, record: TopicRecord) -> bool:
+        """Whether no process has the topic open, and the node that wrote it last is not running.
+
+        What it has not uploaded cannot be read then, unless its files are on this machine.
+        """
+        if not record.node or self.catalog.owner() is not None:
+            return False
+        prefix = self._history.config.storage.metadata.root_prefix
+        return not is_node_running(self._history.metadata, prefix, record.node)
 
     @property
     def earliest(self) -> int:

@@ -7,14 +7,13 @@ affect the others.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 from weakref import WeakValueDictionary
 
@@ -28,7 +27,6 @@ from ister.errors import (
     IsterError,
     NotFoundError,
 )
-from ister.extras import missing_extra
 from ister.fs.base import FileLock, FileSystem
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
@@ -36,6 +34,7 @@ from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectStore
 from ister.partitions import base_of_partition
+from ister.topic.append import load_batches
 from ister.topic.arguments import check_ack, parse_ack, parse_codec
 from ister.topic.background import Background
 from ister.topic.directories import TopicDirectories
@@ -47,9 +46,10 @@ from ister.topic.node import Node
 from ister.topic.node_clock import NodeClock
 from ister.topic.opening import TopicOpener, check_same
 from ister.topic.partitioned import PartitionedTopic
+from ister.topic.read_only import ReadOnlyTopic, ReadOnlyTopics
 from ister.topic.reconcile import remove_directory
 from ister.topic.repair import Repaired, repair_topic
-from ister.topic.stores import Tiers, open_metadata, open_objects
+from ister.topic.stores import Tiers, open_tiers
 from ister.topic.topic import Topic
 from ister.tracing import span
 from ister.wal.directory import LOCK_NAME
@@ -154,6 +154,7 @@ class Log:
             clock=self._clock,
             metrics=self.metrics,
         )
+        self._read_only = ReadOnlyTopics(self._opener.open_read_only, self._scheduler.forget)
         self._background: Background | None = None
         self._local_retention: LocalRetention | None = None
         # A caller with its own scheduler also runs local retention itself.
@@ -195,34 +196,21 @@ class Log:
     def _open_tiers(
         self, objects: ObjectStore | None, metadata: MetadataStore | None
     ) -> Tiers | None:
-        """Opens the stores, if there is a bucket; what was opened before is closed on an error."""
+        """Opens the stores, if there is a bucket."""
         storage = self.config.storage
         if self._root is None or storage.mode is not StorageMode.WAL_CLOUD:
             return None
         try:
-            node = Node(self._fs, self._root)
-            if objects is None:
-                objects = open_objects(storage, self._clock)
-            if metadata is None:
-                metadata = open_metadata(
-                    storage.metadata,
-                    self._clock,
-                    on_full=self._disk.free_reserve if self._disk else None,
-                )
-            try:
-                return Tiers(
-                    storage,
-                    node=node,
-                    objects=objects,
-                    metadata=metadata,
-                    clock=self._clock,
-                    metrics=self.metrics,
-                    node_clock=self._node_clock,
-                )
-            except BaseException:
-                metadata.close()
-                objects.close()
-                raise
+            return open_tiers(
+                storage,
+                node=Node(self._fs, self._root),
+                objects=objects,
+                metadata=metadata,
+                on_full=self._disk.free_reserve if self._disk else None,
+                node_clock=self._node_clock,
+                clock=self._clock,
+                metrics=self.metrics,
+            )
         except BaseException:
             self._scheduler.stop()
             self._unlock_directory()
@@ -370,11 +358,32 @@ class Log:
                         topic.close()
                         self._check_open()
                     self._topics[text] = topic
+                self._read_only.close(text)
                 if self._disk is not None:
                     self._disk.add(topic)
                 if self._background is not None:
                     self._background.add(topic)
             return topic
+
+    def read_only_topic(self, name: str) -> ReadOnlyTopic:
+        """The history of a topic that waits for another node's disk; the same object for each call.
+
+        What is in the bucket can be read, and cursors move; appends are refused with the reason.
+        One process of the cluster serves it. `ReadOnlyTopic.check` finds out that it has ended,
+        because the topic was opened for writing: call it now and then. Close it after use.
+
+        Raises:
+            NotFoundError: There is no such topic.
+            ConflictError: It does not wait for a disk, or another process serves its history.
+            UnavailableError: The metadata store does not answer.
+        """
+        parsed = TopicName.parse(name)
+        return self._shielded(str(parsed), lambda: self._open_read_only(parsed))
+
+    def _open_read_only(self, name: TopicName) -> ReadOnlyTopic:
+        with self._opening_of(str(name)):
+            self._check_open()
+            return self._read_only.get(name)
 
     def _shielded(self, name: str, work: Callable[[], _T]) -> _T:
         """Runs `work`, which changes a topic, where no signal handler can interrupt it.
@@ -396,9 +405,7 @@ class Log:
     def partitions(self, name: str) -> list[str]:
         """The topics behind a name: itself, or its partitions in order; none if there is none.
 
-        Raises:
-            TopicNameError: Not a name.
-            UnavailableError: The metadata store does not answer.
+        Raises TopicNameError, and UnavailableError if the metadata store does not answer.
         """
         self._check_open()
         parsed = TopicName.parse(name)
@@ -411,9 +418,8 @@ class Log:
             NotFoundError: The topic has no partitions.
             As `topic`, for each partition.
         """
-        parsed = TopicName.parse(name)
-        names = [] if self._known.exists(parsed) else self._known.partitions_of(parsed)
-        if not names:
+        names = self.partitions(name)
+        if names in ([], [name]):
             raise NotFoundError(f"there is no partitioned topic {name}", topic=name)
         return PartitionedTopic(name, [self.topic(one) for one in names])
 
@@ -437,12 +443,16 @@ class Log:
 
     # -- hand-over and deletion -------------------------------------------------------------
 
-    def seal(self, name: str) -> int:
+    def seal(self, name: str, *, assured: set[tuple[str, int]] | None = None) -> int:
         """Hands a topic over: everything in it goes to the bucket, and any node may open it next.
 
         Appends end, everything is synced and uploaded, the seal is committed, and only then the
         local files are removed. Until the seal is committed the topic is this node's. Without a
         bucket the topic is closed, and its files stay.
+
+        Args:
+            name: The topic.
+            assured: What `TopicTier.prepare_seal` has checked a moment ago.
 
         Returns:
             The offset that the next owner's first message gets.
@@ -452,9 +462,9 @@ class Log:
             UnavailableError: A store does not answer; the topic is closed and not handed over.
             As `Topic.upload`.
         """
-        return self._shielded(name, lambda: self._seal(name))
+        return self._shielded(name, lambda: self._seal(name, assured))
 
-    def _seal(self, name: str) -> int:
+    def _seal(self, name: str, assured: set[tuple[str, int]] | None) -> int:
         with self._exclusively(name) as topic:
             tier, tiers = topic.tier, self._tiers
             topic.wal.hold(
@@ -467,7 +477,7 @@ class Log:
                 if tier is not None:
                     tier.upload()
                     # The bucket's copy is about to be the only one.
-                    tier.assure_local()
+                    tier.assure_local(topic.wal.next, assured)
                 next_offset = topic.wal.next
             finally:
                 topic.close()
@@ -497,7 +507,7 @@ class Log:
         if topic.tier is None or self._tiers is None:
             raise InvalidRequestError("this log has no object store to stage rows in", topic=name)
         append: Callable[[], AppendedBatch] = partial(
-            _batches().append_staged,
+            load_batches().append_staged,
             topic,
             topic.tier.owned,
             self._tiers.objects,
@@ -622,7 +632,7 @@ class Log:
                 everything is closed all the same.
             InvalidRequestError: It was called by a signal handler that interrupted an append.
         """
-        for topic in list(self._topics.values()):
+        for topic in self._open_topics():
             topic.wal.check_reentry()
         if self._scheduler.is_interruptible():
             shielded(self._close_once, "ister-call")
@@ -639,18 +649,17 @@ class Log:
             self._is_closed = True
             openings = list(self._opening.values())
         for opening in openings:
-            # A running recovery still writes: the directory is unlocked after its end.
             with opening:
-                pass
+                pass  # a running recovery still writes: the directory is unlocked after its end
         if self._background is not None:
             self._background.stop()
         if self._disk is not None:
             self._disk.stop()
         if self._local_retention is not None:
             self._local_retention.stop()
-        topics = list(self._topics.values())
+        self._read_only.close_all()
         failure: IsterError | None = None
-        for topic in topics:
+        for topic in self._open_topics():
             try:
                 topic.close()
             except IsterError as error:
@@ -689,11 +698,3 @@ class Log:
     def __repr__(self) -> str:
         where = self._root if self._root is not None else "memory"
         return f"<Log {where} {'closed' if self._is_closed else 'open'}>"
-
-
-def _batches() -> ModuleType:
-    """The module that appends staged rows, which needs pyarrow."""
-    try:
-        return importlib.import_module("ister.topic.batches")
-    except ImportError as error:
-        raise missing_extra("appending staged rows", "arrow", error) from error

@@ -13,10 +13,20 @@ from contextlib import suppress
 from ister import failpoints
 from ister.bucket.claim import NewTopic
 from ister.bucket.cursors import clip_progress
+from ister.bucket.fence import MemberFence
 from ister.bucket.ownership import OwnedTopic
 from ister.clock import Clock
 from ister.config import BufferFull, StorageConfig
-from ister.errors import ConflictError, IsterError, NotFoundError, check
+from ister.errors import (
+    ConflictError,
+    InvalidRequestError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+    WaitsForDiskError,
+    check,
+)
+from ister.format.records import TopicRecord
 from ister.fs.base import FileSystem
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName
@@ -24,10 +34,12 @@ from ister.topic.bucket_link import TopicTier
 from ister.topic.cache import Cache
 from ister.topic.directories import TopicDirectories
 from ister.topic.known_topics import KnownTopics
+from ister.topic.read_only import ReadOnlyTier, ReadOnlyTopic
 from ister.topic.reconcile import finish_set_aside, measure_backlog, recover_tiered, set_aside
 from ister.topic.stores import Tiers
 from ister.topic.topic import Topic
 from ister.wal.directory import WalDirectory
+from ister.wal.history_log import HistoryLog
 from ister.wal.log import Wal
 from ister.wal.recovery import Recovered, UntrustedTailError, recover
 from ister.wal.scheduler import Threads
@@ -161,7 +173,11 @@ class TopicOpener:
         except BaseException:
             tiers.membership.remove(owned)
             with suppress(IsterError):
-                owned.release()
+                if owned.sealed_before is not None:
+                    # Nothing was appended: another node, perhaps with more room, may open it.
+                    owned.seal(owned.sealed_before.next_offset)
+                else:
+                    owned.release()
             raise
 
     def _try_claim(
@@ -258,6 +274,53 @@ class TopicOpener:
             self._metrics.count("wal.checkpoint_errors")
             _log.warning("checkpoint not saved", extra={"topic": topic.name, "error": str(error)})
 
+    def open_read_only(self, name: TopicName) -> ReadOnlyTopic:
+        """Opens the history of a topic that waits for a disk; see `Log.read_only_topic`."""
+        tiers, directories, text = self._tiers, self._directories, str(name)
+        if tiers is None or directories is None:
+            raise InvalidRequestError("this log has no object store", topic=text)
+        view = tiers.view(name)
+        has_files = not directories.of(name).is_blank()
+        try:
+            tiers.check_claim(name, view, new=None, has_files=has_files, take_over=False)
+        except WaitsForDiskError as error:
+            waits = error
+        else:
+            raise ConflictError(
+                "the topic does not wait for a disk", topic=text, hint="open it with `log.topic`"
+            )
+        known, fence = view.known, tiers.take_reader_key(name)
+        try:
+            owned = tiers.act_outside(name, fence)
+            _check_unclaimed(owned, known)
+            return self._make_read_only(tiers, owned, fence, waits)
+        except BaseException:
+            fence.release()
+            raise
+
+    def _make_read_only(
+        self, tiers: Tiers, owned: OwnedTopic, fence: MemberFence, waits: WaitsForDiskError
+    ) -> ReadOnlyTopic:
+        record, end = owned.record, owned.tiered
+        wal = HistoryLog(
+            end=end,
+            settings=self._settings(owned.topic, record.ack, record.codec, record.incarnation),
+            schedule=self._scheduler,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
+        return ReadOnlyTopic(
+            wal=wal,
+            cache=self._cache(end, record.codec),
+            tier=ReadOnlyTier(wal=wal, owned=owned, tiers=tiers, fence=fence),
+            waits=waits,
+            fence=fence,
+            max_message_size=self._storage.max_message_size,
+            stream_chunk_size=self._storage.wal.stream_chunk_size,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
+
     def _make_topic(
         self,
         name: str,
@@ -268,38 +331,45 @@ class TopicOpener:
         *,
         incarnation: str = "",
     ) -> Topic:
-        settings = self._storage.wal
         wal = Wal(
             directory=directory,
             recovered=recovered,
-            settings=WalSettings(
-                topic=name,
-                ack=ack,
-                codec=codec,
-                incarnation=incarnation,
-                fsync_interval_seconds=settings.fsync_interval_ms / 1000,
-                fsync_max_batch_bytes=settings.fsync_max_batch_bytes,
-                rotate_max_bytes=settings.rotate_max_bytes,
-                rotate_max_seconds=settings.rotate_max_seconds,
-                buffer_max_bytes=settings.buffer_max_bytes,
-                blocks_when_full=settings.buffer_full is BufferFull.BLOCK,
-            ),
+            settings=self._settings(name, ack, codec, incarnation),
             schedule=self._scheduler,
             clock=self._clock,
             metrics=self._metrics,
         )
         return Topic(
             wal=wal,
-            cache=Cache(
-                capacity=settings.cache_capacity,
-                bytes_max=settings.cache_max_bytes,
-                next_offset=recovered.next_offset,
-                codec=codec,
-            ),
+            cache=self._cache(recovered.next_offset, codec),
             max_message_size=self._storage.max_message_size,
-            stream_chunk_size=settings.stream_chunk_size,
+            stream_chunk_size=self._storage.wal.stream_chunk_size,
             clock=self._clock,
             metrics=self._metrics,
+        )
+
+    def _settings(self, name: str, ack: AckLevel, codec: Codec, incarnation: str) -> WalSettings:
+        settings = self._storage.wal
+        return WalSettings(
+            topic=name,
+            ack=ack,
+            codec=codec,
+            incarnation=incarnation,
+            fsync_interval_seconds=settings.fsync_interval_ms / 1000,
+            fsync_max_batch_bytes=settings.fsync_max_batch_bytes,
+            rotate_max_bytes=settings.rotate_max_bytes,
+            rotate_max_seconds=settings.rotate_max_seconds,
+            buffer_max_bytes=settings.buffer_max_bytes,
+            blocks_when_full=settings.buffer_full is BufferFull.BLOCK,
+        )
+
+    def _cache(self, next_offset: int, codec: Codec) -> Cache:
+        settings = self._storage.wal
+        return Cache(
+            capacity=settings.cache_capacity,
+            bytes_max=settings.cache_max_bytes,
+            next_offset=next_offset,
+            codec=codec,
         )
 
     def _report(self, topic: Topic, recovered: Recovered) -> None:
@@ -323,6 +393,11 @@ def _not_found(name: str) -> NotFoundError:
     return NotFoundError(
         f"topic {name} does not exist", topic=name, hint="pass create=True to create it"
     )
+
+
+def _check_unclaimed(owned: OwnedTopic, known: TopicRecord | None) -> None:
+    if known is None or owned.record.claim != known.claim:
+        raise UnavailableError("the topic was opened meanwhile", topic=owned.topic)
 
 
 def check_same(topic: Topic, ack: AckLevel | None, codec: Codec | None) -> None:

@@ -93,8 +93,11 @@ class Reader:
         metrics: Metrics,
         earliest: Callable[[], int],
         open_history: Callable[[], HistoryReader] | None = None,
+        level: AckLevel | None = None,
     ) -> None:
+        """Opens at `start`; `level` replaces the level at which messages are visible."""
         self._wal = wal
+        self._level = level
         self._cache = cache
         self._earliest = earliest
         self._open_history = open_history
@@ -243,7 +246,7 @@ class Reader:
         if self._is_closed or max_messages < 1:
             return self.poll(max_messages, max_bytes)  # raises the reader's error
         start = self.next_offset
-        end = min(self._wal.visible, start + max_messages)
+        end = min(self.visible, start + max_messages)
         if self._end is not None:
             end = min(end, self._end)
         if start >= end or self._batch is not None:
@@ -274,14 +277,14 @@ class Reader:
         return self._read(lambda: self._next_frames(bytes_max))
 
     def _next_frames(self, max_bytes: int) -> FrameBatch | None:
-        start, end = self.next_offset, self._wal.visible
+        start, end = self.next_offset, self.visible
         if self._end is not None:
             end = min(end, self._end)
         if start >= end:
             return None
         # What a call of `poll` has left over of a chunk is read again.
         self._batch = None
-        if self._wal.directory is None:
+        if self._wal.is_volatile:
             frames = self._frames_from_cache(start, end, max_bytes)
         else:
             frames = self._frames_from_tiers(start, max_bytes)
@@ -303,7 +306,7 @@ class Reader:
 
     def _poll(self, max_messages: int, max_bytes: int) -> Sequence[Message]:
         start = self.next_offset
-        end = min(self._wal.visible, start + max_messages)
+        end = min(self.visible, start + max_messages)
         if self._end is not None:
             end = min(end, self._end)
         if start >= end:
@@ -326,6 +329,17 @@ class Reader:
             )
         self.next_offset = start + len(messages)
         return messages
+
+    @property
+    def level(self) -> AckLevel:
+        """The level that a message has to reach before it comes out."""
+        return self._level or self._wal.visible_level
+
+    @property
+    def visible(self) -> int:
+        """The first offset that does not come out yet."""
+        level = self._level
+        return self._wal.visible if level is None else self._wal.watermark(level)
 
     @property
     def is_closed(self) -> bool:
@@ -432,7 +446,7 @@ class Reader:
         None if nothing but such ones is left.
         """
         wal = self._wal
-        if wal.directory is None:
+        if wal.is_volatile:
             raise OffsetOutOfRangeError(
                 "the message has left the memory of this log",
                 topic=wal.settings.topic,
@@ -443,7 +457,7 @@ class Reader:
         if start >= wal.written:
             # Visible at the level `memory`, gone from the cache, and not in a file yet.
             wal.wait(start, AckLevel.WRITTEN)
-        readable = min(wal.visible, wal.written)
+        readable = min(self.visible, wal.written)
         if self._end is not None:
             readable = min(readable, self._end)
         while True:
@@ -545,7 +559,7 @@ class Reader:
         )
         self._waiter = waiter
         try:
-            if self._is_closed or not self._wal.enlist(waiter, self._wal.visible_level):
+            if self._is_closed or not self._wal.enlist(waiter, self.level):
                 return None
             is_told = waiter.block(timeout)
         finally:

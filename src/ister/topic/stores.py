@@ -15,8 +15,16 @@ from typing import Final
 
 from ister import failpoints
 from ister.bucket.catalog import Catalog
-from ister.bucket.claim import ClaimCheck, ClaimView, NewTopic, check_claim, claim
+from ister.bucket.claim import (
+    ClaimCheck,
+    ClaimView,
+    NewTopic,
+    act_outside,
+    check_claim,
+    claim,
+)
 from ister.bucket.egress import EgressLimit
+from ister.bucket.fence import MemberFence
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.membership import Membership
 from ister.bucket.names import (
@@ -115,6 +123,42 @@ def open_metadata(
     return SqliteMetadata(config.path or "", clock=clock, read_only=read_only, on_full=on_full)
 
 
+def open_tiers(
+    storage: StorageConfig,
+    *,
+    node: Node,
+    objects: ObjectStore | None,
+    metadata: MetadataStore | None,
+    on_full: Callable[[], bool] | None,
+    node_clock: NodeClock,
+    clock: Clock,
+    metrics: Metrics,
+) -> Tiers:
+    """Opens the stores that were not given, and joins as `node`; on an error, all are closed.
+
+    Raises:
+        As `open_objects`, `open_metadata` and `Tiers`.
+    """
+    if objects is None:
+        objects = open_objects(storage, clock)
+    if metadata is None:
+        metadata = open_metadata(storage.metadata, clock, on_full=on_full)
+    try:
+        return Tiers(
+            storage,
+            node=node,
+            objects=objects,
+            metadata=metadata,
+            clock=clock,
+            metrics=metrics,
+            node_clock=node_clock,
+        )
+    except BaseException:
+        metadata.close()
+        objects.close()
+        raise
+
+
 def upload_settings(config: UploaderConfig) -> UploadSettings:
     """The settings of uploads, for a topic's owner and for a job's tasks."""
     return UploadSettings(
@@ -171,6 +215,8 @@ class Tiers:
         """Upload parts in flight (upper bound)."""
         self.is_disk_low: Callable[[], bool] = lambda: False
         """Returns whether low disk space stops appends, so that uploads should start now."""
+        self.marks_idle = storage.metadata.backend is MetadataBackend.ETCD
+        """Whether other nodes can share the metadata store, so that idle topics are marked."""
         self.capabilities: Capabilities | None = None
         """The object store's capabilities; None before `probe`."""
 
@@ -234,6 +280,27 @@ class Tiers:
         if owned is not None and (known is None or not known.is_open):
             self._save_manifest(name, owned)
         return owned
+
+    def take_reader_key(self, name: TopicName) -> MemberFence:
+        """Makes this node the one that serves the history of a topic that waits for a disk.
+
+        Raises:
+            ConflictError: Another node does.
+            UnavailableError: The metadata store does not answer.
+        """
+        membership = self.membership
+        return MemberFence.take_with(
+            self.metadata,
+            self.keys(name).reader,
+            node=membership.node,
+            lease=membership.lease,
+            is_here=membership.is_here,
+            clock=self.clock,
+        )
+
+    def act_outside(self, name: TopicName, fence: MemberFence) -> OwnedTopic:
+        """As `ister.bucket.claim.act_outside`."""
+        return act_outside(self.catalog(name), fence, clock=self.clock, metrics=self.metrics)
 
     def _refuse_forgotten(self, name: TopicName) -> None:
         """Refuses to create a topic whose history is in the bucket."""

@@ -1,9 +1,9 @@
 """A topic: what programs append to and read from.
 
-Owns: start positions, durability waits, readers, searching by time. Does not own: appending
+Owns: start positions, durability waits, readers. Does not own: appending
 (`append`), durable files (`ister.wal`), recent messages (`cache`), reading (`reader`), the bucket
-(`bucket_link`). Readers see a message once it is synced, or has reached the topic's ack level if
-that is lower.
+(`bucket_link`), searching by time (`time_search`). Readers see a message once it has reached the
+topic's ack level.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ister.clock import Clock
 from ister.errors import (
     CapacityError,
     ClosedError,
-    CorruptDataError,
     DiskError,
+    FencedError,
     InvalidRequestError,
     IsterError,
     NotFoundError,
@@ -42,10 +42,10 @@ from ister.topic.cache import Cache
 from ister.topic.message import Message
 from ister.topic.reader import Reader, check_start
 from ister.topic.retention import ActiveFloor, no_floor
+from ister.topic.time_search import TimeSearch, searchable_end
 from ister.topic.uploads import Tiered
 from ister.wal.directory import format_log_name
 from ister.wal.log import Wal
-from ister.wal.reader import WalReader
 from ister.wal.recovery import Damage
 from ister.wal.waiters import Waiter
 
@@ -315,7 +315,7 @@ class Topic(Appender):
         level = check_ack(
             self.ack if level is None else parse_ack(level),
             has_bucket=self.tier is not None,
-            has_files=self.wal.directory is not None,
+            has_files=not self.wal.is_volatile,
         )
         if level is AckLevel.TIERED and self.tier is not None and self.tier.owned.is_fenced:
             self.tier.check_owner()
@@ -427,6 +427,9 @@ class Topic(Appender):
             InvalidRequestError: `start` or `end` makes no sense.
             ClosedError: The topic is closed.
         """
+        return self._open_reader(start, end, None)
+
+    def _open_reader(self, start: Start, end: int | None, level: AckLevel | None) -> Reader:
         self.wal.check_process()
         if self.state is TopicState.CLOSED:
             raise ClosedError("the topic is closed", topic=self.name)
@@ -447,6 +450,7 @@ class Topic(Appender):
             metrics=self._metrics,
             earliest=lambda: self.earliest,
             open_history=self.tier.history if self.tier is not None else None,
+            level=level,
         )
         with self._readers_lock:
             self._readers.add(reader)
@@ -506,23 +510,47 @@ class Topic(Appender):
             InvalidRequestError: There is no such column.
             As `read`.
         """
+        return self._as_arrow(columns, lambda: self._bounded_reader(start, end, timeout))
+
+    def _as_arrow(
+        self, columns: Sequence[str] | None, open_reader: Callable[[], Reader]
+    ) -> pa.RecordBatchReader:
         columns_of = load_columns()
         decoders = columns_of.Decoders(self.name, columns)
-        reader = self._bounded_reader(start, end, timeout)
-        return columns_of.as_arrow_reader(reader, decoders)
+        return columns_of.as_arrow_reader(open_reader(), decoders)
 
     def _bounded_reader(self, start: Start, end: int | None, timeout: float | None) -> Reader:
         """A reader up to `end`, or of what was appended before this call, once it is visible."""
-        reader = self.reader(start, end=end)
+        return self._bounded(self._open_reader(start, end, None), end, timeout)
+
+    def _bounded(self, reader: Reader, end: int | None, timeout: float | None) -> Reader:
         upto = self.wal.next if end is None else min(end, self.wal.next)
-        if upto > self.wal.visible:
+        if upto > reader.visible:
+            level = reader.level
             try:
-                self.wal.wait(upto - 1, self.wal.visible_level, timeout)
-            except (CapacityError, ClosedError, DiskError):
+                # Only producers cause uploads; a reader waits for the next one.
+                self.wal.wait(upto - 1, level, timeout, is_patient=level is AckLevel.TIERED)
+            except (CapacityError, ClosedError, DiskError, FencedError):
                 # They cannot become visible for now. What is visible can still be read.
-                upto = max(self.wal.visible, reader.next_offset)
+                upto = max(reader.visible, reader.next_offset)
         reader.limit(upto)
         return reader
+
+    def own_reader(self, start: Start, *, end: int | None = None) -> Reader:
+        """A reader up to `end`, or of what was appended before this call, whether visible or not.
+
+        For the owner's own bookkeeping: nothing that it returns may be shown to anyone.
+
+        Raises:
+            As `read`.
+        """
+        return self._bounded(self._open_reader(start, end, self.wal.local_level), end, None)
+
+    def scan_arrow(
+        self, start: Start, *, end: int | None = None, columns: Sequence[str]
+    ) -> pa.RecordBatchReader:
+        """Like `read_arrow`, with what `own_reader` reads."""
+        return self._as_arrow(columns, lambda: self.own_reader(start, end=end))
 
     def resolve_start(self, start: Start, *, on_read: Callable[[int], None] | None = None) -> int:
         """The offset that a reader begins with, for a `start` as `reader` takes it.
@@ -542,26 +570,12 @@ class Topic(Appender):
         if start == "latest":
             return self.wal.next
         if isinstance(start, datetime):
-            end = self._searchable_end()
+            end = searchable_end(self.wal)
             found = self.find_time(to_milliseconds(start), self.earliest, end, on_read=on_read)
             return end if found is None else found
         offset = as_offset("start", start)
         check_start(self.wal, self.earliest, offset)
         return offset
-
-    def _searchable_end(self) -> int:
-        """The end of what can be searched by time, once everything appended so far is there."""
-        wal = self.wal
-        if wal.directory is None:
-            return wal.next
-        last = wal.next - 1
-        with suppress(CapacityError):  # on a full disk, what is there already has to do
-            if last >= 0:
-                wal.wait(
-                    last,
-                    AckLevel.SYNCED if wal.visible_level is AckLevel.SYNCED else AckLevel.WRITTEN,
-                )
-        return min(last + 1, wal.visible, wal.written)
 
     def find_time(
         self,
@@ -588,58 +602,17 @@ class Topic(Appender):
         Raises:
             As `read`.
         """
-        wal = self.wal
-        wal.check_process()
-        if wal.directory is None:
-            with self._lock:
-                wal.fill_cache(wal.next)
-                recent = self.cache.read(self.cache.start, wal.next, bytes_max=1 << 62)
-            among = (m for m in recent if start <= m.offset < end)
-            return next((m.offset for m in among if m.publish_time_ms >= publish_time_ms), None)
-        searched = start
-        while True:
-            trimmed = min(wal.trimmed, end)
-            found = self._find_time_in_history(publish_time_ms, searched, trimmed, on_read)
-            if found is not None:
-                return found
-            searched = max(searched, trimmed)
-            found = self._find_time_in_files(publish_time_ms, searched, end, on_read)
-            # Files that were trimmed meanwhile have to be searched in the bucket.
-            if min(wal.trimmed, end) <= searched:
-                return found
-
-    def _find_time_in_history(
-        self, time_ms: int, start: int, end: int, on_read: Callable[[int], None] | None
-    ) -> int | None:
-        if self.tier is None or start >= end:
-            return None
-        history = self.tier.history()
-        try:
-            return history.find_time(time_ms, start=start, end=end, on_read=on_read)
-        finally:
-            history.close()
-
-    def _find_time_in_files(
-        self, time_ms: int, start: int, end: int, on_read: Callable[[int], None] | None
-    ) -> int | None:
-        files = WalReader(
-            self.wal, chunk_bytes=self._chunk_bytes, metrics=self._metrics, clock=self._clock
+        self.wal.check_process()
+        search = TimeSearch(
+            wal=self.wal,
+            cache=self.cache,
+            tier=self.tier,
+            chunk_bytes=self._chunk_bytes,
+            clock=self._clock,
+            metrics=self._metrics,
+            on_read=on_read,
         )
-        try:
-            return files.find_time(time_ms, self.codec, start=start, end=end, on_read=on_read)
-        except (CorruptDataError, NotFoundError):
-            tiered = min(end, self.wal.tiered or 0)
-            if self.tier is None or tiered <= max(start, self.wal.trimmed):
-                raise
-            # The bucket has a copy of the first part.
-            found = self._find_time_in_history(
-                time_ms, max(start, self.wal.trimmed), tiered, on_read
-            )
-            if found is not None:
-                return found
-            return files.find_time(time_ms, self.codec, start=tiered, end=end, on_read=on_read)
-        finally:
-            files.close()
+        return search.find(publish_time_ms, start, end)
 
     @cached_property
     def aio(self) -> AsyncTopic:

@@ -30,6 +30,7 @@ from ister.errors import (
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.descriptor import ObjectDescriptor
 from ister.retry import backoff_seconds
+from ister.topic.idle_mark import IdleMark
 from ister.topic.pace import PacedReader
 from ister.topic.retention import ActiveFloor, no_floor
 from ister.topic.stores import Tiers
@@ -101,6 +102,10 @@ class TopicUploads:
         """Whether a cycle waits for a thread or runs; set by `background`."""
         self.is_retaining = False
         """Whether retention waits for a thread or runs; set by `background`."""
+        self.idle_mark = IdleMark(
+            wal, owned, after_seconds=tiers.storage.metadata.lease_ttl_seconds
+        )
+        """Says in the record that the bucket has everything, while the topic is idle."""
         self._is_held = False
         self._pressing = threading.Lock()
         self.on_wanted: Callable[[], None] = lambda: None

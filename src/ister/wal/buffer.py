@@ -305,6 +305,11 @@ class AppendBuffer:
         """The sealed chunks that have not been taken."""
         return self._chunks
 
+    def skip_to(self, offset: int) -> None:
+        """Makes `offset` the next one of a buffer that holds nothing."""
+        check(not self._parts and not self._chunks, "only an empty buffer skips offsets")
+        self.next = self._chunk_first = offset
+
     def take(self) -> list[Chunk]:
         """Empties the buffer. The bytes stay counted as pending until `mark_written`."""
         self._seal()

@@ -166,8 +166,17 @@ class GroupCommit(LogState):
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait(self, offset: int, level: AckLevel, timeout: float | None = None) -> None:
+    def wait(
+        self,
+        offset: int,
+        level: AckLevel,
+        timeout: float | None = None,
+        *,
+        is_patient: bool = False,
+    ) -> None:
         """Returns once the watermark of `level` has passed `offset`.
+
+        With `is_patient`, a wait for `tiered` takes uploads as they come.
 
         Raises:
             WaitTimeoutError: It did not pass in `timeout` seconds; the message stays accepted.
@@ -191,7 +200,7 @@ class GroupCommit(LogState):
                 and self.try_commit(offset, level)
             ):
                 return
-            waiter = ThreadWaiter(offset)
+            waiter = ThreadWaiter(offset, is_patient=is_patient)
             try:
                 if not self.enlist(waiter, level):
                     return
@@ -243,7 +252,7 @@ class GroupCommit(LogState):
                 # the writing thread found no waiter.
                 waiter.is_done = True
                 return False
-            if level is AckLevel.TIERED:
+            if level is AckLevel.TIERED and not waiter.is_patient:
                 self.on_tier_wanted()
             self._set_attention()
             if (

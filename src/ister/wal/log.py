@@ -53,13 +53,16 @@ class Wal(GroupCommit):
                 self._metrics.count("wal.append_refused")
                 raise self._refusal()
             if self._holds:
-                for reason, waits in self._holds.values():
-                    if not (waits and self.settings.blocks_when_full):
+                for hold in self._holds.values():
+                    if self._refuses(hold):
                         self._metrics.count("wal.append_refused")
-                        raise reason()
+                        raise hold.reason()
+                for hold in self._holds.values():
+                    if hold.on_append is not None:
+                        hold.on_append()
                 if _is_on_loop():
                     self._metrics.count("wal.append_refused")
-                    raise _on_loop(reason())
+                    raise _on_loop(hold.reason())
                 self._wait_for_room(timeout=None)
                 continue
             if self.buffer.has_room(size_bytes):

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ister.clock import Clock
 from ister.errors import (
@@ -62,6 +62,14 @@ class LogScheduler(Protocol):
         ...
 
 
+class _Hold(NamedTuple):
+    """What keeps appends back; the fields are the arguments of `hold`."""
+
+    reason: Callable[[], IsterError]
+    waits: bool
+    on_append: Callable[[], None] | None
+
+
 class LogState:
     """The state of one log; see the module header."""
 
@@ -107,13 +115,13 @@ class LogState:
             self.written = self.synced = 0
         # Creates the error of refused appends; None accepts them.
         self._refusal: Callable[[], IsterError] | None = None
-        # What keeps appends back for now, by name: the error, and whether appends wait for its end.
-        self._holds: dict[str, tuple[Callable[[], IsterError], bool]] = {}
+        # What keeps appends back for now, by name.
+        self._holds: dict[str, _Hold] = {}
         self.tiered: int | None = None
         """The end of what committed descriptors cover; None for a log without a bucket."""
         self._tiering_end: IsterError | None = None
         self.on_tier_wanted: Callable[[], None] = lambda: None
-        """Called when a call waits for `tiered`; must not block."""
+        """Called when a call other than a reader's waits for `tiered`; must not block."""
         self.on_disk_full: Callable[[], bool] = lambda: False
         """Called when work that frees space needs some itself; returns whether it freed any."""
         self.may_retry: Callable[[], bool] = lambda: True
@@ -187,16 +195,31 @@ class LogState:
         return self._writer
 
     @property
+    def is_volatile(self) -> bool:
+        """Whether messages are in memory alone."""
+        return self._writer is None
+
+    @property
     def visible(self) -> int:
         """The end of what readers may see: the watermark of `visible_level`."""
         ack = self.settings.ack
         if ack is AckLevel.MEMORY:
             return self.next
+        if ack is AckLevel.TIERED and self.tiered is not None:
+            return self.tiered
         return self.written if ack is AckLevel.WRITTEN else self.synced
 
     @property
     def visible_level(self) -> AckLevel:
-        """The topic's level, or `synced` if that is `tiered`."""
+        """The topic's level: another node may continue a `tiered` topic from what is tiered.
+
+        Without a bucket, no message becomes tiered, and a topic of that level shows what is synced.
+        """
+        return self.local_level if self.tiered is None else self.settings.ack
+
+    @property
+    def local_level(self) -> AckLevel:
+        """The topic's level, or `synced` if that is `tiered`: as far as local files go."""
         ack = self.settings.ack
         return AckLevel.SYNCED if ack is AckLevel.TIERED else ack
 
@@ -212,8 +235,8 @@ class LogState:
 
     @property
     def is_tiered_wanted(self) -> bool:
-        """Whether a call waits for `tiered`."""
-        return bool(self._waiters[AckLevel.TIERED])
+        """Whether a call waits for `tiered`; readers that wait for what comes next do not count."""
+        return self._waiters[AckLevel.TIERED].has_impatient()
 
     @property
     def has_failed_sync(self) -> bool:
@@ -230,15 +253,23 @@ class LogState:
 
     # -- holding appends back ------------------------------------------------------------------
 
-    def hold(self, name: str, reason: Callable[[], IsterError], *, waits: bool) -> None:
+    def hold(
+        self,
+        name: str,
+        reason: Callable[[], IsterError],
+        *,
+        waits: bool,
+        on_append: Callable[[], None] | None = None,
+    ) -> None:
         """Keeps appends back until `unhold`.
 
         A second hold with the same name replaces it; `reason` creates the error of a refused
         append. With `waits`, appends wait for its end if the policy is to block; otherwise they are
-        refused.
+        refused. With `on_append`, they wait whatever the policy is: it is called when an append
+        begins to wait, with `lock` held, and has the hold ended soon without blocking itself.
         """
         with self.lock:
-            self._holds[name] = (reason, waits)
+            self._holds[name] = _Hold(reason, waits, on_append)
             self.buffer.is_refusing = True
             self._wake_room_waiters()
 
@@ -260,15 +291,20 @@ class LogState:
             False if appends are refused and do not wait: the caller has to raise the error.
         """
         with self.lock:
-            if self._refusal is not None or not self.settings.blocks_when_full:
+            if self._refusal is not None:
                 return False
-            if not all(waits for _, waits in self._holds.values()):
+            if not self._holds:
+                if self.settings.blocks_when_full:
+                    on_room()
+                return self.settings.blocks_when_full
+            if any(self._refuses(hold) for hold in self._holds.values()):
                 return False
-            if self._holds:
-                self._room_callbacks.append(on_room)
-            else:
-                on_room()
+            self._room_callbacks.append(on_room)
             return True
+
+    def _refuses(self, hold: _Hold) -> bool:
+        """Whether appends are refused, instead of waiting for the end of a hold."""
+        return hold.on_append is None and not (hold.waits and self.settings.blocks_when_full)
 
     def _wake_room_waiters(self) -> None:
         """Wakes all blocked appends; `lock` is held."""

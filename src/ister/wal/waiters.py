@@ -26,8 +26,8 @@ class Waiter:
     `on_done` runs in the thread that commits, which goes on with others only when it returns: it
     must not block, append, or raise. Setting `is_done` gives up.
 
-    A patient waiter, such as a reader at the tail, waits through a full disk; a producer's call
-    does not.
+    A patient waiter, such as a reader at the tail, waits through a full disk and takes uploads as
+    they come; a producer's call does not.
     """
 
     __slots__ = ("is_done", "is_patient", "offset", "on_done")
@@ -110,6 +110,10 @@ class Waiters:
         while heap and heap[0].is_done:
             heappop(heap)
         return bool(heap) and heap[0].offset < next_offset
+
+    def has_impatient(self) -> bool:
+        """Whether a waiter that is not patient is waiting."""
+        return any(not waiter.is_patient and not waiter.is_done for waiter in self._heap)
 
     def wake_passed(self, watermark: int, count_max: int) -> bool:
         """Wakes waiters whose offset is below `watermark`, at most `count_max` of them.

@@ -241,6 +241,11 @@ class TopicStatus(_Message):
     def __post_init__(self) -> None:
         TopicName.parse(self.topic)
 
+    @property
+    def readable(self) -> int:
+        """The end of what may be read: no crash takes back what is before it."""
+        return self.tiered if self.ack is AckLevel.TIERED else self.synced
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicNames(_Message):

@@ -32,6 +32,7 @@ from ister.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnsupportedOperationError,
+    WaitsForDiskError,
     WaitTimeoutError,
 )
 
@@ -52,10 +53,11 @@ _CLASSES: Final[dict[str, type[IsterError]]] = {
     if isinstance(kind, type) and issubclass(kind, IsterError)
 }
 _FIELDS: Final = {"topic": str, "offset": int, "path": str, "position": int, "hint": str}
-_MORE_FIELDS: Final[dict[type[IsterError], tuple[str, ...]]] = {
-    OffsetOutOfRangeError: ("earliest", "next"),
-    DataGapError: ("start", "end"),
-    DiskError: ("errno",),
+_MORE_FIELDS: Final[dict[type[IsterError], dict[str, type]]] = {
+    OffsetOutOfRangeError: {"earliest": int, "next": int},
+    DataGapError: {"start": int, "end": int},
+    DiskError: {"errno": int},
+    WaitsForDiskError: {"node": str},
 }
 
 
@@ -114,15 +116,19 @@ def decode_error(text: str) -> IsterError:
         name: content[name] for name, kind in _FIELDS.items() if type(content.get(name)) is kind
     }
     found = _CLASSES.get(code) if isinstance(code, str) else None
-    more = {name: content.get(name) for name in _MORE_FIELDS.get(found, ())} if found else {}
-    is_whole = found is DiskError or all(type(value) is int for value in more.values())
+    kinds = _MORE_FIELDS.get(found, {}) if found else {}
+    more = {
+        name: content[name] if type(content.get(name)) is kind else None
+        for name, kind in kinds.items()
+    }
+    is_whole = found is DiskError or None not in more.values()
     if found is None or not is_whole:
         return UnavailableError(f"{message} [{code}]", **known)
     # Not by the constructor: some classes compose their hint, and this one has arrived as it is.
     error = found.__new__(found)
     IsterError.__init__(error, message, **known)
     for name, value in more.items():
-        setattr(error, name, value if type(value) is int else None)
+        setattr(error, name, value)
     return error
 
 
@@ -174,7 +180,7 @@ def error_of(error: grpc.aio.AioRpcError, address: str, topic: str | None = None
         return MessageTooLargeError(f"{address}: {text}", topic=topic)
     kind = _STATUSES.get(name)
     is_named = topic is not None and topic in text
-    if name == "UNAVAILABLE" and _is_answer(error):
+    if name == "UNAVAILABLE" and is_answer(error):
         return UnavailableError(text or name, topic=None if is_named else topic)
     if kind is None:
         return UnavailableError(f"{address} does not answer: {text or name}", topic=topic)
@@ -194,7 +200,7 @@ def is_too_large(text: str) -> bool:
     return _TOO_LARGE in text
 
 
-def _is_answer(error: grpc.aio.AioRpcError) -> bool:
+def is_answer(error: grpc.aio.AioRpcError) -> bool:
     """Whether a broker chose the status, and not the connection to it."""
     return any(key == ANSWERED[0][0] for key, _ in error.trailing_metadata() or ())
 

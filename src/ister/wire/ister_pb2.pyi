@@ -6,6 +6,70 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DeadLetter(_message.Message):
+    __slots__ = ("topic", "message")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    message: bytes
+    def __init__(self, topic: _Optional[str] = ..., message: _Optional[bytes] = ...) -> None: ...
+
+class OwnTopicsRequest(_message.Message):
+    __slots__ = ("topics",)
+    TOPICS_FIELD_NUMBER: _ClassVar[int]
+    topics: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, topics: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MoveTopicRequest(_message.Message):
+    __slots__ = ("topic", "to")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    to: str
+    def __init__(self, topic: _Optional[str] = ..., to: _Optional[str] = ...) -> None: ...
+
+class TakeOverRequest(_message.Message):
+    __slots__ = ("topic", "confirm")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    confirm: bool
+    def __init__(self, topic: _Optional[str] = ..., confirm: _Optional[bool] = ...) -> None: ...
+
+class TakeOverResponse(_message.Message):
+    __slots__ = ("topic", "node", "offset", "done")
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    topic: str
+    node: str
+    offset: int
+    done: bool
+    def __init__(self, topic: _Optional[str] = ..., node: _Optional[str] = ..., offset: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
+
+class BrokerName(_message.Message):
+    __slots__ = ("broker",)
+    BROKER_FIELD_NUMBER: _ClassVar[int]
+    broker: str
+    def __init__(self, broker: _Optional[str] = ...) -> None: ...
+
+class DrainBrokerRequest(_message.Message):
+    __slots__ = ("broker", "timeout_seconds")
+    BROKER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    broker: str
+    timeout_seconds: int
+    def __init__(self, broker: _Optional[str] = ..., timeout_seconds: _Optional[int] = ...) -> None: ...
+
+class RebalanceRequest(_message.Message):
+    __slots__ = ("dry_run", "max_moves")
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    MAX_MOVES_FIELD_NUMBER: _ClassVar[int]
+    dry_run: bool
+    max_moves: int
+    def __init__(self, dry_run: _Optional[bool] = ..., max_moves: _Optional[int] = ...) -> None: ...
+
 class ConsumeRequest(_message.Message):
     __slots__ = ("open", "acks", "nack", "received")
     OPEN_FIELD_NUMBER: _ClassVar[int]

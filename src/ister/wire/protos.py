@@ -94,13 +94,14 @@ class Stream(Protocol[_SentT_contra]):
 class Rpc(Generic[_Request, _Response]):
     """One RPC. A request may be given as a message or as its bytes."""
 
-    __slots__ = ("_path", "_shape", "parse")
+    __slots__ = ("_shape", "parse", "path")
 
     def __init__(self, service: str, name: str) -> None:
         method = describe_service(service).methods_by_name[name]
         kinds = (method.client_streaming, method.server_streaming)
         self._shape = "_".join("stream" if is_stream else "unary" for is_stream in kinds)
-        self._path = f"/{service}/{name}"
+        self.path = f"/{service}/{name}"
+        """As gRPC names it."""
         response = cast("type[_Response]", message_class(method.output_type))
         self.parse: Callable[[bytes], _Response] = response.FromString
 
@@ -109,7 +110,7 @@ class Rpc(Generic[_Request, _Response]):
     ) -> Callable[..., Any]:  # Any: the result depends on the channel and the RPC's shape
         """Returns grpc's callable for the RPC."""
         made: Callable[..., Any] = getattr(channel, self._shape)(
-            self._path, request_serializer=_serialize, response_deserializer=self.parse
+            self.path, request_serializer=_serialize, response_deserializer=self.parse
         )
         return made
 

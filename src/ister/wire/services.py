@@ -13,6 +13,7 @@ __all__ = [
     "Discovery",
     "HealthCheck",
     "NamespaceAdmin",
+    "Peers",
     "ProducerService",
     "SchemaRegistry",
     "SecurityAdmin",
@@ -155,3 +156,17 @@ class Admin:
     ListTopics = Rpc[ister_api.ListTopicsRequest, ister_api.Document]("ister.Admin", "ListTopics")
     ShowTopic = Rpc[ister_api.TopicName, ister_api.Document]("ister.Admin", "ShowTopic")
     ShowBrokers = Rpc[ister_api.InfoRequest, ister_api.Document]("ister.Admin", "ShowBrokers")
+    ShowCluster = Rpc[ister_api.InfoRequest, ister_api.Document]("ister.Admin", "ShowCluster")
+    ShowOwnTopics = Rpc[ister_api.OwnTopicsRequest, ister_api.Document]("ister.Admin", "ShowOwnTopics")
+    MoveTopic = Rpc[ister_api.MoveTopicRequest, ister_api.Document]("ister.Admin", "MoveTopic")
+    TakeOverTopic = Rpc[ister_api.TakeOverRequest, ister_api.TakeOverResponse]("ister.Admin", "TakeOverTopic")
+    DrainBroker = Rpc[ister_api.DrainBrokerRequest, ister_api.Document]("ister.Admin", "DrainBroker")
+    ActivateBroker = Rpc[ister_api.BrokerName, ister_api.Document]("ister.Admin", "ActivateBroker")
+    ShowBalance = Rpc[ister_api.InfoRequest, ister_api.Document]("ister.Admin", "ShowBalance")
+    Rebalance = Rpc[ister_api.RebalanceRequest, ister_api.Document]("ister.Admin", "Rebalance")
+
+
+class Peers:
+    """ister.Peers."""
+
+    PublishDeadLetter = Rpc[ister_api.DeadLetter, ister_api.InfoRequest]("ister.Peers", "PublishDeadLetter")

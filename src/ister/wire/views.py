@@ -18,9 +18,99 @@ class BrokerJson(TypedDict):
     broker_url: str
     connect_url: str
     flight_url: str
+    http_url: NotRequired[str]
     topics: int
     is_this: bool
     """Whether it is the broker that was asked."""
+    is_leader: NotRequired[bool]
+    state: NotRequired[str]
+    """`starting`, `active`, or `draining`: it takes no topics."""
+    zone: NotRequired[str]
+    version: NotRequired[str]
+    load: NotRequired[dict[str, float]]
+    """Topics, messages and bytes per second, the share of a core, bytes to be uploaded."""
+
+
+MoveJson = TypedDict(
+    "MoveJson",
+    {
+        "topic": str,
+        "from": str,
+        "to": str,
+        "reason": NotRequired[str],
+        "since": NotRequired[int],
+    },
+)
+"""A topic that moves from one broker to another, both named by their nodes."""
+
+
+class WaitingJson(TypedDict):
+    """A topic whose newest messages are on the disk of a broker that is down."""
+
+    topic: str
+    node: str
+    offset: int
+    """The first offset that a take-over would give up."""
+    since: int | None
+
+
+class BrokerLoadJson(TypedDict):
+    """A broker's load, as one number."""
+
+    node: str
+    load: float
+    topics: int
+
+
+class BalanceJson(TypedDict):
+    """How evenly the load is spread over the brokers that take topics."""
+
+    strategy: str
+    variation: float
+    """The coefficient of variation: 0 if all have the same load."""
+    threshold: float
+    """Above this, a rebalance moves topics."""
+    mean: float
+    deviation: float
+    brokers: list[BrokerLoadJson]
+
+
+class RebalanceJson(TypedDict):
+    """The moves that even out the load, requested or only planned."""
+
+    dry_run: bool
+    moves: list[MoveJson]
+
+
+class ClusterJson(TypedDict):
+    """Brokers, leader, balance, moves under way, and topics that wait for a disk."""
+
+    brokers: list[BrokerJson]
+    leader: str | None
+    balance: BalanceJson
+    moves: list[MoveJson]
+    waiting: list[WaitingJson]
+    waiting_total: int
+    rights: NotRequired[dict[str, bool]]
+
+
+class DrainJson(TypedDict):
+    """What became of the topics of a broker that was drained."""
+
+    node: str
+    total: int
+    moved: int
+    failed: list[str]
+    pending: int
+
+
+class TakeOverJson(TypedDict):
+    """What a take-over gives up: messages from `offset` on that only the disk of `node` has."""
+
+    topic: str
+    node: str
+    offset: int
+    done: bool
 
 
 class FileJson(TypedDict):

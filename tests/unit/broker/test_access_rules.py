@@ -10,9 +10,11 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from ister import wire
+from ister.broker.cluster.peers import FORWARDED
 from ister.broker.rpc.principal_limits import PrincipalLimit
 from ister.broker.security.principal import PrincipalKind
 from ister.broker.security.rights import Binding, Permission, Role, Scope
+from ister.broker.services.forwarding import FORWARDING
 from ister.client import Client
 from ister.client.flight import FlightClient
 from ister.errors import CapacityError, IsterError, PermissionDeniedError
@@ -29,6 +31,7 @@ SERVICES = (
     *("danube.ProducerService", "danube.ConsumerService", "danube.Discovery", "danube.HealthCheck"),
     *("danube.StorageService", "danube_admin.TopicAdmin", "danube_admin.NamespaceAdmin"),
     *("danube_admin.BrokerAdmin", "danube_schema.SchemaRegistry", "ister.Delivery", "ister.Admin"),
+    "ister.Peers",
 )
 
 
@@ -115,8 +118,10 @@ def methods():
             yield service, method
 
 
-async def asked(services, service, method, names, who):
-    call = getattr(wire.stub(services.channel, service), method.name)
+async def asked(services, service, method, names, who, prefix=""):
+    rpc = wire.Rpc(service, method.name)
+    rpc.path = f"/{prefix}{service}/{method.name}"
+    call = rpc.on(services.channel)
     request = filled(wire.message_class(method.input_type), f"{service}/{method.name}", names)
     if method.client_streaming:
         call = call(iter([request]), metadata=metadata(who), timeout=30)
@@ -168,11 +173,12 @@ def test_grpc_answers_those_without_rights_alike_whether_something_exists(tmp_pa
             }
             for who in ("nobody", "elsewhere"):
                 for service, method in methods():
-                    answers = [
-                        await asked(services, service, method, names, who)
-                        for names in (there, missing)
-                    ]
-                    assert answers[0] == answers[1], (who, service, method.name)
+                    for prefix in ("", FORWARDED) if service in FORWARDING else ("",):
+                        answers = [
+                            await asked(services, service, method, names, who, prefix)
+                            for names in (there, missing)
+                        ]
+                        assert answers[0] == answers[1], (who, service, method.name)
 
     run(scenario())
 

@@ -297,6 +297,9 @@ def test_topics_are_listed_that_exist(cluster):
     cluster.metadata.put(f"{PREFIX}/topics/a/x/schema", b"of somebody else")
     cluster.metadata.put("/other/topics/a/q", b"of another cluster")
     assert list_topics(cluster.metadata, PREFIX) == ["/a/x", "/a/y", "/b/z"]
+    # One that cannot be read exists, and does not hide the others.
+    cluster.metadata.put(f"{PREFIX}/topics/a/bad", b"?")
+    assert list_topics(cluster.metadata, PREFIX) == ["/a/bad", "/a/x", "/a/y", "/b/z"]
 
 
 # -- objects that are merged under a walk ---------------------------------------------------------

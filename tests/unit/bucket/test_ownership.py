@@ -1,5 +1,6 @@
 """Who may write a topic: claims, epochs, commits that get lost, fencing, hand-over, deletion."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,12 @@ from ister.errors import (
     InvariantError,
     NotFoundError,
     UnavailableError,
+    WaitsForDiskError,
 )
 from ister.format.records import Lineage, UploadSession, decode_topic, encode_topic
 from ister.limits import OWNER_LINEAGE_MAX
 from ister.model import AckLevel, Codec
+from support.cases import each
 from support.tiers import NOW_MS, TTL_SECONDS, Cluster, a_descriptor
 
 SESSION = UploadSession(object_id="data-0-9.dnb1", start=0, end=10, epoch=1, started_at=5)
@@ -112,6 +115,77 @@ def test_other_node_is_refused_after_the_lease_until_it_takes_over(cluster):
     assert taken.start == 10
     with pytest.raises(FencedError):
         owned.commit(a_descriptor(10, 20))
+
+
+def test_refusal_names_the_node_whose_disk_is_waited_for(cluster):
+    chain(cluster.claim("a"), 10)
+    with pytest.raises(ConflictError, match="open on node a") as is_open:
+        cluster.claim("b")
+    assert not isinstance(is_open.value, WaitsForDiskError)
+    cluster.clock.advance(TTL_SECONDS + 1)
+    with pytest.raises(WaitsForDiskError) as waits:
+        cluster.claim("b")
+    assert (waits.value.node, waits.value.offset) == ("a", 10)
+    assert pickle.loads(pickle.dumps(waits.value)).node == "a"
+
+
+def test_topic_with_ack_tiered_is_claimed_when_the_lease_has_ended(cluster):
+    owned = cluster.claim("a", ack=AckLevel.TIERED)
+    chain(owned, 10)
+    with pytest.raises(ConflictError, match="open on node a"):
+        cluster.claim("b")
+    cluster.clock.advance(TTL_SECONDS + 1)
+    other = cluster.claim("b", create=False)
+    assert other.record.lineage[-1] == Lineage(epoch=2, start=10, node="b")
+    assert other.start == 10
+    with pytest.raises(FencedError):
+        owned.commit(a_descriptor(10, 20))
+
+
+def mark(cluster, **fields):
+    """Changes the topic's record as its owner would."""
+    record, _ = cluster.catalog().record()
+    cluster.metadata.put(cluster.keys.record, encode_topic(replace(record, **fields)))
+
+
+@each(
+    ("acked_end", "acked_epoch", "is_claimed"),
+    [(10, 1, True), (9, 1, True), (11, 1, False), (10, 0, False), (None, 1, False)],
+)
+def test_idle_topic_is_claimed_if_its_record_proves_that_the_bucket_has_all(
+    acked_end, acked_epoch, is_claimed
+):
+    cluster = Cluster()
+    chain(cluster.claim("a"), 10)
+    mark(cluster, acked_end=acked_end, acked_epoch=acked_epoch)
+    cluster.clock.advance(TTL_SECONDS + 1)
+    if not is_claimed:
+        with pytest.raises(WaitsForDiskError):
+            cluster.claim("b")
+        return
+    other = cluster.claim("b")
+    assert other.start == 10
+    # It proves nothing about what the new owner acknowledges.
+    assert other.record.acked_end is None
+    cluster.clock.advance(TTL_SECONDS + 1)
+    with pytest.raises(WaitsForDiskError):
+        cluster.claim("c")
+
+
+def test_mark_of_an_older_owner_counts_for_nothing_where_an_older_ister_kept_it(cluster):
+    chain(cluster.claim("a"), 10)
+    mark(cluster, acked_end=10, acked_epoch=1)
+    # An older Ister claims the topic: it keeps the fields that it does not know.
+    mark(cluster, epoch=2, claim="of an older version")
+    cluster.clock.advance(TTL_SECONDS + 1)
+    with pytest.raises(WaitsForDiskError):
+        cluster.claim("b")
+
+
+def test_own_claim_removes_the_mark(cluster):
+    chain(cluster.claim("a"), 10)
+    mark(cluster, acked_end=10, acked_epoch=1)
+    assert cluster.claim("a").record.acked_end is None
 
 
 def test_released_topic_is_its_nodes_still(cluster):

@@ -50,6 +50,8 @@ TOPIC = TopicRecord(
         Lineage(epoch=1, start=0, node="node-a"),
         Lineage(epoch=3, start=5001, node="node-b"),
     ),
+    acked_end=5100,
+    acked_epoch=3,
 )
 OWNER = OwnerRecord(node="node-b", epoch=3)
 SESSION = UploadSession(
@@ -123,6 +125,30 @@ def test_topic_record_keeps_what_others_put_into_it():
     found = decode_topic(json.dumps(fields).encode(), key=_KEY)
     assert found.more == {"partitions": 4, "owner": {"team": "blue"}}
     assert json.loads(encode_topic(found)) == fields
+
+
+def test_topic_record_without_acked_end_proves_nothing():
+    golden = (_GOLDEN / "topic_record_1.json").read_bytes()
+    found = decode_topic(golden, key=_KEY)
+    assert found == replace(TOPIC, acked_end=None, acked_epoch=0)
+    assert not found.is_whole(10**9)
+
+
+@each(
+    ("fields", "tiered", "is_whole"),
+    [
+        ({}, 5099, False),
+        ({}, 5100, True),
+        ({}, 5101, True),
+        ({"acked_end": 0}, 0, True),
+        ({"acked_end": None}, 5100, False),
+        ({"acked_epoch": 2}, 5100, False),
+        ({"acked_end": None, "ack": AckLevel.TIERED}, 0, True),
+        ({"acked_end": None, "ack": AckLevel.MEMORY}, 5100, False),
+    ],
+)
+def test_bucket_is_whole_by_level_or_by_the_mark_of_this_epoch(fields, tiered, is_whole):
+    assert replace(TOPIC, **fields).is_whole(tiered) is is_whole
 
 
 def test_topic_record_of_the_first_kind_has_no_lineage_and_is_open():

@@ -34,6 +34,7 @@ from ister.topic.dedup import (
 from support.builders import a_message
 from support.cases import each
 from support.machine import NAME, Machine
+from support.tiers import Site
 
 NEW = Verdict(0, 0, 0)
 
@@ -460,6 +461,48 @@ def test_table_is_made_from_the_log():
         with pytest.raises(ConflictError, match="replaced"):
             again.append_record(StreamMessage(), producer="p", epoch=0, sequence=15)
         assert again.topic.watermarks.next == 16
+
+
+@pytest.mark.usefixtures("_reading")
+def test_table_of_a_tiered_topic_knows_messages_that_are_not_uploaded():
+    with Site() as site:
+        log = site.open()
+        topic = SequencedTopic(log.topic("/default/t", create=True, ack="tiered"))
+        for number in range(3):
+            topic.append_record(StreamMessage(), producer="p", sequence=number)
+            topic.topic.flush()
+        topic.topic.upload()
+        topic.append_record(StreamMessage(), producer="p", sequence=3)
+        topic.topic.flush()
+        site.kill(log)
+        again = SequencedTopic(site.open().topic("/default/t"))
+        assert (again.topic.visible, again.topic.next_offset) == (3, 4)
+        assert again.append_record(StreamMessage(), producer="p", sequence=3) == 3
+        assert again.topic.next_offset == 4
+
+
+@each(("seconds", "read"), [(0, 200), (5, 64), (1, 64)])
+def test_new_owner_looks_through_the_newest_objects_alone(seconds, read):
+    """A topic whose producer waits for each message has an object for each: one request each.
+
+    Method: 200 objects, made at once, or some seconds apart; another node opens the topic.
+    """
+    with Site() as site:
+        log = site.open("a")
+        topic = SequencedTopic(log.topic("/default/t", create=True))
+        for number in range(200):
+            topic.append_record(StreamMessage(), producer="p", sequence=number)
+            topic.topic.upload()
+            site.clock.advance(seconds)
+            log.tiers.membership.renew()
+        log.seal("/default/t")
+        again = SequencedTopic(site.open("b").topic("/default/t"))
+        fetched = set()
+        site.objects.before = lambda kind, key: fetched.add(key) if key.endswith("dnb1") else None
+        # Sent again, because the answer was lost with the owner.
+        assert again.append_record(StreamMessage(), producer="p", sequence=199) == 199
+        assert len(fetched) == read
+        assert again.append_record(StreamMessage(), producer="p", sequence=200) == 200
 
 
 @pytest.mark.usefixtures("_reading")

@@ -9,7 +9,7 @@ from ister import failpoints
 from ister.bucket.names import TopicKeys, object_key
 from ister.bucket.rebuild import find_topics, rebuild_topic
 from ister.clock import ManualClock
-from ister.errors import ConflictError, CorruptDataError, UnavailableError
+from ister.errors import CapacityError, ConflictError, CorruptDataError, UnavailableError
 from ister.format.frame import scan_frames
 from ister.model import TopicState
 from ister.topic.node import INSTANCES_NAME
@@ -20,6 +20,7 @@ from ister.topic.reconcile import (
     set_aside,
 )
 from ister.wal.directory import WalDirectory
+from ister.wal.log import Wal
 from ister.wal.recovery import recover
 from support.cases import each
 from support.machine import ROOT, NoThreads, numbered, payloads
@@ -951,3 +952,23 @@ def test_lag_after_opening_is_what_waits(site):
     assert topic.tier.lag_bytes == sum(sizes)
     topic.upload()
     assert topic.tier.lag_bytes == 0
+
+
+def test_topic_that_was_handed_over_to_a_full_disk_can_be_opened_elsewhere(site, monkeypatch):
+    """The claim has consumed the seal: without it, everyone would wait for a disk with nothing."""
+    first = site.open("a")
+    first.topic(TEXT, create=True).append_many(numbered(3))
+    first.seal(TEXT)
+
+    def fail(_wal):
+        raise CapacityError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Wal, "save_checkpoint", fail)
+        with pytest.raises(CapacityError):
+            site.open("b").topic(TEXT)
+    sealed, _ = site.catalog().sealed()
+    assert sealed.next_offset == 3
+    again = first.topic(TEXT)
+    assert payloads(again.read()) == numbered(3)
+    assert again.append(b"x") == 3

@@ -188,15 +188,114 @@ def test_wait_for_tiered_returns_when_the_bucket_has_it(site):
     topic.wait(offset, "tiered")
 
 
-def test_topic_with_ack_tiered_waits_for_the_bucket_and_shows_what_is_synced(site):
+def test_topic_with_ack_tiered_waits_for_the_bucket_and_shows_what_is_there(site):
     topic = a_topic(site, ack="tiered")
     offset = topic.append(b"x")
+    topic.flush()
+    assert (topic.synced, topic.visible) == (1, 0)
     task = Task(topic.wait, offset)
     eventually(lambda: waiting(topic, AckLevel.TIERED) == 1)
-    assert payloads(topic.read()) == [b"x"]
+    reader = topic.reader()
+    assert list(reader.poll()) == []
     assert task.is_running
     topic.upload()
     task.result()
+    assert payloads(reader.poll()) == [b"x"]
+
+
+def test_reader_of_a_tiered_topic_waits_for_the_upload_and_does_not_cause_it(site):
+    topic = a_topic(site, ack="tiered")
+    topic.append(b"x")
+    topic.flush()
+    reading = Task(lambda: payloads(topic.read()))
+    following = Task(lambda: payloads(topic.reader().next_batch()))
+    eventually(lambda: waiting(topic, AckLevel.TIERED) == 2)
+    assert not topic.tier.is_wanted
+    assert not topic.wal.is_tiered_wanted
+    assert reading.is_running
+    assert following.is_running
+    topic.upload()
+    assert reading.result() == following.result() == [b"x"]
+
+
+def test_bounded_read_of_a_tiered_topic_ends_with_its_timeout(site):
+    topic = a_topic(site, ack="tiered")
+    topic.append(b"x")
+    with pytest.raises(WaitTimeoutError):
+        topic.read(timeout=0.01)
+
+
+def test_tasks_that_read_a_tiered_topic_are_woken_by_the_upload(site):
+    topic = a_topic(site, ack="tiered")
+
+    async def follow():
+        reader = topic.aio.reader()
+        waits = asyncio.ensure_future(reader.next_batch())
+        while not waiting(topic, AckLevel.TIERED):
+            await asyncio.sleep(0)
+        topic.append(b"x")
+        await asyncio.to_thread(topic.flush)
+        assert not topic.tier.is_wanted
+        bounded = asyncio.ensure_future(anext(aiter(topic.aio.read())))
+        await asyncio.sleep(0)
+        assert not waits.done()
+        await topic.aio.upload()
+        assert payloads(await waits) == [b"x"]
+        assert (await bounded).payload == b"x"
+        reader.close()
+
+    asyncio.run(follow())
+
+
+def test_start_by_time_in_a_tiered_topic_is_after_older_messages_that_nobody_sees_yet(site):
+    topic = a_topic(site, ack="tiered")
+    old = datetime.fromtimestamp(1000, UTC)
+    topic.append(b"seen", publish_time=old)
+    topic.upload()
+    topic.append(b"older", publish_time=old)
+    topic.append(b"newer", publish_time=old + timedelta(hours=1))
+    assert topic.resolve_start(old + timedelta(minutes=1)) == 2
+    assert topic.visible == 1
+
+
+def test_topic_with_ack_tiered_moves_to_another_node_when_the_lease_has_ended(site):
+    first = site.open()
+    topic = first.topic(TEXT, create=True, ack="tiered")
+    fill(topic, 5)
+    topic.upload()
+    topic.append(b"never acknowledged")
+    topic.flush()
+    site.metadata.put(
+        site.catalog().keys.progress("s"), encode_progress(Progress(offset=6, timestamp=0))
+    )
+    site.kill(first)
+    with pytest.raises(ConflictError, match="open on node"):
+        site.open("b").topic(TEXT)
+    site.clock.advance(TTL_SECONDS + 1)
+    other = site.open("c").topic(TEXT)
+    assert other.watermarks.next == 5
+    assert other.append(b"acknowledged") == 5
+    other.upload()
+    assert site.catalog().subscriptions()[0].progress.offset == 5
+    site.clock.advance(TTL_SECONDS + 1)
+    # The first node is back: what it has above 5 is set aside.
+    again = site.open().topic(TEXT)
+    assert payloads(again.read(5)) == [b"acknowledged"]
+    assert again.tier.owned.epoch == 3
+
+
+def test_topic_with_ack_tiered_goes_on_when_its_files_are_lost(site):
+    first = site.open()
+    topic = first.topic(TEXT, create=True, ack="tiered")
+    fill(topic, 5)
+    topic.upload()
+    site.kill(first)
+    for name in site.disk().list_directory(PATH):
+        site.disk().remove(f"{PATH}/{name}")
+    site.clock.advance(TTL_SECONDS + 1)
+    again = site.open().topic(TEXT)
+    assert again.append(b"x") == 5
+    assert [item.start for item in again.tier.owned.record.lineage] == [0, 5]
 
 
 def test_ack_level_of_a_topic_is_kept_in_its_record(site):

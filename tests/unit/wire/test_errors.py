@@ -24,6 +24,7 @@ from ister.errors import (
     NotFoundError,
     OffsetOutOfRangeError,
     UnavailableError,
+    WaitsForDiskError,
     WaitTimeoutError,
 )
 from ister.retry import can_retry
@@ -51,6 +52,8 @@ def an_error(kind):
         return kind("a hole", start=5, end=9, topic=TOPIC)
     if kind is DiskError:
         return kind("the disk failed", errno=28, path="/data/wal.log")
+    if kind is WaitsForDiskError:
+        return kind("it waits", node="n1", topic=TOPIC, offset=7, hint="start it")
     return kind("it failed", topic=TOPIC, offset=7, path="a/b", position=3, hint="wait")
 
 

@@ -2,6 +2,8 @@
 
 http            the HTTP port
 api             the JSON API
+cluster_api     the part of it that is about the cluster
+requests        reads paths and bodies of its requests
 dashboard       the pages
 health          the checks of `/ready` and `/health`
 probe           probes of the metadata store, the disk and the machine
@@ -9,6 +11,8 @@ prometheus      the text of `/metrics`
 counters        what is counted while messages pass
 rates           messages per second, over the last minutes
 views           descriptions of topics, brokers and the pipeline
+cluster_view    descriptions of the cluster: brokers, load, moves, topics that wait
+other_brokers   asks other brokers to describe their topics
 subscriptions   descriptions of subscriptions
 holdings        counts each topic's files and objects
 totals          these counts for all topics

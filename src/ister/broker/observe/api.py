@@ -4,14 +4,16 @@
     GET  /api/topics                                     topics in short, page by page
     GET  /api/topics/{ns}/{topic}                        a topic with all fields
     GET  /api/topics/{ns}/{topic}/messages               some of its messages
-    GET  /api/brokers, /api/pipeline
+    GET  /api/brokers, /api/cluster, /api/pipeline
     POST /api/topics/{ns}/{topic}/subscriptions/{s}/seek
-    POST /api/topics/{ns}/{topic}/unload
+    POST /api/topics/{ns}/{topic}/unload, /move, /take-over
+    POST /api/brokers/{node}/drain, /activate
+    POST /api/cluster/rebalance
     POST /api/pipeline/requests
     POST /api/clock/confirm
 
 Owns: paths, parameters, status codes, and protection against requests from foreign web pages. Does
-not own: authentication (`http_guard`), content (`views`, `browse`).
+not own: authentication (`http_guard`), content (`views`, `browse`), the cluster (`cluster_api`).
 
 Errors are `{"code", "error", "hint"}`. Each call checks a permission: LOOKUP to read, CONSUME for
 messages, MANAGE_TOPIC and MANAGE_BROKER for changes.
@@ -25,10 +27,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -36,10 +38,13 @@ import msgspec
 from aiohttp import web
 
 from ister.broker.observe.browse import LIMIT_DEFAULT, LIMIT_MAX, Browser
+from ister.broker.observe.cluster_api import ClusterApi, ask_other
+from ister.broker.observe.requests import read_body, topic_of
 from ister.broker.observe.subscriptions import describe_subscription
 from ister.broker.observe.views import Views, list_topics
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
+from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.served_topic import ServedTopic
 from ister.bucket.pipeline import PipelineKeys, request_job
 from ister.clock import Clock
@@ -57,10 +62,10 @@ from ister.errors import (
     UnavailableError,
     UnsupportedOperationError,
 )
-from ister.limits import KIB
 from ister.metadata.base import MetadataStore
 from ister.model import JsonObject, Start, TopicName
-from ister.positions import parse_position
+from ister.positions import parse_position, to_milliseconds
+from ister.wire import danube_admin, ister_api, services
 from ister.wire.errors import BROKER_FAILED, http_error
 from ister.wire.views import PipelineJson, TopicJson
 
@@ -73,7 +78,6 @@ _TOPICS_DEFAULT: Final = 100
 _TOPICS_MAX: Final = 500
 _TOPICS_ASKED_MAX: Final = 1001
 _SEARCH_CHARACTERS_MAX: Final = 256
-_BODY_BYTES_MAX: Final = 64 * KIB
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -129,6 +133,7 @@ class Api:
         self._guard = guard
         self._config = config
         self._served: ApiContext | None = None
+        self._cluster = ClusterApi(guard, lambda: self.served.views)
         self._hosts = _own_hosts(config)
         self._is_open = config.auth.mode is AuthMode.NONE
 
@@ -158,12 +163,18 @@ class Api:
             topic: self._topic,
             f"{topic}/messages": self._messages,
             "/api/brokers": self._brokers,
+            "/api/cluster": self._cluster.cluster,
             "/api/pipeline": self._pipeline,
         }.items():
             application.router.add_get(path, self._answering(handler), allow_head=False)
         for path, handler in {
             f"{topic}/subscriptions/{{subscription}}/seek": self._seek,
             f"{topic}/unload": self._unload,
+            f"{topic}/move": self._cluster.move,
+            f"{topic}/take-over": self._cluster.take_over,
+            "/api/brokers/{node}/drain": self._cluster.drain,
+            "/api/brokers/{node}/activate": self._cluster.activate,
+            "/api/cluster/rebalance": self._cluster.rebalance,
             "/api/pipeline/requests": self._request_job,
             "/api/clock/confirm": self._confirm_clock,
         }.items():
@@ -226,7 +237,7 @@ class Api:
             return None
         views = served.views
         try:
-            name = TopicName.parse(_topic_of(request))
+            name = TopicName.parse(topic_of(request))
             address = await views.query_threads.run(views.topics.cluster.owner, name)
         except IsterError:
             return None
@@ -291,7 +302,7 @@ class Api:
         )
 
     async def _topic(self, request: web.Request) -> TopicJson:
-        name = _topic_of(request)
+        name = topic_of(request)
         self._check(Permission.LOOKUP, topic=name)
         view = await self.served.views.topic(name)
         caller = current_principal()
@@ -303,7 +314,7 @@ class Api:
 
     async def _messages(self, request: web.Request) -> JsonObject:
         query = request.query
-        self._check(Permission.CONSUME, topic=_topic_of(request))
+        self._check(Permission.CONSUME, topic=topic_of(request))
         return await self.served.browser.read(
             await self._plain_topic(request),
             start=parse_position(query.get("start") or "latest"),
@@ -327,7 +338,7 @@ class Api:
         Raises:
             InvalidRequestError: The topic is partitioned.
         """
-        name, topics = _topic_of(request), self.served.views.topics
+        name, topics = topic_of(request), self.served.views.topics
         if topics.find_open(name) is None:
             partitions = await topics.partitions(name)
             if partitions and partitions != [name]:
@@ -339,11 +350,14 @@ class Api:
         return name
 
     async def _seek(self, request: web.Request) -> JsonObject:
-        self._check(Permission.MANAGE_TOPIC, topic=_topic_of(request))
+        self._check(Permission.MANAGE_TOPIC, topic=topic_of(request))
         name, subscription = await self._plain_topic(request), request.match_info["subscription"]
-        start = _parse_to((await _body(request)).get("to"))
+        start = _parse_to((await read_body(request)).get("to"))
         views = self.served.views
-        topic = await views.topics.get(name)
+        try:
+            topic = await views.topics.get(name)
+        except ElsewhereError as error:
+            return await _seek_elsewhere(views, error, name, subscription, start)
         found = topic.reliable_subscription(subscription)
         self._guard.check_subscription(current_principal(), found, topic=name)
         offset = await views.topics.searches.start_of(
@@ -357,24 +371,29 @@ class Api:
         }
 
     async def _unload(self, request: web.Request) -> JsonObject:
-        self._check(Permission.MANAGE_TOPIC, topic=_topic_of(request))
+        self._check(Permission.MANAGE_TOPIC, topic=topic_of(request))
         name = await self._plain_topic(request)
-        await _body(request)
+        await read_body(request)
         views = self.served.views
         topics = views.topics
-        is_reliable = (await topics.get(name)).is_reliable
+        try:
+            is_reliable = (await topics.get(name)).is_reliable
+        except ElsewhereError as error:
+            asked = danube_admin.TopicRequest(name=name)
+            await ask_other(views, error, services.TopicAdmin.UnloadTopic, asked)
+            return {"done": f"{name} was unloaded by broker {error.member.broker_url}"}
         await topics.unload(name)
         if topics.log.tiers is None or not is_reliable:
             what = "it is closed until it is used again"
         elif len(await views.brokers()) > 1:
-            what = "it is in the bucket, and another broker may serve it"
+            what = "it is in the bucket, and assigned to another broker"
         else:
             what = "it is in the bucket; this broker opens it again when it is used"
         return {"done": f"{name} was unloaded: {what}"}
 
     async def _confirm_clock(self, request: web.Request) -> JsonObject:
         self._check(Permission.MANAGE_BROKER)
-        await _body(request)
+        await read_body(request)
         served = self.served
         step = await served.views.query_threads.run(served.views.topics.log.confirm_clock)
         if step is None:
@@ -385,7 +404,7 @@ class Api:
         }
 
     async def _request_job(self, request: web.Request) -> JsonObject:
-        body = await _body(request)
+        body = await read_body(request)
         job, topics = body.get("job"), body.get("topics")
         if topics is None:
             self._check(Permission.MANAGE_BROKER)
@@ -424,11 +443,27 @@ class Api:
         }
 
 
+async def _seek_elsewhere(
+    views: Views, error: ElsewhereError, name: str, subscription: str, start: Start
+) -> JsonObject:
+    """Moves the cursor of a subscription at the broker that has its topic."""
+    asked = ister_api.SeekRequest(topic=name, subscription=subscription)
+    if isinstance(start, int):
+        asked.offset = start
+    elif isinstance(start, datetime):
+        asked.publish_time_ms = to_milliseconds(start)
+    elif start == "earliest":
+        asked.earliest = True
+    else:
+        asked.latest = True
+    found = await ask_other(views, error, services.Admin.Seek, asked)
+    return {
+        "done": f"subscription {subscription} continues at offset {found.cursor}",
+        "offset": found.cursor,
+    }
+
+
 # -- parts of requests ----------------------------------------------------------------------
-
-
-def _topic_of(request: web.Request) -> str:
-    return f"/{request.match_info['namespace']}/{request.match_info['topic']}"
 
 
 def _whole(query: Mapping[str, str], name: str, default: int, *, low: int, high: int) -> int:
@@ -448,21 +483,6 @@ def _parse_to(to: object) -> Start:
     raise InvalidRequestError(
         "invalid `to`: use earliest, latest, an offset, or a time such as t:2026-01-31T12:00:00Z"
     )
-
-
-async def _body(request: web.Request) -> JsonObject:
-    data = b""
-    async for chunk in request.content.iter_chunked(16 * KIB):
-        data += chunk
-        if len(data) > _BODY_BYTES_MAX:
-            raise InvalidRequestError(f"the request has more than {_BODY_BYTES_MAX} bytes")
-    try:
-        content = json.loads(data or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError("the request is not JSON") from error
-    if not isinstance(content, dict):
-        raise InvalidRequestError("the request must be a JSON object")
-    return content
 
 
 def _check_action(request: web.Request) -> None:

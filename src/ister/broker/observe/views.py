@@ -20,19 +20,22 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from ister import __version__
-from ister.broker.cluster import Address
+from ister.broker.cluster.members import Member
+from ister.broker.observe.cluster_view import describe_brokers, describe_cluster
 from ister.broker.observe.holdings import (
     FILES_SHOWN,
     Holdings,
     ObjectCount,
     describe_objects,
 )
+from ister.broker.observe.other_brokers import OtherBrokers
 from ister.broker.observe.query_threads import QueryThreads
 from ister.broker.observe.rates import RateHistory
 from ister.broker.observe.subscriptions import describe_stored, describe_subscriptions
 from ister.broker.observe.totals import StoredTotals, TotalsCache
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
+from ister.broker.topics.cluster_control import ClusterControl, ClusterState
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
 from ister.clock import Clock
@@ -47,15 +50,15 @@ from ister.topic.describe import (
     UploadLag,
 )
 from ister.topic.pipeline_status import describe_pipeline, no_status, read_status
+from ister.topic.read_only import ReadOnlyTopic
 from ister.topic.topic import LocalFile, Topic
-from ister.wire.views import BrokerJson, PipelineJson, TopicJson
+from ister.wire.views import BrokerJson, ClusterJson, PipelineJson, TopicJson
 
 _log = logging.getLogger("ister.broker.observe.views")
 
 _SUBSCRIPTIONS_SHOWN: Final = 500
 _SUBSCRIPTIONS_LISTED: Final = 50
 _DAMAGE_SHOWN: Final = 100
-_BROKERS_SECONDS: Final = 2.0
 # The loop runs other tasks after this many topics.
 _TOPICS_AT_ONCE: Final = 20
 # With more topics than this, totals are those of the last sample.
@@ -94,7 +97,9 @@ class Views:
         self._started = clock.monotonic()
         self._config = topics.config
         self._sums = TotalsCache(topics, self.holdings, query_threads, clock=clock)
-        self._brokers_known: tuple[float, list[Address], dict[str, int]] | None = None
+        self.control = ClusterControl(topics, clock=clock)
+        self._others = OtherBrokers(topics)
+        self._known: ClusterState | None = None
 
     # -- topics -----------------------------------------------------------------------------
 
@@ -118,7 +123,8 @@ class Views:
             if partitions != [name]:
                 return {"topic": name, "parent": None, "partitions": partitions}
             if not opens:
-                return (await self._elsewhere(parsed)).to_json()
+                told = await self._others.topic(name)
+                return told if told is not None else (await self._elsewhere(parsed)).to_json()
             found = await self.topics.get(name)
         return (await self._whole(found)).to_json()
 
@@ -138,16 +144,25 @@ class Views:
             view = self._base(topic, subscriptions_max=_SUBSCRIPTIONS_LISTED)
             totals.get(name, StoredTotals()).fill(view)
             found.append(view)
+        told = await self._others.describe(map(str, away)) if away else {}
+        away = [name for name in away if str(name) not in told]
         if away:
             own, addresses = self.topics.cluster.own, await self._addresses()
             found += await self.query_threads.run(self._list_away, away, own, addresses)
-        return [view.to_json() for view in sorted(found, key=lambda view: view.topic)]
+        views = [*(view.to_json() for view in found), *told.values()]
+        return sorted(views, key=lambda view: view["topic"])
+
+    async def own_topics(self, names: Sequence[str]) -> list[TopicJson]:
+        """Describes in short those of some topics that are open here."""
+        return await self.topics_listed(
+            [name for name in names if self.topics.find_open(name) is not None]
+        )
 
     def _count_all(self, topics: Iterable[ServedTopic]) -> dict[str, StoredTotals]:
         return {topic.name: self._sums.count(topic) for topic in topics}
 
     def _list_away(
-        self, names: Iterable[TopicName], own: Address, addresses: dict[str, Address]
+        self, names: Iterable[TopicName], own: Member, addresses: dict[str, Member]
     ) -> list[TopicView]:
         found: list[TopicView] = []
         silence: UnavailableError | None = None
@@ -270,7 +285,7 @@ class Views:
         """A topic that is not open here, as the stores describe it."""
         text, own, addresses = str(name), self.topics.cluster.own, await self._addresses()
         view = await self.query_threads.run(self._from_stores, name, own, addresses, whole=True)
-        if view is not None and (view.state != "closed" or self.topics.is_moved(text)):
+        if view is not None and view.state != "closed":
             return view
         # Its files are here if it was open here before: opening it reads them.
         try:
@@ -281,15 +296,14 @@ class Views:
             view.errors.append({**error.to_dict()})
             return view
 
-    async def _addresses(self) -> dict[str, Address]:
-        brokers, _ = await self._known_brokers()
-        return {one.node: one for one in brokers}
+    async def _addresses(self) -> dict[str, Member]:
+        return {one.node: one for one in (await self._cluster_state()).members}
 
     def _from_stores(
         self,
         name: TopicName,
-        own: Address,
-        addresses: dict[str, Address],
+        own: Member,
+        addresses: dict[str, Member],
         *,
         whole: bool = False,
     ) -> TopicView | None:
@@ -403,43 +417,29 @@ class Views:
             "free_bytes": usage.free,
         }
 
-    async def brokers(self) -> list[BrokerJson]:
-        """All brokers that are up, this one first."""
-        own, served = self.topics.cluster.own, len(self.topics.served)
-        brokers, owned = await self._known_brokers()
-        found: list[BrokerJson] = []
-        for one in brokers:
-            is_this = one.node == own.node
-            topics = served if is_this else owned.get(one.node, 0)
-            found.append(
-                {
-                    "node": one.node,
-                    "broker_url": one.broker_url,
-                    "connect_url": one.connect_url,
-                    "flight_url": one.flight_url,
-                    "topics": topics,
-                    "is_this": is_this,
-                }
-            )
-        return sorted(found, key=lambda one: (not one["is_this"], one["node"]))
+    async def brokers(self, *, is_new: bool = False) -> list[BrokerJson]:
+        """All brokers that are up, this one first; cached for up to 2 s unless `is_new`."""
+        state = await self._cluster_state(is_new=is_new)
+        return describe_brokers(state, self.topics.cluster.own, len(self.topics.served))
 
-    async def _known_brokers(self) -> tuple[list[Address], dict[str, int]]:
-        """All brokers and their numbers of topics, cached for some seconds."""
-        known = self._brokers_known
-        now = self._clock.monotonic()
-        if known is None or now - known[0] > _BROKERS_SECONDS:
-            try:
-                brokers, owned = await self.query_threads.run(self._read_brokers)
-            except UnavailableError:
-                # The store does not answer; this broker is up in any case.
-                brokers, owned = known[1:] if known is not None else ([self.topics.cluster.own], {})
-            self._brokers_known = known = (self._clock.monotonic(), brokers, owned)
-        return known[1], known[2]
+    async def cluster(self) -> ClusterJson:
+        """Brokers, leader, balance, moves under way, and topics that wait for a disk.
 
-    def _read_brokers(self) -> tuple[list[Address], dict[str, int]]:
-        cluster = self.topics.cluster
-        brokers = cluster.brokers()
-        return brokers, cluster.count_topics() if len(brokers) > 1 else {}
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        return await describe_cluster(
+            self.control, self.topics.cluster.own, len(self.topics.served)
+        )
+
+    async def _cluster_state(self, *, is_new: bool = False) -> ClusterState:
+        """The cluster; as it was last known if the metadata store does not answer."""
+        try:
+            self._known = await self.control.state(is_new=is_new)
+        except UnavailableError:
+            # This broker is up in any case.
+            return self._known or ClusterState.alone(self.topics.cluster.own)
+        return self._known
 
     async def pipeline(self) -> PipelineJson:
         """The fields of `ister pipeline status`, and a sentence about them.
@@ -580,7 +580,7 @@ def _empty_view(
     )
 
 
-def _is_elsewhere(address: Address | None) -> JsonObject:
+def _is_elsewhere(address: Member | None) -> JsonObject:
     where = f"the broker at {address.broker_url}" if address is not None else "another process"
     return {
         "code": "UNAVAILABLE",
@@ -625,4 +625,6 @@ def _errors(core: Topic | None) -> list[JsonObject]:
     if core is None:
         return []
     found = [core.failure, core.tier.last_error if core.tier is not None else None]
+    if isinstance(core, ReadOnlyTopic):
+        found.append(core.refused_error())
     return [{**error.to_dict()} for error in found if error is not None]

@@ -17,12 +17,24 @@ from google.protobuf.message import Message
 from ister import tracing
 from ister.broker.observe.counters import CallCounters, Calls
 from ister.broker.rpc.batch_calls import BatchCall, Blocking
-from ister.broker.rpc.handlers import CallGate, Refused, status_of, streaming_handler, unary_handler
+from ister.broker.rpc.handlers import (
+    Answer,
+    CallGate,
+    Refused,
+    status_of,
+    streaming_handler,
+    unary_handler,
+)
 from ister.wire import describe_service, message_class
 
 Handler = Callable[..., Awaitable[bytes]]
 """Takes the request's bytes, or an iterator of them, and gRPC's context; returns the bytes of the
 answer, or writes answers to the context."""
+
+UnaryCall = Callable[..., Awaitable[Answer]]
+"""A unary method of a service: takes a request and gRPC's context."""
+Wrap = Callable[[str, UnaryCall], UnaryCall]
+"""Wraps a unary method, given its path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +89,8 @@ def methods_of(
     calls: Calls | None = None,
     *,
     size_max: int | None = None,
+    prefix: str = "",
+    wrap: Wrap | None = None,
 ) -> list[Method]:
     """Returns the methods of a service, served by an object's methods of the same names.
 
@@ -86,11 +100,12 @@ def methods_of(
     stream gets an async iterator of them.
 
     `gate` counts unary calls, and can be closed to them. Requests larger than `size_max` bytes are
-    refused.
+    refused. `prefix` is put before the name of the service. `wrap` wraps each unary method, given
+    its path.
     """
     gate, calls = gate or CallGate(), calls or Calls()
     return [
-        _method(name, method, instance, gate, calls.of(name, method.name), size_max)
+        _method(name, method, instance, gate, calls.of(name, method.name), size_max, prefix, wrap)
         for method in describe_service(name).methods
     ]
 
@@ -102,15 +117,19 @@ def _method(  # noqa: PLR0917 - private, and called once
     gate: CallGate,
     counters: CallCounters,
     size_max: int | None,
+    prefix: str,
+    wrap: Wrap | None,
 ) -> Method:
     call = getattr(instance, method.name)
     parse = _bounded(message_class(method.input_type).FromString, size_max)
-    where = f"{name}/{method.name}"
+    where = f"{prefix}{name}/{method.name}"
     batch: BatchForm | None = None
     if method.server_streaming:
         # It writes its answers to the context, and returns none.
         handle = cast("Handler", streaming_handler(call, parse, where, counters=counters))
     else:
+        if wrap is not None:
+            call = wrap(f"/{name}/{method.name}", call)
         traced = tracing.traced_call(where, call, status_of)
         handle = unary_handler(traced, parse, where, gate, counters)
         on_loop = getattr(instance, f"{method.name}_batch", None)
@@ -119,7 +138,7 @@ def _method(  # noqa: PLR0917 - private, and called once
             direct = getattr(instance, f"{method.name}_direct", None)
             batch = BatchForm(on_loop=on_loop, direct=direct, size_max=size_max)
     return Method(
-        service=name,
+        service=f"{prefix}{name}",
         name=method.name,
         takes_stream=method.client_streaming,
         gives_stream=method.server_streaming,

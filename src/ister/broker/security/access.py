@@ -75,6 +75,7 @@ _BINDINGS_MAX: Final = 20_000
 _ATTEMPTS: Final = 10
 _TOPIC_CHARACTERS_MAX: Final = 2 * NAME_PART_CHARACTERS_MAX + 2
 
+_WITHOUT_RIGHTS: Final = (PrincipalKind.ANONYMOUS, PrincipalKind.BROKER)
 _NOTHING: Final[frozenset[Permission]] = frozenset()
 _SEEING: Final = frozenset(
     {Permission.LOOKUP, Permission.PRODUCE, Permission.CONSUME, Permission.MANAGE_TOPIC}
@@ -207,7 +208,7 @@ class AccessControl:
 
     def is_admin(self, principal: Principal) -> bool:
         """Whether the settings name a principal as super admin."""
-        return principal.kind is not PrincipalKind.ANONYMOUS and (
+        return principal.kind not in _WITHOUT_RIGHTS and (
             (principal.kind, principal.name) in self._admins
             or (None, principal.name) in self._admins
         )
@@ -217,7 +218,7 @@ class AccessControl:
         age = self._clock.monotonic() - self._loaded_at
         if state is None or age > STALE_SECONDS_MAX:
             raise UnavailableError("the rights of callers could not be read for some time")
-        if principal.kind is PrincipalKind.ANONYMOUS:
+        if principal.kind in _WITHOUT_RIGHTS:
             return _NO_GRANTS
         return state.grants.get((principal.kind, principal.name), _NO_GRANTS)
 

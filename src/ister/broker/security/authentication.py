@@ -2,6 +2,7 @@
 
     authorization: Bearer <JWT>       signed with the one algorithm and key of the settings
     authorization: Bearer ist_…       an API key; also as x-api-key: ist_…
+    authorization: Broker …           the secret of the cluster: another broker, without rights
     a client certificate              where broker.auth.mtls_principal is on and TLS checked it;
                                       its name is the one that `certificate_name` gives
 
@@ -14,6 +15,7 @@ the clock's that was passed in. Errors name what is wrong and never quote what w
 
 from __future__ import annotations
 
+import hmac
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -108,6 +110,8 @@ class Authenticator:
         self._takes_certificates = config.mtls_principal
         self._tokens: _Tokens | None = None
         self._keys: ApiKeyFile | None = None
+        self.cluster_secret: str | None = None
+        """The secret that other brokers send; None if there are none."""
         if not self._is_on:
             _check_unused(config)
             return
@@ -153,6 +157,8 @@ class Authenticator:
         if authorization is not None:
             scheme, _, credential = authorization.strip().partition(" ")
             credential = credential.strip()
+            if scheme.lower() == "broker":
+                return self._from_secret(credential)
             if scheme.lower() != "bearer" or not credential:
                 raise UnauthenticatedError(
                     "the authorization header is not of the form 'Bearer <token>'"
@@ -173,6 +179,12 @@ class Authenticator:
         return principal.via != "api-key" or (
             self._keys is not None and self._keys.is_current(principal)
         )
+
+    def _from_secret(self, secret: str) -> Principal:
+        known = self.cluster_secret
+        if known is None or not hmac.compare_digest(known.encode(), secret.encode()):
+            raise UnauthenticatedError("wrong cluster secret")
+        return Principal(name="broker", kind=PrincipalKind.BROKER, via="cluster-secret")
 
     def _from_key(self, key: str) -> Principal:
         principal = self._keys.find(key) if self._keys is not None else None

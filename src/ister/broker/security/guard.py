@@ -84,15 +84,25 @@ class Caller:
         "_used",
         "_verified_at",
         "action",
+        "credentials",
         "is_stream",
         "peer",
         "principal",
     )
 
     def __init__(
-        self, guard: Guard, principal: Principal, *, peer: str, action: str, is_stream: bool
+        self,
+        guard: Guard,
+        principal: Principal,
+        *,
+        peer: str,
+        action: str,
+        is_stream: bool,
+        credentials: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.principal = principal
+        self.credentials = credentials
+        """The headers that identify the caller, for calls that are forwarded."""
         self.is_stream = is_stream
         """Whether the call is a stream, whose rights are checked again while it runs."""
         self.peer = peer
@@ -222,6 +232,10 @@ class Guard:
         if self.is_on:
             self.access.start()
 
+    def trust_brokers(self, secret: str) -> None:
+        """Accepts callers that send the cluster's secret as brokers."""
+        self._authenticator.cluster_secret = secret
+
     def close(self) -> None:
         """Closes everything. Idempotent."""
         self.access.close()
@@ -261,7 +275,14 @@ class Guard:
         except UnauthenticatedError as error:
             self.record_refused_login(error, peer=peer, action=action)
             raise
-        return Caller(self, principal, peer=peer, action=action, is_stream=is_stream)
+        return Caller(
+            self,
+            principal,
+            peer=peer,
+            action=action,
+            is_stream=is_stream,
+            credentials=tuple(headers.items()),
+        )
 
     def principal_of(
         self, headers: Mapping[str, str], certificate: bytes | None = None

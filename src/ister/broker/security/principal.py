@@ -23,6 +23,8 @@ class PrincipalKind(StrEnum):
     SERVICE = "service"
     ANONYMOUS = "anonymous"
     """An unauthenticated caller; has no rights once auth is on."""
+    BROKER = "broker"
+    """Another broker of the cluster; has no rights, and none can be given to it."""
 
 
 _KINDS: Final = {
@@ -42,7 +44,7 @@ class Principal:
     expires_at: float | None = None
     """The Unix second from which on the credentials are no longer good; None if they stay."""
     via: str = "none"
-    """How it is known: jwt, api-key, mtls, or none."""
+    """How it is known: jwt, api-key, mtls, cluster-secret, or none."""
     credential: str = field(default="", repr=False)
     """The digest of the API key that was shown; "" otherwise."""
 

@@ -125,6 +125,18 @@ class ServerTls:
         """The certificates in use; checks the files at most once a second."""
         return self._files.current()
 
+    def client_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials for calls to other brokers, with this broker's certificate.
+
+        Other brokers are verified against `ca_file`, or else the system CA store.
+        """
+        material = self.material().value
+        roots = None
+        if self._config.ca_file is not None:
+            with open(self._config.ca_file, "rb") as file:
+                roots = file.read()
+        return grpc.ssl_channel_credentials(roots, material.key, material.certificates)
+
     # -- for the transports -----------------------------------------------------------------
 
     def grpc_credentials(self) -> grpc.ServerCredentials:

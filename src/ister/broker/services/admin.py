@@ -1,13 +1,16 @@
 """danube_admin: brokers, namespaces, topics and subscriptions, in the words of Danube's tools.
 
-Rights on namespaces and topics are asked for per call. Calls of Danube's own clustering, which
-there is nothing of here, are UNIMPLEMENTED. Policies take effect at once, also on streams that are
-open.
+Rights on namespaces and topics are asked for per call. Calls of Danube's consensus, which there is
+nothing of here, are UNIMPLEMENTED. Policies take effect at once, also on streams that are open.
+
+A broker is named by its node: 16 hexadecimal digits. Where Danube's messages have a number for it,
+that is the value of these digits; requests may have either.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NoReturn, Protocol
 
@@ -20,22 +23,25 @@ from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
 from ister.broker.services.consumer import KINDS
+from ister.broker.topics.cluster_control import ClusterControl, broker_number
 from ister.broker.topics.served_topic import AnySubscription
 from ister.broker.topics.tasks import run_to_completion
 from ister.broker.topics.topics import Topics
 from ister.errors import (
     ConflictError,
     InvalidRequestError,
-    IsterError,
     NotFoundError,
+    UnavailableError,
     UnsupportedOperationError,
 )
+from ister.model import TopicName
 from ister.subscription.policy import Backoff, FailurePolicy, PoisonPolicy
 from ister.wire import danube_admin
 
 _BACKOFFS: Final = (Backoff.FIXED, Backoff.EXPONENTIAL)
 _POISONS: Final = (PoisonPolicy.DEAD_LETTER, PoisonPolicy.BLOCK, PoisonPolicy.DROP)
 _WINDOW_MAX: Final = 100_000
+_PARALLEL_MAX: Final = 64
 
 
 class _OfSubscription(Protocol):
@@ -72,24 +78,39 @@ class _Service:
 class BrokerAdminService(_Service):
     """Serves what is asked about brokers."""
 
+    def __init__(self, topics: Topics, guard: Guard, control: ClusterControl) -> None:
+        super().__init__(topics, guard)
+        self._control = control
+
     async def ListBrokers(
         self, request: danube_admin.Empty, context: object
     ) -> danube_admin.BrokerListResponse:
         """All brokers that are up."""
         self._check(Permission.MANAGE_BROKER)
         brokers = await asyncio.to_thread(self._topics.cluster.brokers)
+        leader: str | None = None
+        with suppress(UnavailableError):
+            leader = await self._control.leader()
         return danube_admin.BrokerListResponse(
             brokers=[
                 danube_admin.BrokerInfo(
                     broker_id=one.node,
                     broker_addr=one.broker_url,
-                    broker_role="broker",
+                    broker_role="leader" if one.node == leader else "follower",
                     admin_addr=one.broker_url,
-                    broker_status="active",
+                    metrics_addr=one.http_url,
+                    broker_status=one.state.value,
                 )
                 for one in brokers
             ]
         )
+
+    async def GetLeaderBroker(
+        self, request: danube_admin.Empty, context: object
+    ) -> danube_admin.BrokerResponse:
+        """The leader: the broker that assigns topics."""
+        self._check(Permission.MANAGE_BROKER)
+        return danube_admin.BrokerResponse(leader=await self._control.leader())
 
     async def ListNamespaces(
         self, request: danube_admin.Empty, context: object
@@ -108,56 +129,90 @@ class BrokerAdminService(_Service):
     async def UnloadBroker(
         self, request: danube_admin.UnloadBrokerRequest, context: object
     ) -> danube_admin.UnloadBrokerResponse:
-        """Hands all topics of this broker over to others."""
+        """Makes a broker hand its topics over to others.
+
+        Without namespaces, it also takes no new ones until it is activated.
+        """
         self._check(Permission.MANAGE_BROKER)
-        if request.broker_id not in ("", self._topics.cluster.own.node):
-            raise NotFoundError("a broker unloads only its own topics; ask the other broker")
-        brokers = await asyncio.to_thread(self._topics.cluster.brokers)
-        if len(brokers) < 2:
-            raise Refused(
-                grpc.StatusCode.FAILED_PRECONDITION, "there is no other broker to take the topics"
-            )
         include, exclude = set(request.namespaces_include), set(request.namespaces_exclude)
-        names = [
-            topic.name
-            for topic in self._topics.served
-            if (not include or topic.parsed.namespace in include)
-            and topic.parsed.namespace not in exclude
-        ]
-        failed: list[str] = []
-        if not request.dry_run:
-            for name in names:
-                try:
-                    await self._topics.unload(name)
-                except IsterError:
-                    failed.append(name)
-        done = 0 if request.dry_run else len(names) - len(failed)
+
+        def is_wanted(name: TopicName) -> bool:
+            return (not include or name.namespace in include) and name.namespace not in exclude
+
+        try:
+            drained = await self._control.drain(
+                request.broker_id,
+                is_wanted=is_wanted if include or exclude else None,
+                at_once=min(request.max_parallel, _PARALLEL_MAX),
+                timeout=request.timeout_seconds or None,
+                dry_run=request.dry_run,
+            )
+        except ConflictError as error:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         return danube_admin.UnloadBrokerResponse(
             started=not request.dry_run,
-            total=len(names),
-            succeeded=done,
-            failed=len(failed),
-            pending=len(names) - done - len(failed),
-            failed_topics=failed,
+            total=drained.total,
+            succeeded=drained.moved,
+            failed=len(drained.failed),
+            pending=drained.pending,
+            failed_topics=drained.failed,
         )
 
     async def ActivateBroker(
         self, request: danube_admin.ActivateBrokerRequest, context: object
     ) -> danube_admin.ActivateBrokerResponse:
-        """A broker that is up is active."""
+        """Makes a broker take topics again."""
         self._check(Permission.MANAGE_BROKER)
-        is_own = request.broker_id in ("", self._topics.cluster.own.node)
-        return danube_admin.ActivateBrokerResponse(success=is_own)
+        await self._control.activate(request.broker_id)
+        return danube_admin.ActivateBrokerResponse(success=True)
 
-    async def _refuse(self, request: Message, context: object) -> NoReturn:
-        raise UnsupportedOperationError(
-            "brokers have no leader that would know, and topics are moved by unloading them",
-            hint="each broker lists its own topics: ListBrokerTopics",
+    async def GetClusterBalance(
+        self, request: danube_admin.ClusterBalanceRequest, context: object
+    ) -> danube_admin.ClusterBalanceResponse:
+        """How evenly the load is spread over the brokers that take topics."""
+        self._check(Permission.MANAGE_BROKER)
+        balance, counts = await self._control.balance()
+        margin = balance.mean * self._control.threshold
+        return danube_admin.ClusterBalanceResponse(
+            coefficient_of_variation=balance.variation,
+            mean_load=balance.mean,
+            max_load=max(balance.loads.values(), default=0.0),
+            min_load=min(balance.loads.values(), default=0.0),
+            std_deviation=balance.deviation,
+            broker_count=len(balance.loads),
+            brokers=[
+                danube_admin.BrokerLoadInfo(
+                    broker_id=broker_number(node),
+                    load=load,
+                    topic_count=counts.get(node, 0),
+                    is_overloaded=load > balance.mean + margin,
+                    is_underloaded=load < balance.mean - margin,
+                )
+                for node, load in balance.loads.items()
+            ],
+            assignment_strategy=self._control.strategy.value,
         )
 
-    GetLeaderBroker = _refuse
-    GetClusterBalance = _refuse
-    TriggerRebalance = _refuse
+    async def TriggerRebalance(
+        self, request: danube_admin.RebalanceRequest, context: object
+    ) -> danube_admin.RebalanceResponse:
+        """Moves topics to even out the load, or only plans that."""
+        self._check(Permission.MANAGE_BROKER)
+        moves = await self._control.rebalance(dry_run=request.dry_run, moves_max=request.max_moves)
+        return danube_admin.RebalanceResponse(
+            success=True,
+            moves_executed=0 if request.dry_run else len(moves),
+            proposed_moves=[
+                danube_admin.ProposedMove(
+                    topic_name=move.topic,
+                    from_broker=broker_number(move.source),
+                    to_broker=broker_number(move.target),
+                    estimated_load=move.load,
+                    reason="rebalance",
+                )
+                for move in moves
+            ],
+        )
 
 
 class ClusterAdminService:
@@ -214,33 +269,52 @@ class NamespaceAdminService(_Service):
 class TopicAdminService(_Service):
     """Serves what is asked about topics and subscriptions."""
 
-    def __init__(self, topics: Topics, guard: Guard, schemas: SchemaRegistry) -> None:
+    def __init__(
+        self, topics: Topics, guard: Guard, schemas: SchemaRegistry, control: ClusterControl
+    ) -> None:
         super().__init__(topics, guard)
         self._schemas = schemas
+        self._control = control
 
     async def ListNamespaceTopics(
         self, request: danube_admin.NamespaceRequest, context: object
     ) -> danube_admin.TopicInfoListResponse:
         """The topics of a namespace that the caller may see."""
-        return self._list(await self._visible(request.name))
+        names = await self._visible(request.name)
+        owners = await asyncio.to_thread(self._topics.cluster.owners)
+        return await self._list(names, owners)
 
     async def ListBrokerTopics(
         self, request: danube_admin.BrokerRequest, context: object
     ) -> danube_admin.TopicInfoListResponse:
-        """The topics that this broker has open."""
-        if request.broker_id not in ("", self._topics.cluster.own.node):
-            raise NotFoundError("a broker lists only its own topics; ask the other broker")
-        return self._list([topic.name for topic in self._topics.served])
+        """The topics that a broker has open and the caller may see."""
+        node = (await self._control.find(request.broker_id)).node
+        if node == self._topics.cluster.own.node:
+            names, owners = [topic.name for topic in self._topics.served], {}
+        else:
+            owners = await asyncio.to_thread(self._topics.cluster.owners)
+            names = sorted(name for name, owner in owners.items() if owner == node)
+        return await self._list(self._guard.visible(current_principal(), names), owners)
 
-    def _list(self, names: list[str]) -> danube_admin.TopicInfoListResponse:
+    async def _list(
+        self, names: list[str], owners: Mapping[str, str]
+    ) -> danube_admin.TopicInfoListResponse:
+        """Topics, with the brokers that have them; `owners` has those of other brokers."""
+        away = [name for name in names if self._topics.find_open(name) is None]
+        unlogged = (
+            set(await asyncio.to_thread(self._topics.records.non_reliable)) if away else set()
+        )
         infos = []
-        for name in self._guard.visible(current_principal(), names):
+        for name in names:
             topic = self._topics.find_open(name)
+            is_reliable = name not in unlogged if topic is None else topic.is_reliable
             infos.append(
                 danube_admin.TopicInfo(
                     name=name,
-                    broker_id=self._topics.cluster.own.node if topic is not None else "",
-                    delivery="" if topic is None else _delivery(is_reliable=topic.is_reliable),
+                    broker_id=owners.get(name, "")
+                    if topic is None
+                    else self._topics.cluster.own.node,
+                    delivery=_delivery(is_reliable=is_reliable),
                 )
             )
         return danube_admin.TopicInfoListResponse(topics=infos)

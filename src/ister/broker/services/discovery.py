@@ -27,7 +27,9 @@ class DiscoveryService:
         self._guard.check(current_principal(), Permission.LOOKUP, topic=request.topic)
         found = await self._topics.locate(request.topic)
         kinds = danube.TopicLookupResponse.LookupType
-        is_here = found == self._topics.cluster.own
+        own = self._topics.cluster.own
+        # A copy of the data directory that replaced this broker has its node, and another address.
+        is_here = (found.node, found.broker_url) == (own.node, own.broker_url)
         return danube.TopicLookupResponse(
             request_id=request.request_id,
             response_type=kinds.Value("Connect" if is_here else "Redirect"),

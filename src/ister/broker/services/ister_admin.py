@@ -9,6 +9,11 @@ from typing import Final
 
 from ister import __version__
 from ister.broker.dispatch.dispatcher import Dispatcher
+from ister.broker.observe.cluster_view import (
+    describe_balance,
+    describe_drain,
+    describe_rebalance,
+)
 from ister.broker.observe.views import Views, list_topics
 from ister.broker.policies import parse_overrides
 from ister.broker.security.guard import Guard, current_principal
@@ -25,6 +30,7 @@ _PAGE_DEFAULT: Final = 100
 _PRINCIPALS_MAX: Final = 100
 # An answer has to fit into a message of gRPC.
 _PAGE_MAX: Final = 200
+_OWN_TOPICS_MAX: Final = 1000
 
 
 class IsterAdminService:
@@ -130,7 +136,83 @@ class IsterAdminService:
     ) -> ister_api.Document:
         """All brokers that are up."""
         self._check(Permission.LOOKUP)
-        return await self._document({"brokers": await self._views.brokers()})
+        return await self._document({"brokers": await self._views.brokers(is_new=True)})
+
+    async def ShowOwnTopics(
+        self, request: ister_api.OwnTopicsRequest, context: object
+    ) -> ister_api.Document:
+        """Describes topics in short: those that are open here and that the caller may see."""
+        if len(request.topics) > _OWN_TOPICS_MAX:
+            raise InvalidRequestError(f"at most {_OWN_TOPICS_MAX} topics")
+        names = self._guard.visible(current_principal(), request.topics)
+        return await self._document({"topics": await self._views.own_topics(names)})
+
+    # -- the cluster ------------------------------------------------------------------------
+
+    async def ShowCluster(
+        self, request: ister_api.InfoRequest, context: object
+    ) -> ister_api.Document:
+        """Brokers, leader, balance, moves under way, and topics that wait for a disk."""
+        self._check(Permission.LOOKUP)
+        return await self._document(await self._views.cluster())
+
+    async def MoveTopic(
+        self, request: ister_api.MoveTopicRequest, context: object
+    ) -> ister_api.Document:
+        """Moves a topic to another broker, whichever broker has it."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        to = await self._views.control.move(request.topic, request.to)
+        return await self._document(
+            {"topic": request.topic, "node": to.node, "broker_url": to.broker_url}
+        )
+
+    async def TakeOverTopic(
+        self, request: ister_api.TakeOverRequest, context: object
+    ) -> ister_api.TakeOverResponse:
+        """Takes over a topic; without `confirm`, only says what that would give up."""
+        self._check(Permission.MANAGE_TOPIC, topic=request.topic)
+        given_up = await self._views.control.take_over(request.topic, confirm=request.confirm)
+        return ister_api.TakeOverResponse(
+            topic=given_up.topic,
+            node=given_up.node,
+            offset=given_up.offset,
+            done=request.confirm,
+        )
+
+    async def DrainBroker(
+        self, request: ister_api.DrainBrokerRequest, context: object
+    ) -> ister_api.Document:
+        """Makes a broker hand its topics over and take no new ones."""
+        self._check(Permission.MANAGE_BROKER)
+        drained = await self._views.control.drain(
+            request.broker, timeout=request.timeout_seconds or None
+        )
+        return await self._document(describe_drain(drained))
+
+    async def ActivateBroker(
+        self, request: ister_api.BrokerName, context: object
+    ) -> ister_api.Document:
+        """Makes a broker take topics again."""
+        self._check(Permission.MANAGE_BROKER)
+        found = await self._views.control.activate(request.broker)
+        return await self._document({"node": found.node, "state": found.state.value})
+
+    async def ShowBalance(
+        self, request: ister_api.InfoRequest, context: object
+    ) -> ister_api.Document:
+        """How evenly the load is spread over the brokers."""
+        self._check(Permission.LOOKUP)
+        return await self._document(await describe_balance(self._views.control))
+
+    async def Rebalance(
+        self, request: ister_api.RebalanceRequest, context: object
+    ) -> ister_api.Document:
+        """Makes the leader move topics to even out the load, or only plan that."""
+        self._check(Permission.MANAGE_BROKER)
+        moves = await self._views.control.rebalance(
+            dry_run=request.dry_run, moves_max=request.max_moves
+        )
+        return await self._document(describe_rebalance(moves, dry_run=request.dry_run))
 
     async def _document(self, content: Mapping[str, object]) -> ister_api.Document:
         return ister_api.Document(json=await self._views.query_threads.run(json.dumps, content))

@@ -20,8 +20,9 @@ from ister.broker.rpc.handlers import Refused, status_of
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
 from ister.broker.security.rights import Permission
+from ister.broker.topics.open_topics import NoNamespaceError
 from ister.broker.topics.served_topic import ServedTopic
-from ister.broker.topics.topics import NoNamespaceError, Topics
+from ister.broker.topics.topics import Topics
 from ister.errors import (
     ConflictError,
     InvalidRequestError,
@@ -31,6 +32,7 @@ from ister.errors import (
 )
 from ister.limits import KIB
 from ister.model import MessageId, StreamMessage
+from ister.topic.read_only import ReadOnlyTopic
 from ister.wire import danube
 
 EPOCH_ATTRIBUTE: Final = "ister-producer-epoch"
@@ -65,6 +67,8 @@ class ProducerService:
         except NoNamespaceError as error:
             # As Danube does: its clients retry, and the namespace may be created meanwhile.
             raise Refused(grpc.StatusCode.UNAVAILABLE, error.message, hint=error.hint) from error
+        if isinstance(topic.topic, ReadOnlyTopic):
+            raise topic.topic.refused_error()
         if topic.is_reliable != is_reliable:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,

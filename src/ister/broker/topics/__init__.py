@@ -1,6 +1,10 @@
 """The topics of one broker.
 
-topics          all topics: found, created, opened, moved, deleted
+topics          all topics: partitions, moves, take-overs, deletion
+open_topics     finds, creates and opens topics; closes those that another broker has
+names           names of topics and namespaces, and their policies
+assignee        follows the assignments of the cluster
+cluster_control drain, rebalance, move and take over, for operators
 served_topic    one open topic: its producers and its subscriptions
 listing         the names of all topics, cached
 consumer_ids    the ids of consumers, which stay valid after a restart

@@ -23,6 +23,7 @@ from ister.broker.policies import NAMES
 from ister.errors import AlreadyExistsError, CommitUnknownError, ConflictError, NotFoundError
 from ister.metadata.base import Absent, Compare, KeyValue, MetadataStore, Put, RevisionIs
 from ister.model import TopicName
+from ister.partitions import PARTITION_INFIX, parse_partition
 
 _ATTEMPTS: Final = 5
 
@@ -91,6 +92,18 @@ class BrokerRecords:
             for found in self._metadata.range(self._topics)
             if not _decode_topic(found.value).is_reliable
         ]
+
+    def partitions_of(self, name: TopicName) -> list[int]:
+        """The numbers of a topic's partitions that have no log."""
+        prefix = f"{self._key(name)}{PARTITION_INFIX}"
+        found: list[int] = []
+        for item in self._metadata.range(prefix):
+            partition = parse_partition("/" + item.key.removeprefix(self._topics))
+            # Records of other topics have the same prefix: partitions of a partition, for example.
+            is_own = partition is not None and partition[0] == str(name)
+            if partition is not None and is_own and not _decode_topic(item.value).is_reliable:
+                found.append(partition[1])
+        return found
 
     def _key(self, name: TopicName) -> str:
         return f"{self._topics}{name.namespace}/{name.topic}"

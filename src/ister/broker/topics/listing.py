@@ -7,11 +7,12 @@ delete shows after the age that a caller accepts. Used only on the broker's loop
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from ister.broker.topic_names import TopicNameIndex
 from ister.broker.topics.broker_records import BrokerRecords
+from ister.bucket.catalog import list_partitions
 from ister.model import TopicName
 from ister.partitions import partition_name
 from ister.topic.log import Log
@@ -66,13 +67,17 @@ class TopicListing:
         """Makes the next call list all topics again."""
         self._listed_at = float("-inf")
 
-    def is_new(self, name: TopicName) -> bool:
-        """Whether the stores have a topic, or its first partition. Blocks."""
+    def read_partitions(self, name: TopicName) -> Sequence[str]:
+        """The topics behind a name, as the stores have them now. Blocks."""
         tiers = self._log.tiers
         if tiers is None:
-            return False
-        for one in (name, TopicName(namespace=name.namespace, topic=partition_name(name.topic, 0))):
-            record = tiers.catalog(one).record()
-            if (record is not None and record[0].is_open) or self._records.topic(one) is not None:
-                return True
-        return False
+            return []
+        record = tiers.catalog(name).record()
+        if (record is not None and record[0].is_open) or self._records.topic(name) is not None:
+            return [str(name)]
+        root = tiers.storage.metadata.root_prefix
+        numbers = {
+            *list_partitions(tiers.metadata, root, name),
+            *self._records.partitions_of(name),
+        }
+        return [f"/{name.namespace}/{partition_name(name.topic, one)}" for one in sorted(numbers)]

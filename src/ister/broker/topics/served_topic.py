@@ -60,6 +60,7 @@ from ister.subscription.store import (
     check_subscription_name,
 )
 from ister.topic.dedup import SequencedTopics
+from ister.topic.read_only import ReadOnlyTopic
 from ister.topic.retention import NO_FLOOR
 from ister.topic.topic import Topic
 
@@ -172,6 +173,11 @@ class ServedTopic:
     def is_reliable(self) -> bool:
         """Whether it has a log."""
         return self.topic is not None
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether it waits for another broker's disk, and only its history is served."""
+        return isinstance(self.topic, ReadOnlyTopic)
 
     @property
     def incarnation(self) -> str:

@@ -44,6 +44,9 @@ _Response = TypeVar("_Response", bound="Message")
 _Result = TypeVar("_Result")
 
 _CALL_SECONDS: Final = 10.0
+# A look-up that takes longer is tried at another broker, if one is known.
+_LOOKUP_SECONDS: Final = 3.0
+_LEARNED_MAX: Final = 32
 # A connection carries a bounded number of streams, and a call beyond it waits without a word.
 _STREAMS_PER_CHANNEL: Final = 64
 _OPTIONS: Final = [
@@ -56,10 +59,10 @@ _OPTIONS: Final = [
     # Clients of one process share no connection, so that none uses up another's streams.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-# A broker that is gone without a word is found out within half a minute.
+# A connection that breaks silently is noticed within twenty seconds.
 _KEEPALIVE: Final = [
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
 ]
 # Flight's server takes more pings than that for an attack; answers are waited for with a limit.
 _FLIGHT_KEEPALIVE: Final = [
@@ -108,6 +111,8 @@ class Network:
         self._credentials = self._make_credentials()
         self._token = parse_token(token) if isinstance(token, str) else token
         self._home = 0
+        # Brokers that look-ups have returned: asked if those above do not answer.
+        self._learned: list[str] = []
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._flight: dict[str, str] = {}
         self._streams: dict[str, int] = {}
@@ -194,7 +199,25 @@ class Network:
     @property
     def home(self) -> Route:
         """A broker to ask anything."""
-        return Route(self._addresses[self._home])
+        known = self._known
+        return Route(known[self._home % len(known)])
+
+    @property
+    def _known(self) -> list[str]:
+        return self._addresses + self._learned
+
+    @property
+    def _lookup_seconds(self) -> float:
+        return _LOOKUP_SECONDS if len(self._known) > 1 else _CALL_SECONDS
+
+    def _learn(self, address: str) -> None:
+        if address not in self._known:
+            # The newest are kept.
+            self._learned = [*self._learned[1 - _LEARNED_MAX :], address]
+
+    def _leave_home(self) -> None:
+        """Makes the next call go to another broker."""
+        self._home = (self._home + 1) % len(self._known)
 
     async def locate(self, topic: str, *, or_home: bool = False) -> Route:
         """The broker that has a topic.
@@ -209,14 +232,18 @@ class Network:
         at = self.home
         try:
             found = await self.call_at(
-                at, wire.services.Discovery.TopicLookup, request, topic=topic
+                at,
+                wire.services.Discovery.TopicLookup,
+                request,
+                topic=topic,
+                answer_within=self._lookup_seconds,
             )
         except NotFoundError:
             if or_home:
                 return at
             raise
         except UnavailableError:
-            self._home = (self._home + 1) % len(self._addresses)
+            self._leave_home()
             raise
         kinds = wire.danube.TopicLookupResponse.LookupType
         if found.response_type == kinds.Value("Failed"):
@@ -227,7 +254,9 @@ class Network:
         if found.response_type == kinds.Value("Connect"):
             # This broker, which has just been reached: by this address, whatever it calls itself.
             return at
-        return Route(parse_url(found.connect_url)[0])
+        route = Route(parse_url(found.connect_url)[0])
+        self._learn(route.address)
+        return route
 
     async def flight_address(self, route: Route) -> str:
         """Where a broker's Flight port is."""
@@ -250,7 +279,9 @@ class Network:
         """
         TopicName.parse(topic)
         request = wire.danube.TopicLookupRequest(topic=topic)
-        found = await self.call(wire.services.Discovery.TopicPartitions, request)
+        found = await self.call(
+            wire.services.Discovery.TopicPartitions, request, answer_within=self._lookup_seconds
+        )
         return list(found.partitions)
 
     # -- calls ------------------------------------------------------------------------------
@@ -262,6 +293,7 @@ class Network:
         request: _Request,
         *,
         topic: str | None = None,
+        answer_within: float = _CALL_SECONDS,
     ) -> _Response:
         """Calls one broker, once.
 
@@ -269,7 +301,7 @@ class Network:
             IsterError: What it has answered, or that it has not.
         """
         channel = self._channel(route.address, "calls")
-        call = rpc.call(channel, request, timeout=_CALL_SECONDS, metadata=self.headers(route))
+        call = rpc.call(channel, request, timeout=answer_within, metadata=self.headers(route))
         return await self.answered(call, route.address, topic)
 
     async def answered(
@@ -299,6 +331,7 @@ class Network:
         *,
         topic: str | None = None,
         done_before: type[IsterError] | None = None,
+        answer_within: float = _CALL_SECONDS,
     ) -> _Response:
         """Calls the broker that has a topic, or any; retries until one responds.
 
@@ -308,6 +341,7 @@ class Network:
             topic: The topic whose broker to call; None for any broker.
             done_before: The error of a second attempt if the first was carried out and its
                 response lost. An empty response is returned then.
+            answer_within: How many seconds one attempt may take.
 
         Raises:
             IsterError: The call was refused, or no broker responded in time.
@@ -316,12 +350,14 @@ class Network:
         while True:
             try:
                 route = await self.locate(topic) if topic is not None else self.home
-                return await self.call_at(route, rpc, request, topic=topic)
+                return await self.call_at(
+                    route, rpc, request, topic=topic, answer_within=answer_within
+                )
             except IsterError as error:
                 if done_before is not None and retries.failures and isinstance(error, done_before):
                     return rpc.parse(b"")
                 if topic is None and isinstance(error, UnavailableError):
-                    self._home = (self._home + 1) % len(self._addresses)
+                    self._leave_home()
                 await retries.pause(error)
 
     # -- the end ----------------------------------------------------------------------------

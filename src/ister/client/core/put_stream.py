@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
+# A broker that does not respond within this time counts as unreachable.
+_CHECK_SECONDS: Final = 5.0
 _METHOD: Final = "/arrow.flight.protocol.FlightService/DoPut"
 
 
@@ -109,7 +111,9 @@ class PutStream:
             IsterError: It is not.
         """
         info, request = wire.services.Admin.Info, wire.ister_api.InfoRequest()
-        await self._network.call_at(self._route, info, request, topic=self._topic)
+        await self._network.call_at(
+            self._route, info, request, topic=self._topic, answer_within=_CHECK_SECONDS
+        )
 
     async def _answered(self, waiting: Awaitable[_Result]) -> _Result:
         return await self._network.answered(waiting, self._address, self._topic)

@@ -53,8 +53,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ister.client.core.sender")
 
-# A broker that does not answer for so long is probed. If that fails, the rows are sent again.
-_ANSWER_SECONDS: Final = 30.0
+# A broker that does not answer for this long is probed. If that fails, the rows are sent again, to
+# the broker that has the topic then.
+_ANSWER_SECONDS: Final = 5.0
+# A stream without rows is answered within this time.
+_PROBE_SECONDS: Final = 30.0
 # The answers usually hold the cause of a failed write; wait for them this long.
 _VERDICT_SECONDS: Final = 2.0
 _NANOSECONDS: Final = 1_000_000_000
@@ -192,7 +195,7 @@ class Sender:
         """Opens a stream without rows: an error is then not caused by a row."""
         stream = await self._open_stream()
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
+            async with asyncio.timeout(_PROBE_SECONDS):
                 await stream.done()
                 while await stream.read() is not None:
                     pass

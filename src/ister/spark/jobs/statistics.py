@@ -142,7 +142,7 @@ def _stored(item: _Planned) -> dict[str, object]:
         "tail": {
             "messages": head.end - max(head.tiered, head.earliest),
             "bytes": head.tail_bytes if head.end > head.tiered else 0,
-            "is_counted": item.has_tail,
+            "is_counted": item.has_tail and not head.is_cut,
         },
     }
 

@@ -147,11 +147,28 @@ def test_a_look_leaves_a_topic_that_was_handed_over_where_it_is(tmp_path):
 def test_a_topic_of_another_broker(tmp_path):
     async def scenario():
         async with two_brokers(tmp_path) as (first, second):
+            own = first.cluster.own
+            await asyncio.to_thread(first.cluster.assign, T, own.node, "test")
             topic = await filled(first)
             await asyncio.to_thread(topic.topic.upload)
+            await topic.publish(a_record())
             await subscribed(topic, "s")
+            # The broker that has it is asked, for one topic and for a page of them.
             view = await second.views.topic(T)
-            own = first.cluster.own
+            assert view["owner"] == {"node": own.node, "broker_url": own.broker_url}
+            assert (view["is_here"], view["state"], view["errors"]) == (False, "open", [])
+            marks = view["watermarks"]
+            assert (marks["tiered"], marks["next"]) == (20, 21)
+            [listed] = await second.views.topics_listed([T])
+            assert listed["watermarks"] == marks
+            assert (listed["is_here"], listed["owner"]) == (False, view["owner"])
+
+            async def silent(*_arguments, **_more):
+                raise UnavailableError("no answer")
+
+            # If it does not answer, what is in the stores has to do.
+            second.topics.peers.call = silent
+            view = await second.views.topic(T)
             assert view["owner"] == {"node": own.node, "broker_url": own.broker_url}
             assert (view["is_here"], view["state"], view["rates"]) == (False, "open", None)
             assert view["watermarks"]["tiered"] == 20

@@ -139,7 +139,7 @@ def test_a_deep_look_back_for_an_old_sequence_keeps_nobody_else_waiting(tmp_path
             assert broker.topics.find_open(NAME).topic.wal.next == 27
             look = Held(lambda: None)
             held.append(look)
-            for name in ("read", "read_arrow"):
+            for name in ("own_reader", "scan_arrow"):
                 monkeypatch.setattr(Topic, name, holding(getattr(Topic, name)))
             looking = asyncio.ensure_future(status(send(b"1", ister_sequence="1")))
             await look.is_reached()

@@ -24,6 +24,7 @@ _STATUSES = {
     "CommitUnknownError": "UNAVAILABLE",
     "ConfigError": "INVALID_ARGUMENT",
     "ConflictError": "ABORTED",
+    "WaitsForDiskError": "ABORTED",
     "CorruptDataError": "DATA_LOSS",
     "DataGapError": "DATA_LOSS",
     "DirectoryLockedError": "ABORTED",
@@ -50,6 +51,7 @@ def make(name, message="what it was"):
     more = {
         "OffsetOutOfRangeError": {"earliest": 1, "next": 2, "topic": None, "offset": 0},
         "DataGapError": {"start": 1, "end": 2, "topic": None},
+        "WaitsForDiskError": {"node": "other"},
         "DiskError": {"errno": 5},
     }
     return getattr(errors, name)(message, **more.get(name, {}))

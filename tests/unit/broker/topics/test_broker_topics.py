@@ -3,10 +3,12 @@
 import asyncio
 from contextlib import suppress
 
+import msgspec
 import pytest
 
-from ister.broker.topics import topics as module
+from ister.broker.cluster.members import Member
 from ister.broker.topics.consumer_ids import consumer_id
+from ister.broker.topics.open_topics import ElsewhereError
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -395,7 +397,6 @@ def test_an_unloaded_topic_is_opened_again_with_everything(tmp_path):
                 await outbox.take()
             assert topics.served == []
             # Alone there is nobody else to have it.
-            assert not topics.is_moved(NAME)
             again = await topics.get(NAME)
             assert again is not topic
             assert topics.consumers.find(consumer.id) == consumer
@@ -443,7 +444,7 @@ def test_a_topic_that_cannot_be_handed_over_stays_with_this_broker(tmp_path, mon
             [topic] = await make(topics, NAME)
             await topic.publish(a_record())
 
-            def fail(name):
+            def fail(name, **more):
                 raise UnavailableError("the bucket does not answer")
 
             with monkeypatch.context() as patch:
@@ -560,39 +561,27 @@ def test_a_topic_is_looked_up_here_and_opened(tmp_path):
     run(scenario())
 
 
-def test_a_moved_topic_is_left_to_others_for_a_while(tmp_path, monkeypatch):
+def test_a_topic_is_left_to_the_broker_that_it_was_handed_over_to(tmp_path):
     async def scenario():
         async with some_topics(tmp_path) as topics:
             await make(topics, NAME)
             own = topics.cluster.own
-            other = module.Address(
+            other = Member(
                 node="other", broker_url="http://o:1", connect_url="http://o:1", flight_url=""
             )
-            monkeypatch.setattr(topics.cluster, "brokers", lambda: [own, other])
+            metadata = topics.log.tiers.metadata
+            metadata.put("/danube/cluster/brokers/other", msgspec.json.encode(other))
+            topics.cluster.members.expire()
             await topics.unload(NAME)
-            assert topics.is_moved(NAME)
-            assert not topics.is_moved(f"{NAME}2")
             assert await topics.locate(NAME) == other
+            assert await topics.is_elsewhere(NAME)
             for call in (topics.get(NAME), topics.get_or_create(NAME, is_reliable=True)):
-                with pytest.raises(UnavailableError, match="moved"):
+                with pytest.raises(ElsewhereError, match="http://o:1: look it up again"):
                     await call
             # The other one has ended: then it is here after all.
-            monkeypatch.setattr(topics.cluster, "brokers", lambda: [own])
+            metadata.delete("/danube/cluster/brokers/other")
+            topics.cluster.members.expire()
             assert await topics.locate(NAME) == own
-
-    run(scenario())
-
-
-def test_a_moved_topic_comes_back_after_a_while(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_MOVED_SECONDS", 0.05)
-
-    async def scenario():
-        async with some_topics(tmp_path) as topics:
-            await make(topics, NAME)
-            own = topics.cluster.own
-            monkeypatch.setattr(topics.cluster, "brokers", lambda: [own, own])
-            await topics.unload(NAME)
-            await eventually(lambda: not topics.is_moved(NAME))
             assert (await topics.get(NAME)).name == NAME
 
     run(scenario())

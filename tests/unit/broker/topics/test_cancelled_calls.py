@@ -136,9 +136,9 @@ def test_an_unload_that_nobody_waits_for_is_carried_to_its_end(tmp_path):
             await read(stream, 10)
             sealed, real = [], topics.log.seal
 
-            def seal(name):
+            def seal(name, **more):
                 sealed.append(name)
-                return real(name)
+                return real(name, **more)
 
             topics.log.seal = seal
             topics.store.save_cursor = held = Held(topics.store.save_cursor)

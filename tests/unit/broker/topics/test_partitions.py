@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from ister.broker.topics import topics as topics_module
+from ister.broker.topics import names as names_module
 from ister.wire import danube, danube_admin, ister_api
 from support.broker import a_broker, run
 from support.broker_calls import (
@@ -46,12 +46,12 @@ async def partitions(services, name):
 
 
 def test_partitions_that_were_made_are_all_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(topics_module, "_LOOK_SECONDS", 0.0, raising=False)
+    monkeypatch.setattr(names_module, "_LOOK_SECONDS", 0.0)
 
     async def scenario():
         async with a_broker(tmp_path, mode="memory") as (broker, services, _):
             await partitioned_during_a_listing(broker, services)
-            monkeypatch.setattr(topics_module, "_LOOK_SECONDS", 1.0, raising=False)
+            monkeypatch.setattr(names_module, "_LOOK_SECONDS", 1.0)
             wanted = [f"/default/o-part-{number}" for number in range(3)]
             assert await partitions(services, "/default/o") == wanted
 
@@ -59,12 +59,12 @@ def test_partitions_that_were_made_are_all_told(tmp_path, monkeypatch):
 
 
 def test_a_deletion_takes_all_partitions(tmp_path, monkeypatch):
-    monkeypatch.setattr(topics_module, "_LOOK_SECONDS", 0.0, raising=False)
+    monkeypatch.setattr(names_module, "_LOOK_SECONDS", 0.0)
 
     async def scenario():
         async with a_broker(tmp_path, mode="memory") as (broker, services, _):
             await partitioned_during_a_listing(broker, services)
-            monkeypatch.setattr(topics_module, "_LOOK_SECONDS", 1.0, raising=False)
+            monkeypatch.setattr(names_module, "_LOOK_SECONDS", 1.0)
             await services.topics.DeleteTopic(danube_admin.TopicRequest(name="/default/o"))
             assert await broker.topics.names() == set()
             assert await partitions(services, "/default/o") == []

@@ -3,7 +3,7 @@
 import { post, topicPath } from "./api.js";
 import { ask } from "./dialog.js";
 import { h } from "./dom.js";
-import { count } from "./words.js";
+import { count, plural } from "./words.js";
 
 const JOBS = {
   compact: ["Compact", "merges small objects of the bucket into larger ones, and drops nothing that the topic's policy keeps"],
@@ -72,7 +72,7 @@ export function askUnload(ctx, topic) {
   ask({
     title: `Unload ${topic.topic}`,
     words: [
-      "The broker syncs and closes the topic and gives up ownership; the next broker that a client asks for it opens it again.",
+      "The broker syncs and closes the topic and gives up ownership; another broker opens it, or this one if there is no other.",
       "Producers and consumers reconnect automatically after a moment. No message is lost.",
     ],
     confirm: "Unload the topic",
@@ -92,6 +92,78 @@ export function askJob(ctx, job, topic = null) {
     ],
     confirm: `${title} now`,
     run: () => post("api/pipeline/requests", { job, topics: topic ? [topic] : null }),
+    done: told(ctx),
+  });
+}
+
+export function askMove(ctx, topic, brokers) {
+  const others = brokers.filter((one) => one.node !== topic.owner?.node && one.state === "active");
+  ask({
+    title: `Move ${topic.topic}`,
+    words: [
+      "The broker uploads the rest of the topic's messages and hands it over to another broker.",
+      "Producers and consumers follow automatically. No message is lost.",
+    ],
+    fields: h("label", { class: "field" }, "To broker ",
+      h("select", { name: "to", "aria-label": "To broker" },
+        others.map((one) => h("option", { key: one.node, value: one.node }, `${one.node} (${one.broker_url})`)))),
+    confirm: "Move the topic",
+    isDangerous: true,
+    run: (form) => post(`${topicPath(topic.topic)}/move`, { to: form.to.value }),
+    done: told(ctx),
+  });
+}
+
+export function askTakeOver(ctx, waiting) {
+  ask({
+    title: `Take over ${waiting.topic}`,
+    words: [
+      `This gives up every message from offset ${count(waiting.offset)} on that only the disk of node ${waiting.node} has, acknowledged ones among them. It cannot be undone.`,
+      "Do this only if that disk is lost. If the broker can be started again, start it instead.",
+    ],
+    confirm: "Give up these messages",
+    isDangerous: true,
+    run: () => post(`${topicPath(waiting.topic)}/take-over`, { confirm: true }),
+    done: told(ctx),
+  });
+}
+
+const brokerPath = (broker) => `api/brokers/${encodeURIComponent(broker.node)}`;
+
+export function askDrain(ctx, broker) {
+  ask({
+    title: `Drain ${broker.node}`,
+    words: [
+      `The broker at ${broker.broker_url} hands ${plural(broker.topics, "topic")} over to the other brokers and takes no new ones.`,
+      "Producers and consumers follow automatically. The broker keeps running until it is stopped or activated again.",
+    ],
+    confirm: "Drain the broker",
+    isDangerous: true,
+    run: () => post(`${brokerPath(broker)}/drain`, {}),
+    done: told(ctx),
+  });
+}
+
+export function askActivate(ctx, broker) {
+  ask({
+    title: `Activate ${broker.node}`,
+    words: ["The broker takes topics again. Topics that it handed over stay where they are."],
+    confirm: "Activate the broker",
+    run: () => post(`${brokerPath(broker)}/activate`, {}),
+    done: told(ctx),
+  });
+}
+
+export function askRebalance(ctx) {
+  ask({
+    title: "Rebalance",
+    words: [
+      "The leader moves a few topics from brokers with much load to those with little. Nothing moves if the load is even.",
+      "Producers and consumers follow automatically. No message is lost.",
+    ],
+    confirm: "Move topics",
+    isDangerous: true,
+    run: () => post("api/cluster/rebalance", { dry_run: false }),
     done: told(ctx),
   });
 }

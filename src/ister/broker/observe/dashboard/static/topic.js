@@ -1,6 +1,6 @@
 // One topic: where its messages are, who reads them, what can be done.
 
-import { askJob, askSeek, askUnload } from "./actions.js";
+import { askJob, askMove, askSeek, askUnload } from "./actions.js";
 import { get, topicPath } from "./api.js";
 import { lineChart } from "./charts.js";
 import { h } from "./dom.js";
@@ -260,6 +260,7 @@ function actions(topic, ctx) {
   return panel("Actions", { id: "actions", note: "Each asks for confirmation." },
     h("div", { class: "buttons" },
       button("Unload…", () => askUnload(ctx, topic)),
+      (ctx.about?.brokers ?? []).length > 1 ? button("Move…", () => askMove(ctx, topic, ctx.about.brokers)) : null,
       topic.is_reliable === false ? null : [
         button("Compact now…", () => askJob(ctx, "compact", topic.topic)),
         button("Scrub now…", () => askJob(ctx, "scrub", topic.topic)),

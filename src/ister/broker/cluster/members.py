@@ -1,0 +1,220 @@
+"""The brokers that share a metadata store: addresses, state, load.
+
+    <root>/cluster/brokers/<node>   Member, as JSON; under the broker's lease
+
+Owns: this broker's entry, and the list of all. Does not own: the lease (`ister.bucket.membership`).
+
+A crash leaves an entry that ends with the lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from ister.clock import Clock
+from ister.errors import IsterError
+from ister.metadata.base import Delete, Lease, Put
+from ister.topic.stores import Tiers
+
+_log = logging.getLogger("ister.broker.cluster")
+
+_AGE_SECONDS: Final = 1.0
+"""How old the list may be that look-ups use."""
+# Another broker with the same address is an error after this many lease times.
+_TWIN_TTLS: Final = 2
+# A new load alone is written this often: each entry that changes wakes all brokers.
+_LOAD_SECONDS: Final = 5.0
+
+
+class MemberState(StrEnum):
+    """The state of a broker; only an active one takes new topics."""
+
+    STARTING = "starting"
+    """It recovers its topics and does not listen yet."""
+    ACTIVE = "active"
+    DRAINING = "draining"
+    """It hands its topics over and takes no new ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The load of a broker; rates are per second."""
+
+    topics: int = 0
+    messages_in: float = 0.0
+    messages_out: float = 0.0
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+    cpu: float = 0.0
+    """The share of one core that the process uses."""
+    upload_lag_bytes: int = 0
+    is_disk_low: bool = False
+    """Whether its topics accept no messages because its disk is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A broker: its addresses, state and load."""
+
+    node: str
+    broker_url: str
+    connect_url: str
+    flight_url: str
+    http_url: str = ""
+    zone: str = ""
+    version: str = ""
+    state: MemberState = MemberState.ACTIVE
+    load: Load = field(default_factory=Load)
+
+    @property
+    def is_proxied(self) -> bool:
+        """Whether clients reach it by another address than its own."""
+        return self.connect_url != self.broker_url
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it is neither starting nor draining."""
+        return self.state is MemberState.ACTIVE
+
+    @property
+    def takes_topics(self) -> bool:
+        """Whether topics are placed on it: it is active, and its disk has room."""
+        return self.is_active and not self.load.is_disk_low
+
+
+class Members:
+    """This broker's entry, and the list of all. Thread-safe; its calls block."""
+
+    def __init__(self, own: Member, tiers: Tiers | None, *, clock: Clock) -> None:
+        self.own = own
+        self._tiers = tiers
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: list[Member] = []
+        self._known_at = float("-inf")
+        self._load_at = float("-inf")
+        # The lease that the entry was written with.
+        self._lease: Lease | None = None
+        # Another broker with this one's address, since when, and whether that was logged.
+        self._twin: tuple[str, float, bool] | None = None
+
+    def publish(self, *, state: MemberState | None = None, load: Load | None = None) -> None:
+        """Writes this broker's entry if it has changed or expired; a new load now and then."""
+        now = self._clock.monotonic()
+        with self._lock:
+            own = self.own if state is None else replace(self.own, state=state)
+            if load is not None and (own != self.own or now - self._load_at >= _LOAD_SECONDS):
+                own = replace(own, load=load)
+                self._load_at = now
+            if own.state is not self.own.state:
+                self._known_at = float("-inf")
+            self.own = own
+        tiers = self._tiers
+        if tiers is None:
+            return
+        key, value = self._prefix(tiers) + own.node, msgspec.json.encode(own)
+        lease = tiers.membership.lease
+        try:
+            found = tiers.metadata.get(key)
+            # One that was written with an earlier lease ends with that.
+            if found is None or found.value != value or self._lease is not lease:
+                # Do not overwrite the entry of a process that has replaced this one.
+                put = Put(key, value, lease)
+                tiers.metadata.transact([tiers.membership.is_here], [put])
+                self._lease = lease
+        except IsterError as error:
+            _log.warning(
+                "broker entry not written; other brokers do not see this one",
+                extra={"error": str(error)},
+            )
+
+    def leave(self) -> None:
+        """Removes this broker's entry."""
+        tiers = self._tiers
+        if tiers is None:
+            return
+        key = self._prefix(tiers) + self.own.node
+        try:
+            tiers.metadata.transact([tiers.membership.is_here], [Delete(key)])
+        except IsterError as error:
+            _log.warning(
+                "broker entry not removed; it is listed until its lease expires",
+                extra={"error": str(error)},
+            )
+
+    def read(self) -> list[Member]:
+        """All brokers that are up, this one among them unless it was replaced.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        own = self.own
+        found = {} if self.is_replaced else {own.node: own}
+        if self._tiers is not None:
+            for item in self._tiers.metadata.range(self._prefix(self._tiers)):
+                member = _decode(item.value)
+                if member is not None and member.node not in found:
+                    found[member.node] = member
+        members = sorted(found.values(), key=lambda one: one.node)
+        now = self._clock.monotonic()
+        with self._lock:
+            self._known, self._known_at = members, now
+            self._check_address(members, now)
+        return members
+
+    def _check_address(self, members: list[Member], now: float) -> None:
+        """Warns of another broker with this one's address: clients find only one of the two."""
+        own, tiers = self.own, self._tiers
+        same = [one.node for one in members if one.broker_url == own.broker_url]
+        twin = next((node for node in same if node != own.node), None)
+        if twin is None or tiers is None:
+            self._twin = None
+        elif self._twin is None or self._twin[0] != twin:
+            self._twin = (twin, now, False)
+        # This broker's own entry from before its disk was lost ends with its lease.
+        elif not self._twin[2] and now - self._twin[1] > (
+            _TWIN_TTLS * tiers.storage.metadata.lease_ttl_seconds
+        ):
+            self._twin = (twin, self._twin[1], True)
+            _log.warning(
+                "another broker advertises this broker's address; check broker.advertised",
+                extra={"node": twin, "address": own.broker_url},
+            )
+
+    def recent(self) -> list[Member]:
+        """Like `read`, cached for up to a second."""
+        with self._lock:
+            if self._clock.monotonic() - self._known_at < _AGE_SECONDS:
+                return self._known
+        return self.read()
+
+    @property
+    def count(self) -> int:
+        """The number of brokers when the list was last read; at least this one."""
+        with self._lock:
+            return max(1, len(self._known))
+
+    def expire(self) -> None:
+        """Makes the next call read the store: an entry has changed."""
+        self._known_at = float("-inf")
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a copy of this broker's directory has replaced it."""
+        return self._tiers is not None and self._tiers.membership.replaced is not None
+
+    def _prefix(self, tiers: Tiers) -> str:
+        return f"{tiers.storage.metadata.root_prefix}/cluster/brokers/"
+
+
+def _decode(value: bytes) -> Member | None:
+    try:
+        return msgspec.json.decode(value, type=Member)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

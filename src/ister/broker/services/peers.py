@@ -1,0 +1,35 @@
+"""ister.Peers: calls between brokers, which authenticate with the secret of the cluster."""
+
+from __future__ import annotations
+
+from ister.broker.security.guard import Guard, current_principal
+from ister.broker.security.principal import PrincipalKind
+from ister.broker.topics.topics import Topics
+from ister.errors import CorruptDataError, InvalidRequestError, PermissionDeniedError
+from ister.format.message import decode_message
+from ister.model import Codec
+from ister.wire import ister_api
+
+
+class PeersService:
+    """Serves the other brokers of the cluster."""
+
+    def __init__(self, topics: Topics, guard: Guard) -> None:
+        self._topics = topics
+        self._guard = guard
+
+    async def PublishDeadLetter(
+        self, request: ister_api.DeadLetter, context: object
+    ) -> ister_api.InfoRequest:
+        """Publishes a dead letter of another broker.
+
+        The right to publish there was checked when the dead-letter topic was set.
+        """
+        if self._guard.is_on and current_principal().kind is not PrincipalKind.BROKER:
+            raise PermissionDeniedError("only brokers of this cluster may do this")
+        try:
+            message = decode_message(request.message, Codec.BINCODE2)
+        except CorruptDataError as error:
+            raise InvalidRequestError("the message cannot be decoded") from error
+        await self._topics.take_dead_letter(request.topic, message)
+        return ister_api.InfoRequest()

@@ -1,0 +1,158 @@
+"""The names of topics and namespaces, and the policies that belong to them.
+
+Owns: listing, namespaces, which topics are behind a name, policies. Does not own: topics that are
+open (`topics`), how names are cached (`listing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from ister.broker.policies import Policies
+from ister.broker.topics.broker_records import BrokerRecords, ServedRecord
+from ister.broker.topics.listing import TopicListing
+from ister.broker.topics.served_topic import ServedTopic
+from ister.config import Config
+from ister.errors import AlreadyExistsError, ConflictError, NotFoundError
+from ister.model import TopicName
+from ister.topic.log import Log
+
+_BUILT_IN_NAMESPACES: Final = ("default", "system")
+_LOOK_SECONDS: Final = 1.0
+_LISTED_SECONDS: Final = 3.0
+
+
+class TopicNames:
+    """The part of `Topics` that is about names. Used on the broker's loop alone."""
+
+    def __init__(self, log: Log, records: BrokerRecords, *, config: Config) -> None:
+        self.log = log
+        self.records = records
+        self.config = config
+        self._served: dict[str, ServedTopic] = {}
+        self._listing = TopicListing(log, records, lambda: self._served)
+
+    @property
+    def served(self) -> list[ServedTopic]:
+        """The topics that are open here."""
+        return list(self._served.values())
+
+    def find_open(self, name: str) -> ServedTopic | None:
+        """A topic that is open here and can be used."""
+        found = self._served.get(name)
+        return found if found is not None and found.is_usable else None
+
+    # -- names ------------------------------------------------------------------------------
+
+    async def names(self) -> set[str]:
+        """The names of all topics, open or not, here or elsewhere."""
+        return await self._listing.list()
+
+    async def recent_names(self) -> set[str]:
+        """Topic names, cached for up to 3 s."""
+        return set(await self._listing.cached(_LISTED_SECONDS))
+
+    async def partitions(self, name: str) -> list[str]:
+        """The topics behind a name: itself, or its partitions in order; [] if it does not exist.
+
+        Raises:
+            TopicNameError: The name is invalid.
+        """
+        parsed = TopicName.parse(name)
+        if self.find_open(name) is not None:
+            return [name]
+        known = await self._listing.cached(_LOOK_SECONDS)
+        if name in known:
+            return [name]
+        if self.log.tiers is None:
+            return known.partitions_of(name)
+        # Another broker may have just created it. Danube's client does not retry if there are no
+        # partitions, and a client that learns of some never publishes to the others.
+        return list(await asyncio.to_thread(self._listing.read_partitions, parsed))
+
+    async def namespaces(self) -> list[str]:
+        """The names of all namespaces."""
+        made = await asyncio.to_thread(self.records.namespaces)
+        return sorted({*_BUILT_IN_NAMESPACES, *self.config.broker.bootstrap_namespaces, *made})
+
+    async def create_namespace(self, name: str) -> None:
+        """Creates a namespace.
+
+        Raises:
+            TopicNameError: The name is invalid.
+            AlreadyExistsError: It exists.
+        """
+        TopicName.parse(f"/{name}/x")
+        if name in await self.namespaces():
+            raise AlreadyExistsError(f"namespace {name!r} already exists")
+        await asyncio.to_thread(self.records.create_namespace, name)
+
+    async def delete_namespace(self, name: str) -> None:
+        """Removes an empty namespace.
+
+        Raises:
+            NotFoundError: It does not exist.
+            ConflictError: It has topics.
+        """
+        if name in (*_BUILT_IN_NAMESPACES, *self.config.broker.bootstrap_namespaces):
+            raise ConflictError(f"the namespace {name!r} always exists")
+        if topics := await self.topics_of(name):
+            raise ConflictError(
+                f"the namespace {name!r} has {len(topics)} topics", hint="delete them first"
+            )
+        await asyncio.to_thread(self.records.delete_namespace, name)
+
+    async def topics_of(self, namespace: str) -> list[str]:
+        """The topics of a namespace.
+
+        Raises:
+            NotFoundError: There is no such namespace.
+        """
+        if namespace not in await self.namespaces():
+            raise NotFoundError(f"namespace {namespace!r} does not exist")
+        prefix = f"/{namespace}/"
+        return sorted(name for name in await self.names() if name.startswith(prefix))
+
+    # -- policies ---------------------------------------------------------------------------
+
+    async def set_namespace_policies(self, namespace: str, policies: dict[str, int]) -> None:
+        """Replaces the policies of a namespace's topics.
+
+        Raises:
+            NotFoundError: There is no such namespace.
+        """
+        if namespace not in await self.namespaces():
+            raise NotFoundError(f"namespace {namespace!r} does not exist")
+        await asyncio.to_thread(self.records.set_namespace_policies, namespace, policies)
+        for topic in self.served:
+            if topic.parsed.namespace == namespace:
+                await self._refresh_policies(topic)
+
+    async def namespace_policies(self, namespace: str) -> Policies:
+        """The policies of a namespace's topics, unless they have their own.
+
+        Raises:
+            NotFoundError: There is no such namespace.
+        """
+        if namespace not in await self.namespaces():
+            raise NotFoundError(f"namespace {namespace!r} does not exist")
+        own = await asyncio.to_thread(self.records.namespace_policies, namespace)
+        return Policies.of(self.config.broker.policies, own)
+
+    async def _refresh_policies(self, topic: ServedTopic) -> Policies:
+        def read() -> Policies:
+            record = self.records.topic(topic.parsed) or ServedRecord()
+            return self._policies_of(topic.parsed, record)
+
+        policies = await asyncio.to_thread(read)
+        topic.set_policies(policies)
+        return policies
+
+    def policies_of(self, name: TopicName) -> Policies:
+        """Reads the policies of a topic, open or not. Blocks."""
+        return self._policies_of(name, self.records.topic(name) or ServedRecord())
+
+    def _policies_of(self, name: TopicName, record: ServedRecord) -> Policies:
+        namespace = self.records.namespace_policies(name.namespace)
+        return Policies.of(self.config.broker.policies, namespace, record.policies)

@@ -1,0 +1,118 @@
+"""The page of the cluster: two real brokers, and what they say of topics that wait."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from browser.rig import Site, eventually, settled
+from ister.client import Client
+from servers.broker import BrokerProcess
+
+TOPIC = "/default/orders"
+
+
+@pytest.fixture(scope="module")
+def pair(playwright_api, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("pair")
+    settings = {
+        "storage": {
+            "cloud": {"root": str(directory / "objects")},
+            "metadata": {"path": str(directory / "metadata.db")},
+        },
+        "broker": {"cluster": {"zone": "west"}},
+    }
+    with ExitStack() as stack:
+        yield [
+            Site(stack.enter_context(BrokerProcess(directory / name, settings=settings)))
+            for name in ("a", "b")
+        ]
+
+
+def dialog(page):
+    return page.locator("dialog[open]")
+
+
+def toast(page):
+    page.wait_for_selector(".toast")
+    return page.locator(".toast").last.inner_text()
+
+
+def node_of(site):
+    return next(one["node"] for one in site.api("/api/brokers")["brokers"] if one["is_this"])
+
+
+def test_brokers_are_drained_and_activated_from_any_page(pair, open_page):
+    a, b = pair
+    there = node_of(b)
+    with Client(a.address) as client:
+        client.create_topic(TOPIC)
+        client.move_topic(TOPIC, there)
+    page = open_page(a, "#/brokers")
+    settled(page)
+    row = page.locator("tbody tr", has_text=there)
+    assert "active" in row.inner_text()
+    assert "west" in row.inner_text()
+    page.get_by_role("button", name=f"Drain {there}").click()
+    assert "takes no new ones" in dialog(page).inner_text()
+    # The safe answer has the focus.
+    assert page.evaluate("document.activeElement.innerText") == "Cancel"
+    dialog(page).get_by_role("button", name="Drain the broker").click()
+    assert f"{there} is draining" in toast(page)
+    page.wait_for_selector(f"tbody tr:has-text('{there}') .badge:text-is('draining')")
+    assert a.api(f"/api/topics{TOPIC}")["owner"]["node"] == node_of(a)
+    page.get_by_role("button", name=f"Activate {there}").click()
+    dialog(page).get_by_role("button", name="Activate the broker").click()
+    page.wait_for_selector(f"tbody tr:has-text('{there}') .badge:text-is('active')")
+
+
+def test_topic_is_moved_to_the_broker_that_is_chosen(pair, open_page):
+    a, b = pair
+    with Client(a.address) as client:
+        client.create_topic("/default/moved")
+        client.move_topic("/default/moved", node_of(a))
+    page = open_page(b, "#/topics/default/moved")
+    settled(page)
+    page.get_by_role("button", name="Move…").click()
+    chosen = dialog(page).get_by_label("To broker")
+    assert chosen.input_value() == node_of(b)
+    dialog(page).get_by_role("button", name="Move the topic").click()
+    assert node_of(b) in toast(page)
+    eventually(lambda: b.api("/api/topics/default/moved")["owner"]["node"] == node_of(b))
+    page.goto(f"{b.url}/#/brokers")
+    page.wait_for_selector("h2#balance")
+    page.get_by_role("button", name="Rebalance").click()
+    dialog(page).get_by_role("button", name="Move topics").click()
+    page.wait_for_selector(".toast:has-text('topics are moving')")
+
+
+def test_topics_that_wait_for_a_disk_say_what_a_take_over_gives_up(pair, open_page):
+    """Goal: the page shows which disk is missing, and asks before messages are given up."""
+    a, _ = pair
+    found = a.api("/api/cluster")
+    gone = "00000000deadbeef"
+    found["waiting"] = [{"topic": TOPIC, "node": gone, "offset": 1200, "since": 1_760_745_600}]
+    found["waiting_total"] = 1
+    nodes = [one["node"] for one in found["brokers"]]
+    found["moves"] = [
+        {"topic": "/default/x", "from": nodes[0], "to": nodes[1], "reason": "moved", "since": 1}
+    ]
+    page = open_page(a, "#/topics")
+    page.route("**/api/cluster", lambda route: route.fulfill(json=found))
+    page.goto(f"{a.url}/#/brokers")
+    page.wait_for_selector("h2#waiting")
+    assert page.locator("h2#waiting").inner_text() == "1 topic waits for a disk"
+    text = page.locator("section[aria-labelledby=waiting]").inner_text()
+    assert gone in text
+    assert "offset 1,200 and later" in text
+    assert "2025-10-18 00:00:00" in text
+    assert "/default/x" in page.locator("section[aria-labelledby=moves]").inner_text()
+    sent = []
+    page.on("request", lambda request: sent.append(request) if request.method == "POST" else 0)
+    page.get_by_role("button", name=f"Take over {TOPIC}").click()
+    assert "It cannot be undone" in dialog(page).inner_text()
+    assert sent == []
+    dialog(page).get_by_role("button", name="Give up these messages").click()
+    # Its broker is up, after all.
+    page.wait_for_selector("dialog [role=alert]:has-text('is up')")
+    assert sent[0].url.endswith(f"/api/topics{TOPIC}/take-over")
+    assert sent[0].post_data_json == {"confirm": True}

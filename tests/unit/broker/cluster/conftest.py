@@ -1,0 +1,11 @@
+"""Fixtures for tests of the cluster's control plane."""
+
+import pytest
+
+from support.cluster import BrokerSite
+
+
+@pytest.fixture
+def site():
+    with BrokerSite() as site:
+        yield site

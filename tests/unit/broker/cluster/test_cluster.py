@@ -1,0 +1,502 @@
+"""Where a topic is or should be; owner keys of topics without a log; what assignments want."""
+
+import msgspec
+import pytest
+
+from ister.broker.cluster.cluster import Cluster
+from ister.broker.cluster.members import MemberState
+from ister.broker.cluster.placement import rendezvous
+from ister.clock import ManualClock
+from ister.config import ClusterConfig
+from ister.errors import FencedError, NotFoundError, UnavailableError
+from ister.model import TopicName
+from support.cluster import TTL, a_member
+from support.waiting import eventually
+
+NAME = TopicName.parse("/ns/t")
+OWNER = "/danube/cluster/owners/ns/t"
+ASSIGNED = "/danube/cluster/assignments/ns/t"
+
+
+@pytest.fixture
+def pair(site):
+    a, b = site.start("a"), site.start("b")
+    a.round()
+    return a, b
+
+
+def close(site, broker, topic="/ns/t"):
+    """A broker loses a topic's owner key; what it has is on its disk."""
+    broker.log.topic(topic).close()
+    site.metadata.delete(f"/danube/cluster/owners{topic}")
+
+
+# -- owners ---------------------------------------------------------------------------------
+
+
+def test_the_owner_is_the_broker_that_has_the_topic_open(pair):
+    a, b = pair
+    assert a.cluster.owner(NAME) is None
+    a.create("/ns/t")
+    b.create("/ns/t2")
+    assert a.cluster.owner(NAME) is None
+    assert b.cluster.owner(NAME) == a.cluster.own
+    assert b.cluster.owner_node(NAME) == a.node
+    # Names are compared whole.
+    assert a.cluster.owner(TopicName.parse("/ns/t2")) == b.cluster.own
+    assert b.cluster.owner(TopicName.parse("/ns/t3")) is None
+    assert a.cluster.count_topics() == {a.node: 1, b.node: 1}
+
+
+def test_a_topic_in_a_process_that_is_no_broker_cannot_be_asked_for(site):
+    a = site.start("a")
+    log = site.open("b")
+    log.topic("/ns/t", create=True)
+    with pytest.raises(UnavailableError, match="not a broker"):
+        a.cluster.owner(NAME)
+    with pytest.raises(UnavailableError, match="not a broker"):
+        a.route("/ns/t")
+
+
+def test_a_replaced_broker_sends_clients_to_the_process_that_replaced_it(site, pair):
+    """The copy has the same node, so that the owner's key alone does not tell them apart."""
+    _, b = pair
+    b.create("/ns/t")
+    process = f"/danube/cluster/nodes/{b.node}/process"
+    value = site.metadata.get(process).value.replace(b'"instance":"', b'"instance":"x')
+    site.metadata.put(process, value)
+    copy = a_member(b.node, broker_url="http://copy:1")
+    key = f"/danube/cluster/brokers/{b.node}"
+    site.metadata.put(key, msgspec.json.encode(copy))
+    with pytest.raises(FencedError):
+        b.log.tiers.membership.renew()
+    assert b.cluster.owner(NAME) == copy
+    assert b.cluster.route(NAME, is_unlogged=lambda: False) == copy
+    site.metadata.delete(key)
+    b.cluster.members.expire()
+    with pytest.raises(UnavailableError, match="not a broker"):
+        b.cluster.owner(NAME)
+
+
+# -- routes ---------------------------------------------------------------------------------
+
+
+def test_a_broker_without_a_bucket_is_the_answer():
+    own = a_member("local")
+    cluster = Cluster(own, None, config=ClusterConfig(), clock=ManualClock())
+    assert cluster.route(NAME, is_unlogged=lambda: False) == own
+    assert cluster.owner(NAME) is None
+    assert cluster.owner_node(NAME) is None
+    assert cluster.owners() == {}
+    assert cluster.own_topics() is None
+    assert cluster.wishes().opens == ()
+    assert cluster.watch(print) is None
+    assert not cluster.lead(has_changed=True)
+    cluster.claim_unlogged(NAME)
+    cluster.release_unlogged(NAME)
+    assert cluster.renew_unlogged() == []
+    cluster.assign("/ns/t", "x", "moved")
+    cluster.forget("/ns/t")
+    cluster.drain()
+    cluster.leave()
+
+
+def test_a_broker_alone_is_the_answer_and_reads_one_key(site):
+    a = site.start("a")
+    a.cluster.members.recent()
+    with site.counting() as calls:
+        assert a.route("/ns/t") == a.node
+        assert a.route("/ns/t", creates=True) == a.node
+    assert calls == {"get": 2}
+
+
+def test_the_owner_comes_first(site, pair):
+    a, b = pair
+    b.create("/ns/t")
+    a.cluster.assign("/ns/t", a.node, "moved")
+    a.cluster.members.recent()
+    with site.counting() as calls:
+        assert a.route("/ns/t") == b.node
+    assert calls == {"get": 1}
+    assert b.route("/ns/t") == b.node
+
+
+def test_then_the_last_owner_whose_disk_has_the_newest_messages(site, pair):
+    a, b = pair
+    b.create("/ns/t")
+    close(site, b)
+    a.cluster.assign("/ns/t", a.node, "moved")
+    a.cluster.members.recent()
+    with site.counting() as calls:
+        assert a.route("/ns/t") == b.node
+    # Owner, record, seal.
+    assert calls == {"get": 3}
+    assert b.route("/ns/t") == b.node
+
+
+def test_a_last_owner_that_starts_has_to_be_waited_for(site, pair):
+    a, b = pair
+    b.create("/ns/t")
+    close(site, b)
+    b.publish(MemberState.STARTING)
+    site.expire_lists()
+    with pytest.raises(UnavailableError, match="starting"):
+        a.route("/ns/t")
+    # It opens the topic itself.
+    assert b.route("/ns/t") == b.node
+
+
+def test_a_sealed_topic_is_where_it_is_assigned(site, pair):
+    a, b = pair
+    b.create("/ns/t")
+    b.log.seal("/ns/t")
+    b.cluster.assign("/ns/t", a.node, "moved")
+    a.cluster.members.recent()
+    with site.counting() as calls:
+        assert a.route("/ns/t") == a.node
+    # Owner, record, seal, assignment.
+    assert calls == {"get": 4}
+    assert b.route("/ns/t") == a.node
+
+
+def test_the_topic_of_a_dead_broker_is_where_it_is_assigned(site, pair):
+    a, b = pair
+    c = site.start("c")
+    c.create("/ns/t")
+    site.crash("c")
+    a.cluster.assign("/ns/t", b.node, "its broker is down")
+    assert a.route("/ns/t") == b.route("/ns/t") == b.node
+
+
+def test_an_assigned_broker_that_starts_has_to_be_waited_for(site, pair):
+    a, b = pair
+    b.publish(MemberState.STARTING)
+    site.expire_lists()
+    a.cluster.assign("/ns/t", b.node, "new")
+    with pytest.raises(UnavailableError, match="starting"):
+        a.route("/ns/t")
+    assert b.route("/ns/t") == b.node
+
+
+@pytest.mark.parametrize("asked", [0, 1], ids=["leader", "other"])
+def test_a_topic_that_does_not_exist_is_not_assigned(site, pair, asked):
+    with pytest.raises(NotFoundError):
+        pair[asked].route("/ns/t")
+    assert site.assignments() == {}
+
+
+def test_a_deleted_topic_does_not_exist(site, pair):
+    a, b = pair
+    b.create("/ns/t")
+    b.log.delete("/ns/t")
+    with pytest.raises(NotFoundError):
+        a.route("/ns/t")
+
+
+def test_the_leader_assigns_a_new_topic_at_once(site, pair):
+    a, _ = pair
+    node = a.route("/ns/t", creates=True)
+    assert site.assignments() == {"/ns/t": node}
+    assert a.route("/ns/t") == node
+
+
+def test_new_topics_are_spread(site, pair):
+    a, b = pair
+    found = [a.route(f"/ns/t{number}", creates=True) for number in range(10)]
+    assert found.count(a.node) == found.count(b.node) == 5
+
+
+@pytest.mark.parametrize("how", ["creates", "is_unlogged"])
+def test_another_broker_asks_the_leader(site, pair, how):
+    a, b = pair
+    reads = []
+
+    def before(kind, key):
+        if (kind, key) == ("get", ASSIGNED):
+            reads.append(key)
+            if len(reads) == 3:  # the request is there
+                a.cluster.leader.answer_requests()
+
+    site.metadata.before = before
+    node = b.route("/ns/t", **{how: True})
+    assert site.assignments() == {"/ns/t": node}
+
+
+def test_a_look_up_gives_up_when_no_leader_answers(site, pair):
+    _, b = pair
+    before = site.clock.monotonic()
+    with pytest.raises(UnavailableError, match="look it up again"):
+        b.route("/ns/t", creates=True)
+    assert 1.5 <= site.clock.monotonic() - before < 2
+    # What it asked for is answered later.
+    assert b.cluster.assignments.requests() == ["/ns/t"]
+    pair[0].round()
+    assert b.route("/ns/t") in (pair[0].node, b.node)
+
+
+@pytest.mark.parametrize("state", [None, MemberState.DRAINING], ids=["gone", "draining"])
+def test_an_assignment_to_a_broker_that_takes_none_is_no_answer(site, pair, state):
+    """Else clients would be sent to it again and again."""
+    a, b = pair
+    c = site.start("c")
+    a.cluster.assign("/ns/t", c.node, "new")
+    if state is None:
+        site.crash("c")
+    else:
+        c.publish(state)
+        site.expire_lists()
+    with pytest.raises(UnavailableError, match="look it up again"):
+        b.route("/ns/t", is_unlogged=True)
+    a.round()
+    assert b.route("/ns/t", is_unlogged=True) in (a.node, b.node)
+    assert a.route("/ns/t", is_unlogged=True) == site.assignments()["/ns/t"]
+
+
+def test_a_lost_answer_to_a_request_is_no_failure(site, pair):
+    a, b = pair
+    site.lose_answer("put", "/danube/cluster/unassigned/ns/t")
+    with pytest.raises(UnavailableError, match="look it up again"):
+        b.route("/ns/t", creates=True)
+    a.round()
+    assert b.route("/ns/t") in (a.node, b.node)
+
+
+def test_without_a_leader_for_long_every_broker_picks_the_same(site):
+    brokers = [site.start(name, state=MemberState.STARTING) for name in "abc"]
+    for broker in brokers:
+        broker.cluster.leadership.step(may_lead=False)
+    for broker in brokers[:2]:
+        broker.publish(MemberState.ACTIVE)
+    site.pass_time(2 * TTL - 1)
+    for broker in brokers:
+        broker.cluster.leadership.step(may_lead=False)
+    with pytest.raises(UnavailableError, match="look it up again"):
+        brokers[0].route("/ns/t", creates=True)
+    site.pass_time(1)
+    for broker in brokers:
+        broker.cluster.leadership.step(may_lead=False)
+    active = [broker.node for broker in brokers[:2]]
+    for number in range(20):
+        topic = f"/ns/t{number}"
+        found = {broker.route(topic, creates=True) for broker in brokers}
+        assert found == {rendezvous(topic, active)}
+    assert site.assignments() == {}
+
+
+def test_without_a_leader_and_active_brokers_the_one_that_is_asked_takes_it(site):
+    a, b = (site.start(name, state=MemberState.DRAINING) for name in "ab")
+    for broker in (a, b):
+        broker.cluster.leadership.step(may_lead=False)
+    site.pass_time(2 * TTL)
+    for broker in (a, b):
+        broker.cluster.leadership.step(may_lead=False)
+        assert broker.route("/ns/t", creates=True) == broker.node
+
+
+def test_a_store_that_does_not_answer_is_reported(site, pair):
+    def refuse(kind, key):
+        raise UnavailableError("gone")
+
+    site.metadata.before = refuse
+    with pytest.raises(UnavailableError, match="gone"):
+        pair[0].route("/ns/t")
+
+
+# -- wishes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topics", [None, ["/ns/t"]], ids=["all", "one"])
+def test_wishes(pair, site, topics):
+    a, b = pair
+
+    def wishes(broker):
+        found = broker.cluster.wishes(topics)
+        return found.opens, found.leaves
+
+    assert wishes(a) == wishes(b) == ((), {})
+    a.cluster.assign("/ns/t", b.node, "new")
+    assert wishes(a) == ((), {})
+    assert wishes(b) == (("/ns/t",), {})
+    a.create("/ns/t")
+    assert wishes(a) == ((), {"/ns/t": b.node})
+    assert wishes(b) == ((), {})
+    a.cluster.assign("/ns/t", a.node, "moved")
+    assert wishes(a) == wishes(b) == ((), {})
+    # Not to a broker that takes none.
+    a.cluster.assign("/ns/t", b.node, "moved")
+    b.publish(MemberState.DRAINING)
+    site.expire_lists()
+    assert wishes(a) == ((), {})
+    a.cluster.assign("/ns/t", "gone", "moved")
+    assert wishes(a) == ((), {})
+
+
+def test_a_broker_that_drains_opens_nothing(site, pair):
+    a, b = pair
+    a.cluster.assign("/ns/t", b.node, "new")
+    b.publish(MemberState.DRAINING)
+    assert b.cluster.wishes().opens == ()
+    b.publish(MemberState.STARTING)
+    assert b.cluster.wishes().opens == ("/ns/t",)
+
+
+def test_a_name_that_is_none_is_passed_over(site, pair):
+    a, _ = pair
+    a.cluster.assign("/not a name", a.node, "new")
+    assert a.cluster.wishes(["/not a name"]).opens == ()
+
+
+def test_wishes_read_as_often_however_many_topics_there_are(site, pair):
+    a, b = pair
+    found = []
+    for count in (10, 60):
+        for number in range(count):
+            b.cluster.assign(f"/ns/t{number}", a.node, "new")
+        a.cluster.members.recent()
+        with site.counting() as calls:
+            assert len(a.cluster.wishes().opens) == count
+            a.cluster.wishes([f"/ns/t{number}" for number in range(21)])
+        found.append(calls)
+    # The owners and the assignments of all topics; so, too, for many changes.
+    assert found == [{"range": 4}, {"range": 4}]
+
+
+def test_what_a_broker_opens_when_it_starts(site, pair):
+    a, b = pair
+    for topic in ("/ns/mine", "/ns/moved", "/ns/sealed"):
+        b.create(topic)
+    b.log.seal("/ns/sealed")
+    a.create("/ns/theirs")
+    a.cluster.assign("/ns/assigned", b.node, "new")
+    site.crash("b")
+    again = site.start("b", state=MemberState.STARTING)
+    assert again.node == b.node
+    found = again.cluster.own_topics()
+    assert found == ["/ns/assigned", "/ns/mine", "/ns/moved", "/ns/sealed"]
+    a.log.topic("/ns/sealed")
+    assert "/ns/sealed" not in again.cluster.own_topics()
+
+
+def test_a_broker_alone_opens_all_topics(site):
+    assert site.start("a").cluster.own_topics() is None
+
+
+def test_a_deleted_topic_is_forgotten(site, pair):
+    a, _ = pair
+    a.cluster.assign("/ns/t", a.node, "new")
+    a.cluster.forget("/ns/t")
+    assert site.assignments() == {}
+
+
+def test_a_draining_broker_chooses_among_the_others(site, pair):
+    a, b = pair
+    assert a.cluster.placement().choose("/ns/t") == b.node
+    b.publish(MemberState.DRAINING)
+    assert a.cluster.placement().choose("/ns/t") is None
+
+
+def test_changes_are_reported(site, pair):
+    a, b = pair
+    found = []
+    watch = a.cluster.watch(found.append)
+    b.create("/ns/other")
+    a.cluster.assign("/ns/t", b.node, "new")
+    b.publish(MemberState.DRAINING)
+    eventually(lambda: f"brokers/{b.node}" in found, "the changes")
+    watch.close()
+    # Owner keys and processes are not among them.
+    assert set(found) == {"assignments/ns/t", f"brokers/{b.node}"}
+
+
+# -- topics without a log -------------------------------------------------------------------
+
+
+def test_a_topic_without_a_log_has_one_owner(site, pair):
+    a, b = pair
+    a.cluster.claim_unlogged(NAME)
+    a.cluster.claim_unlogged(NAME)
+    assert b.route("/ns/t", is_unlogged=True) == a.node
+    with pytest.raises(UnavailableError, match="another broker has the topic"):
+        b.cluster.claim_unlogged(NAME)
+    b.cluster.release_unlogged(NAME)
+    assert a.cluster.owner_node(NAME) == a.node
+    a.cluster.release_unlogged(NAME)
+    assert a.cluster.owner_node(NAME) is None
+    b.cluster.claim_unlogged(NAME)
+
+
+def test_an_owner_key_ends_with_the_lease_and_is_restored(site, pair):
+    a, b = pair
+    a.cluster.claim_unlogged(NAME)
+    assert a.cluster.renew_unlogged() == []
+    site.end_lease(a)
+    assert b.cluster.owner_node(NAME) is None
+    a.log.tiers.membership.renew()
+    assert a.cluster.renew_unlogged() == []
+    assert b.cluster.owner_node(NAME) == a.node
+    with site.counting() as calls:
+        assert a.cluster.renew_unlogged() == []
+    assert not calls
+
+
+def test_an_owner_key_that_another_broker_took_is_lost(site, pair):
+    a, b = pair
+    a.cluster.claim_unlogged(NAME)
+    site.end_lease(a)
+    b.cluster.claim_unlogged(NAME)
+    a.log.tiers.membership.renew()
+    assert a.cluster.renew_unlogged() == ["/ns/t"]
+    assert a.cluster.renew_unlogged() == []
+    a.cluster.release_unlogged(NAME)
+    assert a.cluster.owner_node(NAME) == b.node
+
+
+def test_a_claim_without_a_lease_is_refused(site, pair):
+    a, b = pair
+    site.end_lease(a)
+    with pytest.raises(UnavailableError):
+        a.cluster.claim_unlogged(NAME)
+    assert b.cluster.owner_node(NAME) is None
+
+
+def test_a_lost_answer_to_a_claim_is_resolved(site, pair):
+    a, b = pair
+    site.lose_answer("transact", OWNER)
+    a.cluster.claim_unlogged(NAME)
+    assert b.cluster.owner_node(NAME) == a.node
+
+
+def test_a_claim_that_may_land_late_is_not_lost_to_another(site, pair):
+    a, b = pair
+    site.metadata.delay_next_change()
+    with pytest.raises(UnavailableError, match="lost"):
+        a.cluster.claim_unlogged(NAME)
+    site.metadata.deliver_delayed()
+    assert b.cluster.owner_node(NAME) == a.node
+    a.cluster.claim_unlogged(NAME)
+    # Nor is a topic that this broker has.
+    site.end_lease(a)
+    a.log.tiers.membership.renew()
+    site.metadata.delay_next_change()
+    with pytest.raises(UnavailableError, match="lost"):
+        a.cluster.renew_unlogged()
+    assert a.cluster.renew_unlogged() == []
+    assert b.cluster.owner_node(NAME) == a.node
+
+
+def test_a_replaced_process_loses_its_topics_and_leaves_the_keys_of_its_copy(site, pair):
+    a, _ = pair
+    a.cluster.claim_unlogged(NAME)
+    other = TopicName.parse("/ns/u")
+    a.cluster.claim_unlogged(other)
+    process = f"/danube/cluster/nodes/{a.node}/process"
+    value = site.metadata.get(process).value.replace(b'"instance":"', b'"instance":"x')
+    site.metadata.put(process, value)
+    key = site.metadata.get(OWNER)
+    with pytest.raises(FencedError):
+        a.log.tiers.membership.renew()
+    # The copy has them, under its own lease.
+    site.metadata.put(OWNER, key.value)
+    a.cluster.release_unlogged(NAME)
+    assert site.metadata.get(OWNER).value == key.value
+    assert a.cluster.renew_unlogged() == ["/ns/u"]

@@ -1,0 +1,578 @@
+"""Election, and what the leader does: requests, sweeps, balance."""
+
+from collections import Counter
+
+import pytest
+
+from ister.broker.cluster.assignments import NEW, OWNER_DOWN, Assignment
+from ister.broker.cluster.members import MemberState
+from ister.errors import UnavailableError
+from support.cluster import TTL
+
+KEY = "/danube/cluster/leader"
+
+
+def names(count):
+    return [f"/ns/t{number}" for number in range(count)]
+
+
+def wish(site, topic, node, reason="moved"):
+    site.brokers[min(site.brokers)].cluster.assign(topic, node, reason)
+
+
+def sealed(broker, *topics):
+    """Topics that a broker has created and handed over."""
+    for topic in topics:
+        broker.create(topic)
+        broker.log.seal(topic)
+
+
+# -- election -------------------------------------------------------------------------------
+
+
+def test_the_first_that_looks_leads(site):
+    a, b = site.start("a"), site.start("b")
+    assert a.round()
+    assert not b.round()
+    assert b.cluster.leadership.node == a.node
+    assert a.cluster.leadership.is_leader
+    assert not b.cluster.leadership.is_leader
+
+
+def test_only_an_active_broker_takes_the_key(site):
+    a = site.start("a", state=MemberState.STARTING)
+    assert not a.round()
+    assert site.metadata.get(KEY) is None
+    a.publish(MemberState.ACTIVE)
+    assert a.round()
+
+
+def test_a_lost_answer_is_read_back(site):
+    a = site.start("a")
+    site.lose_answer("transact", KEY)
+    assert a.round()
+
+
+def test_an_answer_that_lands_late_makes_the_same_process_leader(site):
+    a, b = site.start("a"), site.start("b")
+    site.metadata.delay_next_change()
+    assert not a.cluster.leadership.step(may_lead=True)
+    site.clock.advance(1)
+    site.metadata.deliver_delayed()
+    assert not b.round()
+    assert a.round()
+
+
+def test_a_key_ends_with_the_lease_and_another_broker_leads(site):
+    a, b = site.start("a"), site.start("b")
+    a.round()
+    site.crash("a")
+    assert b.round()
+    assert b.cluster.leadership.node == b.node
+
+
+def test_a_broker_whose_lease_has_ended_cannot_take_the_key(site):
+    a = site.start("a")
+    site.end_lease(a)
+    assert not a.cluster.leadership.step(may_lead=True)
+    a.log.tiers.membership.renew()
+    assert a.cluster.leadership.step(may_lead=True)
+
+
+def test_two_processes_of_one_node_are_two_leaders(site):
+    """A process that was killed leaves its key, which the next one does not take for its own."""
+    a = site.start("a")
+    a.round()
+    site.kill(a.log)
+    again = site.start("a")
+    assert again.node == a.node
+    assert not again.round()
+    site.pass_time(TTL + 1)
+    assert again.round()
+
+
+def test_a_leader_that_resigns_is_followed(site):
+    a, b = site.start("a"), site.start("b")
+    a.round()
+    a.cluster.leadership.resign()
+    assert not a.cluster.leadership.is_leader
+    assert b.round()
+    # Only its own key is removed.
+    a.cluster.leadership.is_leader = True
+    a.cluster.leadership.resign()
+    assert not a.round()
+
+
+def test_a_broker_that_drains_lets_another_one_lead(site):
+    a, b = site.start("a"), site.start("b")
+    a.round()
+    a.cluster.drain()
+    assert not a.round()
+    assert b.round()
+    assert a.cluster.own.state is MemberState.DRAINING
+
+
+def test_a_value_that_cannot_be_read_is_somebody_else(site):
+    a = site.start("a")
+    site.metadata.put(KEY, b"\xff")
+    assert not a.round()
+    assert a.cluster.leadership.node is None
+    assert a.cluster.leadership.absent_seconds() == 0
+
+
+def test_how_long_there_has_been_no_leader_counts_up_to_the_last_look(site):
+    a = site.start("a", state=MemberState.DRAINING)
+    leadership = a.cluster.leadership
+    assert leadership.absent_seconds() == 0
+    leadership.step(may_lead=False)
+    site.clock.advance(10)
+    # Nobody has looked since: there may be a leader.
+    assert leadership.absent_seconds() == 0
+    leadership.step(may_lead=False)
+    assert leadership.absent_seconds() == 10
+    site.metadata.put(KEY, b"{}")
+    leadership.step(may_lead=False)
+    assert leadership.absent_seconds() == 0
+
+
+def test_a_store_that_does_not_answer_is_reported(site):
+    a = site.start("a")
+
+    def refuse(kind, key):
+        raise UnavailableError("gone")
+
+    site.metadata.before = refuse
+    with pytest.raises(UnavailableError):
+        a.cluster.lead(has_changed=True)
+
+
+# -- requests -------------------------------------------------------------------------------
+
+
+def ask(broker, *topics):
+    cluster = broker.cluster
+    lease = broker.log.tiers.membership.lease
+    for topic in topics:
+        cluster.assignments.request(topic, node=broker.node, lease=lease)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_requests_are_answered_evenly(site, count):
+    a, b, c = (site.start(name) for name in "abc")
+    a.round()
+    ask(b, *names(count))
+    a.round()
+    counts = Counter(site.assignments().values())
+    assert counts.total() == count
+    assert max(counts.values()) - min(counts[one.node] for one in (a, b, c)) <= 1
+    assert a.cluster.assignments.requests() == []
+    assert {known.reason for known, _ in a.cluster.assignments.all().values()} == {NEW}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_request_for_a_topic_that_has_an_owner_is_withdrawn(site, count):
+    """Else the topic would be moved for nothing."""
+    a, b = site.start("a"), site.start("b")
+    a.round()
+    for topic in names(count):
+        b.create(topic)
+    ask(a, *names(count))
+    a.round()
+    assert site.assignments() == {}
+    assert a.cluster.assignments.requests() == []
+
+
+def test_a_request_for_a_topic_that_is_assigned_already_is_withdrawn(site):
+    a, b = site.start("a"), site.start("b")
+    a.round()
+    wish(site, "/ns/t", b.node)
+    ask(a, "/ns/t")
+    a.round()
+    assert site.assignments() == {"/ns/t": b.node}
+    assert a.cluster.assignments.requests() == []
+
+
+def test_a_request_is_kept_while_no_broker_takes_topics(site):
+    a, b = site.start("a"), site.start("b", state=MemberState.DRAINING)
+    a.round()
+    a.publish(MemberState.DRAINING)
+    ask(b, "/ns/t")
+    a.round()
+    assert not a.cluster.leadership.is_leader  # a broker that is drained does not lead
+    assert b.cluster.assignments.requests() == ["/ns/t"]
+    a.publish(MemberState.ACTIVE)
+    a.round()
+    assert site.assignments() == {"/ns/t": a.node}
+
+
+def test_an_assignment_to_a_broker_that_is_gone_is_replaced(site):
+    a, _ = site.start("a"), site.start("b")
+    a.round()
+    wish(site, "/ns/t", "gone")
+    assert a.cluster.leader.assign("/ns/t") in {one.node for one in site.brokers.values()}
+
+
+def test_assignments_that_happen_meanwhile_are_not_overwritten(site):
+    a, b = site.start("a"), site.start("b")
+    a.round()
+    key = "/danube/cluster/assignments/ns/t"
+    site.before_next("transact", key, lambda: wish(site, "/ns/t", b.node))
+    with pytest.raises(UnavailableError, match="retry"):
+        a.cluster.leader.assign("/ns/t")
+    assert site.assignments() == {"/ns/t": b.node}
+
+
+# -- sweeps ---------------------------------------------------------------------------------
+
+
+def test_the_topics_of_a_dead_broker_go_to_the_others_evenly(site):
+    a, b, c, d = (site.start(name) for name in "abcd")
+    for topic in names(30):
+        d.create(topic)
+    a.round(has_changed=True)
+    assert site.assignments() == {}
+    site.crash("d")
+    a.round(has_changed=True)
+    assert Counter(site.assignments().values()) == {a.node: 10, b.node: 10, c.node: 10}
+    assert {known.reason for known, _ in a.cluster.assignments.all().values()} == {OWNER_DOWN}
+
+
+@pytest.mark.parametrize("key", ["ns/a b", "ns/t/more", "ns", "ns/unreadable"])
+def test_a_record_that_is_no_topics_holds_up_nobody(site, key):
+    a, b = site.start("a"), site.start("b")
+    sealed(b, "/ns/t")
+    found = site.metadata.get("/danube/topics/ns/t").value
+    site.metadata.put(f"/danube/topics/{key}", b"?" if key == "ns/unreadable" else found)
+    site.crash("b")
+    a.round(has_changed=True)
+    site.start("c")
+    a.round(has_changed=True)
+    assert set(site.assignments()) == {"/ns/t"}
+
+
+def test_what_brokers_have_counts(site):
+    a, b, c = (site.start(name) for name in "abc")
+    for number in range(6):
+        a.create(f"/ns/a{number}")
+    for topic in names(10):
+        c.create(topic)
+    site.crash("c")
+    a.round(has_changed=True)
+    assert Counter(site.assignments().values()) == {a.node: 2, b.node: 8}
+
+
+def test_a_topic_whose_last_owner_is_up_goes_back_to_it(site):
+    a, b, c = (site.start(name) for name in "abc")
+    b.create("/ns/t")
+    wish(site, "/ns/t", c.node)
+    site.crash("c")
+    b.log.topic("/ns/t").close()
+    site.metadata.delete("/danube/cluster/owners/ns/t")
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": b.node}
+
+
+def test_a_broker_that_comes_back_gets_its_topics_from_those_that_stood_in(site):
+    a, b, c = (site.start(name) for name in "abc")
+    b.create("/ns/t")
+    site.crash("b")
+    a.round(has_changed=True)
+    assert site.assignments()["/ns/t"] in (a.node, c.node)
+    back = site.start("b")
+    # It has not opened the topic yet.
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": back.node}
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_topic_of_a_move_that_failed_goes_back_to_its_last_owner(site, is_sealed):
+    """Nobody else can open it before it is sealed."""
+    a, b = site.start("a"), site.start("b")
+    b.create("/ns/t")
+    if is_sealed:
+        b.log.seal("/ns/t")
+    wish(site, "/ns/t", a.node)
+    site.crash("b")
+    back = site.start("b")
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": a.node if is_sealed else back.node}
+
+
+def test_a_broker_that_slept_keeps_its_topics(site):
+    """Else every pause longer than the lease would empty a broker."""
+    a, b, c = (site.start(name) for name in "abc")
+    b.create("/ns/t")
+    site.end_lease(b)
+    a.round(has_changed=True)
+    assert site.assignments()["/ns/t"] in (a.node, c.node)
+    b.log.tiers.membership.renew()
+    b.publish()
+    assert b.cluster.wishes().leaves == {}
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": b.node}
+
+
+def test_a_broker_that_starts_keeps_its_topics(site):
+    a, b = site.start("a"), site.start("b")
+    b.create("/ns/t")
+    site.crash("b")
+    site.start("b", state=MemberState.STARTING)
+    a.round(has_changed=True)
+    assert site.assignments() == {}
+
+
+def test_an_assignment_to_a_broker_that_starts_stands(site):
+    a, b = site.start("a"), site.start("b", state=MemberState.STARTING)
+    sealed(a, "/ns/t")
+    wish(site, "/ns/t", b.node)
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": b.node}
+
+
+def test_an_assignment_to_a_broker_that_drains_is_replaced(site):
+    a, b = site.start("a"), site.start("b")
+    sealed(a, "/ns/t")
+    wish(site, "/ns/t", b.node)
+    b.publish(MemberState.DRAINING)
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": a.node}
+
+
+def test_a_topic_that_is_being_handed_over_is_left_to_its_broker(site):
+    a, b = site.start("a"), site.start("b")
+    b.create("/ns/t")
+    b.publish(MemberState.DRAINING)
+    b.log.topic("/ns/t").close()
+    site.metadata.delete("/danube/cluster/owners/ns/t")
+    a.round(has_changed=True)
+    assert site.assignments() == {}
+
+
+def test_a_topic_that_was_handed_over_to_a_broker_that_died_goes_on(site):
+    """Its last owner still drains, and has nothing to do with it any more."""
+    a, b, c = (site.start(name) for name in "abc")
+    b.publish(MemberState.DRAINING)
+    sealed(b, "/ns/t")
+    wish(site, "/ns/t", c.node)
+    site.crash("c")
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": a.node}
+
+
+def test_an_assignment_in_vain_is_corrected(site):
+    """The broker that a topic was to move to is gone: it stays with its owner."""
+    a, b, c = (site.start(name) for name in "abc")
+    b.create("/ns/t")
+    wish(site, "/ns/t", c.node)
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": c.node}
+    site.crash("c")
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/t": b.node}
+
+
+def test_assignments_of_deleted_topics_are_removed_after_a_while(site):
+    a, b = site.start("a"), site.start("b")
+    sealed(b, "/ns/kept")
+    b.create("/ns/deleted")
+    for topic in ("/ns/kept", "/ns/deleted", "/ns/never"):
+        wish(site, topic, b.node)
+    b.log.delete("/ns/deleted")
+    a.round(has_changed=True)
+    assert len(site.assignments()) == 3
+    site.pass_time(61)
+    a.round(has_changed=True)
+    assert site.assignments() == {"/ns/kept": b.node}
+
+
+def test_an_assignment_that_is_used_meanwhile_is_not_removed(site):
+    a, b = site.start("a"), site.start("b")
+    wish(site, "/ns/t", b.node)
+    site.pass_time(61)
+    key = "/danube/cluster/assignments/ns/t"
+    site.before_next("transact", key, lambda: wish(site, "/ns/t", b.node))
+    a.cluster.lead(has_changed=True)
+    assert site.assignments() == {"/ns/t": b.node}
+
+
+@pytest.mark.parametrize("act", ["sweep", "assign", "move", "forget"])
+def test_a_process_that_does_not_lead_any_more_writes_nothing(site, act):
+    a, b, c = (site.start(name) for name in "abc")
+    a.round()
+    leader = a.cluster.leader
+    if act == "sweep":
+        c.create("/ns/t")
+        site.crash("c")
+    if act == "move":
+        for topic in names(10):
+            b.create(topic)
+        moves = leader.plan(5)
+        assert moves
+    if act == "forget":
+        wish(site, "/ns/t", b.node)
+        site.pass_time(61)
+    # Another process has the key, and this one has not looked since.
+    site.metadata.put(KEY, b"{}")
+    before = site.metadata.range("/danube/cluster/assignments/")
+    if act == "assign":
+        with pytest.raises(UnavailableError):
+            leader.assign("/ns/t")
+    elif act == "move":
+        assert leader.move(moves) == []
+    else:
+        assert leader.sweep() == []
+    assert site.metadata.range("/danube/cluster/assignments/") == before
+
+
+def test_a_sweep_reads_as_often_however_many_topics_there_are(site):
+    a, b = site.start("a"), site.start("b")
+    a.round()
+    found = []
+    for count in (10, 60):
+        for topic in names(count):
+            b.create(topic)
+            wish(site, topic, b.node)
+        with site.counting() as calls:
+            a.cluster.leader.sweep()
+        found.append(calls)
+    # The members, and the records, owners and assignments of all topics.
+    assert found == [{"range": 4}, {"range": 4}]
+
+
+def test_a_new_leader_looks_at_all_topics(site):
+    a, b, c = (site.start(name) for name in "abc")
+    a.round()
+    c.create("/ns/t")
+    site.crash("c")
+    site.crash("a")
+    assert b.round(has_changed=False)
+    assert site.assignments() == {}  # it is alone, and needs none
+    site.start("d")
+    b.cluster.leadership.resign()
+    assert b.round(has_changed=False)
+    assert set(site.assignments()) == {"/ns/t"}
+
+
+# -- balance --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uneven(site):
+    """Two brokers, of which one has all topics."""
+    settings = {"enabled": True, "interval_seconds": 60, "cooldown_seconds": 600, "max_moves": 2}
+    a, b = site.start("a", **settings), site.start("b", **settings)
+    a.round()
+    for topic in names(10):
+        a.create(topic)
+    return a, b
+
+
+def hand_over(site, a, b):
+    """The moves that were asked for happen."""
+    moved = a.cluster.wishes().leaves
+    for topic in moved:
+        a.log.seal(topic)
+        b.log.topic(topic)
+    return moved
+
+
+def test_topics_move_a_few_at_a_time(site, uneven):
+    a, b = uneven
+    site.pass_time(60)
+    a.round()
+    assert len(site.assignments()) == 2
+    assert set(site.assignments().values()) == {b.node}
+    # While these move, no others do.
+    site.pass_time(60)
+    a.round()
+    assert len(site.assignments()) == 2
+    assert len(hand_over(site, a, b)) == 2
+    site.pass_time(60)
+    a.round()
+    assert len(site.assignments()) == 4
+    assert [move.target for _, move in a.cluster.leader.moves] == [b.node] * 4
+
+
+def test_the_interval_counts_from_the_start(site, uneven):
+    a, _ = uneven
+    site.pass_time(59)
+    a.round()
+    assert site.assignments() == {}
+
+
+def test_it_is_off_by_default(site):
+    a, _ = site.start("a"), site.start("b")
+    a.round()
+    for topic in names(10):
+        a.create(topic)
+    site.pass_time(3600)
+    a.round(has_changed=True)
+    assert site.assignments() == {}
+
+
+def test_a_topic_that_moved_lately_stays_even_with_another_leader(site, uneven):
+    a, b = uneven
+    site.pass_time(60)
+    a.round()
+    moved = hand_over(site, a, b)
+    # All others move to the first broker, and the second one leads.
+    a.cluster.leadership.resign()
+    assert b.round()
+    for number in range(8):
+        b.create(f"/ns/b{number}")
+    for topic in sorted(set(names(10)) - set(moved)):
+        a.log.seal(topic)
+        b.log.topic(topic)
+
+    def planned(**how):
+        return {move.topic for move in b.cluster.leader.plan(100, **how)}
+
+    assert planned(has_cooldown=True)
+    assert not planned(has_cooldown=True) & set(moved)
+    assert planned() & set(moved), "an operator's rebalance waits for nothing"
+    site.pass_time(601)
+    assert planned(has_cooldown=True) & set(moved)
+
+
+def test_a_plan_changes_nothing(site, uneven):
+    a, _ = uneven
+    before = site.metadata.revision
+    assert len(a.cluster.leader.plan(3)) == 3
+    assert site.metadata.revision == before
+
+
+def test_a_move_that_cannot_happen_does_not_stop_the_others(site, uneven):
+    """An assignment to a broker that is gone is no move under way."""
+    a, _ = uneven
+    for topic in names(2):
+        wish(site, topic, "gone", reason="new")
+    assert len(a.cluster.leader.plan(2)) == 2
+
+
+def test_a_wish_since_the_plan_wins(site, uneven):
+    a, b = uneven
+    plan = a.cluster.leader.plan(2)
+    site.start("c")
+    wish(site, plan[0].topic, "c")
+    assert a.cluster.leader.move(plan) == plan[1:]
+    assert site.assignments() == {plan[0].topic: "c", plan[1].topic: b.node}
+
+
+def test_an_even_load_stays(site, uneven):
+    a, b = uneven
+    for topic in names(5):
+        a.log.seal(topic)
+        b.log.topic(topic)
+    assert a.cluster.leader.plan(100) == []
+
+
+def test_an_owner_that_cannot_be_read_is_passed_over(site):
+    a = site.start("a")
+    site.metadata.put("/danube/cluster/owners/ns/t", b"\xff")
+    assert a.cluster.owners() == {}
+    assert a.cluster.leader._owner("/ns/t") == {}
+
+
+def test_a_stand_in_is_told_from_a_move():
+    assert Assignment(node="a", reason=OWNER_DOWN, at=0).is_stand_in
+    assert not Assignment(node="a", reason="moved", at=0).is_stand_in

@@ -1,0 +1,198 @@
+"""The HTTP API of several brokers: what each says of the cluster, and does for the others."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+
+from ister.broker.security.principal import PrincipalKind
+from ister.broker.security.rights import Binding, Scope
+from ister.subscription.policy import SubscriptionKind
+from support.broker import a_broker, a_record, eventually, run
+from support.security import auth_settings, sign
+
+T = "/default/t"
+PATH = "topics/default/t"
+
+
+class Page:
+    """Calls of one broker's API."""
+
+    def __init__(self, broker, session):
+        self.broker = broker
+        self.node = broker.cluster.own.node
+        self._session = session
+
+    async def get(self, path, who=None):
+        async with self._session.get(f"/api/{path}", headers=_headers(who)) as response:
+            return response.status, await response.json()
+
+    async def post(self, path, body=None, who=None):
+        headers = {"X-Ister-Action": "yes", **_headers(who)}
+        async with self._session.post(f"/api/{path}", json=body or {}, headers=headers) as response:
+            return response.status, await response.json()
+
+
+def _headers(who):
+    return {} if who is None else {"Authorization": f"Bearer {sign(who)}"}
+
+
+@asynccontextmanager
+async def pages(tmp_path, *names, **broker):
+    settings = {
+        "storage": {
+            "cloud": {"root": str(tmp_path / "objects")},
+            "metadata": {"path": str(tmp_path / "metadata.db")},
+        },
+        "broker": broker,
+    }
+    async with AsyncExitStack() as stack:
+        made = []
+        for name in names:
+            started = a_broker(tmp_path / name, settings)
+            one, _, listening = await stack.enter_async_context(started)
+            session = aiohttp.ClientSession(f"http://127.0.0.1:{listening.http}")
+            made.append(Page(one, await stack.enter_async_context(session)))
+        yield made
+
+
+async def at(page):
+    """A topic with a message, at one broker."""
+    await asyncio.to_thread(page.broker.cluster.assign, T, page.node, "test")
+    topic = await page.broker.topics.get_or_create(T, is_reliable=True)
+    await topic.publish(a_record(topic=T))
+    return topic
+
+
+def test_every_broker_describes_the_cluster(tmp_path):
+    async def scenario():
+        async with pages(tmp_path, "a", "b", cluster={"zone": "west"}) as [a, b]:
+            await at(a)
+
+            async def is_led():
+                return (await b.get("cluster"))[1]["leader"] is not None
+
+            await eventually(is_led)
+            for page in (a, b):
+                status, found = await page.get("cluster")
+                assert status == 200
+                assert [one["is_this"] for one in found["brokers"]] == [True, False]
+                by_node = {one["node"]: one for one in found["brokers"]}
+                assert by_node[a.node]["topics"] == 1
+                assert by_node[b.node]["topics"] == 0
+                assert sum(one["is_leader"] for one in found["brokers"]) == 1
+                for one in found["brokers"]:
+                    assert (one["state"], one["zone"]) == ("active", "west")
+                    assert one["version"]
+                    assert one["load"].keys() >= {"topics", "cpu", "upload_lag_bytes"}
+                assert found["balance"]["variation"] == 1.0
+                assert (found["moves"], found["waiting"]) == ([], [])
+                assert found["rights"] == {"brokers": True, "topics": True}
+
+    run(scenario())
+
+
+def test_broker_alone_is_a_cluster(tmp_path):
+    async def scenario():
+        async with pages(tmp_path, "a") as [a]:
+            status, found = await a.get("cluster")
+            assert (status, len(found["brokers"])) == (200, 1)
+            assert found["balance"]["variation"] == 0
+            status, refusal = await a.post(f"brokers/{a.node}/drain")
+            assert (status, a.broker.cluster.own.is_active) == (409, True)
+            assert "no other broker" in refusal["error"]
+
+    run(scenario())
+
+
+def test_actions_at_another_broker(tmp_path):
+    """Goal: each is asked for at one broker and done by the other, or said to be impossible."""
+
+    async def scenario():
+        async with pages(tmp_path, "a", "b") as [a, b]:
+            topic = await at(a)
+            await topic.subscribe("s", SubscriptionKind.SHARED, "c", ())
+            status, done = await b.post(f"{PATH}/subscriptions/s/seek", {"to": "latest"})
+            assert (status, done["offset"]) == (200, 1)
+            assert topic.subscriptions["s"].delivery.cursor == 1
+            status, refusal = await b.post(f"{PATH}/subscriptions/no/seek", {"to": 0})
+            assert (status, refusal["code"]) == (404, "NOT_FOUND")
+            status, done = await a.post(f"{PATH}/move", {"to": b.node})
+            assert (status, done["node"]) == (200, b.node)
+            assert b.broker.topics.find_open(T) is not None
+            status, done = await a.post(f"brokers/{b.node}/drain")
+            assert (status, done["moved"], done["failed"]) == (200, 1, [])
+            assert b.broker.cluster.own.state == "draining"
+
+            async def is_at_a():
+                return (await b.get(PATH))[1]["owner"] == {
+                    "node": a.node,
+                    "broker_url": a.broker.cluster.own.broker_url,
+                }
+
+            await eventually(is_at_a)
+            status, refusal = await a.post(f"{PATH}/move", {"to": b.node})
+            assert (status, "draining" in refusal["error"]) == (409, True)
+            status, done = await a.post(f"brokers/{b.node}/activate")
+            assert (status, b.broker.cluster.own.state) == (200, "active")
+            status, done = await b.post(f"{PATH}/unload")
+            assert status == 200
+            await eventually(lambda: b.broker.topics.find_open(T) is not None)
+            for page in (a, b):
+                status, done = await page.post("cluster/rebalance", {"dry_run": True})
+                assert (status, done["moves"], done["dry_run"]) == (200, [], True)
+            status, refusal = await a.post(f"{PATH}/take-over", {"confirm": True})
+            assert (status, "is up" in refusal["error"]) == (409, True)
+            for path, body in (
+                (f"{PATH}/move", {}),
+                (f"{PATH}/move", {"to": 7}),
+                (f"{PATH}/take-over", {"confirm": "yes"}),
+                ("cluster/rebalance", {"dry_run": 1}),
+            ):
+                assert (await a.post(path, body))[0] == 400
+            assert (await a.post("brokers/nobody/drain"))[0] == 404
+
+    run(scenario())
+
+
+def test_changes_need_rights_at_both_brokers(tmp_path):
+    async def scenario():
+        async with pages(tmp_path, "a", "b", auth=auth_settings(tmp_path)) as [a, b]:
+            await at(a)
+            binding = Binding(
+                id="ada",
+                principal_kind=PrincipalKind.USER,
+                principal_name="ada",
+                roles=("consumer",),
+                scope=Scope.CLUSTER,
+                resource="",
+            )
+            await asyncio.to_thread(a.broker.guard.access.create_binding, binding)
+
+            async def is_known():
+                return (await b.get("cluster", "ada"))[0] == 200
+
+            await eventually(is_known)
+            assert (await b.get("cluster", "ada"))[1]["rights"] == {
+                "brokers": False,
+                "topics": False,
+            }
+            for path, body in (
+                (f"{PATH}/move", {"to": b.node}),
+                (f"{PATH}/take-over", {}),
+                (f"{PATH}/unload", {}),
+                (f"brokers/{a.node}/drain", {}),
+                (f"brokers/{a.node}/activate", {}),
+                ("cluster/rebalance", {}),
+            ):
+                assert (await b.post(path, body, "ada"))[0] == 403, path
+                assert (await b.post(path, body))[0] == 401, path
+            status, done = await b.post(f"brokers/{a.node}/drain", {}, "root")
+            assert (status, done["moved"]) == (200, 1)
+            # The other broker checks, too.
+            await b.post(f"brokers/{a.node}/activate", {}, "root")
+            a.broker.guard.access.allows = lambda *_, **__: False
+            status, refusal = await b.post(f"brokers/{a.node}/drain", {}, "root")
+            assert (status, refusal["code"]) == (403, "PERMISSION_DENIED")
+
+    run(scenario())

@@ -1,0 +1,250 @@
+"""Calls about a topic of another broker: sent on once, with the caller's own rights."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+
+from ister import wire
+from ister.broker.cluster.peers import FORWARDED
+from ister.broker.security.cluster_secret import read_secret
+from ister.broker.security.principal import PrincipalKind
+from ister.broker.security.rights import Binding, Scope
+from ister.clock import SystemClock
+from ister.metadata.memory import MemoryMetadata
+from ister.wire import danube, danube_admin, ister_api
+from support.broker import a_broker, a_record, eventually, run
+from support.cases import each
+from support.certificates import LOCAL_NAMES, Authority
+from support.security import auth_settings, sign
+
+TOPIC = "/default/orders"
+both_engines = each("engine", ["grpcio", "native"])
+
+
+@asynccontextmanager
+async def brokers(tmp_path, *names, settings=None, engine="grpcio"):
+    """Brokers that share a metadata store and a bucket, each with stubs."""
+    tree = {
+        "storage": {
+            "cloud": {"root": str(tmp_path / "objects")},
+            "metadata": {"path": str(tmp_path / "metadata.db")},
+        },
+        **(settings or {}),
+    }
+    tree["broker"] = {**tree.get("broker", {}), "grpc": {"engine": engine}}
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(a_broker(tmp_path / name, tree)) for name in names]
+
+
+async def at(broker, topic=TOPIC, *, is_reliable=True):
+    """Makes a broker have a topic."""
+    await asyncio.to_thread(broker.cluster.assign, topic, broker.cluster.own.node, "test")
+    return await broker.topics.get_or_create(topic, is_reliable=is_reliable)
+
+
+@both_engines
+def test_any_broker_answers_for_a_topic(tmp_path, engine):
+    async def scenario():
+        async with brokers(tmp_path, "a", "b", engine=engine) as [(a, here, _), (_, there, _)]:
+            topic = await at(a)
+            for number in range(3):
+                await topic.publish(a_record(b"%d" % number, topic=TOPIC))
+            subscribed = danube.ConsumerRequest(
+                topic_name=TOPIC, consumer_name="c", subscription="s", subscription_type=1
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await there.consumers.Subscribe(subscribed)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE  # clients follow
+            await here.consumers.Subscribe(subscribed)
+            name = ister_api.TopicName(topic=TOPIC)
+            assert (await there.admin.DescribeTopic(name)).next == 3
+            shown = json.loads((await there.admin.ShowTopic(name)).json)
+            assert shown["watermarks"]["next"] == 3
+            moved = await there.admin.Seek(
+                ister_api.SeekRequest(topic=TOPIC, subscription="s", earliest=True)
+            )
+            assert moved.cursor == 0
+            assert topic.subscriptions["s"].delivery.cursor == 0
+            policies = await there.admin.SetTopicPolicies(
+                ister_api.SetPoliciesRequest(name=TOPIC, policies='{"max_publish_rate": 7}')
+            )
+            assert json.loads(policies.policies)["max_publish_rate"] == 7
+            assert topic.publish_rate.per_second == 7
+            found = await there.topics.DescribeTopic(danube_admin.DescribeTopicRequest(name=TOPIC))
+            assert found.broker_id == a.cluster.own.node
+            await there.topics.Unsubscribe(
+                danube_admin.SubscriptionRequest(topic=TOPIC, subscription="s")
+            )
+            assert not topic.subscriptions
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await there.topics.Unsubscribe(
+                    danube_admin.SubscriptionRequest(topic=TOPIC, subscription="s")
+                )
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND  # the other broker's status
+            await there.topics.DeleteTopic(danube_admin.TopicRequest(name=TOPIC))
+            assert TOPIC not in await a.topics.names()
+
+    run(scenario())
+
+
+@both_engines
+def test_call_that_was_sent_on_is_not_sent_on_again(tmp_path, engine):
+    async def scenario():
+        async with brokers(tmp_path, "a", "b", engine=engine) as [(a, _, _), (_, there, _)]:
+            await at(a)
+            forwarded = wire.Rpc("ister.Admin", "DescribeTopic")
+            forwarded.path = f"/{FORWARDED}ister.Admin/DescribeTopic"
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await forwarded.on(there.channel)(ister_api.TopicName(topic=TOPIC))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert a.cluster.own.broker_url in refused.value.details()
+
+    run(scenario())
+
+
+@both_engines
+def test_other_broker_judges_the_caller_itself(tmp_path, engine):
+    async def scenario():
+        settings = {"broker": {"auth": auth_settings(tmp_path)}}
+        started = brokers(tmp_path, "a", "b", settings=settings, engine=engine)
+        async with started as [(a, _, _), (_, there, _)]:
+            await at(a)
+            binding = Binding(
+                id="ada",
+                principal_kind=PrincipalKind.USER,
+                principal_name="ada",
+                roles=("consumer",),
+                scope=Scope.TOPIC,
+                resource=TOPIC,
+            )
+            await asyncio.to_thread(a.guard.access.create_binding, binding)
+            name = ister_api.TopicName(topic=TOPIC)
+
+            def asked(who):
+                headers = [("authorization", f"Bearer {sign(who)}")]
+                return there.admin.DescribeTopic(name, metadata=headers)
+
+            async def is_known():
+                try:
+                    return (await asked("ada")).topic == TOPIC
+                except grpc.aio.AioRpcError:
+                    return False
+
+            await eventually(is_known)
+            # Here they may, there they may not: the broker that has the topic decides.
+            a.guard.access.allows = lambda *_, **__: False
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await asked("ada")
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert "user:ada" in refused.value.details()
+
+    run(scenario())
+
+
+@both_engines
+def test_dead_letters_reach_a_topic_of_another_broker(tmp_path, engine):
+    async def scenario():
+        settings = {"broker": {"auth": auth_settings(tmp_path)}}
+        started = brokers(tmp_path, "a", "b", settings=settings, engine=engine)
+        async with started as [(a, _, _), (b, there, _)]:
+            letters = await at(a, "/default/letters")
+            message = a_record(b"poison", topic="/default/letters", routing_key="k", schema_id=3)
+            await b.topics._publish_dead_letter("/default/letters", message)
+            assert letters.next_offset == 1
+            found = next(iter(letters.topic.reader(0))).record
+            assert (found.payload, found.routing_key) == (b"poison", "k")
+            assert found.producer_name == message.producer_name
+            # Nobody else may: neither a caller with all rights nor one with a wrong secret.
+            peers = wire.stub(there.channel, "ister.Peers")
+            for header in (f"Bearer {sign('root')}", "Broker 00"):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await peers.PublishDeadLetter(
+                        ister_api.DeadLetter(topic=TOPIC), metadata=[("authorization", header)]
+                    )
+                assert refused.value.code().name in ("PERMISSION_DENIED", "UNAUTHENTICATED")
+            # And the secret is good for nothing else, whatever a super admin is called.
+            secret = b.topics.peers._secret
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await there.admin.DescribeTopic(
+                    ister_api.TopicName(topic=TOPIC),
+                    metadata=[("authorization", f"Broker {secret}")],
+                )
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+    run(scenario())
+
+
+def test_partitions_are_created_and_deleted_wherever_they_are(tmp_path):
+    async def scenario():
+        settings = {"broker": {"auth": auth_settings(tmp_path)}}
+        started = brokers(tmp_path, "a", "b", settings=settings)
+        async with started as [(a, _, _), (b, there, _)]:
+            root = [("authorization", f"Bearer {sign('root')}")]
+            names = [f"/default/many-part-{number}" for number in range(4)]
+            for number, name in enumerate(names):
+                node = (a, b)[number % 2].cluster.own.node
+                await asyncio.to_thread(a.cluster.assign, name, node, "test")
+            request = ister_api.CreateTopicRequest(topic="/default/many", partitions=4)
+            made = await there.admin.CreateTopic(request, metadata=root)
+            assert list(made.partitions) == names
+            assert [topic.name for topic in a.topics.served] == names[2::-2]
+            request = danube_admin.TopicRequest(name="/default/many")
+            await there.topics.DeleteTopic(request, metadata=root)
+            assert not a.topics.served
+            assert not b.topics.served
+
+    run(scenario())
+
+
+@each("has_certificate", [False, True])
+def test_brokers_talk_by_tls(tmp_path, has_certificate):
+    """Goal: calls go between brokers encrypted and verified; certificates are not passed on.
+
+    A client that is known by its certificate alone is told to ask the other broker.
+    """
+    authority = Authority()
+    issued = authority.issue("broker", names=LOCAL_NAMES)
+    cert_file, key_file = issued.write(tmp_path, "broker")
+    tls = {"cert_file": cert_file, "key_file": key_file, "ca_file": authority.write(tmp_path)}
+    auth = auth_settings(tmp_path)
+    if has_certificate:
+        tls["client_auth"], auth["mtls_principal"] = "required", True
+    settings = {"broker": {"tls": tls, "auth": auth}}
+
+    def channel_to(listening):
+        client = authority.issue("root", names=("root",)) if has_certificate else None
+        credentials = grpc.ssl_channel_credentials(
+            authority.certificate,
+            client.key if client else None,
+            client.certificate if client else None,
+        )
+        return grpc.aio.secure_channel(f"127.0.0.1:{listening.grpc}", credentials)
+
+    async def scenario():
+        async with brokers(tmp_path, "a", "b", settings=settings) as [(a, _, _), (b, _, there)]:
+            letters = await at(a)
+            async with channel_to(there) as channel:
+                describe = wire.stub(channel, "ister.Admin").DescribeTopic
+                name = ister_api.TopicName(topic=TOPIC)
+                root = [("authorization", f"Bearer {sign('root')}")]
+                assert (await describe(name, metadata=root)).topic == TOPIC
+                if has_certificate:
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await describe(name)
+                    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                    assert "look it up again" in refused.value.details()
+            await b.topics._publish_dead_letter(TOPIC, a_record(topic=TOPIC))
+            assert letters.next_offset == 1
+
+    run(scenario())
+
+
+def test_secret_is_one_for_all_brokers():
+    store = MemoryMetadata(SystemClock())
+    first = read_secret(store, root_prefix="/danube")
+    assert len(bytes.fromhex(first)) == 32
+    assert read_secret(store, root_prefix="/danube") == first
+    assert read_secret(store, root_prefix="/other") != first
