@@ -647,15 +647,21 @@ def test_producers_and_consumers_follow_their_topic_to_another_broker(pair, topi
 def test_a_client_is_sent_to_the_broker_that_has_the_topic(pair, topic):
     one, two = pair
 
-    async def scenario():
-        async with connect(one) as session, connect(two) as other:
+    async def owner():
+        async with connect(one) as session:
             await session.create_topic(topic)
+            found = await session.client.lookup_service.handle_lookup(one.url, topic)
+            return found.broker_url
+
+    async def scenario():
+        has_it = await owner()
+        async with connect(two if has_it == one.url else one) as other:
             # It asks the wrong one, for everything.
             producer = await other.producer(topic)
             inbox = await other.consumer(topic, attached=False)
             await producer.send(b"one")
             assert texts(await inbox.take(1)) == ["one"]
-            assert producer._producers[0].connect_url == one.url
+            assert producer._producers[0].connect_url == has_it
 
     run(scenario())
 

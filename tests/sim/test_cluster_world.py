@@ -131,7 +131,7 @@ def a_drain_forgets_a_topic(patch: pytest.MonkeyPatch) -> None:
 def a_rebalance_without_cooldown_never_settles(patch: pytest.MonkeyPatch) -> None:
     """One topic more is reason enough, and one that has just moved may move again."""
 
-    def plan(self: Leader, moves_max: int) -> list[Move]:
+    def plan(self: Leader, moves_max: int, *, has_cooldown: bool = False) -> list[Move]:
         owned: dict[str, list[str]] = {
             one.node: [] for one in self._members.read() if one.is_active
         }

@@ -1189,7 +1189,10 @@ class TierWorld:
         try:
             topic = self.open_topic(process, take_over=False)
         except WaitsForDiskError:
-            topic = process.log.read_only_topic(TOPIC)
+            try:
+                topic = process.log.read_only_topic(TOPIC)
+            except UnavailableError:
+                return  # a claim that was on its way has landed meanwhile
             topic.check()
             self.histories += 1
             self.look()
