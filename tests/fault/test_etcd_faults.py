@@ -91,16 +91,24 @@ class Place:
         )
         settings["storage"]["metadata"].pop("path")
         config = ister.load_config(settings, {})
-        metadata = EtcdMetadata(
-            config.storage.metadata.endpoints,
-            clock=SystemClock(),
-            call_timeout_seconds=CALL_SECONDS,
-        )
-        try:
-            log = Log(config, metadata=metadata)
-        except BaseException:
-            metadata.close()
-            raise
+
+        def attempt():
+            metadata = EtcdMetadata(
+                config.storage.metadata.endpoints,
+                clock=SystemClock(),
+                call_timeout_seconds=CALL_SECONDS,
+            )
+            try:
+                return Log(config, metadata=metadata)
+            except UnavailableError:
+                # A machine that is busy with other work may take longer to elect a leader.
+                metadata.close()
+                return None
+            except BaseException:
+                metadata.close()
+                raise
+
+        log = eventually(attempt, "etcd does not answer")
         self._logs.append(log)
         return log
 
