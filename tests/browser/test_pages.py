@@ -54,7 +54,7 @@ def test_topics_are_listed_and_searched(shop, open_page):
     page.get_by_role("searchbox").type("ORD")
     until(page, "document.querySelectorAll('tbody th').length === 1")
     assert texts(page, "tbody th a") == [ORDERS]
-    assert page.url.endswith("#/topics?search=ORD")
+    page.wait_for_url("**/#/topics?search=ORD")
     assert page.get_by_role("searchbox").input_value() == "ORD"
     page.get_by_role("searchbox").fill("nowhere")
     page.wait_for_selector(".empty")
