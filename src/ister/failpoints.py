@@ -51,6 +51,11 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "tier.before_swap",  # a merged object exists, nobody refers to it
         "tier.after_swap",  # it is part of the topic; those that it replaces are still there
         "tier.after_replace",  # repair: a descriptor names its new object
+        "express.before_put",  # runs of many topics are in memory
+        "express.after_put",  # an express object exists, nobody refers to it
+        "express.before_commit",  # before the transaction of some of its topics
+        "express.after_commit",  # these are part of their topics, nothing local knows
+        "express.after_collect",  # an express object that nobody refers to was removed
         "compact.after_part",  # a part of a merged object has been handed over
         "compact.after_object",  # a merged object exists, nobody refers to it
         "pipeline.after_lease",  # a job has its lease, and has looked at nothing yet

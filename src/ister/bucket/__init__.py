@@ -7,6 +7,8 @@ owner_transactions  the transactions behind that
 fence               the leased key that a job's changes require
 upload              the upload cycle: plan, make, commit
 object_maker        makes one object of a range of frames
+express             objects that topics share: make, commit, read the footer
+express_collection  removal of those that no topic needs
 egress              the limit on the upload rate
 catalog             a topic's record and descriptors, read without owning it
 names               names in the bucket and in the metadata store

@@ -160,6 +160,7 @@ class Membership:
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
         self._owned: dict[str, OwnedTopic] = {}
+        self._presence: tuple[Lease, Compare] | None = None
         forks.register(self)
         self.lease = self._join()
 
@@ -171,6 +172,24 @@ class Membership:
     def is_here(self) -> Compare:
         """A compare that holds while this process has the node; part of every claim."""
         return ValueIs(self._key, self._value)
+
+    def presence(self) -> Compare:
+        """A compare that fails from the moment on at which the lease ends, for good.
+
+        `is_here` holds again after this process has rejoined; this does not.
+
+        Raises:
+            UnavailableError: The metadata store does not answer, or the lease has ended.
+        """
+        lease, known = self.lease, self._presence
+        if known is not None and known[0] is lease:
+            return known[1]
+        found = self._store.get(self._key)
+        if found is None or found.value != self._value:
+            raise UnavailableError("the lease of this process has ended")
+        compare = RevisionIs(self._key, found.revision)
+        self._presence = (lease, compare)
+        return compare
 
     @property
     def valid_until(self) -> float:

@@ -270,14 +270,14 @@ class _Merge:
 
     def _all_frames(self) -> Iterator[FrameBatch]:
         for described in self._objects:
-            if described.format == FORMAT_FRAMES:
+            if described.format != FORMAT_PARQUET:
                 yield from self._frames_of(described)
             else:
                 yield from self._restored_frames_of(described)
 
     def _all_batches(self) -> Iterator[pa.RecordBatch]:
         for described in self._objects:
-            if described.format == FORMAT_FRAMES:
+            if described.format != FORMAT_PARQUET:
                 yield from self._decoded_frames_of(described)
             else:
                 reader = self._open_archive(described)

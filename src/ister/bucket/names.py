@@ -6,10 +6,15 @@
         objects/data-<start>-pending-<epoch>[-c<tag>].dnb1  being written, named by a copy
         objects/data-<start>-<end>[-<epoch>]-c<tag>.dnb1|.parquet       merged of several others
         topic.json                                  what `ister recover` needs to know
+    storage/express/<node>/<process>/<sequence>.dnbx    runs of many topics
     staging/<ns>/<topic>/<writer>/<batch>/          rows on their way to the topic
 
 `end` in a name is inclusive, as Danube's is, and converted here. The epoch in the name is what
 keeps an owner that was fenced, and writes on without knowing, away from its successor's objects.
+
+An express object is named after the process that writes it, which is random, and its sequence, so
+that no name is used twice. Where an object is a run of one, the run's place follows its name:
+`<name>@<position>+<length>`.
 
 The tag of a merged object is random: two runs that merge the same objects never write to the same
 name, and what one of them leaves out the other may keep.
@@ -22,10 +27,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ister.errors import TopicNameError, check
-from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET
+from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, is_express_name, parse_run_id
 from ister.model import TopicName
 
 TOPICS_PREFIX: Final = "storage/topics/"
+EXPRESS_PREFIX: Final = "storage/express/"
 STAGING_PREFIX: Final = "staging/"
 _NUMBER: Final = r"(0|[1-9][0-9]{0,19})"
 _TAG: Final = re.compile(r"[0-9a-f]{8}")
@@ -121,8 +127,22 @@ def objects_prefix(topic: TopicName) -> str:
 
 
 def object_key(topic: TopicName, object_id: str) -> str:
-    """The key of an object in the store."""
+    """The key of an object in the store; of a run, that of the slice (`objectstore.slices`)."""
+    if parse_run_id(object_id) is not None:
+        return EXPRESS_PREFIX + object_id
     return objects_prefix(topic) + object_id
+
+
+def express_name(node: str, process: str, sequence: int) -> str:
+    """The name of an express object."""
+    name = f"{node}/{process}/{sequence:020d}.dnbx"
+    check(is_express_name(name), f"not the name of an express object: {name!r}")
+    return name
+
+
+def express_key(name: str) -> str:
+    """The key of an express object in the store."""
+    return EXPRESS_PREFIX + name
 
 
 def manifest_key(topic: TopicName) -> str:

@@ -62,7 +62,8 @@ class OwnerTransactions:
         self._revision = revision
         self._clock = clock
         self._metrics = metrics
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while the topic's objects are changed."""
         self._outside = fence
         self._fence: FencedError | None = None
         self.on_fenced: Callable[[FencedError], None] = lambda error: None
@@ -127,7 +128,7 @@ class OwnerTransactions:
 
     def reassertion(self, lease: Lease) -> tuple[list[Compare], Put]:
         """The compares and the put of `reassert`, to combine topics in one transaction."""
-        with self._lock:
+        with self.lock:
             is_known = RevisionIs(self.catalog.keys.record, self._revision)
         return [is_known, self._is_kept()], self._owner_put(lease)
 
@@ -164,7 +165,7 @@ class OwnerTransactions:
         store = self.catalog.store
         unknown: CommitUnknownError | None = None
         for _ in range(_ATTEMPTS):
-            with self._lock:
+            with self.lock:
                 fenced: list[Compare] = [RevisionIs(self.catalog.keys.record, self._revision)]
                 if self._outside is not None:
                     fenced.append(self._outside.compare)
@@ -245,7 +246,7 @@ class OwnerTransactions:
 
     def _put_record(self, change: Callable[[TopicRecord], TopicRecord]) -> None:
         """Changes the record; what others have put into it meanwhile stays."""
-        with self._lock:
+        with self.lock:
             key = self.catalog.keys.record
             self._change([], lambda: [Put(key, encode_topic(change(self.record)))])
             self._refresh_record()

@@ -31,7 +31,12 @@ from ister.errors import (
     UnavailableError,
     check,
 )
-from ister.format.descriptor import ObjectDescriptor, decode_descriptor, encode_descriptor
+from ister.format.descriptor import (
+    FORMAT_EXPRESS,
+    ObjectDescriptor,
+    decode_descriptor,
+    encode_descriptor,
+)
 from ister.format.records import (
     RetiredObjects,
     SealedState,
@@ -96,8 +101,12 @@ class OwnedTopic(OwnerTransactions):
         found = self.catalog.store.get(self.catalog.keys.session)
         return None if found is None else decode_session(found.value, key=found.key)
 
-    def commit(self, descriptor: ObjectDescriptor) -> None:
+    def commit(self, descriptor: ObjectDescriptor, *, also: Sequence[Compare] = ()) -> None:
         """Publishes an object: from here on it is part of the topic.
+
+        Args:
+            descriptor: Of the object; begins where the newest one ends.
+            also: Further conditions of the transaction.
 
         Raises:
             FencedError: Another process owns the topic; nothing was published.
@@ -110,7 +119,7 @@ class OwnedTopic(OwnerTransactions):
         keys = self.catalog.keys
         key = keys.descriptor(descriptor.start)
         data = encode_descriptor(descriptor)
-        with self._lock:
+        with self.lock:
             self._require_open()
             check(
                 self.last is None or self.last.end == descriptor.start,
@@ -118,7 +127,7 @@ class OwnedTopic(OwnerTransactions):
             )
             failpoints.reach("tier.before_commit")
             began = self._clock.monotonic()
-            revision = self._publish(descriptor, key, data)
+            revision = self._publish(descriptor, key, data, also)
             self._metrics.observe("metadata.put_latency_seconds", self._clock.monotonic() - began)
             self._metrics.count("metadata.descriptor_write_total")
             failpoints.reach("tier.after_commit")
@@ -130,21 +139,57 @@ class OwnedTopic(OwnerTransactions):
                         "another process has committed more objects", topic=self.topic
                     )
                 return
-            self._current_revision = revision
-            self.last = descriptor
-            if self.first is None:
-                self.first = descriptor
+            self.take_commit(descriptor, revision)
 
-    def _publish(self, descriptor: ObjectDescriptor, key: str, data: bytes) -> int | None:
+    def prepare_commit(self, descriptor: ObjectDescriptor) -> tuple[list[Compare], list[Operation]]:
+        """The compares and operations of `commit`, to commit for many topics in one transaction.
+
+        The caller holds `lock` until it has called `take_commit`, or given up.
+
+        Raises:
+            FencedError: Another process owns the topic.
+            ConflictError: The newest object is another one.
+        """
+        self._require_open()
+        if self._fence is not None:
+            raise self._fence.again()
+        if self.last is not None and self.last.end != descriptor.start:
+            raise ConflictError("another process has committed more objects", topic=self.topic)
         keys = self.catalog.keys
+        key = keys.descriptor(descriptor.start)
+        return (
+            [
+                RevisionIs(keys.record, self._revision),
+                self._current_is_known(),
+                Absent(key),
+            ],
+            [
+                Put(key, encode_descriptor(descriptor)),
+                Put(keys.current, encode_current(descriptor.start)),
+            ],
+        )
+
+    def take_commit(self, descriptor: ObjectDescriptor, revision: int) -> None:
+        """Takes note of a commit that has succeeded."""
+        self._current_revision = revision
+        self.last = descriptor
+        if self.first is None:
+            self.first = descriptor
+
+    def _publish(
+        self, descriptor: ObjectDescriptor, key: str, data: bytes, also: Sequence[Compare]
+    ) -> int | None:
+        keys = self.catalog.keys
+        # A run of an express object may be committed while an upload is under way.
+        ends = [] if descriptor.format == FORMAT_EXPRESS else self._session_ends()
         for _ in range(_ATTEMPTS):
             try:
                 return self._change(
-                    [self._current_is_known(), Absent(key)],
+                    [self._current_is_known(), Absent(key), *also],
                     [
                         Put(key, data),
                         Put(keys.current, encode_current(descriptor.start)),
-                        *self._session_ends(),
+                        *ends,
                     ],
                     is_done=lambda: self._holds(key, data),
                 )
@@ -174,7 +219,7 @@ class OwnedTopic(OwnerTransactions):
         check((old.start, old.end) == (new.start, new.end), "a replacement has the same offsets")
         key = self.catalog.keys.descriptor(old.start)
         data = encode_descriptor(new)
-        with self._lock:
+        with self.lock:
             try:
                 self._change(
                     [RevisionIs(key, revision)],
@@ -196,7 +241,7 @@ class OwnedTopic(OwnerTransactions):
             FencedError: Another process owns the topic.
             UnavailableError: The metadata store does not answer.
         """
-        with self._lock:
+        with self.lock:
             if self._read_current() == self._current_revision:
                 return False
             self._resync()
@@ -236,7 +281,7 @@ class OwnedTopic(OwnerTransactions):
             *(Delete(keys.descriptor(d.start)) for d, _ in old[1:]),
             Put(keys.retired(new.object_id), encode_retired(retired)),
         ]
-        with self._lock:
+        with self.lock:
             self._require_open()
             self.refresh()
             is_newest = self.last is not None and self.last.end == new.end
@@ -264,7 +309,7 @@ class OwnedTopic(OwnerTransactions):
             UnavailableError: The metadata store does not answer.
         """
         key = self.catalog.keys.descriptor(descriptor.start)
-        with self._lock:
+        with self.lock:
             try:
                 self._change(
                     [RevisionIs(key, revision)],
@@ -285,7 +330,7 @@ class OwnedTopic(OwnerTransactions):
             UnavailableError: The metadata store does not answer.
         """
         keys = self.catalog.keys
-        with self._lock:
+        with self.lock:
             found = self.catalog.store.get(keys.current)
             self._resync()
             if self.last is None:
@@ -314,7 +359,7 @@ class OwnedTopic(OwnerTransactions):
         """
         key = self.catalog.keys.descriptor(descriptor.start)
         data = encode_descriptor(descriptor)
-        with self._lock:
+        with self.lock:
             check(
                 self.last is not None and descriptor.end <= self.last.start,
                 "a hole is before the newest object",
@@ -343,7 +388,7 @@ class OwnedTopic(OwnerTransactions):
             UnavailableError: The metadata store does not answer. If their expiry was recorded,
                 they may be removed, and are not offered to readers any more.
         """
-        with self._lock:
+        with self.lock:
             self.check()
             # By what is known now, not when this was planned: the newest one may be a merged one.
             newest = self.last.start if self.last is not None else 0
@@ -403,7 +448,7 @@ class OwnedTopic(OwnerTransactions):
             UnavailableError: The metadata store does not answer.
         """
         keys = self.catalog.keys
-        with self._lock:
+        with self.lock:
             check(
                 next_offset in (self.tiered, self.start),
                 f"sealed at {next_offset}, and the bucket ends at {self.tiered}",

@@ -9,7 +9,10 @@ without a gap. What fits nowhere is left out and reported.
 A merged object may be there beside those that it was made of. It has the same messages, so that
 either will do, unless some were left out of it: then it is taken only where the others are gone.
 One that is damaged, or was never finished, is left out wherever others make up its range, whatever
-their epochs: its name alone proves nothing.
+their epochs: its name alone proves nothing. Runs of express objects are treated like merged
+objects; their descriptors come from the footers. Runs of another incarnation are of a topic of the
+same name that was deleted, and so are all runs of a topic that has neither a manifest nor objects
+of its own.
 
 Commit point: the topic's record, written last and only if there is none. What a crash leaves
 before it: descriptors without a record, which the next run writes again.
@@ -21,13 +24,15 @@ import json
 import logging
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ister.bucket.check import load_archives, walk_frames
+from ister.bucket.check import load_archives, verify_content, walk_frames
+from ister.bucket.express import read_footer
 from ister.bucket.names import (
+    EXPRESS_PREFIX,
     TOPICS_PREFIX,
     ObjectName,
     TopicKeys,
@@ -47,12 +52,18 @@ from ister.errors import (
     NotFoundError,
 )
 from ister.format.crc import crc32
-from ister.format.descriptor import FORMAT_PARQUET, ObjectDescriptor, encode_descriptor
+from ister.format.descriptor import (
+    FORMAT_EXPRESS,
+    FORMAT_PARQUET,
+    ObjectDescriptor,
+    encode_descriptor,
+)
 from ister.format.records import TopicRecord, encode_current, encode_topic
 from ister.limits import MIB
 from ister.metadata.base import Absent, MetadataStore, Put
 from ister.model import AckLevel, Codec, TopicName
 from ister.objectstore.base import ObjectInfo, ObjectStore
+from ister.objectstore.slices import with_slices
 
 if TYPE_CHECKING:
     from ister.format.archive import ArchiveReader
@@ -127,6 +138,61 @@ def find_topics(store: ObjectStore) -> dict[TopicName, list[ObjectInfo]]:
             if info.key.startswith(objects_prefix(topic)):
                 objects.append(info)
     return found
+
+
+def find_runs(
+    store: ObjectStore, *, on_damage: Callable[[CorruptDataError], None]
+) -> dict[TopicName, list[ObjectDescriptor]]:
+    """The runs of all express objects, by topic.
+
+    Args:
+        store: The bucket.
+        on_damage: Called with the error of an object whose footer is damaged.
+
+    Raises:
+        UnsupportedVersionError: A newer Ister wrote an object.
+        UnavailableError: The store does not answer.
+    """
+    found: dict[TopicName, list[ObjectDescriptor]] = {}
+    for info in store.list(EXPRESS_PREFIX):
+        try:
+            runs = read_footer(store, info)
+        except NotFoundError:
+            continue  # collected meanwhile
+        except CorruptDataError as error:
+            on_damage(error)
+            continue
+        for topic, described in runs:
+            found.setdefault(topic, []).append(described)
+    return found
+
+
+def _name_runs(
+    topic: TopicName, runs: Iterable[ObjectDescriptor]
+) -> dict[ObjectName, tuple[ObjectInfo, ObjectDescriptor]]:
+    """Runs by names that are unlike each other, each with what a listing would say of it."""
+    named: dict[ObjectName, tuple[ObjectInfo, ObjectDescriptor]] = {}
+    for run in runs:
+        name = ObjectName(
+            start=run.start,
+            end=run.end,
+            epoch=run.epoch,
+            format=FORMAT_EXPRESS,
+            tag=f"{crc32(run.object_id.encode()):08x}",
+        )
+        info = ObjectInfo(
+            key=object_key(topic, run.object_id),
+            size=run.size_bytes,
+            modified_at=float(run.created_at),
+        )
+        named[name] = (info, run)
+    return named
+
+
+def _object_id(topic: TopicName, info: ObjectInfo) -> str:
+    if info.key.startswith(EXPRESS_PREFIX):
+        return info.key.removeprefix(EXPRESS_PREFIX)
+    return info.key.removeprefix(objects_prefix(topic))
 
 
 def choose_objects(
@@ -253,9 +319,11 @@ class _Descriptions:
         named: Mapping[ObjectName, ObjectInfo],
         *,
         incarnation: str,
+        runs: Mapping[ObjectName, ObjectDescriptor],
         on_object: Callable[[], None] = lambda: None,
     ) -> None:
         self._incarnation = incarnation
+        self._runs = runs
         self._store = store
         self._topic = topic
         self._named = named
@@ -267,14 +335,18 @@ class _Descriptions:
         if name not in self._found:
             info = self._named[name]
             try:
-                self._found[name] = describe_object(
-                    self._store,
-                    self._topic,
-                    info.key.removeprefix(objects_prefix(self._topic)),
-                    name,
-                    incarnation=self._incarnation,
-                    created_at=int(info.modified_at or 0),
-                )
+                if (run := self._runs.get(name)) is not None:
+                    verify_content(self._store, info.key, run, chunk_bytes=_CHUNK_BYTES)
+                    self._found[name] = run
+                else:
+                    self._found[name] = describe_object(
+                        self._store,
+                        self._topic,
+                        _object_id(self._topic, info),
+                        name,
+                        incarnation=self._incarnation,
+                        created_at=int(info.modified_at or 0),
+                    )
             except (CorruptDataError, NotFoundError) as error:
                 self._found[name] = error
             self._on_object()
@@ -436,13 +508,19 @@ def find_continuation(
     For a catalog that has forgotten them: an older copy of it was restored. Objects of an epoch
     below `epoch_min` are of a topic of the same name that was deleted.
     """
+    store = with_slices(store)
     prefix = objects_prefix(topic)
     names: dict[ObjectName, ObjectInfo] = {}
     for info in store.list(prefix):
         name = parse_object_id(info.key.removeprefix(prefix))
         if name is not None and name.start >= start and name.epoch >= epoch_min:
             names[name] = info
-    descriptions = _Descriptions(store, topic, names, incarnation=incarnation)
+    runs: dict[ObjectName, ObjectDescriptor] = {}
+    express = find_runs(store, on_damage=lambda error: _log.error("%s", error)).get(topic, [])
+    for name, (info, run) in _name_runs(topic, express).items():
+        if run.start >= start and run.epoch >= epoch_min and run.incarnation == incarnation:
+            names[name], runs[name] = info, run
+    descriptions = _Descriptions(store, topic, names, incarnation=incarnation, runs=runs)
     chosen, _, _ = _choose_sound(store, names, descriptions, start=start)
     found: list[ObjectDescriptor] = []
     for name in chosen:
@@ -459,6 +537,7 @@ def rebuild_topic(
     keys: TopicKeys,
     objects: list[ObjectInfo],
     *,
+    runs: Sequence[ObjectDescriptor] = (),
     clock: Clock,
     dry_run: bool,
     on_object: Callable[[], None] = lambda: None,
@@ -470,6 +549,7 @@ def rebuild_topic(
         metadata: Where to write.
         keys: The topic's.
         objects: Its objects, as listed.
+        runs: Its runs in express objects, as `find_runs` gives them.
         clock: For the record of a topic without a manifest.
         dry_run: Look and report, write nothing.
         on_object: Called when an object has been read.
@@ -478,6 +558,7 @@ def rebuild_topic(
         What was found. Damaged objects are in `errors`; a descriptor for the range that their names
         say is written all the same, so that what is whole in them can be read.
     """
+    store = with_slices(store)
     topic = keys.topic
     report = TopicReport(topic=str(topic))
     prefix = objects_prefix(topic)
@@ -489,16 +570,33 @@ def rebuild_topic(
         else:
             named[name] = info
     manifest = load_manifest(store, topic)
-    incarnation = manifest.incarnation if manifest is not None else secrets.token_hex(8)
-    descriptions = _Descriptions(store, topic, named, incarnation=incarnation, on_object=on_object)
+    if manifest is not None:
+        incarnation = manifest.incarnation
+    elif named and runs:
+        incarnation = max(runs, key=lambda run: run.epoch).incarnation
+    else:
+        incarnation = secrets.token_hex(8)
+    express: dict[ObjectName, ObjectDescriptor] = {}
+    for name, (info, run) in _name_runs(topic, runs).items():
+        if run.incarnation == incarnation:
+            named[name], express[name] = info, run
+        else:
+            report.left_out.append(run.object_id)
+    descriptions = _Descriptions(
+        store, topic, named, incarnation=incarnation, runs=express, on_object=on_object
+    )
     chosen, rest, report.gaps = _choose_sound(store, named, descriptions)
-    report.left_out += [named[name].key.removeprefix(prefix) for name in rest]
+    report.left_out += [_object_id(topic, named[name]) for name in rest]
     for name in chosen:
         try:
             report.objects.append(descriptions.of(name))
         except CorruptDataError as error:
             report.errors.append(error)
-            report.objects.append(_describe_unread(store, topic, name, named[name], incarnation))
+            report.objects.append(
+                replace(express[name], checksum=None)
+                if name in express
+                else _describe_unread(store, topic, name, named[name], incarnation)
+            )
     if metadata.get(keys.record) is not None:
         report.errors.append(
             AlreadyExistsError("the metadata store knows this topic", topic=str(topic))

@@ -84,7 +84,7 @@ def _recover(options: argparse.Namespace) -> int:
             bar.describe(f"recover {name}")
             rows.append(recovery.recover(name, on_object=bar.advance))
     found = recovery.metadata_found
-    errors = [error for row in rows for error in row.errors]
+    errors = [*recovery.errors, *(error for row in rows for error in row.errors)]
     if options.json:
         print_json(_as_json(rows, errors, found, dry_run=options.dry_run))
     else:

@@ -183,6 +183,28 @@ class WalConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpressConfig:
+    """`storage.uploader.express`: objects that topics share, so that `tiered` is reached soon."""
+
+    all_topics: bool = setting(
+        False,
+        says="Whether all topics share express objects; else those with the ack level `tiered`.",
+    )
+    linger_ms: int = setting(
+        250,
+        low=1,
+        high=60_000,
+        says="Shortest time between the starts of two express objects.",
+    )
+    max_bytes: int = setting(
+        8 * MIB,
+        low=64 * KIB,
+        high=256 * MIB,
+        says="Size at which an express object is written at once; one message may exceed it.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UploaderConfig:
     """`storage.uploader`: how synced messages become objects."""
 
@@ -239,6 +261,7 @@ class UploaderConfig:
         says="Synced bytes of a topic that are not in the bucket; beyond that producers wait, or "
         "are refused as `buffer_full` says.",
     )
+    express: ExpressConfig = field(default_factory=ExpressConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

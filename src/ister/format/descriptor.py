@@ -20,6 +20,11 @@ left out on purpose: `latest-per-key`. Then `messages` is less than the range ha
 search by time begins at the last entry below the wanted one. Both lists have at most
 `OBJECT_INDEX_ENTRIES_MAX` entries, which keeps a descriptor below `DESCRIPTOR_BYTES_MAX`.
 
+The bytes of an object of the format `express` are a run within an object that many topics share
+(`ister.format.express`). Its JSON has the shared object's name in `object_id`, and the run's
+`position` and `length` in it; in code, `object_id` names all three: `<name>@<position>+<length>`.
+Positions of its index count from the run's first byte.
+
 Producers set publish times. `arrival_time_max` is when the newest message arrived, by the clock of
 the node that accepted it; if unknown, it is left out and `created_at` is used instead.
 """
@@ -27,9 +32,11 @@ the node that accepted it; if unknown, it is left out and `created_at` is used i
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ister.errors import CorruptDataError, UnsupportedVersionError, check
 from ister.limits import DESCRIPTOR_BYTES_MAX, OBJECT_INDEX_ENTRIES_MAX
@@ -39,9 +46,39 @@ FORMAT_FRAMES: Final = "dnb1"
 """Frames; see `ister.format.frame`."""
 FORMAT_PARQUET: Final = "parquet"
 """A Parquet file; see `ister.format.archive`."""
-_FORMATS: Final = (FORMAT_FRAMES, FORMAT_PARQUET)
+FORMAT_EXPRESS: Final = "express"
+"""Frames, as a run within an object that topics share; see `ister.format.express`."""
+_FORMATS: Final = (FORMAT_FRAMES, FORMAT_PARQUET, FORMAT_EXPRESS)
 KEPT_LATEST: Final = "latest-per-key"
 """Of an object that has only the latest message of each key."""
+
+_EXPRESS_NAME: Final = re.compile(r"[0-9A-Za-z_-]{1,64}/[0-9a-f]{16}/[0-9]{20}\.dnbx")
+_RUN_ID: Final = re.compile(
+    rf"({_EXPRESS_NAME.pattern})@(0|[1-9][0-9]{{0,19}})\+([1-9][0-9]{{0,19}})"
+)
+
+
+class RunId(NamedTuple):
+    """The parts of the `object_id` of an `express` descriptor."""
+
+    name: str
+    """Of the shared object."""
+    position: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.position}+{self.length}"
+
+
+def parse_run_id(object_id: str) -> RunId | None:
+    """Takes the `object_id` of an `express` descriptor apart; None for other objects."""
+    match = _RUN_ID.fullmatch(object_id)
+    return None if match is None else RunId(match[1], int(match[2]), int(match[3]))
+
+
+def is_express_name(name: str) -> bool:
+    """Whether a shared object may have this name: `<node>/<process>/<sequence>.dnbx`."""
+    return _EXPRESS_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +144,22 @@ def format_checksum(crc: int) -> str:
 
 def encode_descriptor(descriptor: ObjectDescriptor) -> bytes:
     """The descriptor's JSON."""
+    data = json.dumps(descriptor_fields(descriptor), separators=(",", ":")).encode()
+    check(len(data) <= DESCRIPTOR_BYTES_MAX, f"a descriptor of {len(data)} bytes")
+    return data
+
+
+def descriptor_fields(descriptor: ObjectDescriptor) -> dict[str, object]:
+    """The fields of a descriptor's JSON."""
+    run = parse_run_id(descriptor.object_id)
     check(
         descriptor.start < descriptor.end
-        and len(descriptor.offset_index) <= OBJECT_INDEX_ENTRIES_MAX,
+        and len(descriptor.offset_index) <= OBJECT_INDEX_ENTRIES_MAX
+        and (run is not None) == (descriptor.format == FORMAT_EXPRESS),
         f"not a descriptor: {descriptor}",
     )
     fields: dict[str, object] = {
-        "object_id": descriptor.object_id,
+        "object_id": descriptor.object_id if run is None else run.name,
         "start_offset": descriptor.start,
         "end_offset": descriptor.end - 1,
         "size": descriptor.size_bytes,
@@ -134,13 +180,13 @@ def encode_descriptor(descriptor: ObjectDescriptor) -> bytes:
         "publish_time_index": descriptor.publish_time_index,
         "checksum": descriptor.checksum,
     }
+    if run is not None:
+        fields |= {"position": run.position, "length": run.length}
     if descriptor.kept:
         fields["kept"] = descriptor.kept
     if descriptor.arrival_time_max is not None:
         fields["arrival_time_max"] = descriptor.arrival_time_max
-    data = json.dumps(fields, separators=(",", ":")).encode()
-    check(len(data) <= DESCRIPTOR_BYTES_MAX, f"a descriptor of {len(data)} bytes")
-    return data
+    return fields
 
 
 def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
@@ -151,40 +197,62 @@ def decode_descriptor(data: bytes, *, key: str) -> ObjectDescriptor:
         UnsupportedVersionError: The object has a format that a newer Ister wrote.
     """
     try:
-        fields = json.loads(data)
-        kind = fields.get("format", FORMAT_FRAMES)
-        if _text(kind) not in _FORMATS:
+        return descriptor_of(json.loads(data), path=key)
+    except (ValueError, RecursionError) as error:
+        raise CorruptDataError(f"not a descriptor: {error!r}", path=key) from error
+
+
+def descriptor_of(fields: Mapping[str, object], *, path: str) -> ObjectDescriptor:
+    """The descriptor with the fields of its JSON.
+
+    Raises:
+        CorruptDataError: They are not those of a descriptor; names `path`.
+        UnsupportedVersionError: The object has a format that a newer Ister wrote.
+    """
+    try:
+        kind = _text(fields.get("format", FORMAT_FRAMES))
+        if kind not in _FORMATS:
             raise UnsupportedVersionError(
                 f"unsupported object format {kind!r}",
-                path=key,
+                path=path,
                 hint="read it with the newer Ister that wrote it",
             )
         codec = fields.get("codec")
+        etag, checksum = fields.get("etag"), fields.get("checksum")
+        object_id = str(fields["object_id"])
+        if kind == FORMAT_EXPRESS:
+            object_id = str(RunId(object_id, _whole(fields["position"]), _whole(fields["length"])))
         descriptor = ObjectDescriptor(
-            object_id=str(fields["object_id"]),
+            object_id=object_id,
             start=_whole(fields["start_offset"]),
             end=_whole(fields["end_offset"]) + 1,
             size_bytes=_whole(fields["size"]),
-            etag=fields.get("etag"),
+            etag=None if etag is None else _text(etag),
             created_at=_whole(fields.get("created_at", 0)),
             completed=bool(fields.get("completed", True)),
-            offset_index=tuple((_whole(o), _whole(p)) for o, p in fields.get("offset_index") or ()),
+            offset_index=tuple(map(_pair, _entries(fields.get("offset_index")))),
             format=kind,
-            codec=Codec(codec) if codec is not None else None,
+            codec=None if codec is None else Codec(_text(codec)),
             epoch=_whole(fields.get("epoch", 0)),
             incarnation=str(fields.get("incarnation", "")),
             messages=_whole(fields.get("messages", 0)),
             publish_time_min=_optional(fields.get("publish_time_min")),
             publish_time_max=_optional(fields.get("publish_time_max")),
-            publish_time_index=tuple(map(_whole, fields.get("publish_time_index") or ())),
-            checksum=fields.get("checksum"),
+            publish_time_index=tuple(map(_whole, _entries(fields.get("publish_time_index")))),
+            checksum=None if checksum is None else _text(checksum),
             kept=_text(fields.get("kept", "")),
             arrival_time_max=_optional(fields.get("arrival_time_max")),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptDataError(f"not a descriptor: {error!r}", path=key) from error
-    if descriptor.start >= descriptor.end or "/" in descriptor.object_id:
-        raise CorruptDataError("a descriptor with an invalid range or name", path=key)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptDataError(f"not a descriptor: {error!r}", path=path) from error
+    run = parse_run_id(descriptor.object_id)
+    has_name = (
+        "/" not in descriptor.object_id
+        if kind != FORMAT_EXPRESS
+        else run is not None and run.length == descriptor.size_bytes
+    )
+    if descriptor.start >= descriptor.end or not has_name:
+        raise CorruptDataError("a descriptor with an invalid range or name", path=path)
     return descriptor
 
 
@@ -192,6 +260,18 @@ def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TypeError(f"{value!r} is not a whole number")
     return value
+
+
+def _entries(value: object) -> list[object]:
+    """A list; None counts as an empty one."""
+    if not isinstance(value, list | None):
+        raise TypeError(f"{value!r} is not a list")
+    return value or []
+
+
+def _pair(value: object) -> tuple[int, int]:
+    first, second = _entries(value)
+    return _whole(first), _whole(second)
 
 
 def _text(value: object) -> str:

@@ -3,6 +3,7 @@
     keeper   renews the lease every third of its time; holds appends back when it cannot
     tender   checks topics with a backlog a few times a second, and hands out what is due
     pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
+    express  writes the objects that topics share (`express`)
     tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
     marker   marks idle topics, and removes the mark when a producer waits for that
 
@@ -31,6 +32,7 @@ from ister.clock import Clock
 from ister.config import Engine, StorageConfig
 from ister.errors import ClosedError, FencedError, IsterError
 from ister.topic.bucket_link import TopicTier
+from ister.topic.express import Express
 from ister.topic.idle_mark import IdleMark
 from ister.topic.stores import Tiers
 from ister.topic.topic import Topic
@@ -64,6 +66,7 @@ class Background:
         clock: Clock,
     ) -> None:
         """Starts the threads."""
+        self._express = Express(tiers)
         self._topics = topics
         self._tiers = tiers
         self._storage = storage
@@ -100,6 +103,7 @@ class Background:
         self._threads = [
             threads.start("ister-lease", self._keep),
             threads.start("ister-tender", self._tend),
+            threads.start("ister-express", self._express.run),
         ]
 
     def add(self, topic: Topic) -> None:
@@ -113,6 +117,7 @@ class Background:
         tier.idle_mark.on_append = partial(self._clear_soon, topic, tier.idle_mark)
         # After setting `on_backlog`: later syncs list the topic, earlier ones are covered here.
         self._list(topic, tier)
+        self._express.add(tier)
         if self._uploads:
             self._unchecked.append(topic)
         self._look.set()
@@ -122,6 +127,8 @@ class Background:
         self._added.discard(topic)
         self._listed.discard(topic)
         self._held_up.discard(topic)
+        if topic.tier is not None:
+            self._express.remove(topic.tier)
 
     def _list(self, topic: Topic, tier: TopicTier) -> None:
         """Lists a topic for the tender until it is idle. Called after every sync: takes no lock.
@@ -149,6 +156,7 @@ class Background:
         for topic in self._topics():
             if topic.tier is not None:
                 topic.tier.stop()
+        self._express.stop()
         # Calls that pause between two attempts end here.
         self._tiers.objects.close()
         for thread in self._threads:
@@ -234,6 +242,8 @@ class Background:
                 self._tidier.submit(threads.run, "ister-retention", self._retain, topic)
             if has_orphans:
                 self._tidier.submit(threads.run, "ister-orphans", self._collect, topic)
+        if has_orphans:
+            self._tidier.submit(threads.run, "ister-express-gc", self._express.collect)
         if now >= self._probe_at:
             self._probe_at = now + _ORPHAN_CHECK_SECONDS
             self._tidier.submit(threads.run, "ister-probe", self._tiers.probe)

@@ -42,6 +42,7 @@ from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import Start, TopicName
 from ister.objectstore.base import ObjectStore
+from ister.objectstore.slices import with_slices
 from ister.partitions import partition_name
 from ister.positions import to_milliseconds
 from ister.topic.arguments import as_offset
@@ -78,7 +79,7 @@ class History:
         self.metrics = Metrics()
         self.clock: Clock = clock if clock is not None else SystemClock()
         self._lock = threading.Lock()
-        self._objects = objects
+        self._objects = None if objects is None else with_slices(objects)
         self._metadata = metadata
         self._ahead: ThreadPoolExecutor | None = None
         self._is_closed = False

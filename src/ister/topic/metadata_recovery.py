@@ -20,7 +20,7 @@ from typing import Final
 
 from ister.bucket.catalog import Catalog
 from ister.bucket.names import TopicKeys
-from ister.bucket.rebuild import TopicReport, find_topics, rebuild_topic
+from ister.bucket.rebuild import TopicReport, find_runs, find_topics, rebuild_topic
 from ister.clock import Clock
 from ister.config import MetadataBackend, MetadataConfig, StorageConfig
 from ister.errors import (
@@ -122,7 +122,10 @@ class Recovery:
         self._is_dry = dry_run
         self._clock = clock
         self._metadata, self.metadata_found = self._open_metadata()
+        self.errors: list[IsterError] = []
+        """Of objects that belong to no single topic."""
         self._found = find_topics(store)
+        self._runs = find_runs(store, on_damage=self.errors.append)
 
     def close(self) -> None:
         self._metadata.close()
@@ -130,7 +133,10 @@ class Recovery:
     def topics(self, wanted: Iterable[TopicName] = ()) -> dict[TopicName, int]:
         """The topics of these names, or all in the bucket, with their numbers of objects."""
         names = sorted(set(wanted) or self._found, key=str)
-        return {name: len(self._found.get(name, ())) for name in names}
+        return {name: self._count(name) for name in names}
+
+    def _count(self, name: TopicName) -> int:
+        return len(self._found.get(name, ())) + len(self._runs.get(name, ()))
 
     def recover(self, name: TopicName, *, on_object: Callable[[int], None]) -> TopicRecovery:
         """Rebuilds one topic; its errors are in the result.
@@ -145,13 +151,14 @@ class Recovery:
             if self._metadata.get(keys.record) is not None:
                 # Asked before the objects are read, which may take hours.
                 self._describe_known(row, keys)
-                on_object(len(self._found.get(name, ())))
+                on_object(self._count(name))
             elif name in self._found:
                 report = rebuild_topic(
                     self._store,
                     self._metadata,
                     keys,
                     self._found[name],
+                    runs=self._runs.get(name, ()),
                     clock=self._clock,
                     dry_run=self._is_dry,
                     on_object=lambda: on_object(1),

@@ -28,6 +28,7 @@ from ister.bucket.fence import MemberFence
 from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.membership import Membership
 from ister.bucket.names import (
+    EXPRESS_PREFIX,
     TopicKeys,
     manifest_key,
     objects_prefix,
@@ -36,7 +37,7 @@ from ister.bucket.names import (
 )
 from ister.bucket.object_maker import UploadSettings
 from ister.bucket.ownership import OwnedTopic, resume_delete
-from ister.bucket.rebuild import manifest_of, save_manifest
+from ister.bucket.rebuild import load_manifest, manifest_of, save_manifest
 from ister.bucket.upload import Uploader
 from ister.clock import Clock
 from ister.config import (
@@ -53,6 +54,7 @@ from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import TopicName
 from ister.objectstore.base import Capabilities, ObjectStore
+from ister.objectstore.slices import with_slices
 from ister.topic.node import Node
 from ister.topic.node_clock import NodeClock
 
@@ -74,7 +76,7 @@ def open_objects(storage: StorageConfig, clock: Clock) -> ObjectStore:
 
     cloud = storage.cloud
     backend = CloudBackend.FS if cloud.backend is CloudBackend.LOCAL else cloud.backend
-    return open_store(
+    store = open_store(
         backend.value,
         cloud.root or "",
         cloud.options,
@@ -82,6 +84,7 @@ def open_objects(storage: StorageConfig, clock: Clock) -> ObjectStore:
         call_timeout_seconds=float(cloud.call_timeout_seconds),
         io_timeout_seconds=min(_IO_TIMEOUT_SECONDS, float(cloud.call_timeout_seconds)),
     )
+    return with_slices(store)
 
 
 def open_metadata(
@@ -191,7 +194,7 @@ class Tiers:
             As `ister.bucket.membership.Membership`.
         """
         self.storage = storage
-        self.objects = objects
+        self.objects = with_slices(objects)
         self.metadata = metadata
         self.clock = clock
         self.metrics = metrics
@@ -209,6 +212,7 @@ class Tiers:
         self._ahead: ThreadPoolExecutor | None = None
         rate = storage.uploader.max_bytes_per_second
         self._egress = None if rate is None else EgressLimit(rate, clock=clock)
+        self._without_manifest: set[str] = set()
         self.upload_memory_bytes = 0
         """Upper bound of the memory of running uploads."""
         self.upload_parts = 0
@@ -304,19 +308,37 @@ class Tiers:
 
     def _refuse_forgotten(self, name: TopicName) -> None:
         """Refuses to create a topic whose history is in the bucket."""
-        if next(iter(self.objects.list(objects_prefix(name))), None) is not None:
+        if self._has_any(objects_prefix(name)) or (
+            # Its messages may be in express objects alone; a deletion removes the manifest.
+            self._has_any(EXPRESS_PREFIX) and load_manifest(self.objects, name) is not None
+        ):
             raise ConflictError(
                 "the bucket has objects of this topic, and the metadata store does not know it",
                 topic=str(name),
                 hint="`ister recover` rebuilds the metadata from the bucket",
             )
 
+    def _has_any(self, prefix: str) -> bool:
+        return next(iter(self.objects.list(prefix)), None) is not None
+
     def _save_manifest(self, name: TopicName, owned: OwnedTopic) -> None:
         try:
             save_manifest(self.objects, name, manifest_of(owned.record))
         except IsterError as error:
-            # Only `ister recover` reads it, and can do without it.
+            # Only `ister recover` reads it, and can do without it if the topic has objects of its
+            # own.
+            self._without_manifest.add(owned.topic)
             _log.warning("manifest not saved", extra={"topic": str(name), "error": str(error)})
+
+    def assure_manifest(self, owned: OwnedTopic) -> None:
+        """Saves the manifest of a topic whose messages go into express objects, if it is missing.
+
+        Raises:
+            IsterError: It could not be saved.
+        """
+        if owned.topic in self._without_manifest:
+            save_manifest(self.objects, owned.catalog.keys.topic, manifest_of(owned.record))
+            self._without_manifest.discard(owned.topic)
 
     def delete(
         self, name: TopicName, owned: OwnedTopic | None, remove_files: Callable[[], None]
@@ -367,6 +389,15 @@ class Tiers:
             is_stopping=is_stopping,
             egress=self._egress,
         )
+
+    def wait_for_egress(self, size_bytes: int, is_stopping: Callable[[], bool]) -> None:
+        """Waits until so many bytes may be uploaded.
+
+        Raises:
+            ClosedError: `is_stopping` returned True.
+        """
+        if self._egress is not None and not self._egress.take(size_bytes, is_stopping):
+            raise ClosedError("the log is being closed")
 
     def _add_upload_memory(self, change: int) -> None:
         with self._lock:

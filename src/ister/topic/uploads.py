@@ -3,6 +3,10 @@
 Only synced messages are uploaded, and `tiered` moves over a gapless prefix. One upload runs at a
 time. A process whose lease is not certainly valid acknowledges nothing.
 
+Messages of a topic that shares express objects (`ister.topic.express`) are uploaded with those of
+others, as soon as they are synced; `upload` does it by an object of its own, for callers that want
+that. If both happen at once, one of them commits.
+
 A pipeline may upload in this owner's name: `follow` reads what it has committed. If both upload at
 once, one of them commits, and the other one continues from there.
 """
@@ -16,12 +20,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from ister.bucket.express import ExpressObject
 from ister.bucket.history_reader import HistoryReader
 from ister.bucket.ownership import OwnedTopic
+from ister.config import Engine
 from ister.errors import (
     CapacityError,
     ClosedError,
     ConflictError,
+    CorruptDataError,
     DataGapError,
     FencedError,
     IsterError,
@@ -29,6 +36,8 @@ from ister.errors import (
 )
 from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.descriptor import ObjectDescriptor
+from ister.format.frame import FrameBatch
+from ister.model import AckLevel
 from ister.retry import backoff_seconds
 from ister.topic.idle_mark import IdleMark
 from ister.topic.pace import PacedReader
@@ -118,6 +127,13 @@ class TopicUploads:
         """Called when messages were synced while the topic is not listed."""
         self.on_fenced: Callable[[], None] = lambda: None
         """Called, in any thread, when another node turns out to own the topic."""
+        uploader = tiers.storage.uploader
+        self.is_express = uploader.engine is not Engine.NONE and (
+            uploader.express.all_topics or wal.settings.ack is AckLevel.TIERED
+        )
+        """Whether the topic shares express objects."""
+        self.on_express: Callable[[], None] = lambda: None
+        """Called when messages were synced that the next express object should have."""
         owned.on_fenced = self._on_fenced
         owned.on_regained = self._on_regained
         wal.on_tier_wanted = self._on_wanted
@@ -189,10 +205,15 @@ class TopicUploads:
         self._wal.unhold("lease")
 
     def _on_wanted(self) -> None:
+        if self.is_express:
+            self.on_express()
+            return
         self.is_wanted = True
         self.on_wanted()
 
     def _on_synced(self) -> None:
+        if self.is_express:
+            self.on_express()
         if not self.is_listed:
             self.on_backlog()
 
@@ -223,7 +244,7 @@ class TopicUploads:
 
     def is_due(self, now: float) -> bool:
         """Whether a cycle should begin: by time, by size, or because a caller waits."""
-        if self._wal.synced <= (self._wal.tiered or 0):
+        if self.is_express or self._wal.synced <= (self._wal.tiered or 0):
             return False
         is_pressed = self._tiers.is_disk_low()
         retry_at = self._retry_at
@@ -329,11 +350,85 @@ class TopicUploads:
                 self._record_pipeline_uploads()
                 start = self.owned.tiered
 
+    # -- express objects --------------------------------------------------------------------
+
+    def add_run(self, made: ExpressObject, bytes_max: int) -> bool:
+        """Adds synced messages that are not in the bucket to an express object.
+
+        Args:
+            made: The object.
+            bytes_max: About how many bytes to add at most; at least one message is added.
+
+        Returns:
+            Whether there are more than fit.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            DataGapError: The bucket ends before the local files begin.
+            CorruptDataError: The next frame is damaged.
+        """
+        if self._stopping.is_set() or self.owned.is_fenced:
+            return False
+        start, synced = self._next_start(), self._wal.synced
+        if start >= synced:
+            # A pipeline or a call of `upload` was faster.
+            self._advance(synced)
+            return False
+        self._tiers.assure_manifest(self.owned)
+        source = self._source()
+        try:
+            end = source.plan(
+                start,
+                synced,
+                bytes_max=bytes_max,
+                span_ms_max=self._tiers.storage.uploader.max_object_seconds * 1000,
+            )
+            frames = _fetch_sound(source, start, end)
+            end = frames[-1].next_offset
+            arrived_ms = source.arrived_ms(start, end)
+        finally:
+            source.close()
+        if arrived_ms is not None:
+            arrived_ms = self._tiers.node_clock.correct_ms(arrived_ms)
+        made.add(self.owned, start, frames, arrived_ms=arrived_ms)
+        return end < synced
+
+    def take_run(self, described: ObjectDescriptor) -> None:
+        """Takes note of a run that was committed."""
+        self._failures = 0
+        self.last_error = None
+        self._lag_base -= described.size_bytes
+        self._advance(described.end)
+
+    def take_run_conflict(self) -> None:
+        """Finds out what has become of a run because another process or thread committed first.
+
+        Raises:
+            FencedError: Another owner has the topic.
+            UnavailableError: The metadata store does not answer.
+        """
+        self.owned.refresh()
+        self._advance(min(self.owned.tiered, self._wal.synced))
+
+    def take_run_failure(self, error: IsterError) -> None:
+        """Takes note of an error of an express object; whoever writes it decides when to retry."""
+        self.last_error = error
+        self._failures += 1
+        self.apply_pressure()
+
+    def _advance(self, end: int) -> None:
+        self._wal.advance_tiered(end)
+        mark = self._wal.synced_bytes_total
+        if self._wal.tiered == self._wal.synced:
+            self._lag_base, self._lag_mark = 0, mark
+            self.is_wanted = False
+        self.apply_pressure()
+
     # -- uploads of a pipeline --------------------------------------------------------------
 
     def is_follow_due(self, now: float) -> bool:
         """Whether it is time to read what a pipeline has committed."""
-        if self._stopping.is_set() or self.owned.is_fenced:
+        if self.is_express or self._stopping.is_set() or self.owned.is_fenced:
             return False
         if self._wal.synced <= (self._wal.tiered or 0):
             self._behind_since = None
@@ -493,3 +588,20 @@ class TopicUploads:
             hint="appends resume when the bucket has caught up; "
             "storage.uploader.max_lag_bytes sets the limit",
         )
+
+
+def _fetch_sound(source: WalReader, start: int, end: int) -> list[FrameBatch]:
+    """The frames of a range; if a later one is damaged, those before it.
+
+    Raises:
+        CorruptDataError: The first frame is damaged.
+    """
+    frames: list[FrameBatch] = []
+    try:
+        while start < end:
+            frames.append(source.fetch(start, end, bytes_max=1 << 30))
+            start = frames[-1].next_offset
+    except CorruptDataError:
+        if not frames:
+            raise
+    return frames

@@ -1,0 +1,214 @@
+"""Express objects: one object for many topics, committed for about 40 of them at a time.
+
+    runs of frames ─► one put ─► transactions, each with the descriptors of some topics
+
+Owns: how an express object is made, committed, and its footer read. Does not own: which topics and
+ranges (`ister.topic.express`), its bytes (`ister.format.express`), its removal
+(`express_collection`), reading its runs (a run is read like any object of frames).
+
+Every topic's part of a transaction has the conditions of a commit of its own: its record and its
+pointer. If one of them does not hold, the topics of that transaction are committed one by one, so a
+topic that was lost to another owner fails alone. Each transaction also requires the lease that this
+process had when it began to write the object: objects of a process whose lease has ended can be
+removed, because none of them can become part of a topic any more.
+
+What a crash leaves: an express object of which no run, or some runs, are part of their topics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from ister import failpoints
+from ister.bucket.names import express_key
+from ister.bucket.object_maker import ObjectSummary
+from ister.bucket.ownership import OwnedTopic
+from ister.errors import CommitUnknownError, ConflictError, FencedError, IsterError, check
+from ister.format.crc import Buffer
+from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, RunId
+from ister.format.express import (
+    TRAILER_BYTES,
+    ExpressRun,
+    decode_footer,
+    decode_trailer,
+    encode_footer,
+)
+from ister.format.frame import FrameBatch
+from ister.limits import KIB
+from ister.metadata.base import Compare, MetadataStore, Operation
+from ister.objectstore.base import ObjectInfo, ObjectStore
+
+_log = logging.getLogger("ister.bucket.express")
+
+TOPICS_PER_TRANSACTION: Final = 40
+"""Three compares for each topic and one for the process; etcd accepts 128 per transaction."""
+_TAIL_BYTES: Final = 64 * KIB
+"""Read from the end of an object at once: the trailer, and most footers."""
+
+
+class Run(NamedTuple):
+    """A topic's frames in an express object under way."""
+
+    owned: OwnedTopic
+    descriptor: ObjectDescriptor
+
+
+class ExpressObject:
+    """An express object under way, in memory. Used by one thread at a time."""
+
+    def __init__(self, name: str, *, index_every_messages: int, created_at: int) -> None:
+        """An empty object.
+
+        Args:
+            name: As `ister.bucket.names.express_name` gives it; new for every object.
+            index_every_messages: Messages between two entries of a run's index.
+            created_at: In seconds since the Unix epoch.
+        """
+        self.key = express_key(name)
+        self.runs: list[Run] = []
+        self.size_bytes = 0
+        """Of the runs."""
+        self._name = name
+        self._every = index_every_messages
+        self._created_at = created_at
+        self._parts: list[Buffer] = []
+
+    def add(
+        self,
+        owned: OwnedTopic,
+        start: int,
+        frames: Iterable[FrameBatch],
+        *,
+        arrived_ms: int | None,
+    ) -> ObjectDescriptor:
+        """Adds the frames of a topic that has none in this object yet; returns their descriptor.
+
+        Args:
+            owned: The topic.
+            start: Where its newest object ends.
+            frames: From `start` on, at least one.
+            arrived_ms: The latest possible arrival time of the last of them; None if unknown.
+
+        Raises:
+            What `frames` raises: nothing was added.
+        """
+        summary = ObjectSummary(start, index_every_messages=self._every)
+        parts = [summary.add(batch) for batch in frames]
+        check(summary.end > start, "a run has frames")
+        described = summary.describe(
+            str(RunId(self._name, self.size_bytes, summary.size_bytes)),
+            epoch=owned.epoch,
+            incarnation=owned.record.incarnation,
+            created_at=self._created_at,
+            etag=None,
+        )
+        described = replace(described, format=FORMAT_EXPRESS, arrival_time_max=arrived_ms)
+        self._parts += parts
+        self.size_bytes += summary.size_bytes
+        self.runs.append(Run(owned, described))
+        return described
+
+    def put(self, store: ObjectStore) -> int:
+        """Writes the object; returns its size.
+
+        Raises:
+            UnavailableError: The store does not answer; the object may exist.
+            PermissionDeniedError: The store refuses.
+        """
+        runs = [ExpressRun(run.owned.catalog.keys.topic, run.descriptor) for run in self.runs]
+        data = b"".join([*self._parts, encode_footer(self._name, runs, self.size_bytes)])
+        self._parts = []
+        failpoints.reach("express.before_put")
+        store.put(self.key, data)
+        failpoints.reach("express.after_put")
+        return len(data)
+
+
+def commit_runs(
+    store: MetadataStore, runs: Sequence[Run], presence: Compare
+) -> Iterator[tuple[Run, IsterError | None]]:
+    """Publishes the runs of an object that was written; yields each with its error, or None.
+
+    Args:
+        store: The metadata store.
+        runs: Of one object, of different topics.
+        presence: `Membership.presence`, from before the object was written.
+    """
+    ordered = sorted(runs, key=lambda run: run.owned.topic)
+    for at in range(0, len(ordered), TOPICS_PER_TRANSACTION):
+        failpoints.reach("express.before_commit")
+        yield from _commit(store, ordered[at : at + TOPICS_PER_TRANSACTION], presence)
+        failpoints.reach("express.after_commit")
+
+
+def _commit(
+    store: MetadataStore, runs: Sequence[Run], presence: Compare
+) -> list[tuple[Run, IsterError | None]]:
+    with ExitStack() as held:
+        # In the order of their names; nobody else holds more than one.
+        for run in runs:
+            held.enter_context(run.owned.lock)
+        compares: list[Compare] = [presence]
+        operations: list[Operation] = []
+        joint: list[Run] = []
+        for run in runs:
+            try:
+                required, wanted = run.owned.prepare_commit(run.descriptor)
+            except (ConflictError, FencedError):
+                continue
+            compares += required
+            operations += wanted
+            joint.append(run)
+        revision = None
+        try:
+            if joint:
+                revision = store.transact(compares, operations)
+        except CommitUnknownError:
+            pass  # the next attempt, topic by topic, finds out
+        except IsterError as error:
+            return [(run, error.again()) for run in runs]
+        if revision is not None:
+            for run in joint:
+                run.owned.take_commit(run.descriptor, revision)
+    done = set() if revision is None else {run.owned.topic for run in joint}
+    return [
+        (run, None if run.owned.topic in done else _commit_alone(run, presence)) for run in runs
+    ]
+
+
+def _commit_alone(run: Run, presence: Compare) -> IsterError | None:
+    owned, descriptor = run
+    try:
+        with owned.lock:
+            if owned.last is not None and owned.last.end != descriptor.start:
+                owned.check()
+                return ConflictError(
+                    "another process has committed more objects", topic=owned.topic
+                )
+            owned.commit(descriptor, also=[presence])
+    except IsterError as error:
+        return error
+    return None
+
+
+def read_footer(store: ObjectStore, info: ObjectInfo) -> list[ExpressRun]:
+    """The runs of an express object.
+
+    Raises:
+        NotFoundError: There is no such object.
+        CorruptDataError: It is not one, or damaged.
+        UnsupportedVersionError: A newer Ister wrote it.
+        UnavailableError: The store does not answer.
+    """
+    tail_at = max(0, info.size - _TAIL_BYTES)
+    tail = store.read(info.key, tail_at, info.size - tail_at)
+    place = decode_trailer(tail[-TRAILER_BYTES:], info.size, path=info.key)
+    if place.position >= tail_at:
+        footer = tail[place.position - tail_at : -TRAILER_BYTES]
+    else:
+        footer = store.read(info.key, place.position, place.length)
+    return decode_footer(footer, place, path=info.key)[1]

@@ -1,0 +1,258 @@
+"""Removes express objects that no topic needs any more.
+
+    list ─► which processes run ─► footers ─► descriptors and records of the topics ─► delete
+
+An express object is removed as a whole, when none of its runs is needed. A run is needed
+
+- while its topic has a descriptor that names it, or one that was replaced lately (`retired`);
+- where the metadata store may have forgotten it: it does not know the topic, or not the epoch; it
+  has a hole there; or the run continues the topic, and no later owner has decided otherwise.
+
+Objects of a process that still runs are left to that process: it knows which of them it is about to
+commit. No other process can commit them (`express.commit_runs` requires the lease under which they
+were written), so those of processes whose lease has ended change no more. The order matters: what
+was listed before the process was found to have ended is committed by now, or never will be. So no
+clock decides about messages; the grace period is for readers.
+
+One actor at a time does this, by a leased key. What a crash leaves: objects that the next run
+removes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from ister import failpoints
+from ister.bucket.catalog import Catalog
+from ister.bucket.express import read_footer
+from ister.bucket.fence import Fence
+from ister.bucket.names import EXPRESS_PREFIX, TopicKeys
+from ister.clock import Clock
+from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
+from ister.format.descriptor import ObjectDescriptor, is_express_name
+from ister.format.express import ExpressRun
+from ister.format.records import TopicRecord, decode_node_process, decode_retired
+from ister.metadata.base import MetadataStore
+from ister.metrics import Metrics
+from ister.model import TopicName
+from ister.objectstore.base import ObjectInfo, ObjectStore
+
+_log = logging.getLogger("ister.bucket.express_collection")
+
+_BATCH: Final = 256
+"""Objects whose runs are looked up together: each topic costs a few reads per batch."""
+_LEASE_SECONDS: Final = 30.0
+
+
+@dataclass(slots=True)
+class ExpressCollection:
+    """What a collection has found and removed."""
+
+    removed: list[str] = field(default_factory=list)
+    """Keys; with a dry run, those that would be removed."""
+    removed_bytes: int = 0
+    kept: int = 0
+    """Objects that are needed, young, or of a process that runs."""
+    errors: list[IsterError] = field(default_factory=list)
+    """Of objects that cannot be read; they are kept."""
+
+
+def collect_express(
+    objects: ObjectStore,
+    metadata: MetadataStore,
+    root_prefix: str,
+    *,
+    grace_seconds: float,
+    clock: Clock,
+    metrics: Metrics,
+    process: str | None = None,
+    is_under_way: Callable[[str], bool] = lambda key: False,
+    correct_ms: Callable[[int], int] = lambda time_ms: time_ms,
+    dry_run: bool = False,
+) -> ExpressCollection:
+    """Removes the express objects that no topic needs.
+
+    Args:
+        objects: The bucket.
+        metadata: The metadata store.
+        root_prefix: Of its keys.
+        grace_seconds: How long an object is kept in any case, for those who read it.
+        clock: Where time comes from.
+        metrics: What was removed is counted there.
+        process: The caller's process, if it writes express objects: its own are collected, too.
+        is_under_way: Whether the caller is writing or committing the object with this key.
+        correct_ms: Corrects times that were recorded while the clock was wrong.
+        dry_run: Remove nothing.
+
+    Raises:
+        ConflictError: Another process is doing this.
+        FencedError: It took too long, and another process may be doing this.
+        UnavailableError: A store does not answer; objects that were not checked stay.
+    """
+    fence = Fence.take(
+        metadata,
+        f"{root_prefix}/cluster/express",
+        id=secrets.token_hex(8),
+        about={"job": "collect express objects"},
+        ttl_seconds=_LEASE_SECONDS,
+        clock=clock,
+    )
+    try:
+        found = ExpressCollection()
+        collector = _Collector(objects, metadata, root_prefix, clock=clock, metrics=metrics)
+        # In this order; see the module's header.
+        listed = list(objects.list(EXPRESS_PREFIX))
+        running = _running_processes(metadata, root_prefix) - {process}
+        oldest_ms = (clock.now_ns() / 1e9 - grace_seconds) * 1000
+        candidates = [
+            info
+            for info in listed
+            if info.modified_at is not None
+            and correct_ms(int(info.modified_at * 1000)) < oldest_ms
+            and _process_of(info.key) not in (None, *running)
+            and not is_under_way(info.key)
+        ]
+        found.kept = len(listed) - len(candidates)
+        for at in range(0, len(candidates), _BATCH):
+            fence.renew()
+            for info in collector.unneeded(candidates[at : at + _BATCH], found):
+                found.removed.append(info.key)
+                found.removed_bytes += info.size
+                if not dry_run:
+                    fence.check()
+                    objects.delete(info.key)
+                    failpoints.reach("express.after_collect")
+    finally:
+        fence.release()
+    if found.removed and not dry_run:
+        metrics.count("cloud.orphans_removed", len(found.removed))
+        _log.info(
+            "express objects removed",
+            extra={"objects": len(found.removed), "bytes": found.removed_bytes},
+        )
+    return found
+
+
+def _process_of(key: str) -> str | None:
+    """The process that wrote an express object; None if the key is not that of one."""
+    name = key.removeprefix(EXPRESS_PREFIX)
+    return name.split("/")[1] if is_express_name(name) else None
+
+
+def _running_processes(metadata: MetadataStore, root_prefix: str) -> set[str | None]:
+    running: set[str | None] = set()
+    for found in metadata.range(f"{root_prefix}/cluster/nodes/"):
+        if found.key.endswith("/process"):
+            running.add(decode_node_process(found.value, key=found.key).instance)
+    return running
+
+
+class _Collector:
+    """Finds out which objects of a batch no topic needs."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        metadata: MetadataStore,
+        root_prefix: str,
+        *,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._objects = objects
+        self._metadata = metadata
+        self._root = root_prefix
+        self._clock = clock
+        self._metrics = metrics
+
+    def unneeded(
+        self, batch: Sequence[ObjectInfo], found: ExpressCollection
+    ) -> Iterator[ObjectInfo]:
+        """The objects of a batch without a run that is needed; counts the others."""
+        footers: dict[str, list[ExpressRun]] = {}
+        for info in batch:
+            try:
+                footers[info.key] = read_footer(self._objects, info)
+            except NotFoundError:
+                continue
+            except (CorruptDataError, UnsupportedVersionError) as error:
+                found.errors.append(error)
+        by_topic: dict[TopicName, list[ObjectDescriptor]] = {}
+        for runs in footers.values():
+            for topic, run in runs:
+                by_topic.setdefault(topic, []).append(run)
+        needed: set[str] = set()
+        for topic, descriptors in by_topic.items():
+            needed |= self._needed(topic, descriptors)
+        for info in batch:
+            has_run = any(run.object_id in needed for _, run in footers.get(info.key, ()))
+            if info.key in footers and not has_run:
+                yield info
+            else:
+                found.kept += 1
+
+    def _needed(self, topic: TopicName, runs: Sequence[ObjectDescriptor]) -> set[str]:
+        keys = TopicKeys(self._root, topic)
+        catalog = Catalog(self._metadata, keys, clock=self._clock, metrics=self._metrics)
+        start, end = min(run.start for run in runs), max(run.end for run in runs)
+        described = [one for one, _ in catalog.descriptors(start, end)]
+        last = catalog.last()
+        now = self._clock.now_ns() // 1_000_000_000
+        kept = {one.object_id for one in described}
+        # After the descriptors: a merge removes some of them and adds them here, at once.
+        for found in self._metadata.range(keys.retired("")):
+            with suppress(CorruptDataError):
+                retired = decode_retired(found.value, key=found.key)
+                if retired.until > now:
+                    kept.update(retired.objects)
+        record = catalog.record()
+        return {
+            run.object_id
+            for run in runs
+            if is_needed(
+                run,
+                None if record is None else record[0],
+                described=described,
+                last=last,
+                kept=kept,
+            )
+        }
+
+
+def is_needed(
+    run: ObjectDescriptor,
+    record: TopicRecord | None,
+    *,
+    described: Sequence[ObjectDescriptor],
+    last: ObjectDescriptor | None,
+    kept: set[str],
+) -> bool:
+    """Whether a topic needs a run, or may need it.
+
+    Args:
+        run: As the footer has it.
+        record: Of its topic; None if the metadata store does not know the topic.
+        described: The topic's objects in the run's range, ascending.
+        last: The topic's newest object.
+        kept: Names of objects that descriptors have, or that are kept for readers.
+    """
+    if record is None or run.epoch > record.epoch:
+        return True  # the metadata store may be an older copy
+    if not record.is_open or run.incarnation != record.incarnation:
+        return False
+    if run.object_id in kept:
+        return True
+    at = max(run.start, record.expired_before)
+    for one in described:
+        if one.start > at:
+            break
+        at = max(at, one.end)
+    if at >= run.end:
+        return False
+    # What follows `at` is in a hole, or continues the topic.
+    return last is None or at < last.end or last.epoch <= run.epoch
