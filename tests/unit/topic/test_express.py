@@ -1,0 +1,487 @@
+"""Topics that share express objects: rounds, shares, errors, and what readers see."""
+
+from contextlib import suppress
+
+import pytest
+
+import ister
+from ister.bucket.names import EXPRESS_PREFIX
+from ister.bucket.rebuild import find_runs, find_topics, rebuild_topic
+from ister.errors import CapacityError, FencedError, PermissionDeniedError, UnavailableError
+from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
+from ister.limits import KIB
+from ister.metadata.memory import MemoryMetadata
+from ister.model import TopicName
+from ister.topic.express import Express
+from support.cases import each
+from support.machine import ROOT
+from support.tiers import PREFIX, Site
+
+
+class Shared:
+    """A log without threads of its own, with topics that share express objects."""
+
+    def __init__(self, site, disk="a", *, topics=2, storage=None, **wal):
+        self.site = site
+        self.log = site.open(disk, storage=storage, **wal)
+        self.express = Express(self.log.tiers)
+        self.topics = [self.open(f"/default/t{number}") for number in range(topics)]
+
+    def open(self, name, **arguments):
+        topic = self.log.topic(name, create=True, ack="tiered", **arguments)
+        self.express.add(topic.tier)
+        return topic
+
+    def append(self, number, *payloads):
+        topic = self.topics[number]
+        for payload in payloads:
+            offset = topic.append(payload)
+        topic.wait(offset, level="synced")
+        return offset
+
+    def formats(self, number):
+        catalog = self.topics[number].tier.owned.catalog
+        return [(d.start, d.end, d.format) for d, _ in catalog.descriptors()]
+
+    def read(self, number):
+        topic = self.topics[number]
+        end = topic.watermarks.tiered
+        return [m.payload for m in topic.read(start="earliest", end=end)]
+
+    def objects(self):
+        return [info.key for info in self.site.objects.list(EXPRESS_PREFIX)]
+
+
+@pytest.fixture
+def site():
+    with Site() as site:
+        yield site
+
+
+@pytest.fixture
+def shared(site):
+    return Shared(site)
+
+
+def test_one_object_has_the_messages_of_all_topics(shared):
+    shared.append(0, b"a", b"b")
+    last = shared.append(1, b"c")
+    assert not shared.express.write_next()
+    assert len(shared.objects()) == 1
+    assert (shared.read(0), shared.read(1)) == ([b"a", b"b"], [b"c"])
+    assert shared.formats(0) == [(0, 2, FORMAT_EXPRESS)]
+    shared.topics[1].wait(last, timeout=0)
+    assert shared.express.under_way is None
+
+
+def test_round_without_messages_writes_nothing(shared):
+    assert not shared.express.write_next()
+    shared.append(0, b"a")
+    shared.express.write_next()
+    shared.express.write_next()
+    assert len(shared.objects()) == 1
+
+
+def test_message_is_seen_when_it_is_tiered(shared):
+    shared.append(0, b"a")
+    assert shared.read(0) == []
+    shared.express.write_next()
+    assert shared.read(0) == [b"a"]
+
+
+def test_messages_from_before_a_restart_are_uploaded(site):
+    first = Shared(site)
+    first.append(0, b"a", b"b")
+    site.kill(first.log)
+    site.clock.advance(60)
+    second = Shared(site)
+    second.express.write_next()
+    assert second.read(0) == [b"a", b"b"]
+
+
+def test_lost_disk_loses_nothing_that_was_acknowledged(site):
+    first = Shared(site)
+    first.append(0, b"a", b"b")
+    first.append(1, b"c")
+    first.express.write_next()
+    first.append(0, b"not acknowledged")
+    site.kill(first.log)
+    site.clock.advance(60)
+    second = Shared(site, "b")
+    assert (second.read(0), second.read(1)) == ([b"a", b"b"], [b"c"])
+    assert second.append(0, b"d") == 2
+    second.express.write_next()
+    assert second.read(0) == [b"a", b"b", b"d"]
+
+
+def test_ordinary_topics_have_objects_of_their_own(site):
+    shared = Shared(site, topics=0)
+    topic = shared.log.topic("/default/orders", create=True)
+    assert not topic.tier.is_express
+    shared.express.add(topic.tier)
+    topic.wait(topic.append(b"a"), level="synced")
+    shared.express.write_next()
+    assert shared.objects() == []
+
+
+def test_all_topics_share_if_configured(site):
+    log = site.open(storage={"uploader": {"express": {"all_topics": True}}})
+    topic = log.topic("/default/orders", create=True)
+    assert topic.tier.is_express
+
+
+def test_without_an_engine_nothing_is_shared(site):
+    log = site.open(storage={"uploader": {"engine": "none"}})
+    assert not log.topic("/default/t", create=True, ack="tiered").tier.is_express
+
+
+def test_object_of_its_own_by_call(shared):
+    shared.append(0, b"a")
+    assert shared.topics[0].upload().end == 1
+    shared.append(0, b"b")
+    shared.express.write_next()
+    assert shared.formats(0) == [(0, 1, FORMAT_FRAMES), (1, 2, FORMAT_EXPRESS)]
+    assert shared.read(0) == [b"a", b"b"]
+
+
+def test_upload_while_the_object_is_written(shared):
+    """Goal: one of the two commits, and the other one continues from there."""
+    shared.append(0, b"a")
+    shared.append(1, b"b")
+
+    def upload(kind, key):
+        if kind == "put" and key.startswith(EXPRESS_PREFIX):
+            shared.site.objects.before = lambda kind, key: None
+            shared.topics[0].upload()
+
+    shared.site.objects.before = upload
+    shared.express.write_next()
+    assert shared.formats(0) == [(0, 1, FORMAT_FRAMES)]
+    assert shared.formats(1) == [(0, 1, FORMAT_EXPRESS)]
+    shared.append(0, b"c")
+    shared.express.write_next()
+    assert shared.read(0) == [b"a", b"c"]
+
+
+def test_object_is_full(site):
+    """Goal: topics take turns, and those without room come first next time."""
+    limit = {"uploader": {"express": {"max_bytes": 64 * KIB}}}
+    shared = Shared(site, topics=3, storage=limit)
+    for number in range(3):
+        shared.append(number, *[bytes([number]) * KIB] * 100)
+    rounds = 0
+    while shared.express.write_next():
+        rounds += 1
+        assert rounds < 20
+    assert all(len(shared.read(number)) == 100 for number in range(3))
+    sizes = [info.size for info in site.objects.list(EXPRESS_PREFIX)]
+    assert max(sizes) < 3 * 64 * KIB
+    assert len(sizes) >= 3
+
+
+def test_message_larger_than_an_object(site):
+    limit = {"uploader": {"express": {"max_bytes": 64 * KIB}}}
+    shared = Shared(site, topics=2, storage=limit)
+    shared.append(0, b"x" * 1024 * KIB)
+    shared.append(1, b"y")
+    while shared.express.write_next():
+        pass
+    assert [len(shared.read(0)[0]), shared.read(1)] == [1024 * KIB, [b"y"]]
+
+
+@each("error", [UnavailableError("away"), PermissionDeniedError("no")])
+def test_failed_put_is_tried_again(error):
+    with Site() as site:
+        shared = Shared(site)
+        shared.append(0, b"a")
+        shared.append(1, b"b")
+
+        def fail(kind, key):
+            if kind == "put":
+                raise error.again()
+
+        site.objects.before = fail
+        shared.express.write_next()
+        assert isinstance(shared.topics[0].tier.last_error, type(error))
+        assert shared.read(0) == []
+        site.objects.before = lambda kind, key: None
+        shared.express.write_next()
+        assert (shared.read(0), shared.read(1)) == ([b"a"], [b"b"])
+        assert shared.topics[0].tier.last_error is None
+        # A put whose answer is lost may have written the object: no name is used twice.
+        assert len(set(shared.objects())) == len(shared.objects())
+
+
+def test_failed_commit_is_tried_again(shared):
+    shared.append(0, b"a")
+    shared.append(1, b"b")
+
+    def fail(kind, key):
+        if kind == "transact":
+            raise UnavailableError("away")
+
+    shared.log.tiers.membership.presence()
+    shared.site.metadata.before = fail
+    shared.express.write_next()
+    shared.site.metadata.before = lambda kind, key: None
+    assert shared.read(0) == []
+    shared.express.write_next()
+    assert (shared.read(0), shared.read(1)) == ([b"a"], [b"b"])
+
+
+def test_lost_topic_does_not_stop_the_others(site):
+    shared = Shared(site)
+    shared.append(0, b"a")
+    offset = shared.append(1, b"b")
+    keys = shared.topics[1].tier.owned.catalog.keys
+    site.metadata.delete(keys.owner)
+    other = site.open("b")
+    other.topic("/default/t1")
+    shared.express.write_next()
+    assert shared.read(0) == [b"a"]
+    with pytest.raises(FencedError):
+        shared.topics[1].wait(offset)
+    shared.express.write_next()
+
+
+def test_damaged_file_does_not_stop_the_others(site):
+    shared = Shared(site)
+    shared.append(0, b"a")
+    shared.append(1, b"b")
+    path = f"{ROOT}/default/t0/wal.log"
+    flip(site.disk(), path, 20)
+    shared.express.write_next()
+    assert shared.read(1) == [b"b"]
+    assert shared.topics[0].tier.last_error is not None
+    flip(site.disk(), path, 20)
+    site.clock.advance(2)
+    shared.express.write_next()
+    assert shared.read(0) == [b"a"]
+
+
+def flip(fs, path, position):
+    file = fs.open(path)
+    byte = file.read_at(position, 1)
+    file.write_at(position, [bytes([byte[0] ^ 1])])
+    file.close()
+
+
+def test_slow_bucket_holds_producers_back(site):
+    limits = {"uploader": {"max_lag_bytes": 64 * KIB}}
+    shared = Shared(site, storage=limits, buffer_full="refuse")
+    site.objects.before = lambda kind, key: (_ for _ in ()).throw(UnavailableError("away"))
+    for _ in range(65):
+        with suppress(CapacityError):
+            shared.append(0, b"x" * KIB)
+        shared.express.write_next()
+    with pytest.raises(CapacityError, match="wait for their upload"):
+        shared.append(0, b"x" * KIB)
+    site.objects.before = lambda kind, key: None
+    while shared.express.write_next():
+        pass
+    shared.append(0, b"goes on")
+    shared.express.write_next()
+    assert shared.read(0)[-1] == b"goes on"
+
+
+def test_closed_topic_is_forgotten(shared):
+    shared.append(0, b"a")
+    shared.append(1, b"b")
+    shared.express.remove(shared.topics[0].tier)
+    shared.express.write_next()
+    assert (shared.read(0), shared.read(1)) == ([], [b"b"])
+    shared.append(0, b"c")
+    shared.express.write_next()
+    assert shared.read(0) == []
+
+
+def test_sealed_topic_is_continued_elsewhere(site):
+    shared = Shared(site)
+    shared.append(0, b"a")
+    shared.express.write_next()
+    shared.append(0, b"b")
+    shared.log.seal("/default/t0")
+    other = Shared(site, "b", topics=0)
+    other.topics = [other.open("/default/t0")]
+    other.append(0, b"c")
+    other.express.write_next()
+    assert other.read(0) == [b"a", b"b", b"c"]
+
+
+def test_collection_by_the_log_itself(site):
+    shared = Shared(site, storage={"cloud": {"orphan_grace_minutes": 60}})
+    shared.append(0, b"a")
+    shared.express.write_next()
+    assert shared.express.collect().removed == []
+    shared.log.delete("/default/t0")
+    for _ in range(800):
+        site.clock.advance(5)
+        shared.log.tiers.membership.renew()
+    assert len(shared.express.collect().removed) == 1
+    assert shared.objects() == []
+
+
+# -- metadata from the bucket ---------------------------------------------------------------
+
+
+def rebuild(site, name="/default/t0"):
+    topic = TopicName.parse(name)
+    metadata = MemoryMetadata(site.clock)
+    keys = type(site.catalog().keys)(PREFIX, topic)
+    damage = []
+    runs = find_runs(site.objects, on_damage=damage.append)
+    report = rebuild_topic(
+        site.objects,
+        metadata,
+        keys,
+        find_topics(site.objects).get(topic, []),
+        runs=runs.get(topic, ()),
+        clock=site.clock,
+        dry_run=False,
+    )
+    return report, damage
+
+
+def test_metadata_is_rebuilt_from_footers(site):
+    shared = Shared(site)
+    shared.append(0, b"a", b"b")
+    shared.append(1, b"c")
+    shared.express.write_next()
+    shared.topics[0].append(b"d")
+    shared.topics[0].upload()
+    shared.append(0, b"e")
+    shared.express.write_next()
+    wanted = [d for d, _ in shared.topics[0].tier.owned.catalog.descriptors()]
+    report, damage = rebuild(site)
+    assert damage == report.errors == report.gaps == report.left_out == []
+    assert [(d.start, d.end, d.object_id) for d in report.objects] == [
+        (d.start, d.end, d.object_id) for d in wanted
+    ]
+    assert report.objects[0] == wanted[0]
+    assert report.is_written
+
+
+def test_runs_of_a_replaced_owner_are_left_out(site):
+    """Goal: an object that was written and never committed, because its process died."""
+    shared = Shared(site)
+    shared.append(0, b"a")
+    shared.express.write_next()
+    shared.append(0, b"lost", b"lost too")
+    site.metadata.before = lambda kind, key: (
+        (_ for _ in ()).throw(UnavailableError("away")) if kind == "transact" else None
+    )
+    shared.express.write_next()
+    site.metadata.before = lambda kind, key: None
+    site.kill(shared.log)
+    site.clock.advance(60)
+    other = Shared(site, "b", topics=1)
+    other.append(0, b"b")
+    other.express.write_next()
+    report, _ = rebuild(site)
+    assert [(d.start, d.end, d.epoch) for d in report.objects] == [(0, 1, 1), (1, 2, 2)]
+    assert len(report.left_out) == 1
+
+
+def test_run_that_was_written_twice_counts_once(shared):
+    shared.append(0, b"a")
+    shared.log.tiers.membership.presence()
+    shared.site.metadata.before = lambda kind, key: (
+        (_ for _ in ()).throw(UnavailableError("away")) if kind == "transact" else None
+    )
+    shared.express.write_next()
+    shared.site.metadata.before = lambda kind, key: None
+    shared.append(0, b"b")
+    shared.express.write_next()
+    report, _ = rebuild(shared.site)
+    assert [(d.start, d.end) for d in report.objects] == [(0, 2)]
+
+
+def test_deleted_topic_does_not_come_back(shared):
+    shared.append(0, b"a")
+    shared.append(1, b"b")
+    shared.express.write_next()
+    shared.log.delete("/default/t0")
+    assert TopicName.parse("/default/t0") not in find_topics(shared.site.objects)
+
+
+def test_topic_made_again_has_its_own_messages_alone(shared):
+    shared.append(0, b"old")
+    shared.express.write_next()
+    shared.log.delete("/default/t0")
+    shared.topics[0] = shared.open("/default/t0")
+    shared.append(0, b"new")
+    shared.express.write_next()
+    report, _ = rebuild(shared.site)
+    assert [d.incarnation for d in report.objects] == [
+        shared.topics[0].tier.owned.record.incarnation
+    ]
+    assert len(report.left_out) == 1
+
+
+def test_damaged_footer_is_told(shared):
+    shared.append(0, b"a")
+    shared.express.write_next()
+    (key,) = shared.objects()
+    shared.site.objects.put(key, shared.site.objects.read(key, 0, 1 << 20)[:-1] + b"?")
+    report, damage = rebuild(shared.site)
+    assert len(damage) == 1
+    assert damage[0].path == key
+    assert report.objects == []
+
+
+def test_damaged_run_is_told_and_kept(shared):
+    shared.append(0, b"aaaa")
+    shared.express.write_next()
+    (key,) = shared.objects()
+    data = shared.site.objects.read(key, 0, 1 << 20)
+    shared.site.objects.put(key, data.replace(b"aaaa", b"aaab"))
+    report, _ = rebuild(shared.site)
+    assert len(report.errors) == 1
+    assert [(d.start, d.end, d.checksum) for d in report.objects] == [(0, 1, None)]
+
+
+def test_topic_whose_messages_are_in_express_objects_alone_is_not_forgotten(site):
+    """Goal: without metadata, a topic of the same name is refused, not begun anew."""
+    shared = Shared(site)
+    shared.append(0, b"a")
+    shared.express.write_next()
+    site.kill(shared.log)
+    site.metadata.delete_prefix(PREFIX)
+    other = site.open("b")
+    with pytest.raises(Exception, match="ister recover"):
+        other.topic("/default/t0", create=True, ack="tiered")
+
+
+def test_manifest_that_could_not_be_saved_is_saved_before_the_first_object(site):
+    def fail(kind, key):
+        if key.endswith("topic.json"):
+            raise UnavailableError("away")
+
+    site.objects.before = fail
+    shared = Shared(site, topics=1)
+    shared.append(0, b"a")
+    shared.express.write_next()
+    assert shared.objects() == []
+    site.objects.before = lambda kind, key: None
+    site.clock.advance(2)
+    shared.express.write_next()
+    assert shared.read(0) == [b"a"]
+    assert [d.end for d in rebuild(site)[0].objects] == [1]
+
+
+# -- the thread -----------------------------------------------------------------------------
+
+
+def test_thread_uploads_what_is_appended(tmp_path):
+    with ister.open(tmp_path) as log:
+        topics = [
+            log.topic(f"/default/t{number}", create=True, ack="tiered") for number in range(5)
+        ]
+        for number in range(20):
+            offsets = [topic.append(b"%d" % number) for topic in topics]
+        for topic, offset in zip(topics, offsets, strict=True):
+            topic.wait(offset, timeout=60)
+            assert [m.payload for m in topic.read(end=20)] == [b"%d" % n for n in range(20)]
+        found = list(log.tiers.objects.list(EXPRESS_PREFIX))
+        assert 0 < len(found) <= 25
+        assert log.metrics.snapshot()["express.objects_total"] == len(found)
