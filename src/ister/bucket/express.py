@@ -55,6 +55,8 @@ class Run(NamedTuple):
 
     owned: OwnedTopic
     descriptor: ObjectDescriptor
+    is_first: bool
+    """Whether it may be the topic's first object; else it has to continue another one."""
 
 
 class ExpressObject:
@@ -84,14 +86,16 @@ class ExpressObject:
         frames: Iterable[FrameBatch],
         *,
         arrived_ms: int | None,
+        is_first: bool = False,
     ) -> ObjectDescriptor:
         """Adds the frames of a topic that has none in this object yet; returns their descriptor.
 
         Args:
             owned: The topic.
-            start: Where its newest object ends.
+            start: Where its newest object ends, or a run that is on its way.
             frames: From `start` on, at least one.
             arrived_ms: The latest possible arrival time of the last of them; None if unknown.
+            is_first: Whether the topic has no objects, and begins at `start`.
 
         Raises:
             What `frames` raises: nothing was added.
@@ -109,7 +113,7 @@ class ExpressObject:
         described = replace(described, format=FORMAT_EXPRESS, arrival_time_max=arrived_ms)
         self._parts += parts
         self.size_bytes += summary.size_bytes
-        self.runs.append(Run(owned, described))
+        self.runs.append(Run(owned, described, is_first))
         return described
 
     def put(self, store: ObjectStore) -> int:
@@ -157,7 +161,7 @@ def _commit(
         joint: list[Run] = []
         for run in runs:
             try:
-                required, wanted = run.owned.prepare_commit(run.descriptor)
+                required, wanted = run.owned.prepare_commit(run.descriptor, is_first=run.is_first)
             except (ConflictError, FencedError):
                 continue
             compares += required
@@ -181,14 +185,10 @@ def _commit(
 
 
 def _commit_alone(run: Run, presence: Compare) -> IsterError | None:
-    owned, descriptor = run
+    owned, descriptor = run.owned, run.descriptor
     try:
         with owned.lock:
-            if owned.last is not None and owned.last.end != descriptor.start:
-                owned.check()
-                return ConflictError(
-                    "another process has committed more objects", topic=owned.topic
-                )
+            owned.prepare_commit(descriptor, is_first=run.is_first)
             owned.commit(descriptor, also=[presence])
     except IsterError as error:
         return error

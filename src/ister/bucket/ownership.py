@@ -141,10 +141,16 @@ class OwnedTopic(OwnerTransactions):
                 return
             self.take_commit(descriptor, revision)
 
-    def prepare_commit(self, descriptor: ObjectDescriptor) -> tuple[list[Compare], list[Operation]]:
+    def prepare_commit(
+        self, descriptor: ObjectDescriptor, *, is_first: bool
+    ) -> tuple[list[Compare], list[Operation]]:
         """The compares and operations of `commit`, to commit for many topics in one transaction.
 
         The caller holds `lock` until it has called `take_commit`, or given up.
+
+        Args:
+            descriptor: Of the object.
+            is_first: Whether it may be the topic's first one; else it has to continue another.
 
         Raises:
             FencedError: Another process owns the topic.
@@ -153,8 +159,8 @@ class OwnedTopic(OwnerTransactions):
         self._require_open()
         if self._fence is not None:
             raise self._fence.again()
-        if self.last is not None and self.last.end != descriptor.start:
-            raise ConflictError("another process has committed more objects", topic=self.topic)
+        if not (is_first if self.last is None else self.last.end == descriptor.start):
+            raise ConflictError("the topic's objects end elsewhere", topic=self.topic)
         keys = self.catalog.keys
         key = keys.descriptor(descriptor.start)
         return (

@@ -22,6 +22,7 @@ _BENCHES: Final = {
     "a pause",
     "readers": "memory of a hundred lagging readers",
     "upload": "uploading a backlog of one topic and of a hundred, with memory",
+    "express": "acknowledging messages when they are in the bucket, for many topics at once",
     "history": "reading messages back from objects",
     "catalog": "looking up objects in a short and in a long history",
     "chain": "reading from the bucket to the live tail while the topic is written",

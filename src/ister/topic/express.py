@@ -11,17 +11,23 @@ message that comes after a pause is not delayed, and the number of objects does 
 of topics. Topics take turns: each gets an even share of the room that is left, and those for which
 there is none are the first of the next object, which follows without a pause.
 
-One object is written at a time, in memory, so memory is bounded by `max_bytes` and the largest
-message. If the bucket is slow, objects are larger and messages wait longer; producers are held back
-by the upload lag (`storage.uploader.max_lag_bytes`), as with other uploads.
+Two objects may be on their way, and are committed in their order: the next one is put while the
+first one is. If the first one fails, a run of the second one that continues it cannot be committed
+either, and both are planned anew. Objects are in memory, so memory is bounded by three times
+`max_bytes` and the largest message. If the bucket is slow, objects are larger and messages wait
+longer; producers are held back by the upload lag (`storage.uploader.max_lag_bytes`), as with other
+uploads.
 
-What a crash leaves: an object that is part of no topic, or of some; and messages in local files.
+What a crash leaves: objects that are part of no topic, or of some; and messages in local files.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
@@ -29,10 +35,17 @@ from ister import threads
 from ister.bucket.express import ExpressObject, Run, commit_runs
 from ister.bucket.express_collection import ExpressCollection, collect_express
 from ister.bucket.names import express_name
-from ister.errors import ClosedError, ConflictError, FencedError, IsterError
+from ister.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    IsterError,
+    UnavailableError,
+)
+from ister.metadata.base import Compare
 from ister.retry import backoff_seconds
-from ister.topic.bucket_link import TopicTier
 from ister.topic.stores import Tiers
+from ister.topic.uploads import PlannedRun, TopicUploads
 
 _log = logging.getLogger("ister.topic.express")
 
@@ -43,9 +56,21 @@ _STEPS: Final = 4
 _LATER_SECONDS: Final = 1.0
 """How long a topic with an error of its own is left out."""
 
+_ON_THEIR_WAY_MAX: Final = 2
+"""Objects that are put or committed at once."""
+
+
+@dataclass(slots=True)
+class ExpressBatch:
+    """An object on its way, and the topics whose messages it has."""
+
+    made: ExpressObject
+    planned: dict[str, PlannedRun] = field(default_factory=dict)
+    presence: Compare | None = None
+
 
 class Express:
-    """Writes the express objects of one log. `write_next` is called by one thread at a time."""
+    """Writes the express objects of one log. One thread at a time calls `gather`."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -55,16 +80,16 @@ class Express:
         self._stopping = threading.Event()
         self._wake = threading.Event()
         # Topics that wait, oldest first; each step on it is a single, atomic operation.
-        self._waiting: dict[TopicTier, None] = {}
-        self._later: dict[TopicTier, float] = {}
+        self._waiting: dict[TopicUploads, None] = {}
+        self._later: dict[TopicUploads, float] = {}
         self._sequence = count()
         self._failures = 0
-        self._under_way: str | None = None
+        self._is_more = False
+        self._under_way: set[str] = set()
 
-    @property
-    def under_way(self) -> str | None:
-        """The key of the object that is being written or committed."""
-        return self._under_way
+    def is_under_way(self, key: str) -> bool:
+        """Whether the object with this key is being written or committed."""
+        return key in self._under_way
 
     def collect(self) -> ExpressCollection | None:
         """Removes express objects that no topic needs; None if another process is doing that."""
@@ -80,7 +105,7 @@ class Express:
                 clock=self._clock,
                 metrics=self._metrics,
                 process=tiers.membership.instance,
-                is_under_way=lambda key: key == self._under_way,
+                is_under_way=self.is_under_way,
                 correct_ms=tiers.node_clock.correct_ms,
             )
         except (ConflictError, FencedError, ClosedError):
@@ -89,20 +114,20 @@ class Express:
             _log.warning("express objects not collected", extra={"error": str(error)})
             return None
 
-    def add(self, tier: TopicTier) -> None:
+    def add(self, tier: TopicUploads) -> None:
         """Adds a topic that was opened, if it shares express objects."""
         if tier.is_express:
             tier.on_express = lambda: self._note(tier)
             # Messages that an earlier process has synced.
             self._note(tier)
 
-    def remove(self, tier: TopicTier) -> None:
+    def remove(self, tier: TopicUploads) -> None:
         """Forgets a closed topic."""
         tier.on_express = lambda: None
         self._waiting.pop(tier, None)
         self._later.pop(tier, None)
 
-    def _note(self, tier: TopicTier) -> None:
+    def _note(self, tier: TopicUploads) -> None:
         """Called after every sync: takes no lock."""
         self._waiting.setdefault(tier)
         if not self._wake.is_set():
@@ -111,31 +136,58 @@ class Express:
     # -- the thread -------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ends `run`; an object that is being written is completed or fails first."""
+        """Ends `run`; objects on their way are completed or fail first."""
         self._stopping.set()
         self._wake.set()
 
     def run(self) -> None:
         """Writes objects until `stop`."""
         began = -float("inf")
-        while not self._stopping.is_set():
-            self._wake.wait(_LATER_SECONDS if self._later else None)
-            self._linger(began)
-            if self._stopping.is_set():
-                return
-            self._wake.clear()
-            began = self._clock.monotonic()
-            # An unexpected error must not end the uploads of all topics.
-            with threads.guard("ister-express"):
-                if self.write_next():
+        slots = threading.Semaphore(_ON_THEIR_WAY_MAX)
+        with (
+            ThreadPoolExecutor(_ON_THEIR_WAY_MAX, thread_name_prefix="ister-express-put") as puts,
+            ThreadPoolExecutor(1, thread_name_prefix="ister-express-commit") as commits,
+        ):
+            while not self._stopping.is_set():
+                self._wake.wait(_LATER_SECONDS if self._later else None)
+                self._linger(began)
+                slots.acquire()
+                self._back_off()
+                if self._stopping.is_set():
+                    return
+                self._wake.clear()
+                began = self._clock.monotonic()
+                batch = None
+                # An unexpected error must not end the uploads of all topics.
+                with threads.guard("ister-express"):
+                    batch = self.gather()
+                if batch is None:
+                    slots.release()
+                    continue
+                if self._is_more:
                     began = -float("inf")
                     self._wake.set()
-            if self._failures:
-                pause = backoff_seconds(
-                    self._failures, first=_RETRY_SECONDS_MIN, most=_RETRY_SECONDS_MAX
-                )
-                self._stopping.wait(pause)
-                self._wake.set()
+                put = puts.submit(self.put, batch)
+                commits.submit(self._finish, put, batch, slots.release)
+
+    def _finish(
+        self, put: Future[IsterError | None], batch: ExpressBatch, on_end: Callable[[], None]
+    ) -> None:
+        try:
+            self.commit(batch, put.result())
+        except Exception as error:  # noqa: BLE001 - must not end the uploads of all topics
+            threads.record("ister-express", error)
+            self.commit(batch, UnavailableError(f"unexpected error: {error!r}"))
+        finally:
+            on_end()
+
+    def _back_off(self) -> None:
+        """Waits a while after a failure."""
+        if self._failures:
+            pause = backoff_seconds(
+                self._failures, first=_RETRY_SECONDS_MIN, most=_RETRY_SECONDS_MAX
+            )
+            self._stopping.wait(pause)
 
     def _linger(self, began: float) -> None:
         """Waits until the next object may begin, or enough bytes wait."""
@@ -154,8 +206,16 @@ class Express:
     def write_next(self) -> bool:
         """Writes and commits one object for the topics that wait; whether some are left.
 
-        Errors are recorded with the topics, which stay in the list.
+        Errors are recorded with the topics, which wait again.
         """
+        batch = self.gather()
+        if batch is None:
+            return False
+        self.commit(batch, self.put(batch))
+        return self._is_more and not self._failures
+
+    def gather(self) -> ExpressBatch | None:
+        """Makes the next object of what the waiting topics have synced; None if that is nothing."""
         membership = self._tiers.membership
         name = express_name(membership.node, membership.instance, next(self._sequence))
         made = ExpressObject(
@@ -163,58 +223,78 @@ class Express:
             index_every_messages=self._tiers.storage.uploader.index_every_messages,
             created_at=self._clock.now_ns() // 1_000_000_000,
         )
-        tiers: dict[str, TopicTier] = {}
+        batch = ExpressBatch(made)
         self._recall()
         waiting = list(self._waiting)
-        is_more = False
+        self._is_more = False
         for number, tier in enumerate(waiting):
             room = self._settings.max_bytes - made.size_bytes
             if room <= 0:
-                is_more = True
+                self._is_more = True
                 break
             # First: what is synced after this is noted again.
             self._waiting.pop(tier, None)
             try:
-                if tier.add_run(made, max(1, room // (len(waiting) - number))):
-                    self._waiting.setdefault(tier)
-                    is_more = True
+                planned = tier.add_run(made, max(1, room // (len(waiting) - number)))
             except (FencedError, ClosedError):
                 continue
             except IsterError as error:
                 self._put_off(tier, error)
                 continue
-            tiers[tier.owned.topic] = tier
-        if made.runs:
-            self._write(made, tiers)
-        return is_more and not self._failures
+            if planned is not None:
+                batch.planned[tier.owned.topic] = planned
+                if not planned.is_all:
+                    self._waiting.setdefault(tier)
+                    self._is_more = True
+        if not made.runs:
+            return None
+        self._under_way.add(made.key)
+        return batch
 
-    def _write(self, made: ExpressObject, tiers: dict[str, TopicTier]) -> None:
-        self._under_way = made.key
+    def put(self, batch: ExpressBatch) -> IsterError | None:
+        """Writes an object; returns the error if that failed."""
+        made = batch.made
         try:
-            presence = self._tiers.membership.presence()
+            batch.presence = self._tiers.membership.presence()
             self._tiers.wait_for_egress(made.size_bytes, self._stopping.is_set)
             began = self._clock.monotonic()
             size_bytes = made.put(self._tiers.objects)
-            put_at = self._clock.monotonic()
-            self._metrics.observe("express.put_latency_ms", (put_at - began) * 1000)
-            self._metrics.count("express.objects_total")
-            self._metrics.count("express.bytes_total", size_bytes)
-            failure: IsterError | None = None
-            for run, error in commit_runs(self._tiers.metadata, made.runs, presence):
-                failure = self._finish(run, tiers[run.owned.topic], error) or failure
-            self._metrics.observe(
-                "express.commit_latency_ms", (self._clock.monotonic() - put_at) * 1000
-            )
-            if failure is not None:
-                raise failure
-            self._failures = 0
         except IsterError as error:
-            self._fail(made, tiers, error)
-        finally:
-            self._under_way = None
+            return error
+        self._metrics.observe("express.put_latency_ms", (self._clock.monotonic() - began) * 1000)
+        self._metrics.count("express.objects_total")
+        self._metrics.count("express.bytes_total", size_bytes)
+        return None
 
-    def _finish(self, run: Run, tier: TopicTier, error: IsterError | None) -> IsterError | None:
+    def commit(self, batch: ExpressBatch, failure: IsterError | None) -> None:
+        """Commits an object that was written; `failure` is what `put` returned."""
+        began = self._clock.monotonic()
+        runs = batch.made.runs
+        try:
+            if failure is None and batch.presence is not None:
+                for run, error in commit_runs(self._tiers.metadata, runs, batch.presence):
+                    failure = self._take(run, batch.planned[run.owned.topic], error) or failure
+                self._metrics.observe(
+                    "express.commit_latency_ms", (self._clock.monotonic() - began) * 1000
+                )
+            elif failure is not None:
+                for planned in batch.planned.values():
+                    self._fail(planned, failure)
+        finally:
+            self._under_way.discard(batch.made.key)
+        if failure is None:
+            self._failures = 0
+        elif not self._stopping.is_set():
+            self._failures += 1
+            self._metrics.count("express.errors_total")
+            _log.warning(
+                "express object failed",
+                extra={"object": batch.made.key, "topics": len(runs), "error": str(failure)},
+            )
+
+    def _take(self, run: Run, planned: PlannedRun, error: IsterError | None) -> IsterError | None:
         """Takes note of a run's outcome; returns an error that may concern all topics."""
+        tier = planned.tier
         if error is None:
             tier.take_run(run.descriptor)
             self._metrics.count("express.runs_total")
@@ -223,7 +303,7 @@ class Express:
             return None
         if isinstance(error, ConflictError):
             try:
-                tier.take_run_conflict()
+                tier.take_run_conflict(planned.plan)
             except FencedError:
                 return None
             except IsterError as unknown:
@@ -231,31 +311,19 @@ class Express:
             else:
                 self._note(tier)
                 return None
-        tier.take_run_failure(error)
-        self._note(tier)
+        self._fail(planned, error)
         return error
 
-    def _fail(self, made: ExpressObject, tiers: dict[str, TopicTier], error: IsterError) -> None:
-        """All topics whose messages did not get into the bucket wait again."""
-        if self._stopping.is_set():
-            return
-        self._failures += 1
-        self._metrics.count("express.errors_total")
-        _log.warning(
-            "express object failed",
-            extra={"object": made.key, "topics": len(made.runs), "error": str(error)},
-        )
-        for run in made.runs:
-            tier = tiers[run.owned.topic]
-            if run.owned.tiered < run.descriptor.end:
-                tier.take_run_failure(error)
-                self._note(tier)
+    def _fail(self, planned: PlannedRun, error: IsterError) -> None:
+        if not self._stopping.is_set():
+            planned.tier.take_run_failure(error, planned.plan)
+            self._note(planned.tier)
 
-    def _put_off(self, tier: TopicTier, error: IsterError) -> None:
+    def _put_off(self, tier: TopicUploads, error: IsterError) -> None:
         """Leaves out a topic that cannot be read, for a while."""
         if tier.failures == 0:
             _log.warning("not uploaded", extra={"topic": tier.owned.topic, "error": str(error)})
-        tier.take_run_failure(error)
+        tier.take_run_failure(error, -1)
         self._later[tier] = self._clock.monotonic() + _LATER_SECONDS
 
     def _recall(self) -> None:

@@ -74,6 +74,16 @@ class Tiered:
         return sum(described.size_bytes for described in self.objects)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """Messages of a topic that were added to an express object."""
+
+    tier: TopicUploads
+    plan: int
+    is_all: bool
+    """Whether nothing else was synced."""
+
+
 class TopicUploads:
     """Ownership and uploads of one topic. Thread-safe."""
 
@@ -132,6 +142,10 @@ class TopicUploads:
             uploader.express.all_topics or wal.settings.ack is AckLevel.TIERED
         )
         """Whether the topic shares express objects."""
+        # Where the next run begins while earlier ones are on their way, and which plan that is:
+        # after a failure, those that were planned to follow the failed one do not count.
+        self._runs_end = 0
+        self._runs_plan = 0
         self.on_express: Callable[[], None] = lambda: None
         """Called when messages were synced that the next express object should have."""
         owned.on_fenced = self._on_fenced
@@ -352,28 +366,30 @@ class TopicUploads:
 
     # -- express objects --------------------------------------------------------------------
 
-    def add_run(self, made: ExpressObject, bytes_max: int) -> bool:
-        """Adds synced messages that are not in the bucket to an express object.
+    def add_run(self, made: ExpressObject, bytes_max: int) -> PlannedRun | None:
+        """Adds synced messages that are not in the bucket, nor on their way, to an express object.
 
         Args:
             made: The object.
             bytes_max: About how many bytes to add at most; at least one message is added.
 
         Returns:
-            Whether there are more than fit.
+            What was added, for `take_run` and `take_run_failure`; None if there is nothing.
 
         Raises:
-            FencedError: Another owner has the topic.
             DataGapError: The bucket ends before the local files begin.
             CorruptDataError: The next frame is damaged.
+            IsterError: The topic's manifest could not be saved.
         """
         if self._stopping.is_set() or self.owned.is_fenced:
-            return False
-        start, synced = self._next_start(), self._wal.synced
+            return None
+        plan = self._runs_plan
+        begin, synced = self._next_start(), self._wal.synced
+        start, has_objects = max(begin, self._runs_end), self.owned.last is not None
         if start >= synced:
-            # A pipeline or a call of `upload` was faster.
-            self._advance(synced)
-            return False
+            # A pipeline or a call of `upload` may have been faster.
+            self._advance(min(self.owned.tiered, synced))
+            return None
         self._tiers.assure_manifest(self.owned)
         source = self._source()
         try:
@@ -390,8 +406,15 @@ class TopicUploads:
             source.close()
         if arrived_ms is not None:
             arrived_ms = self._tiers.node_clock.correct_ms(arrived_ms)
-        made.add(self.owned, start, frames, arrived_ms=arrived_ms)
-        return end < synced
+        made.add(
+            self.owned,
+            start,
+            frames,
+            arrived_ms=arrived_ms,
+            is_first=start == begin and not has_objects,
+        )
+        self._runs_end = end
+        return PlannedRun(tier=self, plan=plan, is_all=end >= synced)
 
     def take_run(self, described: ObjectDescriptor) -> None:
         """Takes note of a run that was committed."""
@@ -400,21 +423,28 @@ class TopicUploads:
         self._lag_base -= described.size_bytes
         self._advance(described.end)
 
-    def take_run_conflict(self) -> None:
-        """Finds out what has become of a run because another process or thread committed first.
+    def take_run_conflict(self, plan: int) -> None:
+        """Finds out what was committed instead of a run, by another process or thread.
 
         Raises:
             FencedError: Another owner has the topic.
             UnavailableError: The metadata store does not answer.
         """
+        self._plan_runs_anew(plan)
         self.owned.refresh()
         self._advance(min(self.owned.tiered, self._wal.synced))
 
-    def take_run_failure(self, error: IsterError) -> None:
+    def take_run_failure(self, error: IsterError, plan: int) -> None:
         """Takes note of an error of an express object; whoever writes it decides when to retry."""
+        self._plan_runs_anew(plan)
         self.last_error = error
         self._failures += 1
         self.apply_pressure()
+
+    def _plan_runs_anew(self, plan: int) -> None:
+        if plan == self._runs_plan:
+            self._runs_plan += 1
+            self._runs_end = 0
 
     def _advance(self, end: int) -> None:
         self._wal.advance_tiered(end)

@@ -48,7 +48,7 @@ class Node:
                 batches = [
                     FRAMES.fetch(at, min(end, at + 7), bytes_max=1) for at in range(start, end, 7)
                 ]
-                made.add(owned, start, batches, arrived_ms=9)
+                made.add(owned, start, batches, arrived_ms=9, is_first=start == 0)
         return made
 
     def write(self, ends, *, start=0):
@@ -154,6 +154,12 @@ def test_commit_in_the_owners_name_that_it_does_not_know_of_fails_alone(cluster,
     same.first, same.last, same._current_revision = first, last, revision
     assert outcomes(node.write([5, 5, 5])) == [ConflictError, None, None]
     assert same.tiered == 7
+
+
+def test_run_that_continues_nothing_is_refused(cluster, node):
+    """Goal: the first object of a topic failed, and the next one was on its way."""
+    assert outcomes(node.write([10, None, None], start=5)) == [ConflictError]
+    assert cluster.catalog(topic_name(0)).last() is None
 
 
 def test_lost_answer_is_resolved(cluster, node):

@@ -71,7 +71,7 @@ def test_one_object_has_the_messages_of_all_topics(shared):
     assert (shared.read(0), shared.read(1)) == ([b"a", b"b"], [b"c"])
     assert shared.formats(0) == [(0, 2, FORMAT_EXPRESS)]
     shared.topics[1].wait(last, timeout=0)
-    assert shared.express.under_way is None
+    assert not shared.express.is_under_way(shared.objects()[0])
 
 
 def test_round_without_messages_writes_nothing(shared):
@@ -319,6 +319,71 @@ def test_collection_by_the_log_itself(site):
         shared.log.tiers.membership.renew()
     assert len(shared.express.collect().removed) == 1
     assert shared.objects() == []
+
+
+# -- two objects on their way ---------------------------------------------------------------
+
+
+def two_batches(shared):
+    shared.append(0, b"a")
+    shared.append(1, b"x")
+    first = shared.express.gather()
+    shared.append(0, b"b")
+    second = shared.express.gather()
+    assert [run.descriptor.start for run in second.made.runs] == [1]
+    return first, second
+
+
+def test_second_object_continues_the_first_before_it_is_committed(shared):
+    first, second = two_batches(shared)
+    # Put in any order, committed in theirs.
+    put_second = shared.express.put(second)
+    shared.express.commit(first, shared.express.put(first))
+    shared.express.commit(second, put_second)
+    assert shared.formats(0) == [(0, 1, FORMAT_EXPRESS), (1, 2, FORMAT_EXPRESS)]
+    assert (shared.read(0), shared.read(1)) == ([b"a", b"b"], [b"x"])
+    assert not shared.express.write_next()
+    assert len(shared.objects()) == 2
+
+
+def test_nothing_is_planned_twice(shared):
+    first, second = two_batches(shared)
+    assert shared.express.gather() is None
+    for batch in (first, second):
+        shared.express.commit(batch, shared.express.put(batch))
+    assert shared.read(0) == [b"a", b"b"]
+
+
+def test_failed_first_object_takes_the_second_run_with_it(shared):
+    first, second = two_batches(shared)
+    shared.express.commit(first, UnavailableError("away"))
+    assert shared.topics[0].tier.last_error is not None
+    # Planned from the bucket's end again, while the second one is still on its way.
+    shared.append(0, b"c")
+    third = shared.express.gather()
+    assert {run.owned.topic: run.descriptor.start for run in third.made.runs} == {
+        "/default/t0": 0,
+        "/default/t1": 0,
+    }
+    shared.express.commit(second, shared.express.put(second))
+    assert shared.read(0) == []
+    # The second one's failure was expected: what was planned since counts.
+    shared.append(0, b"d")
+    fourth = shared.express.gather()
+    assert [run.descriptor.start for run in fourth.made.runs] == [3]
+    for batch in (third, fourth):
+        shared.express.commit(batch, shared.express.put(batch))
+    assert (shared.read(0), shared.read(1)) == ([b"a", b"b", b"c", b"d"], [b"x"])
+
+
+def test_objects_on_their_way_are_known(shared):
+    first, second = two_batches(shared)
+    keys = [first.made.key, second.made.key]
+    assert all(map(shared.express.is_under_way, keys))
+    shared.express.commit(first, UnavailableError("away"))
+    assert [shared.express.is_under_way(key) for key in keys] == [False, True]
+    shared.express.commit(second, shared.express.put(second))
+    assert not any(map(shared.express.is_under_way, keys))
 
 
 # -- metadata from the bucket ---------------------------------------------------------------
