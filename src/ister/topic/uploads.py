@@ -146,6 +146,7 @@ class TopicUploads:
         # after a failure, those that were planned to follow the failed one do not count.
         self._runs_end = 0
         self._runs_plan = 0
+        self._runs_place: tuple[int, int] = (-1, 0)
         self.on_express: Callable[[], None] = lambda: None
         """Called when messages were synced that the next express object should have."""
         owned.on_fenced = self._on_fenced
@@ -393,13 +394,8 @@ class TopicUploads:
         self._tiers.assure_manifest(self.owned)
         source = self._source()
         try:
-            end = source.plan(
-                start,
-                synced,
-                bytes_max=bytes_max,
-                span_ms_max=self._tiers.storage.uploader.max_object_seconds * 1000,
-            )
-            frames = _fetch_sound(source, start, end)
+            source.start_at(self._runs_end, self._runs_place)
+            frames = _fetch_sound(source, start, synced, bytes_max)
             end = frames[-1].next_offset
             arrived_ms = source.arrived_ms(start, end)
         finally:
@@ -413,7 +409,7 @@ class TopicUploads:
             arrived_ms=arrived_ms,
             is_first=start == begin and not has_objects,
         )
-        self._runs_end = end
+        self._runs_end, self._runs_place = end, source.place
         return PlannedRun(tier=self, plan=plan, is_all=end >= synced)
 
     def take_run(self, described: ObjectDescriptor) -> None:
@@ -620,17 +616,18 @@ class TopicUploads:
         )
 
 
-def _fetch_sound(source: WalReader, start: int, end: int) -> list[FrameBatch]:
-    """The frames of a range; if a later one is damaged, those before it.
+def _fetch_sound(source: WalReader, start: int, end: int, bytes_max: int) -> list[FrameBatch]:
+    """The next frames of a range, about so many bytes; if a later one is damaged, those before it.
 
     Raises:
         CorruptDataError: The first frame is damaged.
     """
     frames: list[FrameBatch] = []
     try:
-        while start < end:
-            frames.append(source.fetch(start, end, bytes_max=1 << 30))
+        while start < end and bytes_max > 0:
+            frames.append(source.fetch(start, end, bytes_max=bytes_max))
             start = frames[-1].next_offset
+            bytes_max -= frames[-1].end - frames[-1].starts[0]
     except CorruptDataError:
         if not frames:
             raise

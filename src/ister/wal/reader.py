@@ -116,6 +116,11 @@ class WalReader:
         self._position = 0
         self._next = -1
         self._indexes: OrderedDict[int, SparseIndex] = OrderedDict()
+        self._known: tuple[int, int, int] | None = None
+
+    def start_at(self, offset: int, place: tuple[int, int]) -> None:
+        """Gives a hint where a frame is, as the `place` of another reader said."""
+        self._known = (offset, *place)
 
     def close(self) -> None:
         """Releases the file. May be called twice."""
@@ -319,6 +324,11 @@ class WalReader:
 
     def _place(self, file: WalFile, start: int) -> None:
         """Sets the position to the last known frame at or before `start`."""
+        if self._known is not None and self._known[:2] == (start, file.seq):
+            position = self._known[2]
+            if self._agrees(start, position):
+                self._position, self._next = position, start
+                return
         entry = self._index(file).find_offset(start)
         if entry is None or not self._agrees(entry.offset, entry.position):
             self._position, self._next = 0, file.first_offset
