@@ -2,7 +2,8 @@
 
 Owns: arguments, output, exit code. Does not own: examining it (`ister.topic.survey_object`).
 
-Exit code 1 means damage, or frames other than the name promises.
+An express object is shown run by run. Exit code 1 means damage, or frames other than the name or
+the footer promises.
 """
 
 from __future__ import annotations
@@ -30,11 +31,19 @@ from ister.errors import InvalidRequestError, NotFoundError
 from ister.model import JsonObject
 from ister.objectstore.base import ObjectStore
 from ister.topic.survey import File
-from ister.topic.survey_object import ObjectSurvey, open_key, open_local, open_named, survey_object
+from ister.topic.survey_express import survey_express
+from ister.topic.survey_object import (
+    ObjectSurvey,
+    open_key,
+    open_local,
+    open_named,
+    survey_object,
+)
 
 _BACKENDS: Final = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "azblob": "azblob"}
 """By the scheme of a URL."""
 _LOCAL_SCHEMES: Final = ("fs", "file")
+_EXPRESS_SUFFIX: Final = ".dnbx"
 
 
 def register(kinds: Subparsers) -> None:
@@ -63,6 +72,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     with _opened(options) as file:
+        if file.path.endswith(_EXPRESS_SUFFIX):
+            return _show_express(file.path, survey_express(file, make_listing(options)), options)
         seen = survey_object(file, make_listing(options))
     if options.json:
         print_json(_as_json(seen, with_frames=options.frames))
@@ -71,6 +82,33 @@ def _inspect(options: argparse.Namespace) -> int:
     if seen.found.is_damaged:
         print_error(f"the object is damaged (path={seen.found.path})")
     return 1 if seen.found.is_damaged else 0
+
+
+def _show_express(path: str, seen: list[ObjectSurvey], options: argparse.Namespace) -> int:
+    is_damaged = any(run.found.is_damaged for run in seen)
+    if options.json:
+        print_json(
+            {
+                "name": path.rpartition("/")[2],
+                "path": path,
+                "format": "express",
+                "frames": sum(run.found.frames for run in seen),
+                "bytes": sum(run.found.bytes for run in seen),
+                "runs": [_as_json(run, with_frames=options.frames) for run in seen],
+                "damage": [asdict(bad) for run in seen for bad in run.found.damage],
+                "errors": [],
+            }
+        )
+    else:
+        print(path)
+        titles = ("topic", "codec", "start", "next", "frames", "bytes", "published", "state")
+        print_table(titles, [(run.found.topic, *file_cells(run.found)) for run in seen])
+        for run in seen:
+            print_bad_ranges(run.found)
+            print_frames(run.found)
+    if is_damaged:
+        print_error(f"the object is damaged (path={path})")
+    return 1 if is_damaged else 0
 
 
 # -- finding it -----------------------------------------------------------------------------

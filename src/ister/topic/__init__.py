@@ -39,7 +39,7 @@ history             the bucket, read without owning anything
 local_tail          local files, read by a process that does not own the topic
 describe            the description of a topic, for all outputs
 offline             describes topics without opening them
-survey, survey_object, survey_archive    examine files and objects, damaged or not
+survey, survey_object, survey_archive, survey_express    examine files and objects, damaged or not
 repair              restores what one tier lost from the other
 offline_repair      `ister repair`
 metadata_recovery   `ister recover`

@@ -10,11 +10,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple, NoReturn
 
-from ister.bucket.names import TOPICS_PREFIX, ObjectName, parse_object_id, parse_topic_of_key
+from ister.bucket.names import (
+    EXPRESS_PREFIX,
+    TOPICS_PREFIX,
+    ObjectName,
+    parse_object_id,
+    parse_topic_of_key,
+)
 from ister.errors import InvalidRequestError, NotFoundError, UnsupportedOperationError
 from ister.extras import missing_extra
 from ister.format.crc import Buffer
-from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET
+from ister.format.descriptor import (
+    FORMAT_FRAMES,
+    FORMAT_PARQUET,
+    is_express_name,
+    parse_run_id,
+)
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.objectstore.base import ObjectStore
@@ -65,7 +76,9 @@ def open_named(store: ObjectStore, key_or_name: str) -> File:
         NotFoundError: No topic has an object of this name.
         InvalidRequestError: Several have.
     """
-    is_key = key_or_name.startswith(TOPICS_PREFIX)
+    if is_express_name(key_or_name) or parse_run_id(key_or_name) is not None:
+        key_or_name = EXPRESS_PREFIX + key_or_name
+    is_key = key_or_name.startswith((TOPICS_PREFIX, EXPRESS_PREFIX))
     return _ObjectFile(store, key_or_name if is_key else _find_key(store, key_or_name))
 
 

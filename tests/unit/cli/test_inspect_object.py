@@ -13,6 +13,7 @@ from ister.config import load_config
 from ister.format.frame import encode_frame, scan_frames
 from ister.limits import RECOVERY_CHUNK_BYTES
 from ister.model import Codec
+from ister.topic.express import Express
 from ister.topic.log import Log
 from servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server
 from support.builders import a_message, bincode_body, frames, with_bit_flipped, with_bytes_at
@@ -213,6 +214,62 @@ def test_damaged_object_in_the_bucket_is_found_out(written, tmp_path, capsys):
     assert "DAMAGED" in shown.out
     assert "damage: data-0-19.dnb1 position" in shown.out
     assert "the object is damaged" in shown.err
+
+
+@pytest.fixture(scope="module")
+def express(tmp_path_factory):
+    """A log with two topics whose messages are in one express object; the object's path."""
+    path = tmp_path_factory.mktemp("express") / "data"
+    with Log(load_config(str(path)), background=False) as log:
+        shared = Express(log.tiers)
+        for name in (TOPIC, "/default/other"):
+            topic = log.topic(name, create=True, ack="tiered")
+            shared.add(topic.tier)
+            topic.append_many([b"message"] * COUNT)
+            topic.flush()
+        shared.write_next()
+    (found,) = path.rglob("*.dnbx")
+    return found
+
+
+def inspect_express(target, capsys, *options):
+    code = main(["inspect", "object", str(target), "--json", *map(str, options)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_express_object_is_shown_run_by_run(express, capsys):
+    code, printed = inspect_express(express, capsys)
+    assert (code, printed["format"], printed["frames"]) == (0, "express", 2 * COUNT)
+    assert [
+        (run["topic"], run["start_offset"], run["next_offset"], run["format"])
+        for run in printed["runs"]
+    ] == [(TOPIC, 0, COUNT, "express"), ("/default/other", 0, COUNT, "express")]
+    assert main(["inspect", "object", str(express)]) == 0
+    shown = capsys.readouterr().out
+    assert "/default/other" in shown
+    assert "whole" in shown
+
+
+def test_run_in_the_bucket_is_found_by_the_name_in_its_descriptor(express, capsys):
+    data = express.parents[5]
+    with Log(load_config(str(data)), background=False) as log:
+        run = log.topic(TOPIC).tier.owned.last.object_id
+    code, printed = inspect_express(run, capsys, "--data", data)
+    assert (code, printed["frames"], printed["next_offset"]) == (0, COUNT, COUNT)
+    code, printed = inspect_express(run.partition("@")[0], capsys, "--data", data)
+    assert (code, len(printed["runs"])) == (0, 2)
+
+
+def test_damaged_run_of_an_express_object_is_found_out(express, tmp_path, capsys):
+    path = tmp_path / express.name
+    data = express.read_bytes()
+    path.write_bytes(data.replace(b"message", b"massage", 1))
+    code, printed = inspect_express(path, capsys)
+    assert code == 1
+    assert [len(run["damage"]) for run in printed["runs"]] == [1, 0]
+    path.write_bytes(data[:-1] + b"?")
+    code, printed = inspect_express(path, capsys)
+    assert (code, printed["errors"][0]["code"]) == (1, "DATA_LOSS")
 
 
 def test_name_in_two_topics_is_not_enough(written, capsys):

@@ -1,0 +1,77 @@
+"""Examines an express object: each of its runs, as far as its footer can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ister.bucket.names import ObjectName
+from ister.errors import UnsupportedOperationError
+from ister.format.crc import Buffer
+from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, parse_run_id
+from ister.format.express import TRAILER_BYTES, decode_footer, decode_trailer
+from ister.fs.base import File
+from ister.topic.survey import Listing, survey_frames
+from ister.topic.survey_object import ObjectSurvey
+
+
+def survey_express(file: File, listing: Listing) -> list[ObjectSurvey]:
+    """What each run of an express object promises and holds.
+
+    Raises:
+        CorruptDataError: It is not an express object, or its footer is damaged.
+        UnsupportedVersionError: A newer Ister wrote it.
+        IsterError: It cannot be read.
+    """
+    size = file.size()
+    tail = file.read_at(max(0, size - TRAILER_BYTES), TRAILER_BYTES)
+    place = decode_trailer(tail, size, path=file.path)
+    _, runs = decode_footer(file.read_at(place.position, place.length), place, path=file.path)
+    surveys: list[ObjectSurvey] = []
+    for topic, run in runs:
+        promised = ObjectName(start=run.start, end=run.end, epoch=run.epoch, format=FORMAT_EXPRESS)
+        found = survey_frames(
+            _RunFile(file, run),
+            name=run.object_id.rpartition("/")[2],
+            topic=str(topic),
+            expected=promised,
+            listing=listing,
+        )
+        surveys.append(ObjectSurvey(found, promised, FORMAT_EXPRESS, ""))
+    return surveys
+
+
+class _RunFile:
+    """A run of an object as a file that can be read."""
+
+    def __init__(self, file: File, run: ObjectDescriptor) -> None:
+        place = parse_run_id(run.object_id)
+        self._file = file
+        self._position = 0 if place is None else place.position
+        self._size = run.size_bytes
+        self.path = f"{file.path}@{self._position}+{self._size}"
+
+    def read_at(self, position: int, size: int) -> bytes:
+        size = min(size, self._size - position)
+        return self._file.read_at(self._position + position, size) if size > 0 else b""
+
+    def size(self) -> int:
+        return self._size
+
+    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
+        self._refuse()
+
+    def truncate(self, size: int) -> None:
+        self._refuse()
+
+    def allocate(self, size: int) -> None:
+        self._refuse()
+
+    def sync(self) -> None:
+        self._refuse()
+
+    def close(self) -> None:
+        """Does nothing: the object's file is the caller's."""
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedOperationError("an object is only read here", path=self.path)
