@@ -36,7 +36,7 @@ from typing import Final
 import ister.broker.cluster.assignments
 import ister.bucket.membership
 from ister.broker.cluster.cluster import Cluster
-from ister.broker.cluster.members import Load, Member, MemberState
+from ister.bucket.members import Load, Member, MemberState
 from ister.clock import ManualClock
 from ister.config import ClusterConfig, RebalanceConfig, Strategy, load_config
 from ister.errors import (

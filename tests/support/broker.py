@@ -24,10 +24,10 @@ import grpc
 
 from ister import wire
 from ister.broker.cluster.cluster import Cluster
-from ister.broker.cluster.members import Member
 from ister.broker.dispatch.outbox import Outbox
 from ister.broker.server import Broker, Listening
 from ister.broker.topics.topics import Topics
+from ister.bucket.members import Member
 from ister.clock import SystemClock
 from ister.config import Config, load_config
 from ister.metadata.base import MetadataStore

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ister.broker.cluster.cluster import Cluster
-from ister.broker.cluster.members import Load, Member, MemberState
+from ister.bucket.members import Load, Member, MemberState
 from ister.config import ClusterConfig, RebalanceConfig, Strategy
 from ister.errors import CommitUnknownError
 from ister.model import TopicName

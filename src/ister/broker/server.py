@@ -26,7 +26,6 @@ from aiohttp import web
 
 from ister import __version__, failpoints
 from ister.broker.cluster.cluster import Cluster
-from ister.broker.cluster.members import Load, Member, MemberState
 from ister.broker.cluster.peers import FORWARDED, Peers
 from ister.broker.flight.broker_source import BrokerSource, FlightAccess, FlightLimits
 from ister.broker.flight.failures import explain
@@ -68,6 +67,7 @@ from ister.broker.services.schemas import SchemaService
 from ister.broker.services.security_admin import SecurityAdmin
 from ister.broker.topics.assignee import Assignee
 from ister.broker.topics.topics import Topics
+from ister.bucket.members import Load, Member, MemberState
 from ister.clock import Clock, SystemClock
 from ister.config import (
     BufferFull,

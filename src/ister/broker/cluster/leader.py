@@ -24,8 +24,9 @@ from typing import Final
 import msgspec
 
 from ister.broker.cluster.assignments import NEW, OWNER_DOWN, Assignment, Assignments
-from ister.broker.cluster.members import Member, Members, MemberState
+from ister.broker.cluster.members import Members
 from ister.broker.cluster.placement import Move, Placement, plan_moves
+from ister.bucket.members import Member, MemberState, read_owners
 from ister.bucket.names import TopicKeys
 from ister.clock import Clock
 from ister.config import ClusterConfig
@@ -377,15 +378,6 @@ class Leader:
             with suppress(CorruptDataError):
                 return {topic: decode_owner(found.value, key=found.key).node}
         return {}
-
-
-def read_owners(store: MetadataStore, root_prefix: str) -> dict[str, str]:
-    """The node that has each topic open, by topic."""
-    prefix, found = f"{root_prefix}/cluster/owners", {}
-    for item in store.range(f"{prefix}/"):
-        with suppress(CorruptDataError):
-            found[item.key.removeprefix(prefix)] = decode_owner(item.value, key=item.key).node
-    return found
 
 
 def read_records(store: MetadataStore, root_prefix: str) -> dict[str, TopicRecord]:

@@ -1,8 +1,7 @@
-"""The brokers that share a metadata store: addresses, state, load.
+"""A broker's own entry among the brokers that share a metadata store, and the list of all.
 
-    <root>/cluster/brokers/<node>   Member, as JSON; under the broker's lease
-
-Owns: this broker's entry, and the list of all. Does not own: the lease (`ister.bucket.membership`).
+Owns: writing the entry, and how old the list may be. Does not own: what an entry says
+(`ister.bucket.members`), the lease (`ister.bucket.membership`).
 
 A crash leaves an entry that ends with the lease.
 """
@@ -11,12 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import Final
 
-import msgspec
-
+from ister.bucket.members import Load, Member, MemberState, encode_member, member_key, read_members
 from ister.clock import Clock
 from ister.errors import IsterError
 from ister.metadata.base import Delete, Lease, Put
@@ -30,62 +27,6 @@ _AGE_SECONDS: Final = 1.0
 _TWIN_TTLS: Final = 2
 # A new load alone is written this often: each entry that changes wakes all brokers.
 _LOAD_SECONDS: Final = 5.0
-
-
-class MemberState(StrEnum):
-    """The state of a broker; only an active one takes new topics."""
-
-    STARTING = "starting"
-    """It recovers its topics and does not listen yet."""
-    ACTIVE = "active"
-    DRAINING = "draining"
-    """It hands its topics over and takes no new ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The load of a broker; rates are per second."""
-
-    topics: int = 0
-    messages_in: float = 0.0
-    messages_out: float = 0.0
-    bytes_in: float = 0.0
-    bytes_out: float = 0.0
-    cpu: float = 0.0
-    """The share of one core that the process uses."""
-    upload_lag_bytes: int = 0
-    is_disk_low: bool = False
-    """Whether its topics accept no messages because its disk is full."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A broker: its addresses, state and load."""
-
-    node: str
-    broker_url: str
-    connect_url: str
-    flight_url: str
-    http_url: str = ""
-    zone: str = ""
-    version: str = ""
-    state: MemberState = MemberState.ACTIVE
-    load: Load = field(default_factory=Load)
-
-    @property
-    def is_proxied(self) -> bool:
-        """Whether clients reach it by another address than its own."""
-        return self.connect_url != self.broker_url
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it is neither starting nor draining."""
-        return self.state is MemberState.ACTIVE
-
-    @property
-    def takes_topics(self) -> bool:
-        """Whether topics are placed on it: it is active, and its disk has room."""
-        return self.is_active and not self.load.is_disk_low
 
 
 class Members:
@@ -118,7 +59,7 @@ class Members:
         tiers = self._tiers
         if tiers is None:
             return
-        key, value = self._prefix(tiers) + own.node, msgspec.json.encode(own)
+        key, value = self._key(tiers), encode_member(own)
         lease = tiers.membership.lease
         try:
             found = tiers.metadata.get(key)
@@ -139,7 +80,7 @@ class Members:
         tiers = self._tiers
         if tiers is None:
             return
-        key = self._prefix(tiers) + self.own.node
+        key = self._key(tiers)
         try:
             tiers.metadata.transact([tiers.membership.is_here], [Delete(key)])
         except IsterError as error:
@@ -156,11 +97,10 @@ class Members:
         """
         own = self.own
         found = {} if self.is_replaced else {own.node: own}
-        if self._tiers is not None:
-            for item in self._tiers.metadata.range(self._prefix(self._tiers)):
-                member = _decode(item.value)
-                if member is not None and member.node not in found:
-                    found[member.node] = member
+        tiers = self._tiers
+        if tiers is not None:
+            # The own entry is read from memory: the store's may be older.
+            found = read_members(tiers.metadata, tiers.storage.metadata.root_prefix) | found
         members = sorted(found.values(), key=lambda one: one.node)
         now = self._clock.monotonic()
         with self._lock:
@@ -209,12 +149,5 @@ class Members:
         """Whether a copy of this broker's directory has replaced it."""
         return self._tiers is not None and self._tiers.membership.replaced is not None
 
-    def _prefix(self, tiers: Tiers) -> str:
-        return f"{tiers.storage.metadata.root_prefix}/cluster/brokers/"
-
-
-def _decode(value: bytes) -> Member | None:
-    try:
-        return msgspec.json.decode(value, type=Member)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+    def _key(self, tiers: Tiers) -> str:
+        return member_key(tiers.storage.metadata.root_prefix, self.own.node)

@@ -26,10 +26,10 @@ from typing import Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from ister.broker.cluster.members import Member
 from ister.broker.rpc.handlers import Refused
 from ister.broker.security.guard import current_caller
 from ister.broker.security.tls import ServerTls
+from ister.bucket.members import Member
 from ister.errors import IsterError, UnavailableError
 from ister.format.message import encode_message
 from ister.model import AckLevel, Codec, StreamMessage

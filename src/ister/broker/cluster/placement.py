@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final
 
-from ister.broker.cluster.members import Load, Member
+from ister.bucket.members import Load, Member
 from ister.config import Strategy
 from ister.limits import MIB
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from ister.broker.cluster.members import Member
 from ister.broker.cluster.placement import Balance, Move
 from ister.broker.topics.cluster_control import ClusterControl, ClusterState, Drained
 from ister.broker.topics.topics import GivenUp
+from ister.bucket.members import Member
 from ister.wire.views import (
     BalanceJson,
     BrokerJson,

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from ister import __version__
-from ister.broker.cluster.members import Member
 from ister.broker.observe.cluster_view import describe_brokers, describe_cluster
 from ister.broker.observe.holdings import (
     FILES_SHOWN,
@@ -38,6 +37,7 @@ from ister.broker.security.guard import Guard, current_principal
 from ister.broker.topics.cluster_control import ClusterControl, ClusterState
 from ister.broker.topics.served_topic import ServedTopic
 from ister.broker.topics.topics import Topics
+from ister.bucket.members import Member
 from ister.clock import Clock
 from ister.config import StorageMode
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnavailableError

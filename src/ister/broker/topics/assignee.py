@@ -20,8 +20,8 @@ from typing import Final
 
 from ister import threads
 from ister.broker.cluster.cluster import Wishes
-from ister.broker.cluster.members import Load, MemberState
 from ister.broker.topics.topics import Topics
+from ister.bucket.members import Load, MemberState
 from ister.errors import IsterError, NotFoundError
 from ister.metadata.base import Watch
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ister.broker.cluster.leader import read_records
-from ister.broker.cluster.members import Member, MemberState
 from ister.broker.cluster.placement import Balance, Move, measure
 from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.topics import GivenUp, Topics
+from ister.bucket.members import Member, MemberState
 from ister.clock import Clock
 from ister.config import Strategy
 from ister.errors import ConflictError, IsterError, NotFoundError, UnavailableError

@@ -19,7 +19,6 @@ from weakref import WeakValueDictionary
 
 from ister import threads
 from ister.broker.cluster.cluster import Cluster
-from ister.broker.cluster.members import Member
 from ister.broker.cluster.peers import Peers
 from ister.broker.dispatch.memory_budget import Budget
 from ister.broker.policies import Policies
@@ -32,6 +31,7 @@ from ister.broker.topics.names import TopicNames
 from ister.broker.topics.served_topic import ServedTopic, TopicContext
 from ister.broker.topics.tasks import run_to_completion
 from ister.broker.topics.time_searches import TimeSearches
+from ister.bucket.members import Member
 from ister.clock import Clock
 from ister.config import Config
 from ister.errors import (

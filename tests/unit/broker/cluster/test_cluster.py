@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from ister.broker.cluster.cluster import Cluster
-from ister.broker.cluster.members import MemberState
 from ister.broker.cluster.placement import rendezvous
+from ister.bucket.members import MemberState
 from ister.clock import ManualClock
 from ister.config import ClusterConfig
 from ister.errors import FencedError, NotFoundError, UnavailableError

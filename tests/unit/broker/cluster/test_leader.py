@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from ister.broker.cluster.assignments import NEW, OWNER_DOWN, Assignment
-from ister.broker.cluster.members import MemberState
+from ister.bucket.members import MemberState
 from ister.errors import UnavailableError
 from support.cluster import TTL
 

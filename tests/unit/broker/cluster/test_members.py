@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from ister.broker.cluster.members import Load, Members, MemberState
+from ister.broker.cluster.members import Members
+from ister.bucket.members import Load, MemberState
 from ister.clock import ManualClock
 from ister.errors import FencedError, UnavailableError
 from support.cluster import TTL, a_member

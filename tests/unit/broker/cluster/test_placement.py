@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ister.broker.cluster.members import Load, MemberState
 from ister.broker.cluster.placement import Placement, measure, plan_moves, rendezvous, score
+from ister.bucket.members import Load, MemberState
 from ister.config import Strategy
 from ister.limits import MIB
 from support.cases import each

@@ -6,9 +6,9 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from ister.broker.cluster.members import Member
 from ister.broker.topics.consumer_ids import consumer_id
 from ister.broker.topics.open_topics import ElsewhereError
+from ister.bucket.members import Member
 from ister.errors import (
     AlreadyExistsError,
     CapacityError,

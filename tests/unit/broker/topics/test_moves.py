@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from ister.broker.cluster.members import Member
+from ister.bucket.members import Member
 from ister.errors import ConflictError, CorruptDataError, NotFoundError, UnavailableError
 from ister.subscription.policy import SubscriptionKind
 from support.broker import a_record, eventually, run, some_topics
