@@ -260,7 +260,7 @@ CYCLES, WINDOWS = 100, 4
 def test_hundreds_of_spark_jobs_leave_nothing_behind(spark, place):
     # What a job leaves behind, every hundred jobs leave a hundred of. Spark's pools grow too while
     # a machine is busy, each up to a bound: so one hundred without growth shows that there is none.
-    found = place_of(load_config(place.config), None)
+    found = place_of(load_config(place.config))
     service = Service(
         spark,
         found,

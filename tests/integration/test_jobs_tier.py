@@ -232,20 +232,32 @@ def test_the_same_through_a_broker(spark, place, rng, codec):
 
 def test_files_elsewhere_and_no_broker(spark, place):
     place.fill(A, 50)
-    report = tier(spark, place.elsewhere)
-    assert report.ok
-    assert "another machine" in by_topic(report)[A]["skipped"]
-    assert objects_in(place) == {}
+    place.fill(B, 50)
+    with place.open() as log:
+        log.topic(A)
+        log.seal(B)
+        report = tier(spark, place.elsewhere)
+    # The process that has A is not a broker; B needs none.
+    (error,) = report.errors
+    assert (error["topic"], report.ok) == (A, False)
+    assert "another machine" in error["message"]
+    assert by_topic(report)[B]["skipped"] == "everything is in the bucket"
+    (error,) = tier(spark, place.elsewhere).errors
+    assert error["topic"] == A
+    assert "is not running" in error["message"]
 
 
 def test_topic_that_the_broker_does_not_have(spark, place, tmp_path):
     place.fill(A, 50)
     with SparkPlace(tmp_path / "stranger").open() as log, FlightTopics(log) as server:
         log.topic(B, create=True)
-        report = tier(spark, place.elsewhere, broker=server.address)
-        assert "does not have the topic" in by_topic(report)[A]["skipped"]
-        log.topic(A, create=True)
-        report = tier(spark, place.elsewhere, broker=server.address)
+        with place.open() as own:
+            own.topic(A)
+            report = tier(spark, place.elsewhere, broker=server.address)
+            (error,) = report.errors
+            assert (error["topic"], error["code"]) == (A, "NOT_FOUND")
+            log.topic(A, create=True)
+            report = tier(spark, place.elsewhere, broker=server.address)
     (error,) = report.errors
     assert "another topic of this name" in error["message"]
 

@@ -56,7 +56,7 @@ from ister.wire.contract import (
     WatermarksRequest,
     decode_appended,
 )
-from ister.wire.errors import carries_error, decode_error, is_too_large
+from ister.wire.errors import carries_error, is_too_large, received_error
 from ister.wire.settings import decode_settings
 
 if TYPE_CHECKING:
@@ -477,7 +477,7 @@ class FlightClient:
     def _translate(self, error: Exception, topic: str | None) -> IsterError:
         text = str(error)
         if carries_error(text):
-            return decode_error(text)
+            return received_error(text)
         if self._is_closed:
             return ClosedError("the client is closed", topic=topic)
         text = text.partition(" gRPC client debug context")[0].partition("\n")[0]
@@ -604,6 +604,15 @@ class _Stream:
                 return False
         self._waiting.put(item)
         return True
+
+
+def parse_brokers(text: str | None) -> tuple[str, ...]:
+    """Splits Flight addresses at commas, and adds the scheme where it is missing.
+
+    Raises:
+        InvalidRequestError: One is not an address.
+    """
+    return () if text is None else tuple(_as_location(part.strip()) for part in text.split(","))
 
 
 def _as_location(address: str) -> str:

@@ -108,7 +108,9 @@ class PipelineConfig:
         {}, is_secret=True, says="Spark settings (values are redacted)."
     )
     broker: str | None = setting(
-        None, says="A broker's Flight address, for messages that are not on the pipeline's machine."
+        None,
+        says="Flight addresses of brokers, separated by commas; by default those in the metadata "
+        "store.",
     )
     compact: CompactConfig = field(default_factory=CompactConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

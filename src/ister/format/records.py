@@ -94,7 +94,8 @@ class TopicRecord:
         Args:
             tiered: The end of the newest object; 0 without objects.
         """
-        if self.ack is AckLevel.TIERED:
+        if self.ack is AckLevel.TIERED or not self.lineage:
+            # A record without lineage was rebuilt from the bucket: no node has written since.
             return True
         is_known = self.acked_end is not None and self.acked_epoch == self.epoch
         return is_known and (self.acked_end or 0) <= tiered

@@ -91,7 +91,7 @@ class TopicReader:
         self._options = options
         self._schema = schema
         self._task = ReadTask(
-            place=find_place(options.config, options.broker_location),
+            place=find_place(options.config, options.brokers),
             columns=check_read_schema(schema, options.columns),
             fail_on_data_loss=options.fail_on_data_loss,
         )

@@ -1,10 +1,10 @@
 """Where a log's data is: a value that Spark sends to its workers, and their connections.
 
-    options ─► Place (settings, broker) ─► pickled to every task ─► connections per process
+    options ─► Place (settings, brokers) ─► pickled to every task ─► connections per process
 
 Owns: the settings as the driver read them, with absolute paths (a worker runs in another
 directory), and one set of connections per process, which its tasks share. Does not own: what is
-read or written with them.
+read or written with them, and which broker has a topic (`owners`).
 
 Executors never read the config file: they get its settings, with `${NAME}` values resolved.
 """
@@ -23,8 +23,8 @@ from typing import Final
 from ister import forks
 from ister.client.flight import FlightClient
 from ister.config import CloudBackend, Config, MetadataBackend, StorageMode, load_config
-from ister.errors import ConfigError
-from ister.model import TopicName
+from ister.errors import ConfigError, IsterError, UnavailableError
+from ister.model import JsonObject, TopicName
 from ister.retry import retry_unavailable
 from ister.topic.history import History
 from ister.topic.local_tail import LocalTail
@@ -38,22 +38,25 @@ _clients: dict[str, FlightClient] = {}
 
 @dataclass(frozen=True)
 class Place:
-    """A log's stores, and the broker that serves its tail, if one is given."""
+    """A log's stores, and the brokers that options name."""
 
     config: Config
-    broker: str | None
+    brokers: tuple[str, ...] = ()
+    """Flight addresses with a scheme. The metadata store has those of all brokers: these are for
+    brokers that are not reached by their own address, and for owners that are not brokers."""
 
     @cached_property
-    def _key(self) -> bytes:
+    def key(self) -> bytes:
+        """Identifies the log within this process."""
         return pickle.dumps(self.config)
 
     def history(self) -> History:
         """Returns the log's bucket and metadata; shared by this process, do not close it."""
         with _lock:
-            history = _histories.get(self._key)
+            history = _histories.get(self.key)
             if history is None:
-                history = _histories[self._key] = History(self.config)
-            _histories.move_to_end(self._key)
+                history = _histories[self.key] = History(self.config)
+            _histories.move_to_end(self.key)
             while len(_histories) > _HISTORIES_MAX:
                 _histories.popitem(last=False)[1].close()
             return history
@@ -73,41 +76,46 @@ class Place:
             metrics=history.metrics,
         )
 
-    def flight(self) -> FlightClient | None:
-        """Returns the broker's client, shared by this process; None if there is no broker."""
-        return None if self.broker is None else _client(self.broker)
 
-
-def find_place(config: str | None, broker: str | None) -> Place:
+def find_place(config: str | None, brokers: tuple[str, ...] = ()) -> Place:
     """Returns the place that options name. Called on the driver.
 
     Raises:
         ConfigError: The settings are invalid, or only one process could use them.
-        UnavailableError: Only a broker is given, and it does not respond.
+        UnavailableError: Only brokers are given, and none responds.
     """
     if config is not None:
-        settings = load_config(config)
-    else:
-        client = _client(broker or "")
-        settings = load_config(retry_unavailable(client.storage))
-    return place_of(settings, broker)
+        return place_of(load_config(config), brokers)
+    return place_of(load_config(retry_unavailable(lambda: _ask_storage(brokers))), brokers)
 
 
-def place_of(config: Config, broker: str | None) -> Place:
+def place_of(config: Config, brokers: tuple[str, ...] = ()) -> Place:
     """Returns the place that settings name.
 
     Raises:
         ConfigError: Only one process could use them.
     """
     _check_shared(config)
-    return Place(_absolute(config), broker)
+    return Place(_absolute(config), brokers)
 
 
-def _client(broker: str) -> FlightClient:
+def _ask_storage(brokers: tuple[str, ...]) -> JsonObject:
+    """Asks brokers in turn for the settings of their stores."""
+    last: IsterError | None = None
+    for address in brokers:
+        try:
+            return client_of(address).storage()
+        except UnavailableError as error:
+            last = error
+    raise last or UnavailableError("no broker is given")
+
+
+def client_of(address: str) -> FlightClient:
+    """Returns the client of a broker, shared by this process."""
     with _lock:
-        client = _clients.get(broker)
+        client = _clients.get(address)
         if client is None:
-            client = _clients[broker] = FlightClient(broker, token=_token(), tls_ca=_tls_ca())
+            client = _clients[address] = FlightClient(address, token=_token(), tls_ca=_tls_ca())
         return client
 
 

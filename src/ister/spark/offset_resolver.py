@@ -2,7 +2,7 @@
 
     metadata: record, descriptors ─┐
     local files' checkpoint ───────┼─► Head: earliest ≤ tiered ≤ end
-    broker's watermarks ───────────┘
+    owner's watermarks, by Flight ─┘
 
 Owns: which topics the options name, where each begins and ends, and offsets by time. Does not own:
 partitions (`planner`), what a stream has read (`offsets`). Runs on the driver.
@@ -11,9 +11,12 @@ partitions (`planner`), what a stream has read (`offsets`). Runs on the driver.
 task or a restarted query reads it again. That is `synced`, also where the topic's ack level is
 lower: a power cut may undo what is merely written, and a micro-batch that is in a checkpoint must
 not change. Where the level is `tiered`, it is `tiered`: another node may continue from there, so
-such a topic has no tail. If the node that has the tail is not running, and its files are not here,
-the topic ends at `tiered` until it is, and a warning says so. A broker is asked first, if one is
-given.
+such a topic has no tail.
+
+The broker that has a topic is found in the metadata store, topic by topic (`owners`). None is asked
+where the bucket has everything: a topic that was handed over, rebuilt by `ister recover`, or whose
+record proves it. If the node that has the tail is not running, and its files are not here, the
+topic ends at `tiered` until it is, and a warning says so.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ from ister.partitions import base_of_partition
 from ister.spark.location import Place
 from ister.spark.offsets import TopicHead
 from ister.spark.options import OffsetWord, ReadOptions
+from ister.spark.owners import NOT_SERVED, Owner, ask, ask_first, find_owner, waits_for_disk
 from ister.spark.planner import TopicRange
 from ister.spark.read_task import TopicIdentity
 from ister.topic.history import HistoryTopic
 from ister.topic.local_tail import LocalTail
+from ister.wire.contract import TopicStatus
 
 _log = logging.getLogger("ister.spark.offset_resolver")
 
@@ -51,6 +56,8 @@ class Head(TopicHead):
     topic: str
     node: str
     """The node whose local files are the topic's."""
+    broker: str | None = None
+    """The Flight address that has the tail, if it was asked for."""
     tiered: int
     tail_bytes: int
     """Estimated size of the tail."""
@@ -58,7 +65,12 @@ class Head(TopicHead):
     @property
     def identity(self) -> TopicIdentity:
         """What a task needs to read this topic and no other of its name."""
-        return TopicIdentity(self.incarnation, self.node)
+        return TopicIdentity(self.incarnation, self.node, self.broker)
+
+    @property
+    def cut_error(self) -> WaitsForDiskError | None:
+        """What is not seen of the topic, and why; None if everything is."""
+        return waits_for_disk(self.topic, self.node, self.tiered) if self.is_cut else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,9 +131,9 @@ class OffsetResolver:
 
         Raises:
             NotFoundError: With `must_exist`: a topic does not exist.
-            InvalidRequestError: A topic's tail is on another machine that is running, and no
-                broker is given.
-            UnavailableError: A store or the broker does not answer.
+            InvalidRequestError: A process on another machine that is not a broker has a topic's
+                tail, and no broker is given.
+            UnavailableError: A store or a topic's broker does not answer.
         """
         found: list[_TopicState] = []
         for name in self.names(must_exist=must_exist):
@@ -152,31 +164,35 @@ class OffsetResolver:
     def _head(self, item: _TopicState) -> Head:
         topic, record = item.topic, item.record
         snapshot = item.local.catch_up(item.mark) if item.local is not None else None
+        asks = snapshot is None and self._has_tail(record)
+        # Before the catalog, which then has everything that was in the bucket at the hand-over.
+        is_sealed = asks and topic.catalog.sealed() is not None
         # After the snapshot: what was uploaded and trimmed meanwhile is in the catalog by now.
         first, last, _ = topic.catalog.ends()
         earliest = first.start if first is not None else topic.earliest
         tiered = last.end if last is not None else earliest
-        end, is_cut = tiered, False
+        end, is_cut, broker = tiered, False, None
         tail_bytes: int | None = None
         if snapshot is not None:
             if first is None:
                 earliest = tiered = max(snapshot.trimmed, record.expired_before)
             end = max(tiered, snapshot.synced)
             tail_bytes = snapshot.measure(tiered, end)
-        elif self._has_tail(record) and not self._is_in_bucket(topic, record, tiered):
-            if self._place.broker is not None:
-                try:
-                    earliest, tiered, end = self._ask_broker(topic.name, record, earliest, tiered)
-                except WaitsForDiskError:
-                    is_cut = True
-                else:
-                    # A broker may serve the history of a topic that waits for another node's disk.
-                    is_cut = end <= tiered and topic.is_away(record)
-            elif item.local is None and topic.is_away(record):
-                is_cut = True
+        elif asks and not is_sealed and not record.is_whole(tiered):
+            owner = find_owner(self._place, topic.name)
+            if owner.addresses:
+                broker, status = self._ask_owner(owner, record, topic.name)
+                end = status.synced
+                if first is None:
+                    # Nothing is in the bucket: the owner knows where its files begin.
+                    earliest, tiered = status.earliest, max(tiered, status.earliest)
+                # A broker may serve the history of a topic that waits for another node's disk.
+                is_cut = end <= tiered and topic.is_away(record)
+            elif owner.waits is not None:
+                is_cut = item.local is None
             elif item.local is None:
                 raise InvalidRequestError(
-                    "messages that are not in the bucket yet are on another machine",
+                    NOT_SERVED,
                     topic=topic.name,
                     hint="set the option broker, or includeTail=false to read only the bucket",
                 )
@@ -190,6 +206,7 @@ class OffsetResolver:
             topic=topic.name,
             incarnation=record.incarnation,
             node=record.node,
+            broker=broker,
             lineage=tuple((item.epoch, item.start) for item in record.lineage),
             earliest=earliest,
             tiered=tiered,
@@ -198,27 +215,20 @@ class OffsetResolver:
             is_cut=is_cut,
         )
 
-    def _is_in_bucket(self, topic: HistoryTopic, record: TopicRecord, tiered: int) -> bool:
-        """Whether the bucket has the whole topic, according to the metadata store."""
-        return topic.catalog.sealed() is not None or record.is_whole(tiered)
-
-    def _ask_broker(
-        self, name: str, record: TopicRecord, earliest: int, tiered: int
-    ) -> tuple[int, int, int]:
-        client = self._place.flight()
-        if client is None:
-            return earliest, tiered, tiered
-        status = client.watermarks([name])[name]
+    def _ask_owner(self, owner: Owner, record: TopicRecord, name: str) -> tuple[str, TopicStatus]:
+        """Returns the address that has the topic, and the topic's watermarks."""
+        address, status = ask_first(
+            owner.addresses,
+            lambda client: (client.address, client.watermarks([name])[name]),
+            topic=name,
+        )
         if status.incarnation != record.incarnation:
             raise ConflictError(
                 "the broker has another topic of this name than the metadata store",
                 topic=name,
                 hint="check that the options config and broker name the same log",
             )
-        if tiered == earliest:
-            # Nothing is in the bucket: the broker knows where its files begin.
-            return status.earliest, max(tiered, status.earliest), status.synced
-        return earliest, tiered, status.synced
+        return address, status
 
     # -- ranges -----------------------------------------------------------------------------
 
@@ -243,10 +253,13 @@ class OffsetResolver:
                 if moved <= tiered:
                     raise
                 tiered = moved
-        client = self._place.flight()
-        if client is None:
-            return None
-        return client.find_time(head.topic, publish_time_ms, start=tiered, end=head.end)
+        return ask(
+            self._place,
+            head.topic,
+            lambda client: client.find_time(
+                head.topic, publish_time_ms, start=tiered, end=head.end
+            ),
+        )
 
     def resolve(
         self,

@@ -24,6 +24,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Final, Literal, Self, TypeAlias, TypeVar
 
+from ister.client.flight import parse_brokers
 from ister.errors import InvalidRequestError, TopicNameError
 from ister.limits import KIB, MIB
 from ister.model import COLUMNS, AckLevel, Codec, TopicName
@@ -46,7 +47,8 @@ READ_OPTIONS: Final[Mapping[str, str]] = {
     "topic": "topics to read: /namespace/topic names, separated by commas",
     "topicPattern": "regular expression that matches whole topic names",
     "config": "path of an ister.yml or of a data directory; load(path) sets it, too",
-    "broker": "Flight address of a broker, host:port",
+    "broker": "Flight addresses of brokers, host:port, separated by commas (default: those in the "
+    "metadata store)",
     "startingOffsets": "earliest, latest, or JSON of an offset per topic "
     "(default: earliest for a batch, latest for a stream)",
     "endingOffsets": "latest, or JSON of an offset per topic, not included (batch only; "
@@ -72,7 +74,8 @@ READ_OPTIONS: Final[Mapping[str, str]] = {
 WRITE_OPTIONS: Final[Mapping[str, str]] = {
     "topic": "topic to write to; takes precedence over a column `topic`",
     "config": "path of an ister.yml or of a data directory; save(path) sets it, too",
-    "broker": "Flight address of a broker, host:port",
+    "broker": "Flight addresses of brokers, host:port, separated by commas (default: those in the "
+    "metadata store)",
     "createTopics": "create topics that do not exist (default: true)",
     "ack": "ack level of created topics: memory, written, synced or tiered",
     "codec": "codec of created topics: bincode2 or bincode1",
@@ -126,10 +129,6 @@ _DIGITS: Final = re.compile(r"[0-9]{1,18}")
 _SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([kmgt]?)(?:i?b)?)", re.IGNORECASE)
 _SIZE_UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_BROKER: Final = re.compile(
-    r"(?:grpc(?:\+tls)?://)?(?:[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])"
-    r":([0-9]{1,5})"
-)
 _SUBSCRIPTION: Final = re.compile(r"[A-Za-z0-9_-]{1,120}")
 
 _Word = TypeVar("_Word", bound=StrEnum)
@@ -176,8 +175,8 @@ class ReadOptions:
     topic_pattern: str | None = None
     """A regular expression; see `matches`."""
     config: str | None = None
-    broker: str | None = None
-    """The Flight address as given: host:port, perhaps with a scheme; see `broker_location`."""
+    brokers: tuple[str, ...] = ()
+    """The Flight addresses in `broker`, each with a scheme."""
     starting_offsets: OffsetsOption
     ending_offsets: OffsetsOption
     starting_timestamp_ms: int | None = None
@@ -212,7 +211,7 @@ class ReadOptions:
                 "both topic and topicPattern are given" if topics else "no topic is given",
                 hint="set the option topic, or topicPattern",
             )
-        config, broker = given.place()
+        config, brokers = given.place()
         starting = given.end_of_range(
             "startingOffsets",
             topics,
@@ -232,7 +231,7 @@ class ReadOptions:
             topics=topics,
             topic_pattern=pattern,
             config=config,
-            broker=broker,
+            brokers=brokers,
             starting_offsets=starting,
             ending_offsets=ending,
             starting_timestamp_ms=starting_ms,
@@ -254,11 +253,6 @@ class ReadOptions:
             return topic in self.topics
         return re.fullmatch(self.topic_pattern, topic) is not None
 
-    @property
-    def broker_location(self) -> str | None:
-        """The broker's address with a scheme, for Flight."""
-        return _location(self.broker)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
@@ -268,8 +262,8 @@ class WriteOptions:
     topic: str | None = None
     """The topic of all rows; None if the column `topic` names it."""
     config: str | None = None
-    broker: str | None = None
-    """The Flight address as given: host:port, perhaps with a scheme; see `broker_location`."""
+    brokers: tuple[str, ...] = ()
+    """The Flight addresses in `broker`, each with a scheme."""
     create_topics: bool = True
     ack: AckLevel | None = None
     codec: Codec | None = None
@@ -295,12 +289,12 @@ class WriteOptions:
                 f"topic names {len(topics)} topics, and a row is written to one",
                 hint="omit the option, and name the topic of each row in a column `topic`",
             )
-        config, broker = given.place()
+        config, brokers = given.place()
         return cls(
             is_streaming=is_streaming,
             topic=topics[0] if topics else None,
             config=config,
-            broker=broker,
+            brokers=brokers,
             create_topics=given.flag("createTopics", default=True),
             ack=given.get("ack", partial(_as_word, AckLevel)),
             codec=given.get("codec", partial(_as_word, Codec)),
@@ -308,11 +302,6 @@ class WriteOptions:
             commit_timeout_seconds=given.get("commitTimeoutSeconds", _as_seconds)
             or COMMIT_TIMEOUT_SECONDS_DEFAULT,
         )
-
-    @property
-    def broker_location(self) -> str | None:
-        """The broker's address with a scheme, for Flight."""
-        return _location(self.broker)
 
 
 _Value = TypeVar("_Value")
@@ -373,21 +362,21 @@ class _Given:
         found = self.get(name, _as_flag)
         return default if found is None else found
 
-    def place(self) -> tuple[str | None, str | None]:
-        """Returns the config and the broker; at least one is given."""
+    def place(self) -> tuple[str | None, tuple[str, ...]]:
+        """Returns the config and the brokers; at least one is given."""
         config, path = self.get("config", _as_text), self.get(_PATH, _as_text)
         if config is not None and path is not None:
             raise InvalidRequestError(
                 "both config and path are given",
                 hint="load(path) and save(path) mean the same as the option config: set one",
             )
-        broker = self.get("broker", _as_broker)
-        if config is None and path is None and broker is None:
+        brokers = self.get("broker", _as_brokers) or ()
+        if config is None and path is None and not brokers:
             raise InvalidRequestError(
                 "neither config nor broker is given",
                 hint="config names an ister.yml or a data directory, broker a host:port",
             )
-        return config if config is not None else path, broker
+        return config if config is not None else path, brokers
 
     def topics(self, name: str) -> tuple[str, ...]:
         text = self._texts.get(name)
@@ -446,10 +435,6 @@ def _unknown(spelling: str, known: Mapping[str, str]) -> InvalidRequestError:
     else:
         hint = f"known: {', '.join(known)}"
     return InvalidRequestError(f"unknown option {spelling!r}", hint=hint)
-
-
-def _location(broker: str | None) -> str | None:
-    return broker if broker is None or "://" in broker else f"grpc://{broker}"
 
 
 def _refuse_twice(name: str, items: Iterable[str]) -> None:
@@ -564,14 +549,17 @@ def _as_subscription(name: str, text: str) -> str:
     return text
 
 
-def _as_broker(name: str, text: str) -> str:
-    match = _BROKER.fullmatch(text)
-    if match is None or not 1 <= int(match[1]) <= 65_535:
+def _as_brokers(name: str, text: str) -> tuple[str, ...]:
+    try:
+        brokers = parse_brokers(text)
+    except InvalidRequestError as error:
         raise InvalidRequestError(
             f"{name} is {text!r}",
-            hint="host:port, such as 127.0.0.1:6651, perhaps after grpc:// or grpc+tls://",
-        )
-    return text
+            hint="host:port, such as 127.0.0.1:6651, perhaps after grpc:// or grpc+tls://; "
+            "several are separated by commas",
+        ) from error
+    _refuse_twice(name, brokers)
+    return brokers
 
 
 def _as_word(kind: type[_Word], name: str, text: str) -> _Word:

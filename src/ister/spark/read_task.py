@@ -3,10 +3,14 @@
     slice of an object ─► that object's bytes ─┐
     slice of the tail ──► local files ─────────┼─► decoder ─► batches with Spark's schema
                           bucket, if moved ────┤
-                          broker by Flight ────┘
+                          owner by Flight ─────┘
 
 Owns: the source of each offset when the task runs, which may differ from the plan: an object may
-have been compacted, the tail uploaded and trimmed, messages expired. Does not own: the plan.
+have been compacted, the tail uploaded and trimmed, the topic moved to another broker, messages
+expired. Does not own: the plan.
+
+The plan names the broker that has the tail. If it does not, the topic's owner is looked up again,
+for as long as a broker may take to come back: the tail is either in the bucket or on its disk.
 
 Invariant: a task returns exactly the offsets of the plan, in order, also if data moved meanwhile,
 except for those that compaction removed. An offset that no source has ends the task with
@@ -20,11 +24,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 import pyarrow as pa
 
 from ister.bucket.chunks import ObjectPart
+from ister.client.flight import FlightClient
+from ister.clock import SystemClock
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -36,7 +43,8 @@ from ister.errors import (
     UnavailableError,
 )
 from ister.model import TopicName
-from ister.spark.location import Place
+from ister.spark.location import Place, client_of
+from ister.spark.owners import ask_first, check_has, find_owner, is_down
 from ister.spark.planner import Partition, Slice
 from ister.spark.workers import spare_collector
 from ister.topic.columns import Decoders, Rows, decode_frames
@@ -47,6 +55,8 @@ _log = logging.getLogger("ister.spark.read_task")
 
 _ROUNDS: Final = 6
 _PAUSE_SECONDS: Final = 0.5
+# How long to wait for a broker that is down, or for a topic that is on its way to another one.
+_OWNER_SECONDS: Final = 60.0
 
 _Source: TypeAlias = Callable[[int], Iterator[Rows]]
 
@@ -57,6 +67,8 @@ class TopicIdentity:
 
     incarnation: str
     node: str
+    broker: str | None = None
+    """The owner's Flight address; None if it was not needed for the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +112,18 @@ class _SliceReader:
         self._history = task.place.history()
         self._name = TopicName.parse(part.topic)
         self._last: IsterError | None = None
+        self._planned_broker = identity.broker
+        self._waits_for_owner = False
 
     def read(self) -> Iterator[pa.RecordBatch]:
         """Yields the slice's rows; tries each source in turn, as far as it has them."""
         position = self._part.start
         pause = threading.Event()
-        fruitless = 0
+        fruitless, waits_until = 0, 0.0
         sources = self._sources()
         while position < self._end:
             before = position
+            self._waits_for_owner = False
             for source in sources:
                 try:
                     for rows in source(position):
@@ -138,7 +153,10 @@ class _SliceReader:
                 continue
             # An offset may be moving from one source to another.
             fruitless += 1
-            if fruitless >= _ROUNDS or isinstance(self._last, CorruptDataError):
+            if fruitless == 1:
+                waits_until = SystemClock.monotonic() + _OWNER_SECONDS
+            has_time = self._waits_for_owner and SystemClock.monotonic() < waits_until
+            if isinstance(self._last, CorruptDataError) or (fruitless >= _ROUNDS and not has_time):
                 raise self._nobody_has(position)
             pause.wait(_PAUSE_SECONDS)
 
@@ -178,9 +196,26 @@ class _SliceReader:
             yield from decode_frames(frames, self._decoders)
 
     def _from_broker(self, start: int) -> Iterator[Rows]:
-        client = self._task.place.flight()
-        if client is None:
-            return
+        """Reads from the broker that the plan names; on a retry, from the topic's owner now."""
+        planned, self._planned_broker = self._planned_broker, None
+        is_tail = not self._is_of_object
+        try:
+            if planned is None:
+                topic = self._part.topic
+                owner = find_owner(self._task.place, topic)
+                if is_tail and owner.waits is not None:
+                    raise is_down(owner.waits)
+                if not owner.addresses:
+                    return
+                client = ask_first(owner.addresses, partial(check_has, topic=topic), topic=topic)
+            else:
+                client = client_of(planned)
+            yield from self._read_from(client, start)
+        except (UnavailableError, FencedError):
+            self._waits_for_owner = is_tail
+            raise
+
+    def _read_from(self, client: FlightClient, start: int) -> Iterator[Rows]:
         wanted = list(self._task.columns)
         # Always with offsets: compaction may have removed messages.
         asked = wanted if "offset" in wanted else [*wanted, "offset"]
@@ -235,11 +270,9 @@ class _SliceReader:
     def _nobody_has(self, position: int) -> IsterError:
         if self._last is not None:
             return self._last
-        hint = "; no broker is given" if self._task.place.broker is None else ""
         return UnavailableError(
-            f"neither the bucket nor local files have the offset{hint}",
+            "neither the bucket, local files nor the topic's broker have the offset",
             topic=self._part.topic,
             offset=position,
-            hint="set the option broker to read what is not in the bucket yet; "
-            "includeTail=false reads only the bucket",
+            hint="includeTail=false reads only the bucket",
         )

@@ -6,9 +6,11 @@
 Owns: staged files of a task, and the choice of the appender. Does not own: how a batch is
 appended once (`ister.topic.batches`), what rows are.
 
-The broker appends, if the place has one; otherwise the driver opens the log, which takes the lock
-of its directory for the duration of the commit (and waits for it, because another commit, or a
-killed driver, may hold it).
+Each topic's broker appends, if there are brokers: the metadata store has them, or options name
+them. A topic that moves meanwhile is appended to where it is then. Without brokers, and for a topic
+whose newest files are on this machine while nobody has it open, the driver opens the log, which
+takes the lock of its directory for the duration of the commit (and waits for it, because another
+commit, or a killed driver, may hold it).
 
 What a crash leaves: staged files. A commit that was begun is finished by the next one for the same
 batch, from the files of the first; unused files are removed when they are a day old.
@@ -23,14 +25,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Self, cast
+from typing import Final, Self
 
 import pyarrow as pa
 
 from ister.bucket.names import staging_prefix
 from ister.clock import SystemClock
 from ister.config import Config, Engine
-from ister.errors import DirectoryLockedError, IsterError, NotFoundError, check
+from ister.errors import DirectoryLockedError, IsterError, NotFoundError
 from ister.format.arrow.encode import encode_frames
 from ister.format.manifest import StagedFile
 from ister.format.staged_rows import encode_block
@@ -40,11 +42,9 @@ from ister.objectstore.base import ObjectStore, ObjectWriter
 from ister.partitions import parse_partition
 from ister.retry import retry_unavailable
 from ister.spark.location import Place
+from ister.spark.owners import ask, ask_any, has_brokers
 from ister.topic.batches import AppendedBatch, StagedBatch
 from ister.topic.log import Log
-
-if TYPE_CHECKING:
-    from ister.client.flight import FlightClient
 
 _log = logging.getLogger("ister.spark.row_staging")
 
@@ -62,15 +62,14 @@ def find_partitions(place: Place, topic: str | None) -> dict[str, list[str]]:
     Called on the driver.
 
     Raises:
-        UnavailableError: The broker or the metadata store does not respond.
+        UnavailableError: No broker responds, or the metadata store does not.
     """
     history = place.history()
     try:
         existing = history.topics() if topic is None else history.partitions(topic)
     except NotFoundError:
         # The log does not exist yet, or its metadata is a file on the broker's machine.
-        client = place.flight()
-        existing = [] if client is None else retry_unavailable(client.topics)
+        existing = retry_unavailable(lambda: _list_topics(place)) if place.brokers else []
     found: dict[str, list[tuple[int, str]]] = {}
     for name in existing:
         partition = parse_partition(name)
@@ -82,6 +81,10 @@ def find_partitions(place: Place, topic: str | None) -> dict[str, list[str]]:
         for base, parts in found.items()
         if base not in existing
     }
+
+
+def _list_topics(place: Place) -> list[str]:
+    return ask_any(place, lambda client: client.topics())
 
 
 # -- in tasks -------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ class Committer:
     ack: AckLevel | None = None
     codec: Codec | None = None
     timeout_seconds: float
-    """How long to wait for the log's lock, or for the broker."""
+    """How long to wait for the log's lock, or for a topic's broker."""
 
     def commit(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
         """Appends batches that are not in their topics yet; all rows are durable on return.
@@ -210,35 +213,62 @@ class Committer:
 
         Raises:
             NotFoundError: A topic is missing and must not be created; nothing was appended.
-            DirectoryLockedError: Another process has the log open, and no broker is given.
-            UnavailableError: The broker or a store does not respond; try again.
+            DirectoryLockedError: Another process that is not a broker has the log open.
+            UnavailableError: A topic's broker or a store does not respond; try again.
             As `Log.append_staged`.
         """
-        if self.place.broker is not None:
-            return self._commit_by_broker(staged)
-        return self._commit_here(staged)
+        here = retry_unavailable(lambda: self._topics_here(staged), seconds=self.timeout_seconds)
+        by_brokers = {topic: batch for topic, batch in staged.items() if topic not in here}
+        appended = self._commit_by_brokers(by_brokers) if by_brokers else {}
+        if here:
+            appended |= self._commit_here({topic: staged[topic] for topic in here})
+        return appended
 
-    def _commit_by_broker(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
-        found = self.place.flight()
-        check(found is not None, "a place with a broker has a client")
-        client = cast("FlightClient", found)
+    def _topics_here(self, staged: Iterable[str]) -> list[str]:
+        """Returns the topics that no broker appends to."""
+        if not has_brokers(self.place):
+            return list(staged)
+        if self.place.brokers:
+            return []
+        return [topic for topic in staged if self._has_files(topic)]
+
+    def _has_files(self, topic: str) -> bool:
+        """Whether the newest files of a topic that nobody has open are on this machine."""
+        try:
+            found = self.place.history().topic(topic)
+            record = found.record()
+        except NotFoundError:
+            return False
+        return (
+            found.catalog.owner() is None
+            and found.catalog.sealed() is None
+            and self.place.local_tail(topic, record.node, record.incarnation) is not None
+        )
+
+    def _commit_by_brokers(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
         seconds = self.timeout_seconds
         if not self.creates:
-            self._check_topics(staged, retry_unavailable(client.topics, seconds=seconds))
-        appended: dict[str, AppendedBatch] = {}
-        for topic, batch in staged.items():
-            append = partial(
-                client.append_staged,
+            listed = retry_unavailable(lambda: _list_topics(self.place), seconds=seconds)
+            self._check_topics(staged, listed)
+        # A broker that has the topic now finishes a batch that was begun at another one.
+        return {
+            topic: retry_unavailable(partial(self._append, topic, batch), seconds=seconds)
+            for topic, batch in staged.items()
+        }
+
+    def _append(self, topic: str, batch: StagedBatch) -> AppendedBatch:
+        return ask(
+            self.place,
+            topic,
+            lambda client: client.append_staged(
                 topic,
                 batch,
                 create=self.creates,
                 ack=self.ack,
                 codec=self.codec,
-                timeout_seconds=seconds,
-            )
-            # A restarted broker finishes a batch that was begun when it is requested again.
-            appended[topic] = retry_unavailable(append, seconds=seconds)
-        return appended
+                timeout_seconds=self.timeout_seconds,
+            ),
+        )
 
     def _commit_here(self, staged: Mapping[str, StagedBatch]) -> dict[str, AppendedBatch]:
         appended: dict[str, AppendedBatch] = {}
@@ -273,8 +303,8 @@ class Committer:
             except DirectoryLockedError as error:
                 if SystemClock.monotonic() >= deadline:
                     error.hint = (
-                        "another process has the log open: close it there, or let it serve the "
-                        "log and set the option broker"
+                        "another process has the log open: close it there, or let `ister serve` "
+                        "serve the log"
                     )
                     raise
             pause.wait(_LOCK_PAUSE_SECONDS)

@@ -76,7 +76,7 @@ class _Writer:
             raise InvalidRequestError("a topic can only be appended to", hint='.mode("append")')
         check_write_schema(schema, needs_topic=options.topic is None)
         self._options = options
-        self._place: Place = find_place(options.config, options.broker_location)
+        self._place: Place = find_place(options.config, options.brokers)
         self._partitions = find_partitions(self._place, options.topic)
 
     # -- in tasks ---------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_names_are_compared_without_regard_to_case():
                 is_streaming=True,
                 topics=(A, B),
                 config="/data",
-                broker="127.0.0.1:6651",
+                brokers=("grpc://127.0.0.1:6651",),
                 starting_offsets=OffsetsOption(otherwise="latest", by_topic={A: 5}),
                 ending_offsets=OffsetsOption(otherwise="latest"),
                 min_partitions=7,
@@ -298,9 +298,9 @@ def test_one_of_config_and_broker_is_needed():
             with pytest.raises(InvalidRequestError, match="neither config nor broker is given"):
                 kind.parse({"topic": A}, is_streaming=False)
             both = kind.parse({"topic": A, "config": "/d", "broker": "h:1"}, is_streaming=False)
-            assert (both.config, both.broker) == ("/d", "h:1")
+            assert (both.config, both.brokers) == ("/d", ("grpc://h:1",))
             alone = kind.parse({"topic": A, "broker": "h:1"}, is_streaming=False)
-            assert (alone.config, alone.broker) == (None, "h:1")
+            assert (alone.config, alone.brokers) == (None, ("grpc://h:1",))
 
 
 def test_broker_is_an_address():
@@ -312,10 +312,19 @@ def test_broker_is_an_address():
         ("grpc+tls://h:1", "grpc+tls://h:1"),
     ]:
         with case(text, location):
-            assert batch(broker=text).broker == text
-            assert batch(broker=text).broker_location == location
-            assert write(broker=text).broker_location == location
-            assert batch().broker_location is None
+            assert batch(broker=text).brokers == (location,)
+            assert write(broker=text).brokers == (location,)
+            assert batch().brokers == ()
+
+
+def test_several_brokers_are_separated_by_commas():
+    both = ("grpc://a:1", "grpc+tls://b:2")
+    assert batch(broker="a:1, grpc+tls://b:2").brokers == both
+    for text in ["a:1,", ",a:1", "a:1,,b:2", "a:1 b:2", "a:1;b:2", "a:1,b"]:
+        with case(text):
+            refused(batch, f"broker is '{text}'", "commas", broker=text)
+    with pytest.raises(InvalidRequestError, match="names grpc://a:1 twice"):
+        batch(broker="a:1,grpc://a:1")
 
 
 def test_what_is_no_address_is_refused():

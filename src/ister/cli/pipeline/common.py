@@ -31,7 +31,7 @@ _SHOWN_TOPICS_MAX: Final = 60
 
 
 class JobLocation:
-    """Where a job works: settings, a broker, or both."""
+    """Where a job works: settings, brokers, or both."""
 
     def __init__(self, config: Config | None, broker: str | None) -> None:
         self.config = config
@@ -44,8 +44,8 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, topics: bool = True) -
     parser.add_argument(
         "--broker",
         metavar="HOST:PORT",
-        help="Flight address of a broker: provides the settings if --data and --config are "
-        "missing, and messages that are neither in the bucket nor on this machine",
+        help="Flight addresses of brokers, comma-separated: provide the settings if --data and "
+        "--config are missing (default: the brokers in the metadata store)",
     )
     if topics:
         parser.add_argument(

@@ -159,7 +159,7 @@ def compact(
     Args:
         spark: A classic session.
         config: Where the log is; see `open_job`.
-        broker: A broker's Flight address, for the settings if `config` is not given.
+        broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.
         format: Format of merged objects: `dnb1`, or `parquet`, which also rewrites large ones.
         keep: `all` messages, or `latest-per-key`: of each routing key the newest message in the

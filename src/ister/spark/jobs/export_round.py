@@ -182,6 +182,10 @@ class ExportRound:
                 item = _TopicExport(head=head, destination=destination, fences=fences)
                 self._plan(resolver, item)
                 exports.append(item)
+                wanted = self._settings.end
+                if head.cut_error and not (isinstance(wanted, int) and wanted <= head.end):
+                    # What the bucket has is exported all the same.
+                    raise head.cut_error
         return exports
 
     def _heads(self, topics: Sequence[str]) -> tuple[OffsetResolver, list[Head]]:

@@ -129,7 +129,7 @@ def export(
     Args:
         spark: A classic session.
         config: Where the log is; see `open_job`.
-        broker: A broker's Flight address, for a tail that is not on this machine.
+        broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.
         to: A directory or an address (Parquet, Delta), a table's name or `<warehouse>/<table>`
             (Iceberg). `{namespace}` and `{topic}` stand for each topic's; without them, all topics

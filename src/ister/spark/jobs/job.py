@@ -31,6 +31,7 @@ from ister.bucket.fence import Fence
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.pipeline import PipelineKeys
+from ister.client.flight import parse_brokers
 from ister.clock import Clock, SystemClock
 from ister.config import Config, load_config
 from ister.errors import InvalidRequestError, InvariantError, IsterError, NotFoundError
@@ -156,7 +157,8 @@ def open_job(
         name: The job's name.
         spark: A classic session (not Spark Connect).
         config: A config file, a data directory, or settings; None with `broker`.
-        broker: A broker's Flight address, for messages that are neither in the bucket nor here.
+        broker: Flight addresses of brokers, separated by commas. Needed without `config`, and for
+            brokers that are not reached by the addresses in the metadata store.
         dry_run: Plan only; change nothing.
         progress: Receives the job's progress.
         exclusive: A key that only one job may hold at a time; by default a key of its own.
@@ -209,20 +211,25 @@ def open_job(
 def find_job_place(config: JobConfig, broker: str | None) -> Place:
     """Returns the place that a job's arguments name; see `open_job`.
 
+    Brokers that the arguments do not name are those of the setting `pipeline.broker`, if any.
+
     Raises:
-        InvalidRequestError: Neither is given.
+        InvalidRequestError: Neither is given, or what is given is not an address.
     """
-    if isinstance(config, Place):
-        return config if broker is None else replace(config, broker=broker)
-    if isinstance(config, Config):
-        return place_of(config, broker)
-    if config is None and broker is None:
+    brokers = parse_brokers(broker)
+    if config is None and not brokers:
         raise InvalidRequestError(
             "neither config nor broker is given", hint="pass config, broker, or both"
         )
-    if isinstance(config, Mapping):
-        return place_of(load_config(config), broker)
-    return find_place(config, broker)
+    if isinstance(config, Place):
+        place = replace(config, brokers=brokers or config.brokers)
+    elif isinstance(config, Config):
+        place = place_of(config, brokers)
+    elif isinstance(config, Mapping):
+        place = place_of(load_config(config), brokers)
+    else:
+        place = find_place(config, brokers)
+    return replace(place, brokers=place.brokers or parse_brokers(place.config.pipeline.broker))
 
 
 def _record_end(report: JobReport, error: BaseException) -> None:

@@ -54,6 +54,7 @@ from ister.format.records import TopicRecord
 from ister.model import Codec, TopicName
 from ister.spark.jobs.object_check import ObjectChecker
 from ister.spark.location import Place
+from ister.spark.owners import connect
 from ister.topic.history import History
 from ister.topic.stores import upload_settings
 
@@ -228,8 +229,8 @@ def _sources(place: Place, damaged: DamagedRange) -> Iterator[list[_Source]]:
             if parsed is not None and parsed.start < end and damaged.start < parsed.end:
                 described = _undescribed(object_id, size_bytes, parsed)
                 found.append(_object_source(history, keys, described))
-        client = place.flight()
-        if client is not None:
+        with suppress(IsterError):  # it is one source of several
+            client = connect(place, damaged.topic)
             broker = BrokerFrames(client, damaged.topic, damaged.incarnation, damaged.epoch)
             found.append(_Source(_BROKER, 0, 1 << 63, broker))
         if damaged.old is not None:

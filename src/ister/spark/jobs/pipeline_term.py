@@ -48,6 +48,7 @@ from ister.spark.jobs.job_report import JobReport
 from ister.spark.jobs.memory import sample_memory
 from ister.spark.jobs.schedules import Schedule
 from ister.spark.location import Place
+from ister.spark.owners import read_watermarks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -526,10 +527,10 @@ def measure_lag(place: Place, topics: Sequence[str]) -> int:
             total += max(snapshot.synced - max(topic.tiered, snapshot.trimmed), 0)
         elif local is None:
             elsewhere.append(name)
-    client = place.flight()
-    if elsewhere and client is not None:
-        statuses = client.watermarks(elsewhere).values()
-        total += sum(max(status.synced - status.tiered, 0) for status in statuses)
+    if elsewhere:
+        # What cannot be asked for is among the errors of the upload.
+        statuses, _ = read_watermarks(place, elsewhere)
+        total += sum(max(status.synced - status.tiered, 0) for status in statuses.values())
     return total
 
 

@@ -8,7 +8,6 @@ plan is (`replay_plan`), what tasks do (`replay_task`, `replay_sql`), how a batc
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -92,10 +91,7 @@ class ReplayRun:
     def __init__(self, job: Job, request: ReplayRequest) -> None:
         self._job = job
         self._request = request
-        place = job.place
-        if place.broker is None:
-            place = replace(place, broker=_find_broker(job, request.target))
-        self._place = place
+        self._place = place = job.place
         self._options = ReadOptions(
             is_streaming=False,
             topics=(request.source,),
@@ -237,6 +233,9 @@ class ReplayRun:
 
     def _make_plan(self, head: Head) -> ReplayPlan:
         request = self._request
+        if head.cut_error and not (isinstance(request.end, int) and request.end <= head.end):
+            # The plan is kept: what that disk has would never be replayed.
+            raise head.cut_error
         start, end = self._resolve(head)
         boundaries, size = self._cut(head, start, end)
         return ReplayPlan(
@@ -509,17 +508,3 @@ def _as_sample(row: _Row) -> SampleJson:
         "schema_id": row.get("schema_id"),
         "schema_version": row.get("schema_version"),
     }
-
-
-def _find_broker(job: Job, target: str) -> str | None:
-    """Returns the Flight address of the target's broker, or of the only broker."""
-    prefix = f"{job.place.config.storage.metadata.root_prefix}/cluster/brokers/"
-    addresses: dict[str, str] = {}
-    for found in job.store.range(prefix):
-        with suppress(ValueError, TypeError, KeyError):
-            fields = json.loads(found.value)
-            addresses[str(fields["node"])] = str(fields["flight_url"])
-    owner = job.catalog(target).owner()
-    if owner is not None:
-        return addresses.get(owner[0].node) or None
-    return next(iter(addresses.values())) if len(addresses) == 1 else None

@@ -23,7 +23,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ister.bucket.pipeline import PipelineKeys
@@ -75,8 +75,8 @@ def replay(
     Args:
         spark: A classic session.
         config: Where the log is; see `open_job`.
-        broker: The Flight address of the topics' broker; found in the metadata store by default.
-            Without a broker the log is opened here for each commit.
+        broker: Flight addresses of brokers; see `open_job`. Without brokers the log is opened here
+            for each commit.
         source: The topic to read.
         target: The topic to append to; another one.
         transform: A function, `module:function` or `file.py:function`: see
@@ -120,8 +120,6 @@ def replay(
         chunk_bytes=chunk_bytes or (_CHUNK_BYTES if sql is None else _SQL_CHUNK_BYTES),
     )
     place = find_job_place(config, broker)
-    if place.broker is None and place.config.pipeline.broker is not None:
-        place = replace(place, broker=place.config.pipeline.broker)
     with _opened(spark, place, request, dry_run=dry_run, progress=progress) as job:
         try:
             ReplayRun(job, request).run()

@@ -63,7 +63,7 @@ def scrub(
     Args:
         spark: A classic session.
         config: Where the log is; see `open_job`.
-        broker: A broker's Flight address, as a source of messages for repairs.
+        broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.
         repair: Repair what can be repaired, from local files or a good copy in the bucket.
         dry_run: Only read the metadata and list the bucket.

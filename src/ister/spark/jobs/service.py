@@ -65,8 +65,7 @@ def run(
     Args:
         spark: A classic session.
         config: Where the log is; see `open_job`. Its setting `pipeline` says what to run.
-        broker: A broker's Flight address, for files on another machine; by default
-            `pipeline.broker`.
+        broker: Flight addresses of brokers; see `open_job`.
         stop: Stops it; so do SIGINT and SIGTERM, if this is called on the main thread.
         max_seconds: Stops it after this time.
         clock: The clock; the system's by default.
@@ -80,8 +79,6 @@ def run(
     """
     place = find_job_place(config, broker)
     pipeline = place.config.pipeline
-    if place.broker is None and pipeline.broker is not None:
-        place = replace(place, broker=pipeline.broker)
     service = Service(
         spark,
         place,

@@ -52,7 +52,7 @@ def stats(
     Args:
         spark: A classic session.
         config: Where the log is; see `open_job`.
-        broker: A broker's Flight address, for what is neither in the bucket nor on this machine.
+        broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.
         include_tail: Also count what is not in the bucket yet, if it can be read.
         dry_run: Only report how much would be read.
@@ -112,11 +112,15 @@ def _plan(job: Job, name: str, *, include_tail: bool) -> _Planned:
         resolver = OffsetResolver(job.place, options)
         try:
             head = resolver.heads(catches_up=True)[name]
-        except InvalidRequestError:
-            has_tail = False  # it is on another machine, and no broker is given
+        except InvalidRequestError as error:
+            # The bucket's part is counted all the same.
+            has_tail = False
+            job.report.fail(error, name)
     if not has_tail:
         resolver = OffsetResolver(job.place, replace(options, include_tail=False))
         head = resolver.heads()[name]
+    if head.cut_error is not None:
+        job.report.fail(head.cut_error, name)
     whole = resolver.range_of(head, head.earliest, head.end)
     found = _Planned(head=head, range=whole, has_tail=has_tail or not include_tail)
     found.partitions = plan([whole], split_bytes=_SPLIT_BYTES)

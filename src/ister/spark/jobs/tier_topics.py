@@ -1,11 +1,13 @@
 """Finds the topics that `tier` has to upload, up to which offset, and reports on them.
 
-    record, files or broker ─► what is durable ─► what the bucket lacks ─► is it due?
+    record, files or owner ─► what is durable ─► what the bucket lacks ─► is it due?
 
 Owns: what the driver caches of topics between cycles, so that a topic without anything new costs
 one small file; pauses after failures; the report. Does not own: plans and commits (`tiering`).
 
-The owner's checkpoint, or the owner itself by Flight, says what is durable.
+The owner's checkpoint says what is durable, or the owner itself by Flight: each topic's own, found
+in the metadata store. It is not asked where the store shows that the bucket has everything. A topic
+whose owner cannot be asked is an error in the report, and does not hold up others.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ister.errors import ConflictError, InvariantError, IsterError, UnavailableError
+from ister.bucket.catalog import Catalog
+from ister.bucket.membership import is_node_running
+from ister.errors import ConflictError, InvariantError, IsterError
 from ister.format.records import TopicRecord
 from ister.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
 from ister.model import AckLevel
 from ister.retry import backoff_seconds
 from ister.spark.jobs.job import Job
 from ister.spark.jobs.job_report import ErrorFields, JobReport
+from ister.spark.owners import read_watermarks, waits_for_disk
 from ister.topic.local_tail import LocalTail
-from ister.wire.contract import TopicStatus
 
 _log = logging.getLogger("ister.spark.jobs.tier_topics")
 
@@ -47,6 +51,8 @@ class Known:
     record_at: float = -float("inf")
     files: LocalTail | None = None
     """The owner's files, if they are on this machine."""
+    is_elsewhere: bool = False
+    """Whether the owner has to be asked what is durable."""
     begin: int | None = None
     """Where the next upload starts, as far as is known."""
     made_at: int = 0
@@ -156,7 +162,7 @@ class TopicBook:
         """Locates a topic's files; returns whether its durable offsets can be read."""
         now = self._clock.monotonic()
         if not self._says_all and now - known.record_at < _RECORD_SECONDS:
-            return known.files is not None or self._place.broker is not None
+            return known.files is not None or known.is_elsewhere
         try:
             catalog = self.job.catalog(known.topic)
             found = catalog.record()
@@ -168,19 +174,36 @@ class TopicBook:
                 known.begin = None
             known.record, known.record_at = record, now
             known.files = self._place.local_tail(known.topic, record.node, record.incarnation)
-            if known.files is not None or self._place.broker is not None:
-                return True
-            is_sealed = catalog.sealed() is not None
+            known.is_elsewhere = known.files is None and self._needs_owner(catalog, record)
         except IsterError as error:
             self.fail(known, error, cycle)
             return False
-        self.say(
-            known,
-            skipped="the topic is sealed: everything is in the bucket"
-            if is_sealed
-            else "its files are on another machine, and no broker is given",
-        )
-        return False
+        if known.files is None and not known.is_elsewhere:
+            self.say(known, skipped="everything is in the bucket")
+            return False
+        return True
+
+    def _needs_owner(self, catalog: Catalog, record: TopicRecord) -> bool:
+        """Whether another machine may have messages that the bucket lacks.
+
+        Raises:
+            WaitsForDiskError: It is not running.
+        """
+        if not record.lineage:
+            return False
+        has_owner = catalog.owner() is not None
+        if has_owner and (record.ack is AckLevel.TIERED or record.acked_end is None):
+            return True  # producers may wait for the upload
+        if not has_owner and catalog.sealed() is not None:
+            return False
+        last = catalog.last()
+        tiered = last.end if last is not None else 0
+        if record.is_whole(tiered):
+            return False
+        root = self._storage.metadata.root_prefix
+        if not has_owner and not is_node_running(self.job.store, root, record.node):
+            raise waits_for_disk(str(catalog.keys.topic), record.node, tiered)
+        return True
 
     def _read_bucket(self, known: Known, span: _Span) -> int:
         """Returns where an upload of a topic starts."""
@@ -255,23 +278,14 @@ class TopicBook:
             self._pause.wait(_POLL_SECONDS)
 
     def _remote_spans(self, remote: Sequence[Known], cycle: Cycle) -> dict[str, _Span]:
-        client = self._place.flight()
-        if client is None:
-            return {}
-        statuses: dict[str, TopicStatus] = {}
-        try:
-            statuses = client.watermarks([known.topic for known in remote])
-        except IsterError:
-            # One unknown topic fails the whole call: ask one by one.
-            for known in remote:
-                try:
-                    statuses.update(client.watermarks([known.topic]))
-                except UnavailableError as error:
-                    self.fail(known, error, cycle)
-                except IsterError as error:
-                    self.say(known, skipped=f"the broker does not have the topic: {error.message}")
         spans: dict[str, _Span] = {}
+        try:
+            statuses, errors = read_watermarks(self._place, [known.topic for known in remote])
+        except IsterError as error:
+            statuses, errors = {}, dict.fromkeys((known.topic for known in remote), error)
         for known in remote:
+            if known.topic in errors:
+                self.fail(known, errors[known.topic], cycle)
             status = statuses.get(known.topic)
             if status is None or known.record is None:
                 continue
@@ -320,11 +334,16 @@ class TopicBook:
             known.failures, first=_RETRY_SECONDS_MIN, most=_RETRY_SECONDS_MAX
         )
         known.record_at = -float("inf")
+        before = known.error["message"] if known.error is not None else None
         self._forget_error(known)
         self._report.fail(error, known.topic)
         known.error = self._report.errors[-1]
-        _log.warning(
-            "topic not uploaded", extra={"topic": known.topic, "error": known.error["message"]}
+        message = known.error["message"]
+        # Once: a broker may be down for hours.
+        _log.log(
+            logging.DEBUG if message == before else logging.WARNING,
+            "topic not uploaded",
+            extra={"topic": known.topic, "error": message},
         )
 
     def record_success(self, known: Known) -> None:

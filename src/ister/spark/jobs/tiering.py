@@ -9,7 +9,7 @@ which topics are due (`tier_topics`), the ranges (`upload_plan`) and the making 
 
 For the same local files, the objects, their names and their descriptors are those that the topic's
 owner would make. Frames come from the owner's files if they are on this machine, otherwise from the
-owner by Flight.
+owner by Flight: each topic's own, so that one job uploads the topics of all brokers.
 
 Invariants:
 
@@ -68,6 +68,7 @@ from ister.spark.jobs.stop_signals import stop_on_signals
 from ister.spark.jobs.tasks import Done, run_tasks
 from ister.spark.jobs.tier_topics import Cycle, Known, TopicBook
 from ister.spark.jobs.upload_task import MadeObject, UploadItem, make_object
+from ister.spark.owners import ask
 from ister.topic.stores import upload_settings
 from ister.topic.upload_plan import PlannedObject, UploadPlan, plan_objects
 from ister.tracing import span
@@ -178,18 +179,16 @@ class _Tiering:
                 clock=history.clock,
                 **limits,
             )
-        client = self._place.flight()
-        if client is None or known.record is None:
+        if known.record is None:
             raise UnavailableError("the topic's files are gone from this machine")
-        planned = client.plan_upload(
-            PlanUpload(
-                topic=known.topic,
-                incarnation=known.record.incarnation,
-                epoch=known.record.epoch,
-                start=start,
-                **limits,
-            )
+        asked = PlanUpload(
+            topic=known.topic,
+            incarnation=known.record.incarnation,
+            epoch=known.record.epoch,
+            start=start,
+            **limits,
         )
+        planned = ask(self._place, known.topic, lambda client: client.plan_upload(asked))
         starts = (planned.start, *(end for end, _ in planned.objects))
         error = None if planned.error is None else decode_error(planned.error)
         return UploadPlan(
@@ -465,7 +464,7 @@ def tier(
     Args:
         spark: A classic session.
         config: Where the log is; see `open_job`.
-        broker: A broker's Flight address, for files on another machine.
+        broker: Flight addresses of brokers; see `open_job`.
         topics: Names and patterns; all topics by default.
         dry_run: Plan only.
         progress: Receives the job's progress.

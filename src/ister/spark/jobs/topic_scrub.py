@@ -30,6 +30,7 @@ from ister.spark.jobs.topic_survey import (
     read_pages,
     survey_topic,
 )
+from ister.spark.owners import ask
 from ister.spark.tables.ranges import normalise, subtract
 from ister.topic.local_tail import LocalTail
 
@@ -280,11 +281,11 @@ class TopicScrub:
             snapshot = local.snapshot() if local is not None else None
             if snapshot is not None:
                 return [(snapshot.trimmed, snapshot.synced)]
-            client = job.place.flight()
-            if client is not None:
-                status = client.watermarks([self.topic])[self.topic]
-                if status.incarnation == survey.record.incarnation:
-                    return [(status.trimmed, status.synced)]
+            status = ask(
+                job.place, self.topic, lambda client: client.watermarks([self.topic])[self.topic]
+            )
+            if status.incarnation == survey.record.incarnation:
+                return [(status.trimmed, status.synced)]
         except IsterError as error:
             _log.info(
                 "local files cannot be read", extra={"topic": self.topic, "error": str(error)}

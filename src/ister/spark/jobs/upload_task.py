@@ -1,7 +1,7 @@
 """What a task of `tier` does: makes one object of a range of a topic's frames.
 
     owner's files on this machine ─┐
-    owner's broker, by Flight ─────┴─► frames ─► object ─► descriptor, for the driver to commit
+    the owner, by Flight ──────────┴─► frames ─► object ─► descriptor, for the driver to commit
 
 Owns: where the frames come from. Does not own: the range, how an object is made
 (`ister.bucket.object_maker`), the commit.
@@ -21,11 +21,12 @@ from ister.bucket.egress import EgressLimit
 from ister.bucket.object_maker import FrameSource, ObjectMaker
 from ister.client.frames import BrokerFrames
 from ister.clock import SystemClock
-from ister.errors import CorruptDataError, UnavailableError
+from ister.errors import CorruptDataError
 from ister.format.descriptor import ObjectDescriptor
 from ister.model import TopicName
 from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.location import Place
+from ister.spark.owners import connect
 from ister.spark.workers import compile_for
 from ister.topic.stores import upload_settings
 
@@ -69,8 +70,8 @@ def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeO
 
     Raises:
         CorruptDataError: Its first frame is damaged, or the object differs from what was written.
-        UnavailableError: Neither this machine nor the broker has the frames, or a store does not
-            respond.
+        UnavailableError: Neither this machine nor the topic's broker has the frames, or a store
+            does not respond.
     """
     compile_for(item.size_bytes)
     history = place.history()
@@ -111,7 +112,7 @@ def make_object(place: Place, item: UploadItem, *, task_count: int = 1) -> MadeO
 
 @contextmanager
 def _frames_of(place: Place, item: UploadItem) -> Iterator[FrameSource]:
-    """Opens the owner's files, if they are on this machine, or the owner's broker."""
+    """Opens the owner's files, if they are on this machine, or asks the owner for them."""
     source: FrameSource | None = None
     local = place.local_tail(item.topic, item.node, item.incarnation)
     if local is not None:
@@ -123,14 +124,7 @@ def _frames_of(place: Place, item: UploadItem) -> Iterator[FrameSource]:
             else:
                 files.close()
     if source is None:
-        client = place.flight()
-        if client is None:
-            raise UnavailableError(
-                "the topic's files are not on this machine, or do not have the offsets",
-                topic=item.topic,
-                offset=item.start,
-                hint="pass the address of the topic's broker",
-            )
+        client = connect(place, item.topic)
         source = BrokerFrames(client, item.topic, item.incarnation, item.epoch)
     try:
         yield source

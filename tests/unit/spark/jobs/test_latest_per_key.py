@@ -68,7 +68,7 @@ def search(place, names, *, before_hours=0, groups=None, run="compact-x"):
                 )
             )
     return _Search(
-        place=find_place(place.config, None),
+        place=find_place(place.config),
         topics=tuple(topics),
         bundles=_bundle(topics),
         tombstones_before_us=(PUBLISHED_MS + before_hours * HOUR_MS) * 1000,

@@ -567,7 +567,7 @@ def test_an_object_that_has_all_of_itself_heals_itself(place, patient, kept, ext
         end=kept.end,
         old=kept,
     )
-    repaired = repair_range(place_of(load_config(place.config), None), damaged)
+    repaired = repair_range(place_of(load_config(place.config)), damaged)
     (made,) = repaired.objects
     assert made.object_id != kept.object_id
     assert (made.kept, made.checksum, made.messages) == (kept.kept, kept.checksum, kept.messages)

@@ -41,7 +41,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def place(config):
-    yield place_of(config, None)
+    yield place_of(config)
     _close_all()
 
 

@@ -71,9 +71,16 @@ def test_the_bucket_alone(place):
     assert orders["tail"]["messages"] == 0
 
 
-def test_a_tail_that_is_out_of_reach_is_left_out_and_said(place):
+def test_a_tail_that_is_out_of_reach_is_left_out_and_an_error(place):
     report = stats(SparkHere(), place.elsewhere, topics="/default/orders")
-    assert report.ok
+    (error,) = report.errors
+    assert (error["topic"], report.ok) == ("/default/orders", False)
+    assert "is not running" in error["message"]
+    with place.open() as log:
+        log.topic("/default/orders")
+        report = stats(SparkHere(), place.elsewhere, topics="/default/orders")
+    (error,) = report.errors
+    assert "not a broker" in error["message"]
     (orders,) = report.as_json()["topics"]
     assert orders["messages"] == 60
     assert orders["tail"]["is_counted"] is False
@@ -90,7 +97,7 @@ def test_a_dry_run_says_how_much_would_be_read(place):
 @pytest.mark.nightly
 def test_one_topics_damage_is_its_own(place):
     next((place.root / "objects").rglob("data-*.dnb1")).unlink()
-    report = stats(SparkHere(), place.elsewhere)
+    report = stats(SparkHere(), place.elsewhere, include_tail=False)
     assert [error["topic"] for error in report.errors] == ["/default/orders"]
     assert {topic["topic"] for topic in report.as_json()["topics"]} == {
         "/default/none",

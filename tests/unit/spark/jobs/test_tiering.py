@@ -325,10 +325,11 @@ def test_topic_that_another_node_takes_is_reported(place, tasks):
         (error,) = job.report.errors
         assert error["topic"] == A
         assert "new owner" in error["message"]
-        # Whose files are not here: what the new owner has is left alone.
+        # Whose files are not here, and whose node is not running.
         tier_cycle(job, [A, B])
-        assert job.report.ok
-        assert "another machine" in job.report.topics[A]["skipped"]
+        (error,) = job.report.errors
+        assert error["topic"] == A
+        assert "is not running" in error["message"]
     check_chain(place, 200, B)
     assert ranges(place) == []
 

@@ -1,0 +1,308 @@
+"""Finds the broker that has a topic, by the metadata store, and asks it.
+
+    owner key ─► the owner's entry ─► its Flight address ─► a client, shared by the process
+    no owner ──► the node with the newest files, if it is up; any broker, if the bucket has all
+
+Owns: which addresses may have a topic, and trying them in turn. Does not own: connections
+(`location`), how long a call is repeated: a call that fails with an UnavailableError looks the
+owner up again when it is repeated, in the driver and in tasks.
+
+Addresses that options name (`broker`) are tried, too: the owner's own address may not be reachable
+from here, and an owner that is not a broker (a log that another process has open) has no entry. One
+that does not have the topic says so, and the next one is asked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from ister import forks
+from ister.bucket.catalog import Catalog
+from ister.bucket.members import Member, MemberState, read_members, read_owners
+from ister.bucket.membership import is_node_running
+from ister.bucket.names import TopicKeys
+from ister.client.flight import FlightClient
+from ister.clock import SystemClock
+from ister.errors import (
+    FencedError,
+    IsterError,
+    NotFoundError,
+    UnavailableError,
+    WaitsForDiskError,
+)
+from ister.model import TopicName
+from ister.spark.location import Place, client_of
+from ister.wire.contract import TopicStatus
+
+_MEMBERS_SECONDS: Final = 1.0
+# An address that did not answer comes last for this long: trying it may take half a minute.
+_SILENT_SECONDS: Final = 60.0
+
+NOT_SERVED: Final = (
+    "messages that are not in the bucket yet are on another machine, and the process that has them "
+    "is not a broker"
+)
+"""The message of errors about a topic that nobody can be asked for."""
+
+_Answer = TypeVar("_Answer")
+
+_lock = threading.Lock()
+_members: dict[bytes, tuple[float, dict[str, Member]]] = {}
+_silent: dict[str, float] = {}
+# Nodes that have been brokers: without an entry, such a node is ending or has lost its lease.
+_brokers_seen: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that has a topic, or that should have it, as the metadata store says."""
+
+    node: str | None
+    """The node that has the topic open, or has its newest files; None for any broker."""
+    addresses: tuple[str, ...]
+    """Flight addresses to ask, in turn; none if the owner is not a broker and none is given."""
+    waits: WaitsForDiskError | None = None
+    """Set if nobody has the topic open, and messages that are not in the bucket may be on the disk
+    of a node that is not running: nobody else has them."""
+
+
+def find_owner(place: Place, topic: str) -> Owner:
+    """Finds out which addresses may have a topic.
+
+    Raises:
+        UnavailableError: The metadata store does not answer, or the owner has no address at the
+            moment.
+    """
+    try:
+        node, found = _find(place, topic)
+    except NotFoundError:
+        # The metadata store is a file on another machine, or does not exist yet.
+        return Owner(None, _in_order(place.brokers))
+    except WaitsForDiskError as error:
+        return Owner(error.node, _in_order(place.brokers), error)
+    return Owner(node, _with_given(place, found))
+
+
+def ask(place: Place, topic: str, call: Callable[[FlightClient], _Answer]) -> _Answer:
+    """Calls the broker that has a topic.
+
+    Raises:
+        UnavailableError: It does not answer, it is down, or the topic is on its way to another one;
+            whether `call` was executed is not known. Repeated, it looks for the owner again.
+        As `call`.
+    """
+    owner = find_owner(place, topic)
+    if owner.waits is not None and not owner.addresses:
+        raise is_down(owner.waits)
+    return ask_first(owner.addresses, call, topic=topic)
+
+
+def ask_any(place: Place, call: Callable[[FlightClient], _Answer]) -> _Answer:
+    """Calls any broker: one that options name, or one that is up.
+
+    Raises:
+        UnavailableError: None answers, or there is none.
+        As `call`.
+    """
+    try:
+        found = [member.flight_url for member in _listening(_read_members(place).values())]
+    except NotFoundError:
+        found = []
+    return ask_first(_in_order(place.brokers, found), call)
+
+
+def ask_first(
+    addresses: Iterable[str], call: Callable[[FlightClient], _Answer], *, topic: str | None = None
+) -> _Answer:
+    """Calls brokers in turn, until one has what is asked for.
+
+    Raises:
+        UnavailableError: None has it now.
+        As `call`, from the first address.
+    """
+    first: IsterError | None = None
+    for address in addresses:
+        try:
+            return call(client_of(address))
+        except (UnavailableError, FencedError, NotFoundError) as error:
+            first = first or error
+            if _is_silence(error, address):
+                with _lock:
+                    _silent[address] = SystemClock.monotonic() + _SILENT_SECONDS
+    if isinstance(first, FencedError):
+        raise UnavailableError("the topic has a new owner", topic=topic) from first
+    raise first or UnavailableError(
+        NOT_SERVED if topic is not None else "no broker is known",
+        topic=topic,
+        hint="pass the Flight address of a broker",
+    )
+
+
+def connect(place: Place, topic: str) -> FlightClient:
+    """Returns the client of the broker that has a topic, which has answered.
+
+    Raises:
+        As `ask`.
+    """
+    return ask(place, topic, lambda client: check_has(client, topic))
+
+
+def check_has(client: FlightClient, topic: str) -> FlightClient:
+    """Returns the client if its broker has a topic.
+
+    Raises:
+        As `FlightClient.watermarks`.
+    """
+    client.watermarks([topic])
+    return client
+
+
+def read_watermarks(
+    place: Place, topics: Iterable[str]
+) -> tuple[dict[str, TopicStatus], dict[str, IsterError]]:
+    """Asks the brokers of many topics, each broker once; returns what failed by topic.
+
+    Raises:
+        UnavailableError: The metadata store does not answer.
+    """
+    root = place.config.storage.metadata.root_prefix
+    owners = read_owners(place.history().metadata, root)
+    members = _read_members(place)
+    groups: dict[str, list[str]] = {}
+    others: list[str] = []
+    for topic in topics:
+        member = members.get(owners.get(topic, ""))
+        (others if member is None else groups.setdefault(member.flight_url, [])).append(topic)
+    found: dict[str, TopicStatus] = {}
+    errors: dict[str, IsterError] = {}
+    for address, names in groups.items():
+        asked = partial(FlightClient.watermarks, topics=names)
+        try:
+            found |= ask_first(_with_given(place, [address]), asked)
+        except IsterError as error:
+            if _is_silence(error, address):
+                errors |= dict.fromkeys(names, error)
+            else:
+                # One topic that has moved fails the whole call.
+                others += names
+    for topic in others:
+        try:
+            found |= ask(place, topic, partial(FlightClient.watermarks, topics=[topic]))
+        except IsterError as error:
+            errors[topic] = error
+    return found, errors
+
+
+def has_brokers(place: Place) -> bool:
+    """Whether brokers serve the log: options name one, or the metadata store has an entry."""
+    try:
+        return bool(place.brokers or _read_members(place))
+    except NotFoundError:
+        return False
+
+
+# -- the metadata store ---------------------------------------------------------------------
+
+
+def _find(place: Place, topic: str) -> tuple[str | None, list[str]]:
+    history, root = place.history(), place.config.storage.metadata.root_prefix
+    keys = TopicKeys(root, TopicName.parse(topic))
+    catalog = Catalog(history.metadata, keys, clock=history.clock, metrics=history.metrics)
+    owner = catalog.owner()
+    if owner is not None:
+        node = owner[0].node
+        return node, _address_of(place, node, topic)
+    found = catalog.record()
+    record = found[0] if found is not None and found[0].is_open else None
+    if record is not None and record.node and catalog.sealed() is None:
+        last = catalog.last()
+        tiered = last.end if last is not None else 0
+        if not record.is_whole(tiered):
+            member = _read_members(place).get(record.node)
+            if member is not None:
+                return record.node, [member.flight_url]
+            if is_node_running(history.metadata, root, record.node):
+                return record.node, []
+            raise waits_for_disk(topic, record.node, tiered)
+    # Any broker may open it: the one that should have it does, others refuse.
+    return None, [member.flight_url for member in _listening(_read_members(place).values())]
+
+
+def _address_of(place: Place, node: str, topic: str) -> list[str]:
+    for is_fresh in (False, True):
+        member = _read_members(place, is_fresh=is_fresh).get(node)
+        if member is not None:
+            return [member.flight_url]
+    if node in _brokers_seen and not place.brokers:
+        raise UnavailableError(
+            f"the broker of node {node} is ending, or has lost its lease", topic=topic
+        )
+    return []
+
+
+def waits_for_disk(topic: str, node: str, tiered: int) -> WaitsForDiskError:
+    """The error about messages that only a node that is not running may have."""
+    return WaitsForDiskError(
+        f"node {node} is not running: messages from offset {tiered} on may be on its disk",
+        node=node,
+        topic=topic,
+        offset=tiered,
+        hint="start that node; if its disk is lost, `ister topics take-over` gives them up",
+    )
+
+
+def is_down(waits: WaitsForDiskError) -> UnavailableError:
+    """The same as an error that is retried: the node may come back soon."""
+    return UnavailableError(waits.message, topic=waits.topic, offset=waits.offset, hint=waits.hint)
+
+
+def _listening(members: Iterable[Member]) -> list[Member]:
+    return [member for member in members if member.state is not MemberState.STARTING]
+
+
+def _read_members(place: Place, *, is_fresh: bool = False) -> dict[str, Member]:
+    """The brokers that are up, by node; cached for up to a second unless `is_fresh`."""
+    now = SystemClock.monotonic()
+    with _lock:
+        at, members = _members.get(place.key, (-float("inf"), {}))
+    if is_fresh or now - at >= _MEMBERS_SECONDS:
+        root = place.config.storage.metadata.root_prefix
+        members = read_members(place.history().metadata, root)
+        with _lock:
+            _members.clear()
+            _members[place.key] = (now, members)
+            _brokers_seen.update(members)
+    return members
+
+
+# -- addresses ------------------------------------------------------------------------------
+
+
+def _with_given(place: Place, found: list[str]) -> tuple[str, ...]:
+    """The addresses found for a topic, and those that options name."""
+    if place.brokers and len(_read_members(place)) == 1:
+        # It must be the one that options name, by an address that is known to be reachable.
+        return _in_order(place.brokers, found)
+    return _in_order(found, place.brokers)
+
+
+def _in_order(*groups: Iterable[str]) -> tuple[str, ...]:
+    """All addresses, each once; those that lately did not answer come last."""
+    now = SystemClock.monotonic()
+    every = list(dict.fromkeys(address for group in groups for address in group))
+    with _lock:
+        return tuple(sorted(every, key=lambda address: _silent.get(address, -1.0) > now))
+
+
+def _is_silence(error: IsterError, address: str) -> bool:
+    """Whether a broker did not answer: errors that it has sent do not begin with its address."""
+    return isinstance(error, UnavailableError) and error.message.startswith(address)
+
+
+@forks.call_in_child
+def _forget_all() -> None:
+    forks.reset_locks(_lock)
