@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+import yaml
 
 import ister
 from ister import wire
@@ -192,22 +193,34 @@ class BrokerCluster:
 
     def read_history(self, topic: str) -> list[tuple[int, bytes, str]]:
         """Offset, payload and key of what the bucket has of a topic; no broker is asked."""
-        with self._open_history() as history:
+        with self.open_history() as history:
             table = history.topic(topic).read_arrow().read_all()
         columns = (table.column(name).to_pylist() for name in ("offset", "payload", "routing_key"))
         return [(offset, payload, key or "") for offset, payload, key in zip(*columns, strict=True)]
 
     def stored_cursor(self, topic: str, subscription: str) -> int | None:
         """The cursor that a broker's death leaves; None if there is none."""
-        with self._open_history() as history:
+        with self.open_history() as history:
             prefix = history.config.storage.metadata.root_prefix
             found = history.metadata.get(f"{prefix}/subscriptions{topic}/{subscription}/progress")
         return None if found is None else int(json.loads(found.value)["offset"])
 
-    def _open_history(self) -> History:
+    def open_history(self) -> History:
+        """The stores, as a process sees them that is no broker."""
+        return ister.open_history({"storage": self._stores_of_another()})
+
+    def save_config(self, path: Path, **sections: Any) -> str:
+        """Writes an `ister.yml` for Spark, on a machine that has no broker's files; its path."""
+        tree: dict[str, Any] = {"storage": self._stores_of_another()}
+        lay_over(tree, {"storage": self._settings.get("storage", {})})
+        lay_over(tree, sections)
+        path.write_text(yaml.safe_dump(tree))
+        return str(path)
+
+    def _stores_of_another(self) -> dict[str, Any]:
         stores = self._stores(self.etcd.direct_endpoints, None)
         stores["wal"] = {"dir": str(self._directory / "unused")}
-        return ister.open_history({"storage": stores})
+        return stores
 
     # -- inside -----------------------------------------------------------------------------
 
