@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ister.broker.cluster.cluster import Cluster
-from ister.bucket.members import Load, Member, MemberState
+from ister.bucket.members import Load, Member, MemberState, encode_member, member_key
 from ister.config import ClusterConfig, RebalanceConfig, Strategy
 from ister.errors import CommitUnknownError
+from ister.metadata.base import Put
 from ister.model import TopicName
 from ister.topic.log import Log
 from support.tiers import Site
@@ -28,6 +29,14 @@ def a_member(node: str, **more) -> Member:
             **more,
         }
     )
+
+
+def enter(log: Log, address: str) -> None:
+    """Makes a log known as a broker whose Flight is at an address."""
+    membership = log.tiers.membership
+    member = a_member(membership.node, flight_url=f"grpc://{address}")
+    key = member_key(log.tiers.storage.metadata.root_prefix, member.node)
+    log.tiers.metadata.transact([], [Put(key, encode_member(member), membership.lease)])
 
 
 @dataclass(eq=False)

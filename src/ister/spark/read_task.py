@@ -206,6 +206,8 @@ class _SliceReader:
                 if is_tail and owner.waits is not None:
                     raise is_down(owner.waits)
                 if not owner.addresses:
+                    # A broker that had the tail may be about to enter itself again.
+                    self._waits_for_owner = is_tail and self._identity.broker is not None
                     return
                 client = ask_first(owner.addresses, partial(check_has, topic=topic), topic=topic)
             else:

@@ -25,6 +25,7 @@ from ister.spark.options import WriteOptions
 from ister.spark.sink import StreamWriter
 from ister.wire.contract import Action
 from servers.flight import FlightProcess, FlightTopics
+from support.cluster import enter
 from support.loops import case
 from support.machine import PATIENCE_SECONDS, Task, eventually, payloads
 from support.streams import A, B, Home
@@ -531,6 +532,50 @@ def test_commit_waits_for_whoever_has_the_directory_open(home, monkeypatch):
         assert committing.is_running
     committing.result()
     assert payloads(home.read(A)) == ROWS
+
+
+def test_each_topics_broker_appends_without_being_named(home, monkeypatch):
+    """Goal: a config is enough, and a topic that moves between two batches is found again."""
+    (home.path / "second").mkdir()
+    second = Home(
+        home.path / "second",
+        cloud={"root": str(home.path / "objects")},
+        metadata={"path": str(home.path / "metadata.db")},
+    )
+    with (
+        home.open() as one,
+        second.open() as two,
+        FlightTopics(one) as at_one,
+        FlightTopics(two) as at_two,
+    ):
+        enter(one, at_one.address)
+        enter(two, at_two.address)
+        one.topic(A, create=True)
+        two.topic(B, create=True)
+        options = {"config": home.remote_config(), "createTopics": "false"}
+        writing = Sink(monkeypatch, options, schema=BY_TOPIC)
+        writing.run(0, [[(A, b"a0"), (B, b"b0")]])
+        one.seal(A)
+        two.topic(A)
+        writing.run(1, [[(A, b"a1"), (B, b"b1")]])
+        assert payloads(two.topic(A).read()) == [b"a0", b"a1"]
+        assert payloads(two.topic(B).read()) == [b"b0", b"b1"]
+        assert at_one.calls["append_staged"] == 1
+
+
+def test_topic_whose_files_are_here_and_that_nobody_has_open_is_appended_here(home, monkeypatch):
+    (home.path / "second").mkdir()
+    second = Home(
+        home.path / "second",
+        cloud={"root": str(home.path / "objects")},
+        metadata={"path": str(home.path / "metadata.db")},
+    )
+    home.append(A, 1)
+    with second.open() as two, FlightTopics(two) as at_two:
+        enter(two, at_two.address)
+        Sink(monkeypatch, {"config": home.config, "topic": A}).run(0, [[b"x"]])
+        assert at_two.calls["append_staged"] == 0
+    assert payloads(home.read(A))[1:] == [b"x"]
 
 
 def test_commit_that_waits_too_long_says_who_to_ask(home, monkeypatch):

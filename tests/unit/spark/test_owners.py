@@ -1,0 +1,397 @@
+"""Which broker is asked about a topic: entries in the metadata store, and given addresses."""
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+import ister
+from ister.bucket.catalog import Catalog
+from ister.bucket.members import member_key
+from ister.cli.main import main
+from ister.client.flight import FlightClient, parse_brokers
+from ister.errors import ClosedError, IsterError, NotFoundError, UnavailableError
+from ister.spark import location, owners, read_task
+from ister.spark.jobs.job import find_job_place
+from ister.spark.jobs.tiering import tier
+from ister.spark.location import find_place
+from ister.spark.offset_resolver import OffsetResolver
+from ister.spark.options import ReadOptions
+from ister.spark.owners import Owner, ask, ask_any, find_owner, has_brokers, read_watermarks
+from servers.flight import READ, FlightServer, FlightTopics, LogSource
+from servers.ports import free_port
+from support.cluster import enter
+from support.machine import Task
+from support.spark_here import SparkHere
+from support.streams import A, B, Home, a_reader, publish
+
+HERE = SparkHere()
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch):
+    """Nothing that is remembered of brokers, or connected to, outlives a test."""
+    monkeypatch.setattr(owners, "_silent", {})
+    monkeypatch.setattr(owners, "_brokers_seen", set())
+    monkeypatch.setattr(owners, "_MEMBERS_SECONDS", 0.0)
+    monkeypatch.setattr(read_task, "_PAUSE_SECONDS", 0.01)
+    yield
+    location._close_all()
+
+
+@pytest.fixture
+def home(tmp_path):
+    return Home(tmp_path)
+
+
+@pytest.fixture
+def place(home):
+    """The log, as a machine sees it that has no files."""
+    home.append(B, 1, upload=True)
+    return find_place(home.remote_config())
+
+
+def leave(log):
+    """Its entry ends."""
+    log.tiers.metadata.delete(member_key("/danube", log.tiers.membership.node))
+
+
+@contextmanager
+def broker(home, *, port=0):
+    """A log that is served, with an entry."""
+    with home.open() as log, FlightTopics(log, port=port) as server:
+        enter(log, server.address)
+        yield log, server
+
+
+def open_second(home, name):
+    """A node with files of its own, and the same stores."""
+    path = home.path / name
+    path.mkdir()
+    second = Home(
+        path,
+        cloud={"root": str(home.path / "objects")},
+        metadata={"path": str(home.path / "metadata.db")},
+    )
+    return second.open()
+
+
+def head_of(place, topic, **options):
+    parsed = ReadOptions.parse({"topic": topic, "config": "-", **options}, is_streaming=False)
+    return OffsetResolver(place, parsed).heads()[topic]
+
+
+# -- addresses --------------------------------------------------------------------------------
+
+
+def test_the_owners_entry_has_its_address(home, place):
+    with broker(home) as (log, server):
+        log.topic(A, create=True)
+        node = log.tiers.membership.node
+        assert find_owner(place, A) == Owner(node, (f"grpc://{server.address}",))
+        assert ask(place, A, lambda client: client.watermarks([A])[A].topic) == A
+
+
+def test_each_topic_has_its_own_broker(home, place):
+    with ExitStack() as stack:
+        log, first = stack.enter_context(broker(home))
+        other = stack.enter_context(open_second(home, "second"))
+        second = stack.enter_context(FlightTopics(other))
+        enter(other, second.address)
+        publish(log.topic(A, create=True), 3)
+        publish(other.topic("/default/c", create=True), 4)
+        assert find_owner(place, A).addresses == (f"grpc://{first.address}",)
+        assert find_owner(place, "/default/c").addresses == (f"grpc://{second.address}",)
+        found, errors = read_watermarks(place, [A, "/default/c"])
+        assert {name: status.synced for name, status in found.items()} == {A: 3, "/default/c": 4}
+        assert not errors
+        assert (first.calls["watermarks"], second.calls["watermarks"]) == (1, 1)
+
+
+def test_given_addresses_come_after_the_owners(home):
+    home.append(B, 1, upload=True)
+    given = ("grpc://x:1", "grpc://y:1")
+    place = find_place(home.remote_config(), given)
+    with ExitStack() as stack:
+        log, server = stack.enter_context(broker(home))
+        log.topic(A, create=True)
+        own = f"grpc://{server.address}"
+        # The only broker that there is must be the one that is given.
+        assert find_owner(place, A).addresses == (*given, own)
+        other = stack.enter_context(open_second(home, "second"))
+        enter(other, "z:1")
+        assert find_owner(place, A).addresses == (own, *given)
+        owners._silent[own] = float("inf")
+        assert find_owner(place, A).addresses == (*given, own)
+
+
+def test_address_that_does_not_answer_is_tried_last_for_a_while(home):
+    dead = f"grpc://127.0.0.1:{free_port()}"
+    with home.open() as log, FlightTopics(log) as server:
+        log.topic(A, create=True)
+        place = find_place(home.remote_config(), (dead, f"grpc://{server.address}"))
+        assert ask(place, A, FlightClient.topics) == [A]
+        assert find_owner(place, A).addresses == (f"grpc://{server.address}", dead)
+
+
+def test_broker_that_does_not_have_the_topic_is_passed_over(home):
+    with ExitStack() as stack:
+        log = stack.enter_context(home.open())
+        right = stack.enter_context(FlightTopics(log))
+        log.topic(A, create=True)
+        (home.path / "stranger").mkdir()
+        stranger = Home(home.path / "stranger")
+        wrong = stack.enter_context(FlightTopics(stack.enter_context(stranger.open())))
+        brokers = parse_brokers(f"{wrong.address},{right.address}")
+        place = find_place(home.remote_config(), brokers)
+        assert ask(place, A, lambda client: list(client.watermarks([A]))) == [A]
+        with pytest.raises(NotFoundError):
+            ask(find_place(home.remote_config(), brokers[:1]), A, lambda c: c.watermarks([A]))
+
+
+def test_settings_come_from_any_broker_that_answers(home):
+    dead = f"grpc://127.0.0.1:{free_port()}"
+    with home.open() as log, FlightTopics(log) as server:
+        place = find_place(None, (dead, f"grpc://{server.address}"))
+    assert place.config.storage.metadata.path == log.config.storage.metadata.path
+
+
+def test_owner_without_an_entry_is_asked_only_at_given_addresses(home, place):
+    with home.open() as log, FlightTopics(log) as server:
+        log.topic(A, create=True)
+        assert find_owner(place, A).addresses == ()
+        with pytest.raises(UnavailableError, match="not a broker"):
+            ask(place, A, FlightClient.topics)
+        given = find_place(home.remote_config(), (f"grpc://{server.address}",))
+        assert ask(given, A, FlightClient.topics) == [A, B]
+
+
+def test_broker_that_has_lost_its_entry_is_waited_for(home, place):
+    """It is ending, or its lease has ended: no reason to call it something else for good."""
+    with broker(home) as (log, _):
+        log.topic(A, create=True)
+        assert find_owner(place, A).addresses
+        leave(log)
+        with pytest.raises(UnavailableError, match="has lost its lease"):
+            find_owner(place, A)
+
+
+def test_whether_there_are_brokers(home, place, tmp_path):
+    assert not has_brokers(place)
+    with pytest.raises(UnavailableError, match="no broker is known"):
+        ask_any(place, FlightClient.topics)
+    with broker(home):
+        assert has_brokers(place)
+        assert ask_any(place, FlightClient.topics) == [B]
+    (tmp_path / "new").mkdir()
+    new = Home(tmp_path / "new")
+    assert not has_brokers(find_place(new.config))
+    assert has_brokers(find_place(new.config, ("grpc://h:1",)))
+    assert find_owner(find_place(new.config, ("grpc://h:1",)), A).addresses == ("grpc://h:1",)
+
+
+def test_jobs_take_brokers_as_a_list_and_from_the_settings(home):
+    home.append(A, 1)
+    config = ister.load_config(home.config)
+    assert find_job_place(config, None).brokers == ()
+    assert find_job_place(config, "a:1, b:2").brokers == ("grpc://a:1", "grpc://b:2")
+    place = find_place(home.config, ("grpc://a:1",))
+    assert find_job_place(place, None).brokers == ("grpc://a:1",)
+    assert find_job_place(place, "b:2").brokers == ("grpc://b:2",)
+    tree = {"storage": {"wal": {"dir": str(home.path / "wal")}}, "pipeline": {"broker": "c:3,d:4"}}
+    assert find_job_place(tree, None).brokers == ("grpc://c:3", "grpc://d:4")
+    for wrong in ("a", "a:1,", "http://a:1"):
+        with pytest.raises(IsterError, match="invalid Flight address"):
+            find_job_place(config, wrong)
+
+
+# -- topics that need no broker ---------------------------------------------------------------
+
+
+def test_topic_of_a_node_that_is_down_waits_for_its_disk(home, place):
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        publish(topic, 6)
+        topic.upload()
+        publish(topic, 3)
+        node = log.tiers.membership.node
+    owner = find_owner(place, A)
+    assert (owner.node, owner.addresses) == (node, ())
+    assert (owner.waits.node, owner.waits.offset) == (node, 6)
+    with pytest.raises(UnavailableError, match=f"node {node} is not running"):
+        ask(place, A, FlightClient.topics)
+    head = head_of(place, A)
+    assert (head.end, head.is_cut) == (6, True)
+    assert f"node {node}" in head.cut_error.message
+    assert head_of(place, A, includeTail="false").cut_error is None
+    with broker(home) as (_, server):
+        # It is up, and has not opened the topic yet.
+        assert find_owner(place, A) == Owner(node, (f"grpc://{server.address}",))
+        assert head_of(place, A).end == 9
+
+
+@pytest.mark.parametrize("how", ["sealed", "recovered", "tiered", "marked"])
+def test_topic_that_is_wholly_in_the_bucket_needs_nobody(home, caplog, how):
+    """After `ister recover`, a read said that messages are on another machine."""
+    with home.open() as log:
+        topic = log.topic(A, create=True, ack="tiered" if how == "tiered" else None)
+        publish(topic, 6)
+        topic.upload()
+        if how == "sealed":
+            log.seal(A)
+        elif how == "marked":
+            topic.tier.owned.set_acked_end(6)
+    if how == "recovered":
+        (home.path / "metadata.db").unlink()
+        assert main(["recover", "--config", home.config]) == 0
+    place = find_place(home.remote_config())
+    head = head_of(place, A)
+    assert (head.end, head.is_cut, head.broker) == (6, False, None)
+    assert find_owner(place, A).waits is None
+    assert not [r for r in caplog.records if "is not running" in r.getMessage()]
+    report = tier(HERE, home.remote_config())
+    assert report.ok, report.errors
+    assert report.topics[A]["skipped"] == "everything is in the bucket"
+
+
+def test_marked_topic_is_not_asked_for_while_its_broker_runs(home, place):
+    with broker(home) as (log, server):
+        topic = log.topic(A, create=True)
+        publish(topic, 6)
+        topic.upload()
+        topic.tier.owned.set_acked_end(6)
+        assert head_of(place, A).end == 6
+        assert tier(HERE, home.remote_config(), topics=A).ok
+        assert server.calls["watermarks"] == 0
+
+
+def test_topic_handed_over_while_it_is_looked_at_is_seen_whole(home, place, monkeypatch):
+    """The seal was read after the objects: what was uploaded in between was missing."""
+    with broker(home) as (log, _):
+        topic = log.topic(A, create=True)
+        publish(topic, 6)
+        topic.upload()
+        publish(topic, 3)
+        is_sealed = Catalog.sealed
+
+        def hand_over(catalog):
+            monkeypatch.setattr(Catalog, "sealed", is_sealed)
+            log.seal(A)
+            return is_sealed(catalog)
+
+        monkeypatch.setattr(Catalog, "sealed", hand_over)
+        assert head_of(place, A).end == 9
+
+
+# -- topics that move -------------------------------------------------------------------------
+
+
+def plan(home):
+    """What a driver plans now, for tasks that run later."""
+    reader = a_reader(home, config=home.remote_config(), startingOffsets="earliest")
+    start = reader.initialOffset()
+    return reader, reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
+
+
+def read(reader, partitions):
+    """The offsets that tasks read."""
+    return [
+        offset
+        for part in partitions
+        for batch in reader.read(part)
+        for offset in batch.column("offset").to_pylist()
+    ]
+
+
+def test_task_finds_a_broker_that_listens_elsewhere_by_now(home):
+    with home.open() as log:
+        publish(log.topic(A, create=True), 6)
+        with FlightTopics(log) as server:
+            enter(log, server.address)
+            planned = plan(home)
+        with FlightTopics(log) as again:
+            enter(log, again.address)
+            assert read(*planned) == list(range(6))
+            assert again.calls[READ] == 1
+
+
+def test_task_waits_for_a_broker_that_comes_back(home):
+    home.append(A, 6)
+    with broker(home) as (log, _):
+        log.topic(A)
+        planned = plan(home)
+    # Its lease has ended, and nobody else has the messages.
+    reading = Task(read, *planned)
+    reading.join(0.3)
+    assert reading.is_running
+    with broker(home):
+        assert reading.result() == list(range(6))
+
+
+def test_task_gives_up_on_a_broker_that_does_not_come_back(home, monkeypatch):
+    monkeypatch.setattr(read_task, "_OWNER_SECONDS", 0.2)
+    home.append(A, 6)
+    with broker(home) as (log, _):
+        log.topic(A)
+        planned = plan(home)
+    with pytest.raises(UnavailableError, match="is not running"):
+        read(*planned)
+
+
+def test_task_reads_a_topic_that_has_moved(home):
+    """What was planned is in the bucket by now; what comes after it, the new broker has."""
+    with ExitStack() as stack:
+        other = stack.enter_context(open_second(home, "second"))
+        second = stack.enter_context(FlightTopics(other))
+        enter(other, second.address)
+        with broker(home) as (log, _):
+            publish(log.topic(A, create=True), 6)
+            planned = plan(home)
+            log.seal(A)
+            publish(other.topic(A), 4)
+        assert read(*planned) == list(range(6))
+        assert second.calls[READ] == 0
+        assert read(*plan(home)) == list(range(10))
+        assert second.calls[READ] == 1
+
+
+def test_one_broker_that_is_silent_is_asked_once_for_all_its_topics(home, place, monkeypatch):
+    names = [f"/default/t{number}" for number in range(5)]
+    with broker(home) as (log, server):
+        for name in names:
+            log.topic(name, create=True)
+        calls = []
+        asked = FlightClient.watermarks
+
+        def watermarks(client, topics):
+            calls.append(list(topics))
+            return asked(client, topics)
+
+        monkeypatch.setattr(FlightClient, "watermarks", watermarks)
+        server.close()
+        found, errors = read_watermarks(place, names)
+        assert (found, set(errors)) == ({}, set(names))
+        assert len(calls) == 1
+        report = tier(HERE, home.remote_config(), topics="/default/t*")
+    assert not report.ok
+    assert sorted(error["topic"] for error in report.errors) == names
+    assert {error["code"] for error in report.errors} == {"UNAVAILABLE"}
+
+
+def test_topic_that_is_closed_at_its_broker_can_be_asked_for_again(home):
+    """It is being handed over: `ClosedError` would mean that the client is closed."""
+
+    class Closing(LogSource):
+        def open(self, name, **_):
+            raise ClosedError("the topic is closed", topic=name)
+
+    with home.open() as log:
+        server = FlightServer(Closing(log))
+        try:
+            with (
+                FlightClient(server.address) as client,
+                pytest.raises(UnavailableError, match="the topic is closed"),
+            ):
+                client.watermarks([A])
+        finally:
+            server.close()
