@@ -1,6 +1,7 @@
 """Ranges of a topic become objects in a bucket, and are read back. Step 2 of a message.
 
 membership          the lease of this process: one process per node, owner of its topics
+members             the entries of brokers: addresses, state, load
 claim               becoming a topic's owner
 ownership           what only the owner may do: commit, swap, expire, seal, delete
 owner_transactions  the transactions behind that

@@ -142,15 +142,21 @@ class FlightClient:
 
     # -- calls ------------------------------------------------------------------------------
 
-    def watermarks(self, topics: Iterable[str]) -> dict[str, TopicStatus]:
+    def watermarks(
+        self, topics: Iterable[str], *, timeout_seconds: float | None = None
+    ) -> dict[str, TopicStatus]:
         """Returns the watermarks of topics.
+
+        Args:
+            topics: Their names.
+            timeout_seconds: How long it may take; the client's timeout by default.
 
         Raises:
             NotFoundError: One does not exist.
             UnavailableError: The server does not answer.
         """
         request = WatermarksRequest(topics=tuple(topics))
-        answers = self._call(Action.WATERMARKS, request.to_json())
+        answers = self._call(Action.WATERMARKS, request.to_json(), timeout_seconds=timeout_seconds)
         found = [self._decoded(TopicStatus.from_json, answer) for answer in answers]
         if [status.topic for status in found] != list(request.topics):
             raise self._strange("statuses of other topics")

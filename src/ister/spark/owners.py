@@ -41,6 +41,8 @@ from ister.wire.contract import TopicStatus
 _MEMBERS_SECONDS: Final = 1.0
 # An address that did not answer comes last for this long: trying it may take half a minute.
 _SILENT_SECONDS: Final = 60.0
+# A broker that is cut off must not hold up the others for longer.
+_MANY_SECONDS: Final = 10.0
 
 NOT_SERVED: Final = (
     "messages that are not in the bucket yet are on another machine, and the process that has them "
@@ -180,7 +182,7 @@ def read_watermarks(
     found: dict[str, TopicStatus] = {}
     errors: dict[str, IsterError] = {}
     for address, names in groups.items():
-        asked = partial(FlightClient.watermarks, topics=names)
+        asked = partial(FlightClient.watermarks, topics=names, timeout_seconds=_MANY_SECONDS)
         try:
             found |= ask_first(_with_given(place, [address]), asked)
         except IsterError as error:

@@ -363,9 +363,9 @@ def test_one_broker_that_is_silent_is_asked_once_for_all_its_topics(home, place,
         calls = []
         asked = FlightClient.watermarks
 
-        def watermarks(client, topics):
+        def watermarks(client, topics, **more):
             calls.append(list(topics))
-            return asked(client, topics)
+            return asked(client, topics, **more)
 
         monkeypatch.setattr(FlightClient, "watermarks", watermarks)
         server.close()

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 from ister.bucket.catalog import Catalog
 from ister.bucket.membership import is_node_running
-from ister.errors import ConflictError, InvariantError, IsterError
+from ister.errors import ConflictError, InvariantError, IsterError, WaitsForDiskError
 from ister.format.records import TopicRecord
 from ister.limits import CHECKPOINT_INTERVAL_SECONDS, KIB
 from ister.model import AckLevel
@@ -330,8 +330,10 @@ class TopicBook:
         """Records a failure of a topic, which is retried after a pause."""
         cycle.failed += 1
         known.failures += 1
+        # Whether a node is back is quickly found out, and its producers may wait.
+        most = _RECORD_SECONDS if isinstance(error, WaitsForDiskError) else _RETRY_SECONDS_MAX
         known.retry_at = self._clock.monotonic() + backoff_seconds(
-            known.failures, first=_RETRY_SECONDS_MIN, most=_RETRY_SECONDS_MAX
+            known.failures, first=_RETRY_SECONDS_MIN, most=most
         )
         known.record_at = -float("inf")
         before = known.error["message"] if known.error is not None else None
