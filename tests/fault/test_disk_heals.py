@@ -86,7 +86,7 @@ class Site:
         try:
             for _ in range(2 * SIZE_KIB * 1024 // MESSAGE_BYTES):
                 self.put(topic)
-                log.disk.measure()  # not after a while: a tmpfs fills in no time
+                log.room.disk.measure()  # not after a while: a tmpfs fills in no time
         except CapacityError as error:
             return error
         raise AssertionError("the disk took more than it has")
@@ -190,14 +190,14 @@ def test_disk_that_somebody_else_has_filled_heals_when_the_bucket_is_back(site, 
             for topic in topics:
                 site.put(topic)
         fill(site.ballast, leave=leave)
-        until(log.disk.is_low, "the watermark is noticed")
+        until(log.room.disk.is_low, "the watermark is noticed")
         for topic in topics:
             with pytest.raises(CapacityError, match="are free on the disk"):
                 topic.append(b"refused")
         site.check(log)
         site.bucket.is_silent = False
         seconds = max(site.heal(topic) for topic in topics)
-        print(f"healed after {seconds:.1f} s, the reserve is {log.disk.reserve_bytes} bytes")
+        print(f"healed after {seconds:.1f} s, the reserve is {log.room.disk.reserve_bytes} bytes")
         assert seconds < HEAL_SECONDS_MAX
         assert log.metrics.snapshot()["disk.reserve_used_total"] >= (leave == 0)
         site.check(log)
@@ -216,7 +216,7 @@ def test_appends_go_on_when_somebody_else_gives_room_back(site):
         topic = log.topic(NAME, create=True)
         site.put(topic)
         fill(site.ballast)
-        until(log.disk.is_low, "the watermark is noticed")
+        until(log.room.disk.is_low, "the watermark is noticed")
         with pytest.raises(CapacityError):
             topic.append(b"refused")
         # Longer than the lease: it is renewed on a full disk.

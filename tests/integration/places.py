@@ -61,8 +61,8 @@ class _Nodes:
         log = factory.log
         if log._background is not None:
             log._background.stop()
-        if log.disk is not None:
-            log.disk.stop()
+        if log.room.disk is not None:
+            log.room.disk.stop()
         log._scheduler.stop()
         for topic in log._open_topics():
             for reader in topic.readers:

@@ -184,8 +184,8 @@ class DiskWorld:
         )
 
     def _give_up(self) -> bool:
-        if self.log is not None and self.log.disk is not None:
-            return self.log.disk.free_reserve()
+        if self.log is not None and self.log.room.disk is not None:
+            return self.log.room.disk.free_reserve()
         # Before `Log` is made the caller of a real store has the guard already.
         size = 0
         with suppress(IsterError):
@@ -243,7 +243,7 @@ class DiskWorld:
                     self.acked[topic.name][offset] = payload
 
     def _look(self) -> None:
-        self.log.disk.measure()
+        self.log.room.disk.measure()
 
     def tick(self, seconds: float | None = None) -> None:
         """Time passes, and the log's threads do what they do."""
@@ -258,8 +258,8 @@ class DiskWorld:
                 with suppress(IsterError):
                     tier.upload()
         self.schedule.run()
-        if any(state.is_tight for state in self.log.disk.states):
-            self.log.disk.free_space()
+        if any(state.is_tight for state in self.log.room.disk.states):
+            self.log.room.disk.free_space()
         self._look()
 
     def silence(self) -> None:
@@ -270,7 +270,7 @@ class DiskWorld:
         self._look()
         # A reserve is owed where it was held, or where there was plenty of room to take it.
         is_roomy = self.free >= 2 * max(self.min_free, self.reserve) + self.reserve
-        self.had_reserve = is_roomy or self.log.disk.reserve_bytes >= self.reserve
+        self.had_reserve = is_roomy or self.log.room.disk.reserve_bytes >= self.reserve
         self.meta.ballast += self.free
         self._look()
 
@@ -298,7 +298,7 @@ class DiskWorld:
             if self.clock.monotonic() > deadline:
                 raise BrokenPromiseError(
                     f"not healed: {self.free} bytes free, ballast {self.meta.ballast}, "
-                    f"reserve {self.log.disk.reserve_bytes}: {error}"
+                    f"reserve {self.log.room.disk.reserve_bytes}: {error}"
                 )
             self.tick(_TICK_SECONDS)
             for name in list(pending):

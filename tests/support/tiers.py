@@ -56,6 +56,7 @@ class Directory:
     def __init__(self, identity: str, instances: Sequence[str] = ()) -> None:
         self.identity = identity
         self.holder = f"process 1 on {identity}"
+        self.is_lasting = True
         self._instances = list(instances)
 
     def instances(self) -> list[str]:
@@ -305,7 +306,7 @@ class Site:
         self.objects = MemoryObjectStore(clock=self.clock, **store)
         self.metadata = KeptMetadata(self.clock)
         self.disks: dict[str, MemoryFileSystem] = {}
-        self._logs: list[tuple[str, Log]] = []
+        self._logs: list[tuple[str | None, Log]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -314,7 +315,8 @@ class Site:
         self.objects.before = self.objects.after = lambda kind, key: None
         self.metadata.before = self.metadata.after = lambda kind, key: None
         for disk, log in self._logs:
-            self.disks[disk].before = lambda kind, path: None
+            if disk is not None:
+                self.disks[disk].before = lambda kind, path: None
             with suppress(IsterError):
                 log.close()
 
@@ -349,6 +351,35 @@ class Site:
         self._logs.append((disk, log))
         return log
 
+    def open_diskless(
+        self,
+        *,
+        background: bool = False,
+        scheduler: Threads | None = None,
+        memory_max_bytes: int = 1 << 20,
+        storage: dict | None = None,
+        **wal,
+    ) -> Log:
+        """A process without a disk; `wal` are settings below `storage.wal`."""
+        tree = {
+            "mode": "bucket",
+            "cloud": {"backend": "memory"},
+            "metadata": {"backend": "memory"},
+            "bucket": {"memory_max_bytes": memory_max_bytes},
+            **(storage or {}),
+            "wal": wal,
+        }
+        log = Log(
+            load_config({"storage": tree}, {}),
+            clock=self.clock,
+            background=background,
+            scheduler=scheduler,
+            objects=self.objects,
+            metadata=self.metadata,
+        )
+        self._logs.append((None, log))
+        return log
+
     def kill(self, log: Log) -> None:
         """Ends a process: nothing of it touches disk or stores again."""
         ((disk, _),) = [item for item in self._logs if item[1] is log]
@@ -356,9 +387,12 @@ class Site:
         log._scheduler.stop()
         if log._background is not None:
             log._background.stop()
+        if log.room.memory is not None:
+            log.room.memory.stop()
         if log.tiers is not None and log.tiers._ahead is not None:
             log.tiers._ahead.shutdown(wait=True)
-        self.disks[disk].kill()
+        if disk is not None:
+            self.disks[disk].kill()
 
     def catalog(self, name: TopicName = NAME) -> Catalog:
         """What the metadata store knows about a topic."""

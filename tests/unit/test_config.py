@@ -130,6 +130,7 @@ _KEYS = {
     "storage.wal.retention.size_mb": (10_240, 1, 1),
     "storage.wal.retention.active_subscription_grace_seconds": (300, 0, 0),
     "storage.wal.retention.verify": (Verify.CONTENT, "size", Verify.SIZE),
+    "storage.bucket.memory_max_bytes": (256 * 1024**2, 1024**2, 1024**2),
     "storage.uploader.engine": (Engine.AUTO, "none", Engine.NONE),
     "storage.uploader.interval_seconds": (10, 1, 1),
     "storage.uploader.max_batch_bytes": (8_388_608, 1, 1),
@@ -220,6 +221,7 @@ _BOUNDS = {
     "storage.wal.retention.time_minutes": (0, None),
     "storage.wal.retention.size_mb": (0, None),
     "storage.wal.retention.active_subscription_grace_seconds": (0, None),
+    "storage.bucket.memory_max_bytes": (1024**2, None),
     "storage.uploader.interval_seconds": (1, 86_400),
     "storage.uploader.max_batch_bytes": (1, None),
     "storage.uploader.max_object_bytes": (4096, None),
@@ -532,7 +534,7 @@ def test_value_where_a_tree_belongs_is_refused(tree):
 
 
 @each("section", ["uploader", "cloud", "cloud_reader", "metadata"])
-@each("mode", list(StorageMode))
+@each("mode", [mode for mode in StorageMode if mode is not StorageMode.BUCKET])
 def test_empty_section_is_its_defaults(section, mode):
     wal = {} if mode is StorageMode.MEMORY else {"wal": {"dir": _DIR}}
     for empty in (None, {}):
@@ -544,7 +546,59 @@ def test_empty_section_is_its_defaults(section, mode):
 def test_tree_without_a_directory_is_refused_with_what_to_do(tree):
     with pytest.raises(ConfigError, match=r"storage\.wal\.dir is not set.*wal_cloud") as refused:
         load_config(tree, {})
-    assert "mode 'memory'" in refused.value.hint
+    assert "mode 'bucket' or 'memory'" in refused.value.hint
+
+
+# -- without local files ------------------------------------------------------------------------
+
+_BUCKET = {
+    "mode": "bucket",
+    "cloud": {"backend": "s3", "root": "s3://bucket/prefix"},
+    "metadata": {"backend": "etcd", "endpoints": ["127.0.0.1:2379"]},
+}
+
+
+def test_log_without_files_is_tiered_and_bounded():
+    storage = load_config({"storage": _BUCKET}, {}).storage
+    assert storage.ack is AckLevel.TIERED
+    assert storage.wal.dir is None
+    assert storage.uploader.engine is Engine.EMBEDDED
+    memory = storage.bucket.memory_max_bytes
+    assert storage.wal.rotate_max_bytes == memory // 64
+    assert storage.wal.buffer_max_bytes == memory // 8
+    assert storage.uploader.max_lag_bytes == memory // 4
+
+
+def test_log_without_files_keeps_lower_limits():
+    tree = {"wal": {"rotate_max_bytes": 8192}, "uploader": {"max_lag_bytes": 9000}}
+    storage = load_config({"storage": {**_BUCKET, **tree}}, {}).storage
+    assert (storage.wal.rotate_max_bytes, storage.uploader.max_lag_bytes) == (8192, 9000)
+
+
+@each(
+    ("change", "key", "hint"),
+    [
+        ({"ack": "synced"}, "storage.ack is 'synced'", "means 'tiered'"),
+        ({"wal": {"dir": "/x"}}, "storage.wal.dir is set", "remove it"),
+        ({"cloud": {"backend": "fs"}}, "storage.cloud.root is not set", "use backend s3"),
+        ({"metadata": {}}, "storage.metadata.backend is 'sqlite'", "use backend 'etcd'"),
+        ({"uploader": {"engine": "spark"}}, "storage.uploader.engine is 'spark'", "'auto'"),
+    ],
+)
+def test_what_a_log_without_files_cannot_do_is_refused_with_what_to_do(change, key, hint):
+    with pytest.raises(ConfigError) as refused:
+        load_config({"storage": {**_BUCKET, **change}}, {})
+    assert key in refused.value.message
+    assert hint in refused.value.hint
+
+
+def test_log_without_files_may_have_sqlite_and_a_directory_that_are_named():
+    places = {"cloud": {"root": "/share/objects"}, "metadata": {"path": "/share/metadata.db"}}
+    storage = load_config({"storage": {"mode": "bucket", **places}}, {}).storage
+    assert (storage.cloud.root, storage.metadata.path) == (
+        "/share/objects",
+        "/share/metadata.db",
+    )
 
 
 # -- places that follow from the directory ------------------------------------------------------

@@ -55,7 +55,7 @@ def test_default_is_the_one_in_force(path):
     [
         ("storage.wal.cache_max_bytes", "16 MiB", "at least 1 KiB"),
         ("storage.wal.writer_threads", "4", "1 to 64"),
-        ("storage.mode", "wal_cloud", "wal_cloud, local_only, memory"),
+        ("storage.mode", "wal_cloud", "wal_cloud, local_only, memory, bucket"),
         ("storage.wal.dir", "none", ""),
         ("broker.auto_create_topics", "true", ""),
         ("broker.bootstrap_namespaces", "default", ""),

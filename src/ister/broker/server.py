@@ -235,7 +235,7 @@ class Broker:
         if storage.mode is StorageMode.LOCAL_ONLY and storage.wal.dir is not None:
             home = os.path.dirname(os.path.abspath(storage.wal.dir))
             backend, path = MetadataBackend.SQLITE, os.path.join(home, "metadata.db")
-        disk = self._log.disk
+        disk = self._log.room.disk
         metadata = open_metadata(
             MetadataConfig(backend=backend, path=path),
             self._clock,
@@ -337,7 +337,7 @@ class Broker:
             bytes_in=rates.bytes_in,
             bytes_out=rates.bytes_out,
             upload_lag_bytes=self.history.totals.upload_lag_bytes,
-            is_disk_low=self._log.disk is not None and self._log.disk.is_low(),
+            is_disk_low=self._log.room.disk is not None and self._log.room.disk.is_low(),
         )
 
     def _add_services(self, rpc: RpcServer) -> None:

@@ -100,6 +100,8 @@ class NodeDirectory(Protocol):
     """Identifies the directory among copies of it, until the machine reboots; empty if unknown."""
     holder: str
     """This process in readable form."""
+    is_lasting: bool
+    """Whether the directory outlives the process, so that others may have the node later."""
 
     def instances(self) -> list[str]:
         """The recorded instances, the newest last."""
@@ -280,6 +282,8 @@ class Membership:
 
     def _remember(self, instance: str) -> bool:
         """Records an instance in the directory; returns whether that succeeded."""
+        if not self._directory.is_lasting:
+            return False  # a node that nobody can have again needs no key that stays
         try:
             self._directory.remember(instance)
         except (CapacityError, DiskError) as error:

@@ -62,7 +62,7 @@ def find_deeper_problems(config: Config) -> list[Problem]:
             problems.append(Problem(key=key, message=text, hint=error.hint))
 
     storage = config.storage
-    if storage.mode is StorageMode.WAL_CLOUD:
+    if storage.mode.has_bucket:
         cloud = storage.cloud
         ask(
             "storage.cloud",
@@ -115,6 +115,7 @@ def describe_places(config: Config) -> dict[str, str]:
             StorageMode.WAL_CLOUD: "in local files, then in a bucket",
             StorageMode.LOCAL_ONLY: "in local files only",
             StorageMode.MEMORY: "in memory only: lost when the process ends",
+            StorageMode.BUCKET: "in a bucket, without local files",
         }[storage.mode]
     }
     if directory is None and storage.mode is StorageMode.LOCAL_ONLY:
@@ -122,11 +123,12 @@ def describe_places(config: Config) -> dict[str, str]:
         "the process ends"
     if directory is not None:
         places["local files"] = _describe_path(directory)
-    if storage.mode is StorageMode.WAL_CLOUD:
+    if storage.mode.has_bucket:
         places["bucket"] = _describe_bucket(storage)
         places["metadata"] = _describe_metadata(storage)
     places |= {
-        "acknowledged": f"when {storage.ack.value}, unless a topic has its own level",
+        "acknowledged": f"when {storage.ack.value}"
+        + ("" if storage.mode is StorageMode.BUCKET else ", unless a topic has its own level"),
         "gRPC": _describe_port(broker.host, ports.grpc),
         "Flight": _describe_port(broker.host, ports.flight),
         "HTTP": f"{scheme}://{_describe_port(broker.host, ports.http)}/",
@@ -174,7 +176,7 @@ def try_connections(config: Config) -> Iterator[Connection]:
     storage = config.storage
     if storage.wal.dir is not None:
         yield _try_directory("local files", storage.wal.dir, storage.disk)
-    if storage.mode is not StorageMode.WAL_CLOUD:
+    if not storage.mode.has_bucket:
         return
     yield _try_bucket(storage)
     yield _try_metadata(storage)

@@ -93,12 +93,14 @@ def load_place(options: argparse.Namespace) -> Config:
     return load_config(os.path.join(directory, ""))
 
 
-def wal_root(storage: StorageConfig) -> str:
-    """Where the topics' directories are.
+def wal_root(storage: StorageConfig) -> str | None:
+    """Where the topics' directories are; None for a log that has only a bucket.
 
     Raises:
         InvalidRequestError: Nowhere: this log is in memory.
     """
+    if storage.mode is StorageMode.BUCKET:
+        return None
     if storage.mode is StorageMode.MEMORY or storage.wal.dir is None:
         raise InvalidRequestError(
             "this log is in memory only", hint="only its own process can read it"
@@ -112,10 +114,10 @@ def require_bucket(storage: StorageConfig) -> None:
     Raises:
         InvalidRequestError: It has not.
     """
-    if storage.mode is not StorageMode.WAL_CLOUD:
+    if not storage.mode.has_bucket:
         raise InvalidRequestError(
             f"storage.mode is {storage.mode.value!r}, so this log has no bucket",
-            hint="only a log with storage.mode 'wal_cloud' has a second copy",
+            hint="storage.mode 'wal_cloud' and 'bucket' have one",
         )
     if storage.cloud.backend is CloudBackend.MEMORY:
         raise InvalidRequestError("the bucket of this log is in the memory of its own process")

@@ -73,8 +73,9 @@ def _recover(options: argparse.Namespace) -> int:
     rows: list[TopicRecovery] = []
     clock = SystemClock()
     with ExitStack() as stack:
-        if not options.dry_run:
-            stack.enter_context(lock_log(wal_root(storage)))
+        root = wal_root(storage)
+        if root is not None and not options.dry_run:
+            stack.enter_context(lock_log(root))
         store = stack.enter_context(closing(open_bucket(storage, clock)))
         recovery = Recovery(storage, store, clock=clock, dry_run=options.dry_run)
         stack.callback(recovery.close)

@@ -26,7 +26,7 @@ from ister.allocator import keep_freed_buffers
 from ister.cli.location import CONFIG_VARIABLE, DATA_DEFAULT
 from ister.cli.output import Subparsers, add_command, console, is_terminal
 from ister.cli.pipeline.child_process import PipelineBeside, check_requirements, make_command
-from ister.config import Config, load_config
+from ister.config import Config, StorageConfig, StorageMode, load_config
 from ister.errors import ConfigError, UnavailableError
 from ister.extras import missing_extra
 
@@ -213,9 +213,16 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _describe_data(storage: StorageConfig) -> str:
+    """Where messages are kept."""
+    if storage.mode is StorageMode.BUCKET:
+        return f"{storage.cloud.root} (no local files)"
+    where = storage.wal.dir
+    return os.path.dirname(os.path.abspath(where)) if where else "in memory"
+
+
 def _greet(config: Config, listening: dict[str, str]) -> None:
     """Prints the addresses; on a terminal, also what to try next."""
-    where = config.storage.wal.dir
     scheme = "https" if config.broker.tls.cert_file is not None else "http"
     advertised = config.broker.advertised
     connect_to = (
@@ -225,7 +232,7 @@ def _greet(config: Config, listening: dict[str, str]) -> None:
         "gRPC": listening["grpc"],
         "Flight": listening["flight"],
         "HTTP": f"{scheme}://{listening['http']}/",
-        "data": os.path.dirname(os.path.abspath(where)) if where else "in memory",
+        "data": _describe_data(config.storage),
     }
     if is_terminal(sys.stdout):
         # A browser cannot open the address 0.0.0.0.

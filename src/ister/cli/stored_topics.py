@@ -16,13 +16,13 @@ from ister.topic.offline import Served, TopicFacts, read_topic, read_topics
 from ister.wire.views import TopicJson
 
 
-def describe_topic(storage: StorageConfig, root: str, name: TopicName) -> TopicFacts:
+def describe_topic(storage: StorageConfig, root: str | None, name: TopicName) -> TopicFacts:
     """A topic; see `ister.topic.offline`."""
     return read_topic(storage, root, _StoredState(storage.metadata.root_prefix), name)
 
 
 def describe_topics(
-    storage: StorageConfig, root: str, namespace: str | None = None
+    storage: StorageConfig, root: str | None, namespace: str | None = None
 ) -> list[TopicFacts]:
     """All topics, or those of a namespace; see `ister.topic.offline`."""
     return read_topics(storage, root, _StoredState(storage.metadata.root_prefix), namespace)

@@ -279,7 +279,7 @@ def _parse_policy(text: str) -> tuple[str, int]:
 def _from_somewhere(
     options: argparse.Namespace,
     by_broker: Callable[[Client], T],
-    by_data: Callable[[StorageConfig, str], T],
+    by_data: Callable[[StorageConfig, str | None], T],
 ) -> T:
     """Asks a broker, or reads a data directory, as the module header says."""
 
@@ -323,7 +323,7 @@ def _list(options: argparse.Namespace) -> int:
         views = client.list_topics(options.namespace)
         return views if is_short else _show_all(client, views, silent)
 
-    def read(storage: StorageConfig, root: str) -> list[TopicJson]:
+    def read(storage: StorageConfig, root: str | None) -> list[TopicJson]:
         from ister.cli.stored_topics import describe_topics, to_json  # noqa: PLC0415 - if needed
         from ister.topic.describe import shorten  # noqa: PLC0415
 
@@ -428,7 +428,7 @@ def _describe(options: argparse.Namespace) -> int:
             view = {**view, "topics": _show_all(client, parts, [])}
         return view, False
 
-    def read(storage: StorageConfig, root: str) -> tuple[TopicJson, bool]:
+    def read(storage: StorageConfig, root: str | None) -> tuple[TopicJson, bool]:
         view = _read_stored(storage, root, options)
         return view, bool(view.get("errors"))
 
@@ -443,7 +443,9 @@ def _describe(options: argparse.Namespace) -> int:
     return 1 if has_failed else 0
 
 
-def _read_stored(storage: StorageConfig, root: str, options: argparse.Namespace) -> TopicJson:
+def _read_stored(
+    storage: StorageConfig, root: str | None, options: argparse.Namespace
+) -> TopicJson:
     from ister.cli.stored_topics import describe_topic, describe_topics, to_json  # noqa: PLC0415
 
     topic = str(options.topic)

@@ -57,6 +57,7 @@ from ister.config.pipeline import (
     TableFormat,
 )
 from ister.config.storage import (
+    BucketConfig,
     BufferFull,
     CloudBackend,
     CloudConfig,
@@ -92,6 +93,7 @@ __all__ = [
     "BrokerLimitsConfig",
     "BrokerPoliciesConfig",
     "BrokerPortsConfig",
+    "BucketConfig",
     "BufferFull",
     "ClientAuth",
     "CloudBackend",

@@ -7,14 +7,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
-from ister.config.storage import CloudBackend, MetadataBackend, StorageConfig, StorageMode
+from ister.config.storage import (
+    CloudBackend,
+    Engine,
+    MetadataBackend,
+    StorageConfig,
+    StorageMode,
+)
 from ister.config.tree import Config
 from ister.config.yaml_tree import Tree
 from ister.errors import ConfigError
+from ister.limits import KIB
 from ister.model import AckLevel
 
 _BACKENDS_WITH_A_PLACE: Final = (CloudBackend.FS, CloudBackend.LOCAL, CloudBackend.MEMORY)
 """Backends whose objects are beside `wal.dir` unless `root` is set."""
+# Shares of `storage.bucket.memory_max_bytes`. Small files are dropped soon after their upload, and
+# a topic whose uploads fail must not take the memory of all others.
+_FILE_SHARE: Final = 64
+_FILE_BYTES_MIN: Final = 64 * KIB
+_BUFFER_SHARE: Final = 8
+_LAG_SHARE: Final = 4
 
 
 def find_contradictions(
@@ -43,7 +56,9 @@ def find_contradictions(
                 "storage.mode is 'memory' and storage.wal.dir is set", hint="remove one of them"
             ),
         )
-    if storage.mode is StorageMode.WAL_CLOUD:
+    if storage.mode is StorageMode.BUCKET:
+        yield from _find_diskless_contradictions(storage, has_ack=named.get("ack") is not None)
+    if storage.mode.has_bucket:
         yield from _find_bucket_contradictions(storage)
         return
     if storage.ack is AckLevel.TIERED and not is_in_memory:
@@ -67,16 +82,67 @@ def find_contradictions(
             )
 
 
+def _find_diskless_contradictions(
+    storage: StorageConfig, *, has_ack: bool
+) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
+    """What mode `bucket` cannot do, because it keeps nothing on disk."""
+    cloud, metadata = storage.cloud, storage.metadata
+    if has_ack and storage.ack is not AckLevel.TIERED:
+        yield (
+            ("storage.ack", "storage.mode"),
+            ConfigError(
+                f"storage.ack is {storage.ack.value!r}, and storage.mode 'bucket' keeps messages "
+                "only in the bucket",
+                hint="remove it, which means 'tiered', or use mode 'wal_cloud'",
+            ),
+        )
+    if storage.wal.dir is not None:
+        yield (
+            ("storage.wal.dir", "storage.mode"),
+            ConfigError(
+                "storage.mode is 'bucket', which keeps no local files, and storage.wal.dir is set",
+                hint="remove it, or use mode 'wal_cloud'",
+            ),
+        )
+    if cloud.root is None and cloud.backend in (CloudBackend.FS, CloudBackend.LOCAL):
+        yield (
+            ("storage.cloud.root", "storage.cloud.backend", "storage.mode"),
+            ConfigError(
+                f"storage.cloud.root is not set, and mode 'bucket' with backend "
+                f"{cloud.backend.value!r} has no directory to put it in",
+                hint="use backend s3, gcs or azblob, or set a directory that all brokers share",
+            ),
+        )
+    if metadata.backend is MetadataBackend.SQLITE and metadata.path is None:
+        yield (
+            ("storage.metadata.backend", "storage.metadata.path", "storage.mode"),
+            ConfigError(
+                "storage.metadata.backend is 'sqlite', which needs a local file, and "
+                "storage.mode 'bucket' keeps none",
+                hint="use backend 'etcd', or set storage.metadata.path to a file that is kept",
+            ),
+        )
+    if storage.uploader.engine is Engine.SPARK:
+        yield (
+            ("storage.uploader.engine", "storage.mode"),
+            ConfigError(
+                "storage.uploader.engine is 'spark', and with storage.mode 'bucket' brokers upload "
+                "themselves: producers wait for it",
+                hint="use engine 'auto'",
+            ),
+        )
+
+
 def _find_bucket_contradictions(
     storage: StorageConfig,
 ) -> Iterator[tuple[tuple[str, ...], ConfigError]]:
     cloud, metadata = storage.cloud, storage.metadata
-    if storage.wal.dir is None:
+    if storage.wal.dir is None and storage.mode is StorageMode.WAL_CLOUD:
         yield (
             ("storage.wal.dir", "storage.wal", "storage.mode"),
             ConfigError(
                 "storage.wal.dir is not set, and mode 'wal_cloud' keeps messages there first",
-                hint="set it, or use mode 'memory'",
+                hint="set it, or use mode 'bucket' or 'memory'",
             ),
         )
     if cloud.root is None and cloud.backend not in _BACKENDS_WITH_A_PLACE:
@@ -109,6 +175,8 @@ def complete(config: Config, tree: Tree) -> Config:
     """Fills in the defaults that depend on other settings."""
     if config.storage.mode is StorageMode.WAL_CLOUD:
         return _fill_in_places(config)
+    if config.storage.mode is StorageMode.BUCKET:
+        return _keep_small(config)
     return _keep_only_copies(config, tree)
 
 
@@ -126,6 +194,24 @@ def _keep_only_copies(config: Config, tree: Tree) -> Config:
         retention = replace(retention, size_mb=None)
     wal = replace(storage.wal, retention=retention)
     return replace(config, storage=replace(storage, wal=wal))
+
+
+def _keep_small(config: Config) -> Config:
+    """Without a disk, messages are acknowledged in the bucket, and what is in memory is bounded."""
+    storage = config.storage
+    memory, wal, uploader = storage.bucket.memory_max_bytes, storage.wal, storage.uploader
+    wal = replace(
+        wal,
+        rotate_max_bytes=min(wal.rotate_max_bytes, max(_FILE_BYTES_MIN, memory // _FILE_SHARE)),
+        buffer_max_bytes=min(wal.buffer_max_bytes, memory // _BUFFER_SHARE),
+    )
+    uploader = replace(
+        uploader,
+        engine=Engine.EMBEDDED if uploader.engine is Engine.AUTO else uploader.engine,
+        max_lag_bytes=min(uploader.max_lag_bytes, memory // _LAG_SHARE),
+    )
+    storage = replace(storage, ack=AckLevel.TIERED, wal=wal, uploader=uploader)
+    return replace(config, storage=storage)
 
 
 def _fill_in_places(config: Config) -> Config:

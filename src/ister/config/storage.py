@@ -20,6 +20,13 @@ class StorageMode(StrEnum):
     """Local files only."""
     MEMORY = "memory"
     """Nothing is kept on disk."""
+    BUCKET = "bucket"
+    """A bucket without local files: memory until the upload."""
+
+    @property
+    def has_bucket(self) -> bool:
+        """Whether messages go to a bucket, with a metadata store beside it."""
+        return self in (StorageMode.WAL_CLOUD, StorageMode.BUCKET)
 
 
 class Engine(StrEnum):
@@ -87,7 +94,7 @@ class WalRetentionConfig:
     """`storage.wal.retention`: when local files are removed.
 
     With a bucket, only files that were uploaded are removed. With `local_only`, a file is the only
-    copy: only limits that are set explicitly apply.
+    copy: only limits that are set explicitly apply. With mode `bucket` none of this applies.
     """
 
     check_interval_minutes: int = setting(
@@ -125,8 +132,8 @@ class WalConfig:
     dir: str | None = setting(
         None,
         is_path=True,
-        says="Directory of all topics' logs; required by `wal_cloud`. Without one, nothing is kept "
-        "on disk.",
+        says="Directory of all topics' logs; required by `wal_cloud`, refused by `bucket`. Without "
+        "one, nothing is kept on disk.",
     )
     cache_capacity: int = setting(
         1024,
@@ -353,7 +360,10 @@ class MetadataConfig:
         MetadataBackend.SQLITE, says="Kind of metadata store; `etcd` needs the extra `ister[etcd]`."
     )
     path: str | None = setting(
-        None, is_path=True, says="SQLite's file; `metadata.db` beside `wal.dir` unless set."
+        None,
+        is_path=True,
+        says="SQLite's file; `metadata.db` beside `wal.dir` unless set. Required by mode `bucket` "
+        "with `sqlite`.",
     )
     endpoints: tuple[str, ...] = setting(
         (),
@@ -393,15 +403,30 @@ class DiskConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BucketConfig:
+    """`storage.bucket`: a log without local files (`mode: bucket`)."""
+
+    memory_max_bytes: int = setting(
+        256 * MIB,
+        low=MIB,
+        says="Memory of all topics together for messages on their way to the bucket; beyond that "
+        "producers wait, or are refused as `buffer_full` says. Up to half of it also keeps "
+        "uploaded messages for readers. One topic's backlog may take a quarter of it.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
     """`storage`: where and how messages are stored."""
 
     mode: StorageMode = setting(
         StorageMode.WAL_CLOUD,
-        says="Where messages are stored: `wal_cloud`, files and then a bucket; `local_only`, files "
-        "alone; `memory`, nothing is kept.",
+        says="Where messages are stored: `wal_cloud`, files and then a bucket; `bucket`, a bucket "
+        "without local files; `local_only`, files alone; `memory`, nothing is kept.",
     )
-    ack: AckLevel = setting(AckLevel.SYNCED, says="Default ack level of topics.")
+    ack: AckLevel = setting(
+        AckLevel.SYNCED, says="Default ack level of topics; with mode `bucket` always `tiered`."
+    )
     codec: Codec = setting(
         Codec.BINCODE2,
         says="Encoding of messages in new topics: `bincode2` (Danube 0.12 and later) or "
@@ -414,6 +439,7 @@ class StorageConfig:
         says="Maximum size of a payload, in bytes.",
     )
     wal: WalConfig = field(default_factory=WalConfig)
+    bucket: BucketConfig = field(default_factory=BucketConfig)
     uploader: UploaderConfig = field(default_factory=UploaderConfig)
     cloud: CloudConfig = field(default_factory=CloudConfig)
     cloud_reader: CloudReaderConfig = field(default_factory=CloudReaderConfig)

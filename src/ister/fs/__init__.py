@@ -1,1 +1,1 @@
-"""The seam to the file system: a small Protocol and its implementation."""
+"""The seam to the file system: a small Protocol, the machine's file system, and one in memory."""

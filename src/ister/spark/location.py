@@ -22,7 +22,7 @@ from typing import Final
 
 from ister import forks
 from ister.client.flight import FlightClient
-from ister.config import CloudBackend, Config, MetadataBackend, StorageMode, load_config
+from ister.config import CloudBackend, Config, MetadataBackend, load_config
 from ister.errors import ConfigError, IsterError, UnavailableError
 from ister.model import JsonObject, TopicName
 from ister.retry import retry_unavailable
@@ -138,7 +138,7 @@ def _tls_ca() -> bytes | None:
 def _check_shared(config: Config) -> None:
     """Refuses settings whose data only one process has."""
     storage = config.storage
-    if storage.mode is not StorageMode.WAL_CLOUD:
+    if not storage.mode.has_bucket:
         raise ConfigError(
             f"Spark needs a log with a bucket, not storage.mode {storage.mode}",
             hint="storage.mode: wal_cloud, which is the default",

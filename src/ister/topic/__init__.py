@@ -24,12 +24,14 @@ retention           which local files may be removed, by age and by size
 local_trim          runs that without a bucket
 background          the threads: lease, uploads, retention
 disk                free space: the watermark for appends, and the reserve
+memory_guard        bounds the memory of a log without local files
+room                both of them, for one log
 
 opening             opens a topic with a bucket
 read_only           the history of a topic that waits for another node's disk
 reconcile           compares its local files with the catalog
 stores              object store, metadata store and membership of a log
-directories         the directories of topics
+directories         where the directories of topics are
 known_topics        which topics exist
 node                the identity of a data directory
 node_clock          steps of the node's clock

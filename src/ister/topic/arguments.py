@@ -51,12 +51,24 @@ def parse_ack(level: AckLevel | str) -> AckLevel:
         ) from error
 
 
-def check_ack(level: AckLevel, *, has_bucket: bool, has_files: bool) -> AckLevel:
+def check_ack(level: AckLevel, *, has_bucket: bool, has_files: bool, is_diskless: bool) -> AckLevel:
     """The level, if a log with or without a bucket and files can reach it.
+
+    Args:
+        level: The level.
+        has_bucket: Whether messages go to a bucket.
+        has_files: Whether they are in files.
+        is_diskless: Whether these files are in memory, on their way to the bucket.
 
     Raises:
         InvalidRequestError: It cannot.
     """
+    if is_diskless and level is not AckLevel.TIERED:
+        raise InvalidRequestError(
+            f"the ack level cannot be {level}: storage.mode is 'bucket', so messages are kept only "
+            "in the bucket",
+            hint="use ack='tiered'; lower levels need local files (storage.mode 'wal_cloud')",
+        )
     if level is AckLevel.TIERED and not has_bucket:
         raise InvalidRequestError("this log has no object store, so nothing becomes tiered")
     if level is not AckLevel.MEMORY and not has_files:

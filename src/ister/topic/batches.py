@@ -411,9 +411,10 @@ class _Appending:
                 number += batch.num_rows
         if end > 0:
             # What is remembered in the metadata store is durable, so the rows have to be first.
-            topic.wait(end - 1, AckLevel.SYNCED)
             if topic.ack is AckLevel.TIERED:
                 topic.upload()
+            else:
+                topic.flush()
         return end
 
     def _read_rows(self, file: StagedFile) -> Iterator[pa.RecordBatch]:

@@ -64,7 +64,8 @@ class TopicTier(TopicUploads):
     def trim(self) -> int:
         """Removes the local files that retention does not keep, once the bucket certainly has them.
 
-        File by file: a file that passed its check is removed even if a later one fails.
+        File by file: a file that passed its check is removed even if a later one fails. Files in
+        memory are none of retention's: `drop_tiered` removes them.
 
         Returns:
             How many.
@@ -74,7 +75,7 @@ class TopicTier(TopicUploads):
         """
         wal, retention = self._wal, self._tiers.storage.wal.retention
         with self._trimming:
-            if self._stopping.is_set():
+            if self._stopping.is_set() or self._tiers.is_diskless:
                 return 0
             step = self._tiers.node_clock.check()
             floor = self._subscription_floor(include_inactive=step is not None)
@@ -138,6 +139,21 @@ class TopicTier(TopicUploads):
                 count += removed
                 if not removed or is_enough():
                     return count
+        return count
+
+    def drop_tiered(self, *, is_enough: Callable[[], bool]) -> int:
+        """Removes files in memory that are uploaded, one after the other; returns their number.
+
+        The active file is rotated if a part of it is uploaded, so that it can be removed soon.
+
+        Raises:
+            IsterError: The topic is closed, or the lease has expired.
+        """
+        wal = self._wal
+        count = self.release(past_subscriptions=True, is_enough=is_enough)
+        files = wal.files
+        if not is_enough() and files and files[-1].first_offset < (wal.tiered or 0):
+            wal.rotate()
         return count
 
     def _subscription_floor(self, *, include_inactive: bool) -> int:
@@ -222,6 +238,9 @@ class TopicTier(TopicUploads):
             DataGapError: The catalog has a hole there.
             IsterError: An object is bad and could not be uploaded again.
         """
+        if self._tiers.is_diskless:
+            # A committed descriptor is the proof: nothing that was acknowledged is here alone.
+            return
         content = self._tiers.storage.wal.retention.verify is Verify.CONTENT
         assured = set() if assured is None else assured
         # Objects may be merged while they are read: what has replaced them is checked, too.

@@ -1,17 +1,42 @@
-"""The directories of a log's topics: their paths and the names in use.
+"""The directories of a log's topics: their file system, their paths and the names in use.
 
-Owns: the paths below a log's root, and a cache of the names there. The root is locked, so no other
-process creates directories in it: each directory is listed once.
+Owns: a log's root and its lock, the paths below it, and a cache of the names there. The root is
+locked, so no other process creates directories in it: each directory is listed once.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from typing import Final
 
+from ister.clock import Clock
+from ister.config import StorageConfig, StorageMode
 from ister.errors import NotFoundError, TopicNameError
-from ister.fs.base import FileSystem
+from ister.fs.base import FileLock, FileSystem
+from ister.fs.local import LocalFileSystem
+from ister.fs.memory import MemoryFileSystem
 from ister.model import TopicName
-from ister.wal.directory import WalDirectory
+from ister.wal.directory import LOCK_NAME, WalDirectory
+
+_MEMORY_ROOT: Final = "/memory"
+
+
+def open_root(
+    storage: StorageConfig, *, fs: FileSystem | None, clock: Clock
+) -> tuple[FileSystem, str | None]:
+    """The file system and the root of the log with these settings; no root without files.
+
+    With `storage.mode: bucket` files are in memory, so they belong to this process alone, which is
+    a node of its own. Otherwise they are on the machine's file system. `fs` replaces either.
+    """
+    if storage.mode is StorageMode.BUCKET:
+        return fs or MemoryFileSystem(clock=clock), _MEMORY_ROOT
+    fs = fs or LocalFileSystem()
+    if storage.mode is StorageMode.MEMORY or storage.wal.dir is None:
+        return fs, None
+    # Absolute, so that a program may change its working directory.
+    return fs, os.path.abspath(storage.wal.dir)
 
 
 class TopicDirectories:
@@ -24,6 +49,22 @@ class TopicDirectories:
         # By directory: each name in it by its casefolded form.
         self._folded: dict[str, dict[str, str]] = {}
         self._durable: set[str] = set()
+        self._held: FileLock | None = None
+
+    def lock(self) -> None:
+        """Makes the root where missing, and locks it.
+
+        Raises:
+            DirectoryLockedError: Another process has it open.
+            DiskError: It cannot be made or locked.
+        """
+        self._fs.make_directories(self.root)
+        self._held = self._fs.lock(f"{self.root}/{LOCK_NAME}")
+
+    def unlock(self) -> None:
+        """Unlocks the root. May be called twice."""
+        if self._held is not None:
+            self._held.release()
 
     def of(self, name: TopicName) -> WalDirectory:
         """A topic's directory, which need not exist."""

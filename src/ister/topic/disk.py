@@ -33,7 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ister import threads
-from ister.config import CloudBackend, DiskConfig, MetadataBackend, StorageConfig, StorageMode
+from ister.config import CloudBackend, DiskConfig, MetadataBackend, StorageConfig
 from ister.errors import (
     CapacityError,
     ClosedError,
@@ -133,7 +133,7 @@ class DiskGuard:
         self._metrics = metrics
         self._places: list[tuple[FileSystem, str]] = [(fs, root)]
         self._bucket_path: str | None = None
-        self._has_bucket = storage.mode is StorageMode.WAL_CLOUD
+        self._has_bucket = storage.mode.has_bucket
         if self._has_bucket:
             self._add_stores(storage)
         self._lock = threading.Lock()

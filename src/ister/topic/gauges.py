@@ -7,8 +7,8 @@ from functools import partial
 from typing import Final
 
 from ister.metrics import Metrics
-from ister.topic.disk import DiskGuard
 from ister.topic.node_clock import NodeClock
+from ister.topic.room import Room
 from ister.topic.stores import Tiers
 from ister.topic.topic import Topic
 
@@ -29,7 +29,7 @@ def register_gauges(
     topics: Callable[[], list[Topic]],
     *,
     tiers: Tiers | None,
-    disk: DiskGuard | None,
+    room: Room,
     node_clock: NodeClock,
 ) -> None:
     """Registers the gauges of a log; `topics` returns the open topics."""
@@ -54,6 +54,10 @@ def register_gauges(
     metrics.register_gauge("upload.inflight_parts", lambda: tiers.upload_parts if tiers else 0)
     metrics.register_gauge("walcache.hit_ratio", cache_hit_ratio)
     metrics.register_gauge("clock.step_seconds", clock_step_seconds)
-    if disk is not None:
+    if (disk := room.disk) is not None:
         metrics.register_gauge("disk.reserve_bytes", lambda: disk.reserve_bytes)
         metrics.register_gauge("disk.is_low", lambda: int(disk.is_low()))
+    if (memory := room.memory) is not None:
+        metrics.register_gauge("memory.used_bytes", lambda: memory.used_bytes)
+        metrics.register_gauge("memory.limit_bytes", lambda: memory.limit_bytes)
+        metrics.register_gauge("memory.is_full", lambda: int(memory.is_full))

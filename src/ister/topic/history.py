@@ -27,7 +27,7 @@ from ister.bucket.history_reader import HistoryReader, ReaderSettings
 from ister.bucket.membership import is_node_running
 from ister.bucket.names import TopicKeys, object_key
 from ister.clock import Clock, SystemClock
-from ister.config import CloudBackend, Config, OnDamage, StorageMode
+from ister.config import CloudBackend, Config, OnDamage
 from ister.errors import (
     ClosedError,
     ConfigError,
@@ -68,7 +68,7 @@ class History:
         Raises:
             ConfigError: The settings have no bucket that others could read.
         """
-        if config.storage.mode is not StorageMode.WAL_CLOUD:
+        if not config.storage.mode.has_bucket:
             raise ConfigError(
                 f"a log in the mode {config.storage.mode} has no bucket",
                 hint="storage.mode: wal_cloud, which is the default",

@@ -8,7 +8,6 @@ affect the others.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,8 +26,7 @@ from ister.errors import (
     IsterError,
     NotFoundError,
 )
-from ister.fs.base import FileLock, FileSystem
-from ister.fs.local import LocalFileSystem
+from ister.fs.base import FileSystem
 from ister.metadata.base import MetadataStore
 from ister.metrics import Metrics
 from ister.model import AckLevel, Codec, TopicName
@@ -37,8 +35,7 @@ from ister.partitions import base_of_partition
 from ister.topic.append import load_batches
 from ister.topic.arguments import check_ack, parse_ack, parse_codec
 from ister.topic.background import Background
-from ister.topic.directories import TopicDirectories
-from ister.topic.disk import DiskGuard
+from ister.topic.directories import TopicDirectories, open_root
 from ister.topic.gauges import register_gauges
 from ister.topic.known_topics import KnownTopics
 from ister.topic.local_trim import LocalRetention
@@ -49,10 +46,10 @@ from ister.topic.partitioned import PartitionedTopic
 from ister.topic.read_only import ReadOnlyTopic, ReadOnlyTopics
 from ister.topic.reconcile import remove_directory
 from ister.topic.repair import Repaired, repair_topic
+from ister.topic.room import Room
 from ister.topic.stores import Tiers, open_tiers
 from ister.topic.topic import Topic
 from ister.tracing import span
-from ister.wal.directory import LOCK_NAME
 from ister.wal.scheduler import Scheduler, Threads
 from ister.wal.signals import shielded
 
@@ -84,7 +81,7 @@ class Log:
 
         Args:
             config: The settings.
-            fs: Where files live; the machine's own file system by default.
+            fs: Where files live; as `ister.topic.directories.open_root` says by default.
             clock: Where time comes from; the machine's by default.
             scheduler: Who commits in the background; threads of this log's own by default.
             objects: Where objects live; the store that the settings name by default.
@@ -102,26 +99,25 @@ class Log:
         self.config = config
         self.metrics = Metrics()
         self._clock: Clock = clock if clock is not None else SystemClock()
-        self._fs: FileSystem = fs if fs is not None else LocalFileSystem()
-        self._root = self._wal_root()
+        self.is_diskless = config.storage.mode is StorageMode.BUCKET
+        """Whether files are in memory, on their way to the bucket."""
+        self._fs, self._root = open_root(config.storage, fs=fs, clock=self._clock)
         self._directories: TopicDirectories | None = None
-        self._directory_lock: FileLock | None = None
         self._topics: dict[str, Topic] = {}
-        self._disk: DiskGuard | None = None
         if self._root is not None:
             self._directories = TopicDirectories(self._fs, self._root)
-            self._fs.make_directories(self._root)
-            self._directory_lock = self._fs.lock(f"{self._root}/{LOCK_NAME}")
+            self._directories.lock()
         try:
-            if self._root is not None:
-                # Before the stores: on a full disk, opening SQLite's file may need the reserve.
-                self._disk = DiskGuard(
-                    config.storage,
-                    fs=self._fs,
-                    root=self._root,
-                    topics=self._open_topics,
-                    metrics=self.metrics,
-                )
+            # Before the stores: on a full disk, opening SQLite's file may need the reserve.
+            self.room = Room(
+                config.storage,
+                fs=self._fs,
+                root=self._root,
+                topics=self._open_topics,
+                retire=self._retire_stopped,
+                metrics=self.metrics,
+            )
+            """Watches free disk space, and the memory of a log without local files."""
             self._node_clock = NodeClock(
                 self._clock, fs=self._fs, root=self._root, storage=config.storage
             )
@@ -163,7 +159,7 @@ class Log:
             self.metrics,
             self._open_topics,
             tiers=self._tiers,
-            disk=self._disk,
+            room=self.room,
             node_clock=self._node_clock,
         )
 
@@ -171,6 +167,7 @@ class Log:
         """Starts what uploads, trims and watches the disk."""
         storage = self.config.storage
         if self._tiers is not None:
+            self._tiers.is_disk_low = self.room.is_pressed
             if background:
                 self._background = Background(self._open_topics, self._tiers, storage, self._clock)
         elif self._root is not None:
@@ -183,30 +180,27 @@ class Log:
             )
             if trims:
                 self._local_retention.start()
-        if self._disk is not None:
-            if self._tiers is not None:
-                self._tiers.is_disk_low = self._disk.is_low
-            if background:
-                self._disk.start()
+        if background:
+            self.room.start()
 
     def _unlock_directory(self) -> None:
-        if self._directory_lock is not None:
-            self._directory_lock.release()
+        if self._directories is not None:
+            self._directories.unlock()
 
     def _open_tiers(
         self, objects: ObjectStore | None, metadata: MetadataStore | None
     ) -> Tiers | None:
         """Opens the stores, if there is a bucket."""
         storage = self.config.storage
-        if self._root is None or storage.mode is not StorageMode.WAL_CLOUD:
+        if self._root is None or not storage.mode.has_bucket:
             return None
         try:
             return open_tiers(
                 storage,
-                node=Node(self._fs, self._root),
+                node=Node(self._fs, self._root, is_lasting=not self.is_diskless),
                 objects=objects,
                 metadata=metadata,
-                on_full=self._disk.free_reserve if self._disk else None,
+                on_full=self.room.free_reserve,
                 node_clock=self._node_clock,
                 clock=self._clock,
                 metrics=self.metrics,
@@ -223,11 +217,6 @@ class Log:
     def tiers(self) -> Tiers | None:
         """The stores behind the topics; None without a bucket."""
         return self._tiers
-
-    @property
-    def disk(self) -> DiskGuard | None:
-        """Watches free disk space; None for a log in memory."""
-        return self._disk
 
     @property
     def clock_step(self) -> ClockStep | None:
@@ -265,15 +254,8 @@ class Log:
 
     @property
     def has_files(self) -> bool:
-        """Whether messages are in files, and not in memory alone."""
-        return self._root is not None
-
-    def _wal_root(self) -> str | None:
-        storage = self.config.storage
-        if storage.mode is StorageMode.MEMORY or storage.wal.dir is None:
-            return None
-        # Absolute, so that a program may change its working directory.
-        return os.path.abspath(storage.wal.dir)
+        """Whether messages are in local files, and not in memory alone."""
+        return self._root is not None and not self.is_diskless
 
     # -- topics -----------------------------------------------------------------------------
 
@@ -313,8 +295,12 @@ class Log:
         text = str(parsed)
         wanted_ack = None
         if ack is not None:
-            has_bucket, has_files = self._tiers is not None, self._root is not None
-            wanted_ack = check_ack(parse_ack(ack), has_bucket=has_bucket, has_files=has_files)
+            wanted_ack = check_ack(
+                parse_ack(ack),
+                has_bucket=self._tiers is not None,
+                has_files=self._root is not None,
+                is_diskless=self.is_diskless,
+            )
         wanted_codec = None if codec is None else parse_codec(codec)
         self._check_open()
         # Without a lock, which an exception from a signal handler could leave taken.
@@ -359,8 +345,7 @@ class Log:
                         self._check_open()
                     self._topics[text] = topic
                 self._read_only.close(text)
-                if self._disk is not None:
-                    self._disk.add(topic)
+                self.room.add(topic)
                 if self._background is not None:
                     self._background.add(topic)
             return topic
@@ -432,6 +417,19 @@ class Log:
                 self._tiers.membership.remove(topic.tier.owned)
         self._opener.distrust(topic)
         self._unlist(topic)
+
+    def _retire_stopped(self, topic: Topic) -> bool:
+        """Removes a topic that stopped, unless it is being opened again; returns whether it did."""
+        opening = self._opening_of(topic.name)
+        if not opening.acquire(blocking=False):
+            return False
+        try:
+            is_here = self._topics.get(topic.name) is topic
+            if is_here:
+                self._retire(topic)
+            return is_here
+        finally:
+            opening.release()
 
     def _opening_of(self, name: str) -> threading.Lock:
         """The lock that is held while a topic is opened or ended."""
@@ -536,6 +534,9 @@ class Log:
         with self._lock:
             if self._topics.get(topic.name) is topic:
                 del self._topics[topic.name]
+        if self.is_diskless:
+            # Nothing acknowledged is in them alone, and the memory is everyone's.
+            self._remove_files(TopicName.parse(topic.name))
 
     def repair(self, name: str, *, content: bool = True) -> Repaired:
         """Restores what one tier has lost from the other one, in both directions.
@@ -653,8 +654,7 @@ class Log:
                 pass  # a running recovery still writes: the directory is unlocked after its end
         if self._background is not None:
             self._background.stop()
-        if self._disk is not None:
-            self._disk.stop()
+        self.room.stop()
         if self._local_retention is not None:
             self._local_retention.stop()
         self._read_only.close_all()

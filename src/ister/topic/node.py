@@ -36,9 +36,18 @@ _INSTANCES_MAX: Final = 256
 class Node:
     """The node of a directory whose lock is held; its identity is created if missing."""
 
-    def __init__(self, fs: FileSystem, root: str) -> None:
+    def __init__(self, fs: FileSystem, root: str, *, is_lasting: bool = True) -> None:
+        """Reads the identity.
+
+        Args:
+            fs: The log's file system.
+            root: Its directory.
+            is_lasting: Whether the directory outlives the process; one in memory does not.
+        """
         self._fs = fs
         self._root = root
+        self.is_lasting = is_lasting
+        """Whether another process may have the node later."""
         self.id = self._read_id()
         self.identity = fs.identity(f"{root}/{NODE_NAME}")
         """Identifies the directory among copies of it, until the machine reboots."""

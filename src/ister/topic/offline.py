@@ -23,7 +23,7 @@ from typing import Final, Protocol
 from ister.bucket.catalog import Catalog, Subscription, list_topics
 from ister.bucket.names import TopicKeys
 from ister.clock import SystemClock
-from ister.config import CloudBackend, MetadataBackend, StorageConfig, StorageMode
+from ister.config import CloudBackend, MetadataBackend, StorageConfig
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
 from ister.format.checkpoint import WalState
 from ister.format.descriptor import ObjectDescriptor
@@ -207,13 +207,13 @@ class _Catalogued:
 
 
 def read_topics(
-    storage: StorageConfig, root: str, brokers: BrokerState, namespace: str | None = None
+    storage: StorageConfig, root: str | None, brokers: BrokerState, namespace: str | None = None
 ) -> list[TopicFacts]:
     """Describes all topics, by name; what cannot be read of a topic is in its errors.
 
     Args:
         storage: The log's settings.
-        root: Where its topics' directories are.
+        root: Where its topics' directories are; None if it keeps no local files.
         brokers: Reads what brokers have stored.
         namespace: Only the topics of this namespace.
 
@@ -235,7 +235,7 @@ def read_topics(
 
 
 def read_topic(
-    storage: StorageConfig, root: str, brokers: BrokerState, name: TopicName
+    storage: StorageConfig, root: str | None, brokers: BrokerState, name: TopicName
 ) -> TopicFacts:
     """Describes a topic; what cannot be read is in its errors.
 
@@ -248,7 +248,7 @@ def read_topic(
 
 
 def _combine(
-    storage: StorageConfig, root: str, name: TopicName, catalogued: _Catalogued
+    storage: StorageConfig, root: str | None, name: TopicName, catalogued: _Catalogued
 ) -> TopicFacts:
     record, served = catalogued.record, catalogued.served
     local = _read_local(root, name, record)
@@ -279,7 +279,7 @@ def _open_catalog(
     """The metadata store, or the error that explains its absence."""
     config = storage.metadata
     is_shared = config.backend is not MetadataBackend.MEMORY
-    if storage.mode is not StorageMode.WAL_CLOUD or not is_shared:
+    if not storage.mode.has_bucket or not is_shared:
         yield None, None
         return
     try:
@@ -349,7 +349,9 @@ def _has_bucket(storage: StorageConfig) -> bool:
 # -- local files ----------------------------------------------------------------------------
 
 
-def _read_local(root: str, name: TopicName, record: TopicRecord | None) -> LocalLog | None:
+def _read_local(root: str | None, name: TopicName, record: TopicRecord | None) -> LocalLog | None:
+    if root is None:
+        return None
     directory = WalDirectory(LocalFileSystem(), f"{root}/{name.namespace}/{name.topic}")
     if not os.path.isdir(directory.path):
         return None
@@ -451,14 +453,14 @@ def _watermarks(
         if state is not None:
             synced = max(synced, state.synced)
         written = max([synced, *(file.next_offset or 0 for file in local.files)])
-    if storage.mode is not StorageMode.WAL_CLOUD:
+    if not storage.mode.has_bucket:
         tiered = trimmed  # as in an open topic without a bucket
     return Watermarks(
         trimmed=min(trimmed, tiered), tiered=tiered, synced=synced, written=written, next=written
     )
 
 
-def _not_found(root: str, name: TopicName, catalogued: _Catalogued) -> NotFoundError:
+def _not_found(root: str | None, name: TopicName, catalogued: _Catalogued) -> NotFoundError:
     names = {*catalogued.names, *_local_names(root)}
     near = difflib.get_close_matches(str(name), sorted(names))
     if near:
@@ -470,7 +472,9 @@ def _not_found(root: str, name: TopicName, catalogued: _Catalogued) -> NotFoundE
     return NotFoundError(f"topic {name} does not exist", topic=str(name), hint=hint)
 
 
-def _local_names(root: str) -> Iterable[str]:
+def _local_names(root: str | None) -> Iterable[str]:
+    if root is None:
+        return
     for namespace in _directories(root):
         for topic in _directories(f"{root}/{namespace}"):
             # A dot marks directories that were set aside.

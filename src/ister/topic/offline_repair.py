@@ -79,7 +79,8 @@ def find_lost(log: Log, name: TopicName) -> LostRange | None:
     record = catalog.record()
     if record is None or not record[0].lineage or catalog.sealed() is not None:
         return None
-    has_files = not WalDirectory(LocalFileSystem(), _path(log, name)).is_blank()
+    path = _path(log, name)
+    has_files = path is not None and not WalDirectory(LocalFileSystem(), path).is_blank()
     if has_files and _is_of_node(catalog, tiers.membership.node):
         return None
     last = catalog.last()
@@ -117,7 +118,7 @@ def _repair(
 ) -> None:
     tiers = _stores(log)
     catalog = tiers.catalog(name)
-    if not is_named and not _is_of_node(catalog, tiers.membership.node):
+    if not is_named and not _is_ours(log, catalog, tiers.membership.node):
         row.status = "skipped"
         return
     is_sealed = catalog.sealed() is not None
@@ -129,7 +130,8 @@ def _repair(
         row.errors += repaired.errors
         if content and log.topic(row.topic).state is not TopicState.QUARANTINED:
             # Opening a log reads its end alone; damage further up is found by reading everything.
-            row.errors += _local_damage(_path(log, name))
+            path = _path(log, name)
+            row.errors += _local_damage(path) if path is not None else []
     finally:
         if is_sealed:
             # Opening removed the seal, without which another node cannot open the topic.
@@ -148,8 +150,20 @@ def _stores(log: Log) -> Tiers:
     return log.tiers
 
 
-def _path(log: Log, name: TopicName) -> str:
-    return f"{os.path.abspath(log.config.storage.wal.dir or '')}/{name.namespace}/{name.topic}"
+def _path(log: Log, name: TopicName) -> str | None:
+    """The directory of a topic; None in a log without local files."""
+    directory = log.config.storage.wal.dir
+    if directory is None:
+        return None
+    return f"{os.path.abspath(directory)}/{name.namespace}/{name.topic}"
+
+
+def _is_ours(log: Log, catalog: Catalog, node: str) -> bool:
+    """Whether a topic is repaired although it was not named.
+
+    A node without local files is new with each process: topics that nobody has open are its.
+    """
+    return catalog.owner() is None if log.is_diskless else _is_of_node(catalog, node)
 
 
 def _is_of_node(catalog: Catalog, node: str) -> bool:

@@ -212,6 +212,8 @@ class TopicOpener:
                 codec=state.codec if state is not None else codec or self._storage.codec,
             )
         seen = tiers.check_claim(name, view, new=new, has_files=has_files, take_over=take_over)
+        if tiers.is_diskless:
+            _check_diskless(view.known, str(name))
         if not has_files:
             directories.add(name)
             directory.mark()
@@ -393,6 +395,17 @@ def _not_found(name: str) -> NotFoundError:
     return NotFoundError(
         f"topic {name} does not exist", topic=name, hint="pass create=True to create it"
     )
+
+
+def _check_diskless(known: TopicRecord | None, name: str) -> None:
+    """Refuses a topic whose producers expect local files."""
+    if known is not None and known.is_open and known.ack is not AckLevel.TIERED:
+        raise InvalidRequestError(
+            f"the topic's ack level is {known.ack}, and storage.mode 'bucket' keeps messages only "
+            "in the bucket",
+            topic=name,
+            hint="open it at a broker with storage.mode 'wal_cloud'; new topics get ack 'tiered'",
+        )
 
 
 def _check_unclaimed(owned: OwnedTopic, known: TopicRecord | None) -> None:

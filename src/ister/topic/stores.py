@@ -47,6 +47,7 @@ from ister.config import (
     MetadataConfig,
     OnDamage,
     StorageConfig,
+    StorageMode,
     UploaderConfig,
 )
 from ister.errors import ClosedError, ConflictError, IsterError
@@ -219,6 +220,8 @@ class Tiers:
         """Upload parts in flight (upper bound)."""
         self.is_disk_low: Callable[[], bool] = lambda: False
         """Returns whether low disk space stops appends, so that uploads should start now."""
+        self.is_diskless = storage.mode is StorageMode.BUCKET
+        """Whether local files are in memory, so that only what is tiered counts."""
         self.marks_idle = storage.metadata.backend is MetadataBackend.ETCD
         """Whether other nodes can share the metadata store, so that idle topics are marked."""
         self.capabilities: Capabilities | None = None
@@ -430,7 +433,7 @@ class Tiers:
             return  # the log was closed meanwhile
         except IsterError as error:
             _log.error(
-                "the object store cannot be used; messages stay in local files meanwhile",
+                "the object store cannot be used; messages wait for it meanwhile",
                 extra={"store": self.objects.location, "error": str(error)},
             )
 

@@ -125,6 +125,11 @@ class Topic(Appender):
         return self.wal.settings.ack
 
     @property
+    def is_diskless(self) -> bool:
+        """Whether the local files are in memory, so that only what is tiered is durable."""
+        return self.tier is not None and self.tier.is_diskless
+
+    @property
     def state(self) -> TopicState:
         """Whether the topic accepts appends, and if not, why."""
         return self.wal.state
@@ -316,6 +321,7 @@ class Topic(Appender):
             self.ack if level is None else parse_ack(level),
             has_bucket=self.tier is not None,
             has_files=not self.wal.is_volatile,
+            is_diskless=self.is_diskless,
         )
         if level is AckLevel.TIERED and self.tier is not None and self.tier.owned.is_fenced:
             self.tier.check_owner()
@@ -355,16 +361,22 @@ class Topic(Appender):
                 self.wal.end_turn()
 
     def flush(self, timeout: float | None = None) -> int:
-        """Makes everything appended so far durable.
+        """Makes everything appended so far durable: synced, or tiered in a log without files.
 
         Returns:
             The `synced` watermark.
 
         Raises:
-            As `wait`.
+            As `wait`; in a log without files, and without a timeout, as `upload`.
         """
         self.wal.check_process()
         self._sync_all(timeout)
+        last = self.wal.next - 1
+        if self.is_diskless and last >= self.tiered:
+            if timeout is None:
+                self.upload()
+            else:
+                self.wal.wait(last, AckLevel.TIERED, timeout)
         if self.tier is not None:
             self.tier.check_owner()
         return self.wal.synced

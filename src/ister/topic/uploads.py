@@ -172,6 +172,11 @@ class TopicUploads:
         return max(0, self._lag_base + self._wal.synced_bytes_total - self._lag_mark)
 
     @property
+    def is_diskless(self) -> bool:
+        """Whether the local files are in memory."""
+        return self._tiers.is_diskless
+
+    @property
     def failures(self) -> int:
         """Upload cycles that failed since the last good one."""
         return self._failures

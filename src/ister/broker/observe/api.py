@@ -48,7 +48,7 @@ from ister.broker.topics.open_topics import ElsewhereError
 from ister.broker.topics.served_topic import ServedTopic
 from ister.bucket.pipeline import PipelineKeys, request_job
 from ister.clock import Clock
-from ister.config import AuthMode, BrokerConfig, StorageMode
+from ister.config import AuthMode, BrokerConfig
 from ister.errors import (
     CapacityError,
     ConflictError,
@@ -418,7 +418,7 @@ class Api:
             raise InvalidRequestError("job must be a name", hint='such as {"job": "compact"}')
         served = self.served
         storage = served.views.topics.config.storage
-        if storage.mode is not StorageMode.WAL_CLOUD:
+        if not storage.mode.has_bucket:
             raise ConflictError(
                 f"no pipeline: storage.mode is {storage.mode.value}, which has no bucket",
                 hint="set storage.mode to wal_cloud",

@@ -29,6 +29,7 @@ from ister.config import Config, Engine, StorageMode
 from ister.limits import GIB, MIB
 from ister.model import JsonObject, TopicState
 from ister.topic.log import Log
+from ister.topic.memory_guard import MemoryGuard
 
 _log = logging.getLogger("ister.broker.observe.health")
 
@@ -226,6 +227,8 @@ class BrokerHealth:
             yield self._check_lag(survey, names)
             yield self._check_pipeline()
             yield self._check_jobs()
+        if self._log.room.memory is not None:
+            yield self._check_memory(self._log.room.memory)
         yield from self._check_disk(len(survey.by_state.get(TopicState.STALLED.value, ())))
         yield self._check_topics(survey, names)
         yield self._check_subscriptions(survey.blocked, names)
@@ -285,11 +288,14 @@ class BrokerHealth:
         since, now = self.probe.failing_since, self._clock.monotonic()
         is_old = since is not None and now - since > _FAILING_SECONDS
         why = f" ({_error_of(failing[0])})" if names else ""
+        meanwhile = "messages stay in local files meanwhile"
+        if self._log.is_diskless:
+            meanwhile = "messages are not acknowledged meanwhile"
         return Check(
             name="uploads",
             state="bad" if is_old else "attention",
             words=f"uploads are failing: {_named(failing, names)}{why}",
-            hint="messages stay in local files meanwhile; check that the bucket exists and the "
+            hint=f"{meanwhile}; check that the bucket exists and the "
             "broker may write to it (storage.cloud)",
         )
 
@@ -347,6 +353,18 @@ class BrokerHealth:
             hint="`ister pipeline status` has the errors",
         )
 
+    def _check_memory(self, memory: MemoryGuard) -> Check:
+        used = f"{_size(memory.used_bytes)} of {_size(memory.limit_bytes)} in use"
+        if not memory.is_full:
+            words = f"{used} for messages on their way to the bucket"
+            return Check(name="memory", state="ok", words=words)
+        return Check(
+            name="memory",
+            state="bad",
+            words=f"producers are held until uploads catch up: {used}",
+            hint="the limit is storage.bucket.memory_max_bytes; find out why uploads are slow",
+        )
+
     def _check_disk(self, stalled: int) -> Iterator[Check]:
         disk = self.probe.disk
         if disk is None and not stalled:
@@ -365,7 +383,7 @@ class BrokerHealth:
             "free some space, or keep fewer local files (storage.wal.retention); "
             "writing resumes by itself"
         )
-        guard = self._log.disk
+        guard = self._log.room.disk
         if guard is not None and guard.is_low():
             error = guard.error()
             state, words, hint = "bad", f"appends are stopped: {error.message}", error.hint or hint

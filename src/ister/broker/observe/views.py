@@ -447,7 +447,7 @@ class Views:
         Raises:
             UnavailableError: The metadata store does not answer.
         """
-        if self._config.storage.mode is not StorageMode.WAL_CLOUD:
+        if not self._config.storage.mode.has_bucket:
             mode = self._config.storage.mode.value
             return {
                 **no_status(self._config),

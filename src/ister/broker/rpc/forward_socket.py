@@ -19,6 +19,8 @@ import tempfile
 from contextlib import suppress
 from typing import Final
 
+from ister.errors import ConfigError
+
 _NAME: Final = ".grpc.sock"
 
 
@@ -26,10 +28,13 @@ class SocketFile:
     """The path of the socket, and its removal.
 
     Without a data directory it is in a temporary one.
+
+    Raises:
+        ConfigError: There is no directory for it.
     """
 
     def __init__(self, directory: str | None) -> None:
-        self._temporary = tempfile.mkdtemp(prefix="ister-grpc-") if directory is None else None
+        self._temporary = _make_temporary() if directory is None else None
         place = directory or self._temporary or ""
         self._descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
         self.path = f"/proc/self/fd/{self._descriptor}/{_NAME}"
@@ -47,3 +52,14 @@ class SocketFile:
         if self._temporary is not None:
             with suppress(OSError):
                 os.rmdir(self._temporary)
+
+
+def _make_temporary() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="ister-grpc-")
+    except OSError as error:
+        raise ConfigError(
+            "broker.grpc.engine 'native' needs a directory for a socket, and there is neither a "
+            f"data directory nor a temporary one: {error.strerror}",
+            hint="set TMPDIR to a writable directory, or broker.grpc.engine to 'grpcio'",
+        ) from error

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from ister.config import Config, StorageMode
+from ister.config import Config
 from ister.errors import ConfigError
 from ister.retry import backoff_seconds
 
@@ -41,7 +41,7 @@ def check_requirements(config: Config) -> None:
     Raises:
         ConfigError: PySpark or Java is missing, or the log has no bucket.
     """
-    if config.storage.mode is not StorageMode.WAL_CLOUD:
+    if not config.storage.mode.has_bucket:
         raise ConfigError(
             f"a pipeline needs a bucket, but storage.mode is {config.storage.mode}",
             hint="storage.mode: wal_cloud, or serve without --pipeline",

@@ -14,7 +14,6 @@ from ister.cli.errors_out import answer, print_json
 from ister.cli.location import add_place_arguments, load_place
 from ister.cli.output import Subparsers, add_command, format_bytes, format_span, print_table
 from ister.clock import Clock, SystemClock
-from ister.config import StorageMode
 from ister.errors import InvalidRequestError, NotFoundError
 from ister.topic.pipeline_status import JOBS, describe_absence, no_status, read_status
 from ister.topic.stores import open_metadata
@@ -40,7 +39,7 @@ def register(jobs: Subparsers) -> None:
 def _run(options: argparse.Namespace) -> int:
     def run() -> int:
         config = load_place(options)
-        if config.storage.mode is not StorageMode.WAL_CLOUD:
+        if not config.storage.mode.has_bucket:
             raise InvalidRequestError(
                 f"storage.mode is {config.storage.mode.value!r}, so this log has no pipeline",
                 hint="only a log with storage.mode 'wal_cloud' has one",

@@ -342,7 +342,7 @@ def test_room_on_the_disk(tmp_path, free, total, state):
 def test_disk_below_its_watermark_stops_appends_and_says_so(tmp_path, monkeypatch):
     async def scenario():
         async with a_broker(tmp_path) as (broker, _, _):
-            guard = broker.health._log.disk
+            guard = broker.health._log.room.disk
             monkeypatch.setattr(guard, "_settings", DiskConfig(min_free=1 << 60, reserve=0))
             guard.measure()
             broker.health._known = None
