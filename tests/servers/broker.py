@@ -65,6 +65,7 @@ class BrokerProcess:
         environment: Variables of the process beside those of this one.
         files_max: How many file descriptors it may have; as many as this one by default.
         engine: What serves gRPC; as the settings say by default.
+        working_directory: That of the process; this one's by default.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class BrokerProcess:
         environment: Mapping[str, str] | None = None,
         files_max: int | None = None,
         engine: str | None = None,
+        working_directory: Path | None = None,
     ) -> None:
         self.directory = Path(directory)
+        self._working_directory = working_directory
         self.settings: dict[str, Any] = {}
         lay_over(self.settings, settings or {})
         if engine is not None:
@@ -136,6 +139,7 @@ class BrokerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                cwd=self._working_directory,
                 env={**os.environ, **self._environment},
             )
         try:

@@ -25,7 +25,8 @@ _BACKENDS_WITH_A_PLACE: Final = (CloudBackend.FS, CloudBackend.LOCAL, CloudBacke
 # Shares of `storage.bucket.memory_max_bytes`. Small files are dropped soon after their upload, and
 # a topic whose uploads fail must not take the memory of all others.
 _FILE_SHARE: Final = 64
-_FILE_BYTES_MIN: Final = 64 * KIB
+_CACHE_SHARE: Final = 1024
+_BYTES_MIN: Final = 64 * KIB
 _BUFFER_SHARE: Final = 8
 _LAG_SHARE: Final = 4
 
@@ -202,7 +203,9 @@ def _keep_small(config: Config) -> Config:
     memory, wal, uploader = storage.bucket.memory_max_bytes, storage.wal, storage.uploader
     wal = replace(
         wal,
-        rotate_max_bytes=min(wal.rotate_max_bytes, max(_FILE_BYTES_MIN, memory // _FILE_SHARE)),
+        rotate_max_bytes=min(wal.rotate_max_bytes, max(_BYTES_MIN, memory // _FILE_SHARE)),
+        # The files are in memory, too: a second copy of the newest messages has to be small.
+        cache_max_bytes=min(wal.cache_max_bytes, max(_BYTES_MIN, memory // _CACHE_SHARE)),
         buffer_max_bytes=min(wal.buffer_max_bytes, memory // _BUFFER_SHARE),
     )
     uploader = replace(

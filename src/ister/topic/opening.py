@@ -16,7 +16,7 @@ from ister.bucket.cursors import clip_progress
 from ister.bucket.fence import MemberFence
 from ister.bucket.ownership import OwnedTopic
 from ister.clock import Clock
-from ister.config import BufferFull, StorageConfig
+from ister.config import BufferFull, StorageConfig, StorageMode
 from ister.errors import (
     ConflictError,
     InvalidRequestError,
@@ -363,6 +363,10 @@ class TopicOpener:
             rotate_max_seconds=settings.rotate_max_seconds,
             buffer_max_bytes=settings.buffer_max_bytes,
             blocks_when_full=settings.buffer_full is BufferFull.BLOCK,
+            # Files in memory come and go several times a second.
+            routine_level=logging.DEBUG
+            if self._storage.mode is StorageMode.BUCKET
+            else logging.INFO,
         )
 
     def _cache(self, next_offset: int, codec: Codec) -> Cache:

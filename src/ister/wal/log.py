@@ -173,7 +173,8 @@ class Wal(GroupCommit):
             writer.directory.remove_log(file.seq)
             failpoints.reach("wal.after_remove_file")
         self._metrics.count("wal.trimmed_files", count)
-        _log.info(
+        _log.log(
+            self.settings.routine_level,
             "trimmed",
             extra={"topic": self.settings.topic, "files": count, "offset": self.trimmed},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from ister.model import AckLevel, Codec
@@ -22,3 +23,5 @@ class WalSettings:
     blocks_when_full: bool
     incarnation: str = ""
     """Distinguishes topics that had the same name one after the other; empty if unknown."""
+    routine_level: int = logging.INFO
+    """The level of log lines about rotated and trimmed files."""

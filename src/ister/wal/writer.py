@@ -74,6 +74,7 @@ class WalWriter:
         self._time_max = recovered.publish_time_max
         self._rotate_max_bytes = settings.rotate_max_bytes
         self._rotate_max_seconds = settings.rotate_max_seconds
+        self._routine_level = settings.routine_level
         self._clock = clock
         self._metrics = metrics
         self._file: File | None = None
@@ -264,7 +265,8 @@ class WalWriter:
         self.last_rotation_at = self._clock.now_ns() // 1_000_000_000
         self._metrics.count("wal.writer_rotate_events")
         self._metrics.count(f"wal.rotated_by_{reason}")
-        _log.info(
+        _log.log(
+            self._routine_level,
             "rotated",
             extra={
                 "path": self.directory.path,
