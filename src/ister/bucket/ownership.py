@@ -111,7 +111,8 @@ class OwnedTopic(OwnerTransactions):
         Raises:
             FencedError: Another process owns the topic; nothing was published.
             ConflictError: An earlier commit, whose outcome was unknown, has happened after all, or
-                one in this owner's name; `tiered` has moved, and the next object begins there.
+                one in this owner's name, by another process or thread; `tiered` has moved, and the
+                next object begins there.
             CommitUnknownError: The store's answers were lost, again and again. The same commit may
                 be tried again.
             UnavailableError: The metadata store does not answer.
@@ -121,6 +122,9 @@ class OwnedTopic(OwnerTransactions):
         data = encode_descriptor(descriptor)
         with self.lock:
             self._require_open()
+            if self.last is not None and self.last.end > descriptor.start:
+                # An express object was committed while this one was written.
+                raise ConflictError("another object was committed meanwhile", topic=self.topic)
             check(
                 self.last is None or self.last.end == descriptor.start,
                 f"a commit continues: {descriptor.start} after {self.tiered}",

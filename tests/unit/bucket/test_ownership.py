@@ -302,11 +302,20 @@ def test_commits_follow_each_other(cluster):
     assert cluster.metadata.get(cluster.keys.current).value == b'{"start":"%020d"}' % 25
 
 
-@pytest.mark.parametrize(("start", "end"), [(9, 20), (11, 20), (0, 10), (0, 20)])
-def test_commit_that_does_not_continue_is_refused(cluster, start, end):
+@pytest.mark.parametrize(
+    ("start", "end", "error"),
+    [
+        (11, 20, InvariantError),
+        # Another thread has committed an express object.
+        (9, 20, ConflictError),
+        (0, 10, ConflictError),
+        (0, 20, ConflictError),
+    ],
+)
+def test_commit_that_does_not_continue_is_refused(cluster, start, end, error):
     owned = cluster.claim("a")
     chain(owned, 10)
-    with pytest.raises(InvariantError):
+    with pytest.raises(error):
         owned.commit(a_descriptor(start, end))
     assert ranges(cluster) == [(0, 10)]
 

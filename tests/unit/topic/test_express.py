@@ -163,6 +163,23 @@ def test_upload_while_the_object_is_written(shared):
     assert shared.read(0) == [b"a", b"c"]
 
 
+def test_object_that_is_committed_while_an_upload_is_written(shared):
+    """The other way round: the upload finds that nothing is left for it."""
+    shared.append(0, b"a", b"b")
+    topic, objects = shared.topics[0], shared.site.objects
+
+    def after(kind, key):
+        if key.endswith(".dnb1"):
+            objects.after = lambda kind, key: None
+            shared.express.write_next()
+
+    objects.after = after
+    topic.upload()
+    assert topic.tiered == 2
+    assert shared.formats(0) == [(0, 2, FORMAT_EXPRESS)]
+    assert shared.read(0) == [b"a", b"b"]
+
+
 def test_object_is_full(site):
     """Goal: topics take turns, and those without room come first next time."""
     limit = {"uploader": {"express": {"max_bytes": 64 * KIB}}}
