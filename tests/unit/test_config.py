@@ -564,7 +564,8 @@ def test_log_without_files_is_tiered_and_bounded():
     assert storage.wal.dir is None
     assert storage.uploader.engine is Engine.EMBEDDED
     memory = storage.bucket.memory_max_bytes
-    assert storage.wal.rotate_max_bytes == memory // 64
+    assert storage.wal.rotate_max_bytes == storage.wal.fsync_max_batch_bytes == memory // 64
+    assert storage.wal.fsync_interval_ms == 100
     assert storage.wal.buffer_max_bytes == memory // 8
     assert storage.wal.cache_max_bytes == memory // 1024
     assert storage.uploader.max_lag_bytes == memory // 4

@@ -27,6 +27,7 @@ _BACKENDS_WITH_A_PLACE: Final = (CloudBackend.FS, CloudBackend.LOCAL, CloudBacke
 _FILE_SHARE: Final = 64
 _CACHE_SHARE: Final = 1024
 _BYTES_MIN: Final = 64 * KIB
+_SYNC_MS: Final = 100
 _BUFFER_SHARE: Final = 8
 _LAG_SHARE: Final = 4
 
@@ -201,9 +202,13 @@ def _keep_small(config: Config) -> Config:
     """Without a disk, messages are acknowledged in the bucket, and what is in memory is bounded."""
     storage = config.storage
     memory, wal, uploader = storage.bucket.memory_max_bytes, storage.wal, storage.uploader
+    file_bytes = max(_BYTES_MIN, memory // _FILE_SHARE)
     wal = replace(
         wal,
-        rotate_max_bytes=min(wal.rotate_max_bytes, max(_BYTES_MIN, memory // _FILE_SHARE)),
+        # A sync costs nothing here, and only what is synced is uploaded.
+        fsync_interval_ms=min(wal.fsync_interval_ms, _SYNC_MS),
+        fsync_max_batch_bytes=min(wal.fsync_max_batch_bytes, file_bytes),
+        rotate_max_bytes=min(wal.rotate_max_bytes, file_bytes),
         # The files are in memory, too: a second copy of the newest messages has to be small.
         cache_max_bytes=min(wal.cache_max_bytes, max(_BYTES_MIN, memory // _CACHE_SHARE)),
         buffer_max_bytes=min(wal.buffer_max_bytes, memory // _BUFFER_SHARE),
