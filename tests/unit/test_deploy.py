@@ -45,7 +45,11 @@ RULES = [
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
-MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "ister.yaml").read_text()))
+MANIFESTS = {
+    path.name: list(yaml.safe_load_all(path.read_text()))
+    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+}
+DISKLESS = "kubernetes/diskless.yaml"
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())
 CLUSTER = yaml.safe_load((DEPLOY / "compose" / "cluster.yml").read_text())
 DOCKERFILE = (DEPLOY / "docker" / "Dockerfile").read_text()
@@ -256,9 +260,9 @@ def test_prometheus_asks_the_broker_of_compose():
 def settings_files():
     found = {str(path.relative_to(DEPLOY)): path.read_text() for path in DEPLOY.rglob("ister.yml")}
     found.pop("grafana/provisioning/dashboards/ister.yml")
-    for manifest in MANIFESTS:
-        if manifest["kind"] == "ConfigMap":
-            found["kubernetes/ister.yaml"] = manifest["data"]["ister.yml"]
+    for name, manifests in MANIFESTS.items():
+        (settings,) = [one["data"] for one in manifests if one["kind"] == "ConfigMap"]
+        found[f"kubernetes/{name}"] = settings["ister.yml"]
     return found
 
 
@@ -268,7 +272,7 @@ def test_settings_load(tmp_path, name):
     path = tmp_path / "ister.yml"
     path.write_text(text)
     config = load_config(str(path), variables(text))
-    assert config.storage.wal.dir == "/var/lib/ister/wal"
+    assert config.storage.wal.dir == (None if name == DISKLESS else "/var/lib/ister/wal")
     # Secrets come from the environment.
     for line in text.splitlines():
         if re.search(r"(secret|access_key|secret_key|password):", line):
@@ -279,6 +283,7 @@ def test_there_are_settings_for_each_way():
     assert set(settings_files()) == {
         "compose/ister.yml",
         "docker/ister.yml",
+        DISKLESS,
         "kubernetes/ister.yaml",
         "systemd/ister.yml",
     }
@@ -331,6 +336,8 @@ def test_broker_starts_with_the_settings(tmp_path, name):
             s3 = stack.enter_context(rclone_server())
             storage["cloud"]["root"] = f"s3://{s3.bucket}/history"
             storage["cloud"]["options"]["endpoint"] = s3.endpoint
+        if name == DISKLESS:
+            storage["wal"] = {"dir": None}  # that of the tests
         broker = BrokerProcess(tmp_path / "broker", settings=settings, environment=variables(text))
         with broker:
             assert broker.is_running
@@ -347,10 +354,10 @@ def ister_commands():
     for name, service in COMPOSE["services"].items():
         if service["image"].startswith("ister") and "command" in service:
             found[f"compose {name}"] = service["command"]
-    for manifest in MANIFESTS:
-        if manifest["kind"] == "StatefulSet":
-            (container,) = manifest["spec"]["template"]["spec"]["containers"]
-            found["kubernetes"] = container["args"]
+    for name, manifests in MANIFESTS.items():
+        (stateful,) = [one for one in manifests if one["kind"] == "StatefulSet"]
+        (container,) = stateful["spec"]["template"]["spec"]["containers"]
+        found[f"kubernetes {name}"] = container["args"]
     return found
 
 
@@ -373,6 +380,7 @@ def test_every_file_is_checked_by_a_test_of_its_kind():
         "grafana/ister.json",
         "grafana/provisioning/dashboards/ister.yml",
         "grafana/provisioning/datasources/prometheus.yml",
+        DISKLESS,
         "kubernetes/ister.yaml",
         "nginx/ister.conf",  # tests/integration/test_nginx.py
         "prometheus/alerts.yml",
@@ -572,13 +580,14 @@ def test_units_are_hardened(unit):
 # -- Kubernetes -------------------------------------------------------------------------------
 
 
-@each("manifest", MANIFESTS)
+@each("manifest", [manifest for found in MANIFESTS.values() for manifest in found])
 def test_manifest_fits_kubernetes_schemas(manifest):
     kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
-def test_manifests_fit_each_other():
-    by_name = {(m["kind"], m["metadata"]["name"]): m for m in MANIFESTS}
+@each("file", MANIFESTS)
+def test_manifests_fit_each_other(file):
+    by_name = {(m["kind"], m["metadata"]["name"]): m for m in MANIFESTS[file]}
     sets = by_name["StatefulSet", "ister"]["spec"]
     assert ("Service", sets["serviceName"]) in by_name
     pod = sets["template"]["spec"]
@@ -602,7 +611,7 @@ def test_manifests_fit_each_other():
     assert files == set(yaml.safe_load(settings)["broker"]["tls"].values())
     assert {item["key"] for item in tls["items"]} <= set(secret)
     mounted = {mount["name"] for mount in container["volumeMounts"]}
-    claims = {claim["metadata"]["name"] for claim in sets["volumeClaimTemplates"]}
+    claims = {claim["metadata"]["name"] for claim in sets.get("volumeClaimTemplates", ())}
     assert mounted == {volume["name"] for volume in pod["volumes"]} | claims
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert container["livenessProbe"]["httpGet"]["path"] == "/live"
@@ -613,8 +622,17 @@ def test_manifests_fit_each_other():
     )
 
 
-def test_manifests_are_of_three_brokers_that_one_machine_cannot_take_down():
-    by_kind = {m["kind"]: m for m in MANIFESTS if m["kind"] != "Service"}
+def test_pods_without_a_disk_have_nothing_to_write_to():
+    (stateful,) = [m["spec"] for m in MANIFESTS["diskless.yaml"] if m["kind"] == "StatefulSet"]
+    assert "volumeClaimTemplates" not in stateful
+    (container,) = stateful["template"]["spec"]["containers"]
+    assert all(mount["readOnly"] for mount in container["volumeMounts"])
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@each("file", MANIFESTS)
+def test_manifests_are_of_three_brokers_that_one_machine_cannot_take_down(file):
+    by_kind = {m["kind"]: m for m in MANIFESTS[file] if m["kind"] != "Service"}
     stateful = by_kind["StatefulSet"]["spec"]
     assert stateful["replicas"] == 3
     labels = {"matchLabels": stateful["template"]["metadata"]["labels"]}
@@ -632,7 +650,7 @@ def test_manifests_are_of_three_brokers_that_one_machine_cannot_take_down():
     }
     (headless,) = [
         m["spec"]
-        for m in MANIFESTS
+        for m in MANIFESTS[file]
         if m["metadata"]["name"] == stateful["serviceName"] and m["kind"] == "Service"
     ]
     assert headless["clusterIP"] == "None"
