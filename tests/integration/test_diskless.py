@@ -1,6 +1,7 @@
 """Brokers without a disk (`storage.mode: bucket`), on a real etcd and a real S3.
 
-Their working directory, home and temporary directory are empty, and stay so. What a killed one had
+Where tests may mount, their file system is read-only. Their working directory, home and temporary
+directory are empty, and stay so. What a killed one had
 acknowledged is in the bucket, and another process goes on from there.
 """
 
@@ -91,6 +92,7 @@ class Rig:
                 "PYTHONDONTWRITEBYTECODE": "1",
             },
             working_directory=self.empty,
+            is_read_only=True,
         )
 
     def run(self, *arguments: str) -> str:

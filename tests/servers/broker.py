@@ -34,6 +34,11 @@ READY_SECONDS = 60.0
 STOP_SECONDS = 10.0
 """How long a broker may take to end after SIGTERM. A promise, so no test waits for longer."""
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+_READ_ONLY = [
+    *("unshare", "--mount", "sh", "-ec"),
+    'mount --bind / /; mount -o remount,ro,bind /; exec "$@"',
+    "sh",
+]
 T = TypeVar("T")
 
 _PORTS = ("grpc", "flight", "http")
@@ -66,6 +71,8 @@ class BrokerProcess:
         files_max: How many file descriptors it may have; as many as this one by default.
         engine: What serves gRPC; as the settings say by default.
         working_directory: That of the process; this one's by default.
+        is_read_only: Whether the process can write to no file system, only to its output. It takes
+            the right to mount; without it, this changes nothing.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class BrokerProcess:
         files_max: int | None = None,
         engine: str | None = None,
         working_directory: Path | None = None,
+        is_read_only: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self._working_directory = working_directory
@@ -88,6 +96,8 @@ class BrokerProcess:
         self._prefix = (
             [] if files_max is None else ["sh", "-c", f'ulimit -n {files_max}; exec "$@"', "sh"]
         )
+        if is_read_only and subprocess.run([*_READ_ONLY, "true"], check=False).returncode == 0:
+            self._prefix += _READ_ONLY
         self._ports: dict[str, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""

@@ -8,6 +8,9 @@ lease, and are cut off from the metadata store or from the bucket. In the middle
 metadata store a broker may be paused, while time passes and the others have their turns, or killed;
 answers get lost. A topic has the level `synced` or `tiered`, or no log.
 
+In a world with `diskless`, most brokers keep no files (`storage.mode: bucket`), so whatever ends
+such a process loses all that it had, and all topics with a log have the level `tiered`.
+
 What is checked, by reading the stores directly, without the code under test:
 
 - an acknowledgement comes from the process that has the topic, by the topic's record;
@@ -38,7 +41,7 @@ import ister.bucket.membership
 from ister.broker.cluster.cluster import Cluster
 from ister.bucket.members import Load, Member, MemberState
 from ister.clock import ManualClock
-from ister.config import ClusterConfig, RebalanceConfig, Strategy, load_config
+from ister.config import ClusterConfig, Config, RebalanceConfig, Strategy, load_config
 from ister.errors import (
     ClosedError,
     CommitUnknownError,
@@ -107,6 +110,7 @@ class Machine:
 
     number: int
     fs: MemoryFileSystem
+    is_diskless: bool = False
     process: Process | None = None
     paused_until: float = 0.0
     no_metadata_until: float = 0.0
@@ -116,7 +120,7 @@ class Machine:
 class ClusterWorld:
     """See the module header."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, diskless: bool = False) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.clock = SharedClock()
@@ -132,6 +136,11 @@ class ClusterWorld:
         count = rng.choice((2, 2, 3, 3, 3, 4, 5)) if rng.random() < 0.97 else rng.randrange(6, 10)
         self.machines = [Machine(number, MemoryFileSystem()) for number in range(count)]
         self.levels = {name: rng.choice(("synced", "tiered")) for name in LOGGED}
+        if diskless:
+            self.levels = dict.fromkeys(LOGGED, "tiered")
+            for machine in self.machines:
+                machine.is_diskless = rng.random() < 0.7
+            self.machines[0].is_diskless = True
         self.acked: dict[str, dict[int, bytes]] = {name: {} for name in LOGGED}
         self.lost_nodes: set[str] = set()
         self.unlogged_exists: set[str] = set()
@@ -156,19 +165,8 @@ class ClusterWorld:
             max_moves=2,
         )
         self.strategy = Strategy.FAIR
-        self._config = load_config(
-            {
-                "storage": {
-                    "mode": "wal_cloud",
-                    "wal": {"dir": "/data/wal", "rotate_max_bytes": 4096},
-                    "uploader": {"engine": "none"},
-                    "cloud": {"backend": "memory"},
-                    "cloud_reader": {"read_ahead": False},
-                    "metadata": {"backend": "memory", "lease_ttl_seconds": LEASE_SECONDS},
-                }
-            },
-            {},
-        )
+        self._config = _config(mode="wal_cloud", wal={"dir": "/data/wal"})
+        self._diskless_config = _config(mode="bucket", wal={})
 
     # -- what the stores hold, read directly ------------------------------------------------
 
@@ -365,8 +363,8 @@ class ClusterWorld:
     def start(self, machine: Machine) -> None:
         schedule = InlineSchedule()
         log = Log(
-            self._config,
-            fs=machine.fs,
+            self._diskless_config if machine.is_diskless else self._config,
+            fs=None if machine.is_diskless else machine.fs,
             clock=self.clock,
             scheduler=schedule,
             objects=self.store,
@@ -568,7 +566,10 @@ class ClusterWorld:
     def upload(self, machine: Machine) -> None:
         served = self._served(machine)
         if served:
-            machine.process.log.topic(self.rng.choice(served)).upload()
+            topic = machine.process.log.topic(self.rng.choice(served))
+            topic.upload()
+            if machine.is_diskless:
+                topic.tier.drop_tiered(is_enough=lambda: False)
 
     def _unload(self, process: Process, name: str, to: str, reason: str) -> None:
         """Hands a topic over; see `Topics.unload`."""
@@ -779,19 +780,35 @@ class ClusterWorld:
         self.rebalanced += sum(len(one.process.cluster.leader.moves) for one in live)
 
 
+def _config(**storage: object) -> Config:
+    """Settings with stores in memory; `storage` are laid over them."""
+    wal = {**storage.pop("wal"), "rotate_max_bytes": 4096}
+    stores = {
+        "uploader": {"engine": "none"},
+        "cloud": {"backend": "memory"},
+        "cloud_reader": {"read_ahead": False},
+        "metadata": {"backend": "memory", "lease_ttl_seconds": LEASE_SECONDS},
+    }
+    return load_config({"storage": {**stores, **storage, "wal": wal}}, {})
+
+
 def _name(action: Callable[..., object]) -> str:
     return action.func.__name__ if isinstance(action, partial) else action.__name__
 
 
 def run_seed(
-    seed: int, *, turns: int = 60, trace: Callable[[str], None] | None = None
+    seed: int,
+    *,
+    turns: int = 60,
+    trace: Callable[[str], None] | None = None,
+    diskless: bool = False,
 ) -> ClusterWorld:
     """One world from its beginning to its end.
 
     Raises:
         BrokenPromiseError: With the command that shows it again.
     """
-    world = ClusterWorld(seed)
+    world = ClusterWorld(seed, diskless=diskless)
     # Nodes are told apart by random names, which decide between equals.
     token_hex, names = secrets.token_hex, random.Random(seed)
     secrets.token_hex = lambda size=8: names.randbytes(size).hex()
@@ -807,6 +824,7 @@ def run_seed(
         raise BrokenPromiseError(
             f"seed {seed}: {error!r}\n"
             f"replay: python -m tests.sim.cluster_world {seed} --turns {turns}"
+            f"{' --diskless' if diskless else ''}"
         ) from error
     finally:
         secrets.token_hex = token_hex
@@ -821,10 +839,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--diskless", action="store_true", help="most brokers keep no files")
     parser.add_argument("--trace", action="store_true", help="show every turn")
     arguments = parser.parse_args()
     world = run_seed(
-        arguments.seed, turns=arguments.turns, trace=print if arguments.trace else None
+        arguments.seed,
+        turns=arguments.turns,
+        trace=print if arguments.trace else None,
+        diskless=arguments.diskless,
     )
     print(
         f"seed {arguments.seed}: {len(world.machines)} brokers, {world.acks} acknowledged, "

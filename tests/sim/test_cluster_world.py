@@ -17,12 +17,14 @@ from ister.bucket.ownership import OwnedTopic
 from ister.format.records import OwnerRecord, TopicRecord, encode_owner
 from ister.metadata.base import Absent, Put
 from ister.model import TopicName
+from ister.topic.bucket_link import Tiered, TopicTier
 from ister.topic.log import Log
 from support.scale import scaled
 from tests.sim.cluster_world import find_break, run_seed
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 RUNS = scaled(1000, 20_000)
+DISKLESS_RUNS = scaled(150, 5000)
 TURNS = scaled(25, 60)
 SEEDS_MAX = 1000
 
@@ -55,6 +57,42 @@ def test_brokers_that_move_topics_lose_nothing_and_settle() -> None:
     assert min(acks, created, handed_over, changes, leaders) > RUNS
     assert min(drains, moves) > RUNS // 4
     assert min(waiting, taken) > RUNS // 100
+
+
+@pytest.mark.sim
+@pytest.mark.timeout(3000)
+def test_brokers_without_disks_lose_nothing_and_settle() -> None:
+    """Goal: what was acknowledged outlives every process that had it.
+
+    Method: the same worlds; most brokers keep no files, so each of their ends loses all of them.
+    """
+    first = int(os.environ.get("ISTER_SIM_SEED", random.randrange(1 << 32)))
+    acks = changes = waiting = 0
+    for seed in range(first, first + DISKLESS_RUNS):
+        world = run_seed(seed, turns=TURNS, diskless=True)
+        acks += world.acks
+        changes += world.failed_over
+        waiting += world.waiting
+    print(f"{DISKLESS_RUNS} worlds from seed {first}: {acks} acknowledged, {changes} owners")
+    assert min(acks, changes) > DISKLESS_RUNS
+    assert waiting == 0, "no topic waits for a disk"
+
+
+def messages_are_acknowledged_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    def upload(self: TopicTier, **_: object) -> Tiered:
+        start = self._wal.tiered or 0
+        self._wal.advance_tiered(self._wal.synced)
+        return Tiered(start=start, end=self._wal.synced)
+
+    patch.setattr(TopicTier, "upload", upload)
+
+
+@pytest.mark.sim
+def test_worlds_without_disks_catch_an_early_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages_are_acknowledged_before_the_commit(monkeypatch)
+    seed = find_break(range(SEEDS_MAX), lambda seed: run_seed(seed, turns=TURNS, diskless=True))
+    print(f"caught by seed {seed}")
+    assert seed is not None
 
 
 def a_leader_is_believed_too_long(patch: pytest.MonkeyPatch) -> None:
