@@ -16,6 +16,10 @@ import logging
 import sys
 from typing import Final, TextIO
 
+PIPELINE_STARTED: Final = "pipeline started"
+PIPELINE_STANDBY: Final = "standing by"
+"""Events of the pipeline's log that `ister up` shows as its state."""
+
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 

@@ -33,6 +33,7 @@ from ister.cli import (
     serve,
     subscriptions,
     topics,
+    up,
 )
 from ister.cli.errors_out import print_errors
 from ister.cli.output import print_error
@@ -42,7 +43,7 @@ from ister.errors import InvariantError, IsterError
 _EXIT_FAILED: Final = 1
 
 _GROUPS: Final = {
-    "run": ("serve", "demo"),
+    "run": ("up", "serve", "demo"),
     "messages": ("produce", "consume"),
     "resources": ("topics", "subscriptions", "namespaces", "brokers"),
     "Spark": ("pipeline",),
@@ -93,7 +94,7 @@ def make_parser() -> Parser:
         description="A durable topic log: messages go to local files, then to a bucket, and "
         "are read from both as one log. Run `ister COMMAND --help` for help on a command.",
         epilog="examples:\n"
-        "  ister serve\n"
+        "  ister up\n"
         "  echo hello | ister produce /default/greetings\n"
         "  ister consume /default/greetings --subscription me --from earliest --limit 1\n"
         "\nExit codes: 0 done, 1 failed, 2 wrong usage.",
@@ -102,6 +103,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"ister {__version__}")
     commands = parser.add_subparsers(prog="ister", metavar="COMMAND", required=True)
     for module in (
+        up,
         serve,
         demo,
         produce,

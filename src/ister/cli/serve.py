@@ -1,8 +1,7 @@
-"""`ister serve`: runs a broker until it is stopped.
+"""`ister serve`: runs a broker until it is stopped. `ister up` is the same with a pipeline.
 
-Owns: arguments, signals, and the greeting. SIGTERM and SIGINT stop it in order; a
-second one stops it at once. With `--pipeline`, a second process runs the pipeline
-(`pipeline.beside`).
+Owns: arguments, signals, and the greeting. SIGTERM and SIGINT stop it in order; a second one stops
+it at once. Does not own: the process that runs the pipeline (`pipeline.child_process`).
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum
+from functools import partial
 
 from ister import failpoints, logs, tracing
 from ister.allocator import keep_freed_buffers
 from ister.cli.location import CONFIG_VARIABLE, DATA_DEFAULT
 from ister.cli.output import Subparsers, add_command, console, is_terminal
-from ister.cli.pipeline.child_process import PipelineBeside, check_requirements, make_command
+from ister.cli.pipeline.child_process import RUNNING, PipelineBeside, find_obstacle, make_command
 from ister.config import Config, StorageConfig, StorageMode, load_config
 from ister.errors import ConfigError, UnavailableError
 from ister.extras import missing_extra
@@ -47,11 +48,21 @@ def register(commands: Subparsers) -> None:
         "only. SIGTERM or Ctrl-C stops it in order.",
         examples=(
             "ister serve",
-            "ister serve --data-dir /var/lib/ister --pipeline",
             "ister serve --config ister.yml --json",
             "ister serve --port 0 --flight-port 0 --http-port 0",
         ),
     )
+    add_broker_arguments(parser)
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="also run the pipeline, as `ister up` does; fail without Java or pyspark",
+    )
+    parser.set_defaults(run=run)
+
+
+def add_broker_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what every command that runs a broker takes."""
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--config", metavar="FILE", help=f"config file (default: ${CONFIG_VARIABLE})"
@@ -68,11 +79,6 @@ def register(commands: Subparsers) -> None:
     )
     parser.add_argument("--http-port", metavar="N", type=int, help="HTTP port (default: 9040)")
     parser.add_argument(
-        "--pipeline",
-        action="store_true",
-        help="also run the pipeline on this machine, as `ister pipeline run` does",
-    )
-    parser.add_argument(
         "--allow-insecure",
         action="store_true",
         help="listen on other addresses than localhost without authentication",
@@ -86,11 +92,29 @@ def register(commands: Subparsers) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the addresses as JSON, and log as JSON"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serves until a signal stops it."""
+    return run_broker(options, PipelineWish.REQUIRED if options.pipeline else PipelineWish.NONE)
+
+
+class PipelineWish(Enum):
+    """Whether a pipeline is started beside the broker."""
+
+    NONE = "none"
+    OPTIONAL = "optional"
+    """If Java and PySpark are there; otherwise the broker says what is missing, and runs alone."""
+    REQUIRED = "required"
+
+
+def run_broker(options: argparse.Namespace, wish: PipelineWish) -> int:
+    """Runs a broker, and a pipeline beside it, until a signal stops both.
+
+    Raises:
+        ConfigError: The settings are invalid, or a required pipeline cannot run.
+        UnavailableError: A port is taken.
+    """
     # Arrow's own allocator keeps what one large batch took; the system's gives it back.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     try:
@@ -99,8 +123,9 @@ def run(options: argparse.Namespace) -> int:
         raise missing_extra("the broker", "broker", error) from error
     logs.configure(level=options.log_level.upper(), as_text=not options.json)
     config = load_settings(options)
-    if options.pipeline:
-        check_requirements(config)
+    obstacle = None if wish is PipelineWish.NONE else find_obstacle(config)
+    if obstacle is not None and wish is PipelineWish.REQUIRED:
+        raise ConfigError(f"--pipeline: {obstacle.message}", hint=obstacle.hint)
     _check_ports(config)
     _raise_file_limit()
     tracing.start("ister-broker", os.environ)
@@ -131,15 +156,22 @@ def run(options: argparse.Namespace) -> int:
             _log.info("stopped")
             return
         listening = starting.result().to_json()
-        pipeline = _start_pipeline(options, config, listening)
+        has_pipeline = wish is not PipelineWish.NONE and obstacle is None
         if options.json:
-            print(json.dumps({"event": "ready", "pid": os.getpid(), **listening}), flush=True)
+            ready: dict[str, object] = {"event": "ready", "pid": os.getpid(), **listening}
+            if wish is not PipelineWish.NONE:
+                ready["pipeline"] = "starting" if has_pipeline else "off"
+            print(json.dumps(ready), flush=True)
         else:
             _greet(config, listening)
+        if obstacle is not None:
+            what = f"{obstacle.message} ({obstacle.hint})"
+            _show_state(f"off, uploads are embedded: {what}", as_log=options.json)
+        pipeline = _start_pipeline(options, config, listening) if has_pipeline else None
         await waiting
         if pipeline is not None:
             # First: it gives the lease back, and the broker uploads its last messages by itself.
-            await pipeline.stop()
+            await asyncio.to_thread(pipeline.stop)
         await broker.stop(leave_connections=True)
         # On the loop, so that no call is answered after the broker has stopped.
         tracing.stop()
@@ -156,19 +188,32 @@ def run(options: argparse.Namespace) -> int:
 
 def _start_pipeline(
     options: argparse.Namespace, config: Config, listening: dict[str, str]
-) -> PipelineBeside | None:
-    """The pipeline beside the broker, if it was asked for; on the running loop."""
-    if not options.pipeline:
-        return None
+) -> PipelineBeside:
     source = find_source(options, os.environ)
     command = make_command(
         ["--config" if _is_file(source) else "--data", source],
         listening["flight"],
-        is_encrypted=config.broker.tls.cert_file is not None,
+        config,
+        log_level=options.log_level.upper(),
     )
-    pipeline = PipelineBeside(command)
+    pipeline = PipelineBeside(command, show_state=partial(_show_state, as_log=options.json))
     pipeline.start()
     return pipeline
+
+
+def _show_state(state: str, *, as_log: bool) -> None:
+    """Tells the state of the pipeline: in a line on standard output, or in the log."""
+    if as_log:
+        _log.info("pipeline", extra={"state": state})
+        return
+    with suppress(OSError, ValueError):  # the reader of standard output is gone
+        if is_terminal(sys.stdout):
+            from rich.text import Text  # noqa: PLC0415 - only on a terminal
+
+            style = "green" if state == RUNNING else ""
+            console().print(Text.assemble(("pipeline: ", "dim"), (state, style)))
+        else:
+            print(f"pipeline: {state}", flush=True)
 
 
 def _loop_factory(config: Config) -> Callable[[], asyncio.AbstractEventLoop] | None:

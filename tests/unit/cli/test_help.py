@@ -148,7 +148,7 @@ def test_wrong_usage_is_answered_with_what_was_meant(capsys):
             "--format: 'parkett' is not one of dnb1, parquet",
             "did you mean 'parquet'?",
         ),
-        (["zzz"], "unknown command 'ister zzz'", "known: serve, demo, produce"),
+        (["zzz"], "unknown command 'ister zzz'", "known: up, serve, demo, produce"),
         (["serve", "--zzz"], "unknown option --zzz", "`ister serve --help` shows"),
         (["inspect", "wal", "a", "b"], "unexpected argument 'b'", "`ister inspect wal --help`"),
         (["inspect", "wal"], "the following arguments are required: PATH", "--help` shows"),

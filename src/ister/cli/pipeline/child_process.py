@@ -1,97 +1,155 @@
-"""A pipeline beside a broker, as `ister serve --pipeline` starts it: a process, started again.
+"""A pipeline beside a broker, for `ister up` and `ister serve --pipeline`: a process, restarted.
 
     broker is ready ─► ister pipeline run ─► it dies ─► a pause ─► ister pipeline run …
-    broker ends ─► SIGTERM, and SIGKILL if that is not enough
+    broker ends ─► SIGTERM, and SIGKILL if that is not enough; then the JVM, if it is still there
 
-Owns: the process. Does not own: what it does; it holds the pipeline's lease like any other.
+Owns: the process, its Spark settings, and what of its output is shown. Does not own: what it does;
+it holds the pipeline's lease like any other.
 
 A process of its own: Spark's JVM and its workers take memory and time that a broker must not wait
-for. If it dies, the broker uploads itself.
+for. If it dies, the broker uploads itself. It runs in a session of its own: Ctrl-C reaches the
+broker alone, which ends the pipeline first, so that its last messages are uploaded.
+
+What a crash of the broker leaves: nothing for long. The pipeline ends within seconds once its
+parent is gone (`--ends-with-parent`), and the JVM when its standard input is closed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
+import json
 import logging
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import IO, Final
 
-from ister.config import Config
+from ister import logs, threads
+from ister.config import CloudBackend, Config, MetadataBackend
 from ister.errors import ConfigError
 from ister.retry import backoff_seconds
 
 _log = logging.getLogger("ister.cli.pipeline")
+
+STARTING: Final = "starting Spark in the background…"
+RUNNING: Final = "running"
+_STANDBY: Final = "standing by: another pipeline holds the lease"
+_STATES: Final = {logs.PIPELINE_STARTED: RUNNING, logs.PIPELINE_STANDBY: _STANDBY}
+
+_JAVA_MIN: Final = 17
+_MASTER: Final = "local[2]"
+_CONF: Final = {
+    # Little memory, for days: the heap returns what it does not need, and the compiler of short
+    # runs is enough for a driver whose work is done by Python.
+    "spark.driver.memory": "512m",
+    "spark.driver.extraJavaOptions": "-Xms64m -XX:+UseSerialGC -XX:MinHeapFreeRatio=20 "
+    "-XX:MaxHeapFreeRatio=40 -XX:TieredStopAtLevel=1",
+    "spark.sql.shuffle.partitions": "4",
+}
 
 _PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS_MAX: Final = 60.0
 # A pipeline that ran for this long did not fail because of its start.
 _HEALTHY_SECONDS: Final = 60.0
 _END_SECONDS: Final = 8.0
+_JVM_END_SECONDS: Final = 4.0
+_POLL_SECONDS: Final = 0.05
+_LINE_BYTES_MAX: Final = 65536
+_ERROR_MAX: Final = 300
 
 
-def check_requirements(config: Config) -> None:
-    """Finds out before the broker starts that there can be no pipeline.
-
-    Raises:
-        ConfigError: PySpark or Java is missing, or the log has no bucket.
-    """
-    if not config.storage.mode.has_bucket:
-        raise ConfigError(
-            f"a pipeline needs a bucket, but storage.mode is {config.storage.mode}",
-            hint="storage.mode: wal_cloud, or serve without --pipeline",
+def find_obstacle(config: Config) -> ConfigError | None:
+    """Returns why there can be no pipeline here: no PySpark, no Java, no shared bucket."""
+    storage = config.storage
+    if not storage.mode.has_bucket:
+        return ConfigError(
+            f"storage.mode is {storage.mode}, which has no bucket", hint="storage.mode: wal_cloud"
+        )
+    if storage.cloud.backend is CloudBackend.MEMORY or (
+        storage.metadata.backend is MetadataBackend.MEMORY
+    ):
+        return ConfigError(
+            "another process cannot use a store in memory",
+            hint="storage.cloud.backend: fs or s3, storage.metadata.backend: sqlite or etcd",
         )
     if importlib.util.find_spec("pyspark") is None:
-        raise ConfigError(
-            "--pipeline needs pyspark, which is not installed", hint="pip install 'ister[spark]'"
-        )
+        return ConfigError("pyspark is not installed", hint="pip install 'ister[spark]'")
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else "java"
-    if shutil.which(java) is None:
-        raise ConfigError(
-            f"--pipeline needs Java 17 or later; not found: {java}",
-            hint="install it, or set JAVA_HOME to where it is",
-        )
+    hint = f"install Java {_JAVA_MIN} or later, or set JAVA_HOME"
+    path = shutil.which(java)
+    if path is None:
+        return ConfigError(f"Java not found: {java}", hint=hint)
+    version = _java_version(path)
+    if version is not None and version < _JAVA_MIN:
+        return ConfigError(f"Java {version} is too old: {path}", hint=hint)
+    return None
 
 
-def make_command(place: Sequence[str], flight: str, *, is_encrypted: bool) -> list[str]:
-    """The command line of the pipeline.
+def _java_version(path: str) -> int | None:
+    """Reads the major version from Java's own files; None if they do not tell."""
+    release = os.path.join(os.path.dirname(os.path.realpath(path)), "..", "release")
+    try:
+        with open(release, encoding="utf-8", errors="replace") as file:
+            found = re.search(r'^JAVA_VERSION="(?:1\.)?(\d+)', file.read(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found.group(1)) if found is not None else None
+
+
+def make_command(
+    place: Sequence[str], flight: str, config: Config, *, log_level: str = "INFO"
+) -> list[str]:
+    """Returns the command line of the pipeline.
 
     `place` are the arguments that say where the log is, `flight` is where the broker's Flight
-    listens, `host:port`.
+    listens, `host:port`. Spark settings in the config replace those here.
     """
     host, _, port = flight.rpartition(":")
     if host in ("0.0.0.0", "[::]"):  # noqa: S104 - what it listens on, not where it is
         host = "127.0.0.1"
-    scheme = "grpc+tls://" if is_encrypted else "grpc://"
+    scheme = "grpc+tls://" if config.broker.tls.cert_file is not None else "grpc://"
+    given = config.pipeline.conf
+    conf = [f"--conf={name}={value}" for name, value in _CONF.items() if name not in given]
     return [
-        sys.executable,
-        "-m",
-        "ister.cli.main",
-        "pipeline",
-        "run",
-        *place,
-        "--broker",
-        f"{scheme}{host}:{port}",
-        "--master",
-        "local[*]",
-        "--ends-with-parent",
+        *(sys.executable, "-m", "ister.cli.main", "pipeline", "run", *place),
+        *("--broker", f"{scheme}{host}:{port}", "--master", _MASTER, *conf),
+        # At least INFO: the events that tell its state are of that level.
+        *("--json", "--log-level", "DEBUG" if log_level == "DEBUG" else "INFO"),
+        *("--ends-with-parent", str(os.getpid())),
     ]
 
 
 class PipelineBeside:
-    """See the module header. Belongs to the loop that `start` runs on."""
+    """See the module header. `start` and `stop` may be called on any thread."""
 
-    def __init__(self, command: Sequence[str], *, pause_seconds: float = _PAUSE_SECONDS) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        show_state: Callable[[str], None] = lambda state: None,
+        pause_seconds: float = _PAUSE_SECONDS,
+    ) -> None:
+        """Takes the command line.
+
+        `show_state` is called with `starting …`, `running` and so on, on a thread of this object.
+        """
         self._command = list(command)
+        self._show_state = show_state
         self._pause = pause_seconds
-        self._task: asyncio.Task[None] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._error: str | None = None
+        """The last thing the process said that may be why it ended."""
         self.starts = 0
 
     @property
@@ -102,47 +160,126 @@ class PipelineBeside:
 
     def start(self) -> None:
         """Starts it, and again whenever it ends."""
-        self._task = asyncio.create_task(self._keep())
+        self._thread = threads.start("ister-pipeline-beside", self._keep)
 
-    async def stop(self) -> None:
-        """Ends it. May be called twice."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(process.wait(), _END_SECONDS)
-        except TimeoutError:
+    def stop(self) -> None:
+        """Ends it, and waits until it, and its JVM, are gone. May be called twice."""
+        self._stopping.set()
+        with self._lock:
+            process = self._process
+        if process is not None and process.poll() is None:
             with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
-    async def _keep(self) -> None:
-        loop = asyncio.get_running_loop()
-        failures = 0
-        while True:
-            began = loop.time()
+                process.send_signal(signal.SIGTERM)
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    # Standard output belongs to the broker.
-                    stdout=asyncio.subprocess.DEVNULL,
-                )
-                self.starts += 1
-                _log.info("pipeline started", extra={"pid": self._process.pid})
-                code: int | str = await self._process.wait()
-            except OSError as error:
-                code = error.strerror or type(error).__name__
-            failures = 0 if loop.time() - began > _HEALTHY_SECONDS else failures + 1
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _keep(self) -> None:
+        failures = 0
+        self._show_state(STARTING)
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            self._error = None
+            code = self._run()
+            if self._stopping.is_set():
+                return
+            failures = 0 if time.monotonic() - began > _HEALTHY_SECONDS else failures + 1
             pause = backoff_seconds(failures + 1, first=self._pause, most=_PAUSE_SECONDS_MAX)
             _log.warning(
-                "the pipeline ended; restarting it",
-                extra={"code": code, "pause_seconds": round(pause, 1)},
+                "the pipeline ended; uploads are embedded until it is back",
+                extra={"code": code, "error": self._error, "pause_seconds": round(pause, 1)},
             )
-            await asyncio.sleep(pause)
+            self._stopping.wait(pause)
+
+    def _run(self) -> int | str:
+        """Runs the process once; returns its exit code, or why it did not start."""
+        with self._lock:
+            # Under the lock: either `stop` sees the process, or this sees the stop.
+            if self._stopping.is_set():
+                return 0
+            try:
+                process = self._process = subprocess.Popen(  # noqa: S603 - this program
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return error.strerror or type(error).__name__
+            self.starts += 1
+        output = process.stdout
+        assert output is not None  # noqa: S101 - a pipe was asked for
+        reader = threads.start("ister-pipeline-output", self._read, output)
+        code = process.wait()
+        # The JVM and its workers follow it. None of them may stay, least of all beside new ones.
+        _end_group(process.pid)
+        reader.join(_POLL_SECONDS * 20)
+        return code
+
+    # -- output -----------------------------------------------------------------------------
+
+    def _read(self, output: IO[bytes]) -> None:
+        with output:
+            while line := output.readline(_LINE_BYTES_MAX):
+                # Whatever it says: a pipe that is not read would block the pipeline.
+                with threads.guard("ister-pipeline-output"):
+                    self._take(line.decode(errors="replace").strip())
+
+    def _take(self, line: str) -> None:
+        """Takes a line: a record of its log, its report, or one of Spark's own."""
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            if line:
+                self._error = line[:_ERROR_MAX]
+                _log.debug("output of the pipeline", extra={"line": line})
+        elif errors := record.get("errors"):
+            self._error = str(errors[0].get("message"))[:_ERROR_MAX]
+        elif (event := record.get("event")) in _STATES:
+            self._show_state(_STATES[event])
+        elif event is not None:
+            level = logging.getLevelNamesMapping().get(str(record.get("level")), logging.INFO)
+            fields = {
+                name: value
+                for name, value in record.items()
+                if name not in ("time", "level", "target", "event")
+            }
+            logging.getLogger(str(record.get("target"))).log(level, event, extra=fields)
+
+
+def _end_group(group: int) -> None:
+    """Ends what is left of a process group whose first process has ended."""
+    pause = threading.Event()
+    deadline = time.monotonic() + _JVM_END_SECONDS
+    while _has_processes(group):
+        is_late = time.monotonic() >= deadline
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL if is_late else signal.SIGTERM)
+        if is_late:
+            break
+        pause.wait(_POLL_SECONDS)
+    # As process 1 of a container, this process has to collect what its children left.
+    with suppress(ChildProcessError):
+        os.waitpid(-group, os.WNOHANG)
+
+
+def _has_processes(group: int) -> bool:
+    """Returns whether a process of a group runs; one that nobody has collected yet does not."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for entry in os.listdir("/proc"):
+        with suppress(OSError, ValueError, IndexError):
+            if entry.isdigit():
+                with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
+                    state, _, own_group = file.read().rpartition(")")[2].split()[:3]
+                if int(own_group) == group and state not in "ZX":
+                    return True
+    return False

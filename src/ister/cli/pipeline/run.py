@@ -40,6 +40,8 @@ _CONF: Final = {
     "spark.python.worker.reuse": "true",
 }
 _PARENT_SECONDS: Final = 1.0
+# How long a pipeline without a parent may take to end in order.
+_ORPHAN_SECONDS: Final = 10.0
 
 _NOTES: Final = """\
 One pipeline works at a time: a second one stands by, and takes over when the first one has ended.
@@ -80,8 +82,8 @@ def register(jobs: Subparsers) -> None:
         default="INFO",
         help="log level: DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
     )
-    # For `ister serve --pipeline`: ends the pipeline if its broker was killed.
-    parser.add_argument("--ends-with-parent", action="store_true", help=argparse.SUPPRESS)
+    # For `ister up`: ends the pipeline if its broker, the process PID, was killed.
+    parser.add_argument("--ends-with-parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
 
 
@@ -92,23 +94,22 @@ def _run(options: argparse.Namespace) -> int:
         facts = {"ok": False, "job": "run", "topics": []}
         return answer(options, lambda: _show(options), facts)
     logs.configure(level=options.log_level.upper(), as_text=not options.json)
-    parent = os.getppid()
+    stop = threading.Event()
 
     def work(spark: SparkSession, place: JobLocation, bar: Bar) -> JobReport:
         from ister.spark.jobs.service import run  # noqa: PLC0415 - loads Spark
 
-        stop = threading.Event()
-        with _orphan_watch(parent if options.ends_with_parent else None, stop):
-            return run(
-                spark, place.config, broker=place.broker, stop=stop, max_seconds=options.max_seconds
-            )
+        return run(
+            spark, place.config, broker=place.broker, stop=stop, max_seconds=options.max_seconds
+        )
 
     given = find_place(options).config
     known = set(given.pipeline.conf) if given is not None else set()
     lasting = [f"{name}={value}" for name, value in _CONF.items() if name not in known]
     # Those of the command line come last, and count.
     options.conf = [*lasting, *options.conf]
-    return run_job(options, "run", work, columns=(("topic", "TOPIC"),))
+    with _orphan_watch(options.ends_with_parent, stop):
+        return run_job(options, "run", work, columns=(("topic", "TOPIC"),))
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -147,13 +148,18 @@ def _seconds(minutes: int | None) -> int | None:
 
 @contextmanager
 def _orphan_watch(parent: int | None, stop: threading.Event) -> Iterator[None]:
-    """Sets `stop` when the process that started this one is gone."""
+    """Sets `stop` when the process that started this one is gone, and ends this one soon after.
+
+    The JVM ends with this process, which holds its standard input.
+    """
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(_PARENT_SECONDS):
             if os.getppid() != parent:
                 stop.set()
+                if not over.wait(_ORPHAN_SECONDS):
+                    os._exit(1)  # while Spark is starting, for example
                 return
 
     if parent is None:

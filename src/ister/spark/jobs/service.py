@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from ister import logs
 from ister.bucket.pipeline import PipelineKeys
 from ister.clock import Clock, SystemClock
 from ister.config import Config, Engine, PipelineConfig
@@ -262,7 +263,7 @@ class Service:
                 failures += 1
             except ConflictError as error:
                 if not is_waiting:
-                    _log.info("standing by", extra={"error": str(error)})
+                    _log.info(logs.PIPELINE_STANDBY, extra={"error": str(error)})
                 is_waiting = True
             except UnavailableError as error:
                 if is_spark_stopped(self._spark):
@@ -288,7 +289,7 @@ class Service:
         ) as job:
             self._totals.terms += 1
             self._last_error = None
-            _log.info("pipeline started", extra={"holder": job.fence.id})
+            _log.info(logs.PIPELINE_STARTED, extra={"holder": job.fence.id})
             term = PipelineTerm(
                 job, self._settings, self._totals, stop, ends_at=ends_at, rng=self._rng
             )

@@ -59,7 +59,7 @@ function running(data, ctx) {
   return h("section", { key: "running", class: `panel health ${state}`, "aria-labelledby": "running" },
     h("h2", { id: "running" }, h("span", { class: `dot ${state}` }), title),
     h("ul", null, words.map((one) => h("li", { key: one }, one))),
-    data.is_running || !hasBucket ? null : h("p", null, "Start one: ", command("ister pipeline run"), " or ", command("ister serve --pipeline")));
+    data.is_running || !hasBucket ? null : h("p", null, "Start one: ", command("ister pipeline run"), ", or a broker together with one: ", command("ister up")));
 }
 
 function uploads(data) {
