@@ -159,7 +159,7 @@ class _Background:
 
     def _wait(self, text: str) -> None:
         """Until a broker answers on its port; anything else is given a moment to fail."""
-        is_broker = re.search(r"\bister serve\b", text) is not None
+        is_broker = re.search(r"\bister (serve|up)\b", text) is not None
         port = re.search(r"--port[ =](\d+)", text)
         deadline = time.monotonic() + (_READY_SECONDS if is_broker else 1.0)
         while time.monotonic() < deadline:

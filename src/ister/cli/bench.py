@@ -29,6 +29,7 @@ _BENCHES: Final = {
     "broker": "a broker: Danube's client, CPU time per message with each gRPC engine, Flight",
     "spark": "topics as Arrow and as Spark's tables, reading and writing",
     "jobs": "the pipeline's jobs on Spark: tier, compact, export and scrub, and their memory",
+    "up": "`ister up`: until it serves, memory and CPU time of the idle pipeline, until it ends",
 }
 
 

@@ -54,3 +54,15 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, capsys, mo
     assert "6.0 GiB" in shown.err
     assert "--dir" in shown.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly
+def test_quick_run_of_up_measures_the_pipeline(tmp_path, capsys):
+    assert main(["bench", "up", "--quick", "--json", "--dir", str(tmp_path)]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    figures = {result["name"].partition(" of ")[0]: result["value"] for result in results}
+    assert figures["until the pipeline runs"] > figures["until the broker serves"] > 0
+    # A driver, a JVM and a daemon take more than this, however small they are.
+    assert figures["memory"] > 200
+    assert figures["CPU time"] > 0
+    assert list(tmp_path.iterdir()) == []

@@ -52,6 +52,8 @@ _CONF: Final = {
     "spark.driver.extraJavaOptions": "-Xms64m -XX:+UseSerialGC -XX:MinHeapFreeRatio=20 "
     "-XX:MaxHeapFreeRatio=40 -XX:TieredStopAtLevel=1",
     "spark.sql.shuffle.partitions": "4",
+    # Python workers that wait for more work: no more than work at once.
+    "spark.python.factory.idleWorkerMaxPoolSize": "2",
 }
 
 _PAUSE_SECONDS: Final = 1.0
