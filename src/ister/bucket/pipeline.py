@@ -93,9 +93,7 @@ class PipelineWatch:
             _log.debug("pipeline lease cannot be read", extra={"error": str(error)})
             return self._is_running
         if is_running != self._is_running:
-            _log.info(
-                "pipeline active: uploads paused" if is_running else "no pipeline: uploads resumed"
-            )
+            _log.info("the pipeline uploads" if is_running else "no pipeline: this process uploads")
         self._is_running = is_running
         return is_running
 

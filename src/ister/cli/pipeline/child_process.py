@@ -244,6 +244,7 @@ class PipelineBeside:
         elif errors := record.get("errors"):
             self._error = str(errors[0].get("message"))[:_ERROR_MAX]
         elif (event := record.get("event")) in _STATES:
+            self._error = None  # what Spark says as it starts is not why it ends
             self._show_state(_STATES[event])
         elif event is not None:
             level = logging.getLevelNamesMapping().get(str(record.get("level")), logging.INFO)

@@ -135,9 +135,12 @@ def test_states_are_shown_and_the_log_is_passed_on(caplog):
 
 
 def test_what_spark_said_last_is_why_it_ended(caplog):
-    with beside(python("print('a'); print('no memory')"), pause_seconds=600):
-        eventually(lambda: caplog.records)
-    assert caplog.records[0].error == "no memory"
+    started = json.dumps({"level": "INFO", "target": "ister.x", "event": "pipeline started"})
+    for lines, error in ((("a", "no memory"), "no memory"), (("a", started), None)):
+        caplog.clear()
+        with beside(python(f"print({chr(10).join(lines)!r})"), pause_seconds=600):
+            eventually(lambda: caplog.records)
+        assert caplog.records[0].error == error
 
 
 def test_output_without_end_does_not_block_it():
