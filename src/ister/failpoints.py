@@ -55,6 +55,8 @@ FAILPOINTS: Final[frozenset[str]] = frozenset(
         "express.after_put",  # an express object exists, nobody refers to it
         "express.before_commit",  # before the transaction of some of its topics
         "express.after_commit",  # these are part of their topics, nothing local knows
+        "express.before_resort",  # runs are about to be written to an object of their topic
+        "express.after_resort",  # that object exists and was read back, nobody refers to it
         "express.after_collect",  # an express object that nobody refers to was removed
         "compact.after_part",  # a part of a merged object has been handed over
         "compact.after_object",  # a merged object exists, nobody refers to it

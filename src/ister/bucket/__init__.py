@@ -10,6 +10,7 @@ upload              the upload cycle: plan, make, commit
 object_maker        makes one object of a range of frames
 express             objects that topics share: make, commit, read the footer
 express_collection  removal of those that no topic needs
+resort              objects of one topic in the place of its runs in those
 egress              the limit on the upload rate
 catalog             a topic's record and descriptors, read without owning it
 names               names in the bucket and in the metadata store

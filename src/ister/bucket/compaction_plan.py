@@ -8,10 +8,14 @@ Owns: the choice. Does not own: reading, writing, committing. Does no I/O.
 Invariants: a group is a run of objects that follow each other without a hole, of one codec, at most
 `objects_max` of them and about `target_bytes` at most; no object is in two groups; groups ascend.
 
-An object of half the target's size is large enough and left alone. One that is several times as
-large as all the others of its group together is left out of it: rewriting it for the sake of a few
-small ones would be done again and again as the topic grows. So a message is rewritten a number of
-times that grows with the logarithm of the target's size, not with the number of uploads.
+Runs of express objects are always worth it, few or many, large or small: they are in objects that
+topics share, which Danube's tools do not read and which stay until all their runs are replaced.
+
+Of the others, an object of half the target's size is large enough and left alone. One that is
+several times as large as all the others of its group together is left out of it: rewriting it for
+the sake of a few small ones would be done again and again as the topic grows. So a message is
+rewritten a number of times that grows with the logarithm of the target's size, not with the number
+of uploads.
 
 Planning again and again comes to an end: every merge leaves fewer objects, and what is in the
 wanted format is never rewritten alone. Where more tiny objects follow each other than one
@@ -29,7 +33,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ister.errors import check
-from ister.format.descriptor import FORMAT_FRAMES, FORMAT_PARQUET, ObjectDescriptor
+from ister.format.descriptor import (
+    FORMAT_EXPRESS,
+    FORMAT_FRAMES,
+    FORMAT_PARQUET,
+    ObjectDescriptor,
+)
 from ister.limits import MIB
 
 OBJECTS_MAX: Final = 100
@@ -169,8 +178,11 @@ class _Planner:
     def _is_foreign(self, described: ObjectDescriptor) -> bool:
         """Whether an object has to be rewritten because it is not in the wanted format.
 
-        Only towards Parquet: what is in Parquet is read as well, and takes less room.
+        Of objects of the topic, only towards Parquet: what is in Parquet is read as well, and
+        takes less room.
         """
+        if described.format == FORMAT_EXPRESS:
+            return True
         return self._settings.format == FORMAT_PARQUET and described.format == FORMAT_FRAMES
 
     def _fill(self, small: Sequence[ObjectDescriptor]) -> Iterator[list[ObjectDescriptor]]:
@@ -206,5 +218,7 @@ class _Planner:
             return True
         if not any(self._is_foreign(described) for described in group):
             return False
+        if any(described.format == FORMAT_EXPRESS for described in group):
+            return True
         # The newest few get neighbours soon; those in between never do.
         return self._settings.min_objects == 1 or group[-1] is not self._newest

@@ -34,7 +34,7 @@ from ister.bucket.fence import Fence
 from ister.bucket.names import EXPRESS_PREFIX, TopicKeys
 from ister.clock import Clock
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnsupportedVersionError
-from ister.format.descriptor import ObjectDescriptor, is_express_name
+from ister.format.descriptor import FORMAT_EXPRESS, ObjectDescriptor, is_express_name
 from ister.format.express import ExpressRun
 from ister.format.records import TopicRecord, decode_node_process, decode_retired
 from ister.metadata.base import MetadataStore
@@ -222,6 +222,25 @@ class _Collector:
                 kept=kept,
             )
         }
+
+
+def stays_by_age(
+    described: ObjectDescriptor, *, now: float, grace_seconds: float, wanted_seconds: float
+) -> bool:
+    """Whether a replaced run stays for its readers although nothing says so (`retired`).
+
+    An express object stays for `grace_seconds` in any case, and runs are replaced soon after they
+    were written. So most of them need no record of their own, of which there would be very many:
+    one for each swap, with the names of a hundred runs, for as long as the grace lasts.
+
+    Args:
+        described: The object that is replaced.
+        now: In seconds since the Unix epoch.
+        grace_seconds: As for `collect_express`.
+        wanted_seconds: How long readers should have; half of it is enough.
+    """
+    stays_until = described.created_at + grace_seconds
+    return described.format == FORMAT_EXPRESS and stays_until >= now + wanted_seconds / 2
 
 
 def is_needed(

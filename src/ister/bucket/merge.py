@@ -158,10 +158,90 @@ def merge_objects(
     described = describe(
         object_id, epoch=epoch, incarnation=incarnation, created_at=created_at, etag=etag
     )
-    # The arrival time of the newest part: merging must not postpone retention.
+    return replace(described, arrival_time_max=find_newest_arrival(objects))
+
+
+def find_newest_arrival(objects: Sequence[ObjectDescriptor]) -> int | None:
+    """The latest possible arrival time of the messages of objects; None if one's is unknown.
+
+    An object that replaces others has this one: replacing them must not postpone retention.
+    """
     arrived = [one.arrived_ms for one in objects]
     newest = max((ms for ms in arrived if ms is not None), default=None)
-    return replace(described, arrival_time_max=None if None in arrived else newest)
+    return None if None in arrived else newest
+
+
+def read_frames(
+    topic: TopicName,
+    described: ObjectDescriptor,
+    codec: Codec,
+    *,
+    store: ObjectStore,
+    chunk_bytes: int,
+) -> Iterator[FrameBatch]:
+    """The frames of an object of frames, each checked, and its checksum at the end.
+
+    Raises:
+        CorruptDataError: It is damaged.
+        NotFoundError: It is gone.
+        UnavailableError: The store does not answer.
+    """
+    carry, at, position = b"", described.start, 0
+    for chunk in _read_chunks(topic, described, store=store, chunk_bytes=chunk_bytes):
+        data = carry + chunk if carry else chunk
+        scan = scan_frames(data, expected_offset=at, end_offset=described.end)
+        if scan.starts:
+            frames = FrameBatch(data, scan.starts, scan.end, at, codec)
+            yield frames
+            at = frames.next_offset
+            position += scan.end
+        carry = data[scan.end :]
+        if isinstance(scan.stop, Corrupt):
+            reason = f"{scan.stop.reason} ({scan.stop.detail})"
+            raise _damage(topic, described, reason, at, position)
+    if at != described.end or carry:
+        raise _damage(topic, described, "the object ends before its frames do", at, position)
+
+
+def _read_chunks(
+    topic: TopicName, described: ObjectDescriptor, *, store: ObjectStore, chunk_bytes: int
+) -> Iterator[bytes]:
+    """The bytes of an object; its size and checksum are compared at the end."""
+    key = object_key(topic, described.object_id)
+    crc = position = 0
+    while position < described.size_bytes:
+        size = min(chunk_bytes, described.size_bytes - position)
+        chunk = store.read(key, position, size)
+        if len(chunk) != size:
+            raise _damage(topic, described, "the object is too short", None, position)
+        crc = crc32(chunk, crc)
+        position += size
+        yield chunk
+    if described.checksum not in (None, format_checksum(crc)):
+        raise _damage(
+            topic,
+            described,
+            f"its checksum is {format_checksum(crc)}, not {described.checksum}",
+            described.start,
+            None,
+        )
+
+
+def _damage(
+    topic: TopicName,
+    described: ObjectDescriptor,
+    reason: str,
+    offset: int | None,
+    position: int | None,
+) -> CorruptDataError:
+    return CorruptDataError(
+        f"damaged object: {reason}",
+        topic=str(topic),
+        path=object_key(topic, described.object_id),
+        offset=offset,
+        position=position,
+        hint="`ister repair` restores it where the local files still have the range",
+    )
 
 
 def _check_inputs(
@@ -286,22 +366,13 @@ class _Merge:
 
     def _frames_of(self, described: ObjectDescriptor) -> Iterator[FrameBatch]:
         """The frames of an object, checked."""
-        carry, at, position = b"", described.start, 0
-        codec = self._known_codec()
-        for chunk in self._chunks(described):
-            data = carry + chunk if carry else chunk
-            scan = scan_frames(data, expected_offset=at, end_offset=described.end)
-            if scan.starts:
-                frames = FrameBatch(data, scan.starts, scan.end, at, codec)
-                yield frames
-                at = frames.next_offset
-                position += scan.end
-            carry = data[scan.end :]
-            if isinstance(scan.stop, Corrupt):
-                reason = f"{scan.stop.reason} ({scan.stop.detail})"
-                raise self._damage(described, reason, at, position)
-        if at != described.end or carry:
-            raise self._damage(described, "the object ends before its frames do", at, position)
+        return read_frames(
+            self._topic,
+            described,
+            self._known_codec(),
+            store=self._store,
+            chunk_bytes=self._settings.chunk_bytes,
+        )
 
     def _decoded_frames_of(self, described: ObjectDescriptor) -> Iterator[pa.RecordBatch]:
         """The messages of an object of frames, as rows with every field."""
@@ -315,14 +386,18 @@ class _Merge:
                 yield from feed.feed(chunk)
                 if feed.corrupt is not None:
                     reason = f"{feed.corrupt.reason} ({feed.corrupt.detail})"
-                    raise self._damage(described, reason, feed.next_offset, None)
+                    raise _damage(self._topic, described, reason, feed.next_offset, None)
         except CorruptDataError as error:
             if error.path is None:
                 error.path = object_key(self._topic, described.object_id)
             raise
         if not feed.is_done:
-            raise self._damage(
-                described, "the object ends before its frames do", feed.next_offset, None
+            raise _damage(
+                self._topic,
+                described,
+                "the object ends before its frames do",
+                feed.next_offset,
+                None,
             )
 
     def _restored_frames_of(self, described: ObjectDescriptor) -> Iterator[FrameBatch]:
@@ -344,24 +419,9 @@ class _Merge:
         )
 
     def _chunks(self, described: ObjectDescriptor) -> Iterator[bytes]:
-        """The bytes of an object; its size and checksum are compared at the end."""
-        key = object_key(self._topic, described.object_id)
-        crc = position = 0
-        while position < described.size_bytes:
-            size = min(self._settings.chunk_bytes, described.size_bytes - position)
-            chunk = self._store.read(key, position, size)
-            if len(chunk) != size:
-                raise self._damage(described, "the object is too short", None, position)
-            crc = crc32(chunk, crc)
-            position += size
-            yield chunk
-        if described.checksum not in (None, format_checksum(crc)):
-            raise self._damage(
-                described,
-                f"its checksum is {format_checksum(crc)}, not {described.checksum}",
-                described.start,
-                None,
-            )
+        return _read_chunks(
+            self._topic, described, store=self._store, chunk_bytes=self._settings.chunk_bytes
+        )
 
     def _known_codec(self) -> Codec:
         """The codec of all inputs, from a descriptor or else from the first frame."""
@@ -371,25 +431,13 @@ class _Merge:
             size = 16 + FRAME_BODY_BYTES_MAX
             frame = decode_frame(self._store.read(key, 0, min(size, first.size_bytes)))
             if not isinstance(frame, Frame):
-                raise self._damage(first, "its first frame is damaged", first.start, 0)
+                raise _damage(self._topic, first, "its first frame is damaged", first.start, 0)
             self._codec = recognise(frame.body, offset=first.start) or Codec.BINCODE2
         return self._codec
 
     def _check_stopping(self) -> None:
         if self._is_stopping():
             raise ClosedError("the merge was stopped", topic=str(self._topic))
-
-    def _damage(
-        self, described: ObjectDescriptor, reason: str, offset: int | None, position: int | None
-    ) -> CorruptDataError:
-        return CorruptDataError(
-            f"damaged object: {reason}",
-            topic=str(self._topic),
-            path=object_key(self._topic, described.object_id),
-            offset=offset,
-            position=position,
-            hint="`ister repair` restores it where the local files still have the range",
-        )
 
 
 def _ahead(items: Iterator[_Item], executor: Executor) -> Iterator[_Item]:

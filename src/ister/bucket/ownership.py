@@ -14,7 +14,7 @@ may be left over, and descriptors that are all true.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -258,7 +258,13 @@ class OwnedTopic(OwnerTransactions):
             return True
 
     def swap(
-        self, old: Sequence[tuple[ObjectDescriptor, int]], new: ObjectDescriptor, *, until: int
+        self,
+        old: Sequence[tuple[ObjectDescriptor, int]],
+        new: ObjectDescriptor,
+        *,
+        until: int,
+        also: Sequence[Compare] = (),
+        stays: Callable[[ObjectDescriptor], bool] = lambda described: False,
     ) -> bool:
         """Puts one object in the place of several that follow each other.
 
@@ -267,9 +273,12 @@ class OwnedTopic(OwnerTransactions):
             new: With the offsets of all of them.
             until: The second since the Unix epoch up to which the old objects are kept, for those
                 who are reading them.
+            also: Further conditions of the transaction.
+            stays: Whether an old object stays long enough without being listed for `until`.
 
         Returns:
-            False if one of the descriptors has changed meanwhile; nothing was done then.
+            False if one of the descriptors has changed meanwhile, or a further condition does not
+            hold; nothing was done then.
 
         Raises:
             FencedError: Another process owns the topic.
@@ -284,13 +293,16 @@ class OwnedTopic(OwnerTransactions):
             "a merged object has the offsets of those that it replaces",
         )
         key, data = keys.descriptor(new.start), encode_descriptor(new)
-        retired = RetiredObjects(objects=tuple(d.object_id for d, _ in old), until=until)
+        kept = tuple(d.object_id for d, _ in old if not stays(d))
         compares: list[Compare] = [RevisionIs(keys.descriptor(d.start), r) for d, r in old]
+        compares += also
         operations: list[Operation] = [
             Put(key, data),
             *(Delete(keys.descriptor(d.start)) for d, _ in old[1:]),
-            Put(keys.retired(new.object_id), encode_retired(retired)),
         ]
+        if kept:
+            retired = encode_retired(RetiredObjects(objects=kept, until=until))
+            operations.append(Put(keys.retired(new.object_id), retired))
         with self.lock:
             self._require_open()
             self.refresh()

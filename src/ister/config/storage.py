@@ -209,6 +209,13 @@ class ExpressConfig:
         high=256 * MIB,
         says="Size at which an express object is written at once; one message may exceed it.",
     )
+    resort_seconds: int = setting(
+        300,
+        low=1,
+        high=86_400,
+        says="Age at which a topic's messages in express objects are written to an object of its "
+        "own; earlier when they fill one, or are in 100 express objects.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

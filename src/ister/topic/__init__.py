@@ -16,6 +16,7 @@ time_search         finds an offset by publish time
 
 uploads             when a topic is uploaded, the upload, how far it is behind
 express             uploads of topics that share objects
+resorting           when these messages become objects of their topic
 idle_mark           records that the bucket has everything, while a topic is idle
 upload_plan         which objects an upload would make
 pace                slows uploads down beside a busy producer

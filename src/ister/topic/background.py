@@ -2,15 +2,17 @@
 
     keeper   renews the lease every third of its time; holds appends back when it cannot
     tender   checks topics with a backlog a few times a second, and hands out what is due
-    pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory
+    pool     runs uploads, `storage.uploader.threads` at a time: that bounds their memory; and
+             re-sorts express runs, on half of them
     express  writes the objects that topics share (`express`)
     tidier   trims, expires and collects, a few topics at a time: uploads do not wait for it
     marker   marks idle topics, and removes the mark when a producer waits for that
 
 Owns: threads and when things are due. Does not own: how it is done (`uploads`, `bucket_link`).
 
-With `storage.uploader.engine: auto`, uploads are left to a pipeline while one holds the lease, and
-taken back when it does not; a topic that it leaves behind for long is uploaded here all the same.
+With `storage.uploader.engine: auto`, uploads and re-sorting are left to a pipeline while one holds
+the lease, and taken back when it does not; a topic that it leaves behind for long is served here
+all the same. Topics that wait to be re-sorted take turns, the one that waits longest first.
 
 A failing topic does not affect others: its error is logged and counted, and its uploads pause.
 """
@@ -49,6 +51,8 @@ _TIDY_THREADS: Final = 4
 # How often all topics are checked: a thread interrupted right after a sync may not have listed its
 # topic.
 _SWEEP_SECONDS: Final = 10.0
+# How often topics with express runs are checked.
+_RESORT_CHECK_SECONDS: Final = 1.0
 # Checks of the objects of newly opened topics: a burst, then a rate. Opening thousands of topics
 # must not keep the node busy with checks.
 _CHECKS_BURST: Final = 32
@@ -96,6 +100,12 @@ class Background:
         self._pool = ThreadPoolExecutor(storage.uploader.threads, thread_name_prefix="ister-upload")
         self._queue_lock = threading.Lock()
         self._queued_count = 0
+        # Topics with express runs, as far as is known, and how many are being re-sorted.
+        self._with_runs: set[Topic] = set()
+        self._resorts = 0
+        # Those that are due, the one that waits longest first; found anew every second.
+        self._unsorted: deque[Topic] = deque()
+        self._unsorted_at = now
         self._tidier = ThreadPoolExecutor(_TIDY_THREADS, thread_name_prefix="ister-retention")
         self._marker = ThreadPoolExecutor(_MARK_THREADS, thread_name_prefix="ister-idle")
         # Topics whose mark could not be removed: it is tried again.
@@ -118,6 +128,9 @@ class Background:
         # After setting `on_backlog`: later syncs list the topic, earlier ones are covered here.
         self._list(topic, tier)
         self._express.add(tier)
+        # In this order, for the same reason.
+        tier.sorter.on_runs = partial(self._with_runs.add, topic)
+        self._with_runs.add(topic)
         if self._uploads:
             self._unchecked.append(topic)
         self._look.set()
@@ -127,7 +140,9 @@ class Background:
         self._added.discard(topic)
         self._listed.discard(topic)
         self._held_up.discard(topic)
+        self._with_runs.discard(topic)
         if topic.tier is not None:
+            topic.tier.sorter.on_runs = lambda: None
             self._express.remove(topic.tier)
 
     def _list(self, topic: Topic, tier: TopicTier) -> None:
@@ -242,6 +257,8 @@ class Background:
                 self._tidier.submit(threads.run, "ister-retention", self._retain, topic)
             if has_orphans:
                 self._tidier.submit(threads.run, "ister-orphans", self._collect, topic)
+        if self._uploads:
+            self._hand_out_resorts(now, is_left=is_left)
         if has_orphans:
             self._tidier.submit(threads.run, "ister-express-gc", self._express.collect)
         if now >= self._probe_at:
@@ -263,6 +280,53 @@ class Background:
                 self._submit(topic, tier, tier.follow)
         elif self._uploads and tier.is_due(now):
             self._submit(topic, tier, partial(tier.upload, is_crowded=self._is_crowded))
+
+    def _hand_out_resorts(self, now: float, *, is_left: bool) -> None:
+        """Hands out topics with runs, few at a time: uploads need threads, too."""
+        if now >= self._unsorted_at:
+            self._unsorted_at = now + _RESORT_CHECK_SECONDS
+            self._unsorted = deque(self._find_unsorted(now, is_left=is_left))
+        room = max(1, self._storage.uploader.threads // 2) - self._resorts
+        while self._unsorted and room > 0:
+            topic = self._unsorted.popleft()
+            tier = topic.tier
+            if tier is None or tier.is_submitted or not tier.sorter.is_due(now):
+                continue
+            room -= 1
+            with self._queue_lock:
+                self._resorts += 1
+            self._submit(topic, tier, partial(self._resort, tier))
+
+    def _find_unsorted(self, now: float, *, is_left: bool) -> list[Topic]:
+        """The topics whose runs are due, the one that waits longest first."""
+        due: list[tuple[float, int, Topic]] = []
+        for number, topic in enumerate(tuple(self._with_runs)):
+            tier = topic.tier
+            if tier is None or self._forget_sorted(topic, tier):
+                continue
+            is_ours = not is_left or tier.sorter.is_left_behind(now)
+            if is_ours and tier.sorter.is_due(now):
+                due.append((tier.sorter.since or now, number, topic))
+        return [topic for _, _, topic in sorted(due)]
+
+    def _forget_sorted(self, topic: Topic, tier: TopicTier) -> bool:
+        """Removes a topic from the set if it has no runs; returns whether it has none."""
+        if tier.sorter.has_runs():
+            return False
+        self._with_runs.discard(topic)
+        # After removing it: a run before this check is seen by it, a later one adds the topic.
+        if tier.sorter.has_runs():
+            self._with_runs.add(topic)
+        return True
+
+    def _resort(self, tier: TopicTier) -> None:
+        try:
+            tier.resort()
+        finally:
+            with self._queue_lock:
+                self._resorts -= 1
+            if self._unsorted:
+                self._look.set()
 
     def _submit(self, topic: Topic, tier: TopicTier, work: Callable[[], object]) -> None:
         tier.is_submitted = True

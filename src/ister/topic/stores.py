@@ -35,7 +35,7 @@ from ister.bucket.names import (
     parse_epoch,
     staging_prefix,
 )
-from ister.bucket.object_maker import UploadSettings
+from ister.bucket.object_maker import ObjectMaker, UploadSettings
 from ister.bucket.ownership import OwnedTopic, resume_delete
 from ister.bucket.rebuild import load_manifest, manifest_of, save_manifest
 from ister.bucket.upload import Uploader
@@ -387,6 +387,23 @@ class Tiers:
             clock=self.clock,
             metrics=self.metrics,
             correct_ms=self.node_clock.correct_ms,
+            on_memory=self._add_upload_memory,
+            on_parts=self._add_upload_parts,
+            is_stopping=is_stopping,
+            egress=self._egress,
+        )
+
+    def object_maker(
+        self, owned: OwnedTopic, is_stopping: Callable[[], bool], *, pending_tag: str
+    ) -> ObjectMaker:
+        """Makes objects of a topic beside its uploader; see `ObjectMaker`."""
+        return ObjectMaker(
+            owned.catalog.keys.topic,
+            self.objects,
+            settings=upload_settings(self.storage.uploader),
+            clock=self.clock,
+            metrics=self.metrics,
+            pending_tag=pending_tag,
             on_memory=self._add_upload_memory,
             on_parts=self._add_upload_parts,
             is_stopping=is_stopping,

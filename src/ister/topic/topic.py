@@ -305,8 +305,8 @@ class Topic(Appender):
         try:
             self.wal.wait(offset, level, timeout)
         except WaitTimeoutError as error:
-            if level is AckLevel.TIERED and self.tier is not None and self.tier.last_error:
-                error.hint = f"the last upload failed: {self.tier.last_error.message}"
+            if level is AckLevel.TIERED and self.tier is not None and self.tier.upload_error:
+                error.hint = f"the last upload failed: {self.tier.upload_error.message}"
             raise
         if self.tier is not None:
             self.tier.check_owner()

@@ -41,6 +41,7 @@ from ister.model import AckLevel
 from ister.retry import backoff_seconds
 from ister.topic.idle_mark import IdleMark
 from ister.topic.pace import PacedReader
+from ister.topic.resorting import RunSorter
 from ister.topic.retention import ActiveFloor, no_floor
 from ister.topic.stores import Tiers
 from ister.wal.log import Wal
@@ -113,8 +114,8 @@ class TopicUploads:
         self._follow_at = -float("inf")
         self._behind_since: float | None = None
         self._failures = 0
-        self.last_error: IsterError | None = None
-        """Why the last cycle failed; None after one that did not."""
+        self.upload_error: IsterError | None = None
+        """Why the last upload failed; None after one that did not."""
         self.is_wanted = False
         """Whether a caller waits for `tiered`."""
         self.is_submitted = False
@@ -149,6 +150,15 @@ class TopicUploads:
         self._runs_place: tuple[int, int] = (-1, 0)
         self.on_express: Callable[[], None] = lambda: None
         """Called when messages were synced that the next express object should have."""
+        self.sorter = RunSorter(
+            wal=wal,
+            owned=owned,
+            tiers=tiers,
+            open_files=self._paced_source,
+            is_stopping=self._stopping.is_set,
+            is_express=self.is_express,
+        )
+        """Re-sorts the topic's runs in express objects."""
         owned.on_fenced = self._on_fenced
         owned.on_regained = self._on_regained
         wal.on_tier_wanted = self._on_wanted
@@ -175,6 +185,11 @@ class TopicUploads:
     def is_diskless(self) -> bool:
         """Whether the local files are in memory."""
         return self._tiers.is_diskless
+
+    @property
+    def last_error(self) -> IsterError | None:
+        """Why the last upload, or re-sorting, failed; None after one that did not."""
+        return self.upload_error or self.sorter.last_error
 
     @property
     def failures(self) -> int:
@@ -329,7 +344,7 @@ class TopicUploads:
                 )
             self._failures = 0
             self._retry_at = -float("inf")
-            self.last_error = None
+            self.upload_error = None
             # A pipeline that has not uploaded this topic gets another chance.
             self._behind_since = None
             return tiered
@@ -420,9 +435,10 @@ class TopicUploads:
     def take_run(self, described: ObjectDescriptor) -> None:
         """Takes note of a run that was committed."""
         self._failures = 0
-        self.last_error = None
+        self.upload_error = None
         self._lag_base -= described.size_bytes
         self._advance(described.end)
+        self.sorter.note(described)
 
     def take_run_conflict(self, plan: int) -> None:
         """Finds out what was committed instead of a run, by another process or thread.
@@ -438,7 +454,7 @@ class TopicUploads:
     def take_run_failure(self, error: IsterError, plan: int) -> None:
         """Takes note of an error of an express object; whoever writes it decides when to retry."""
         self._plan_runs_anew(plan)
-        self.last_error = error
+        self.upload_error = error
         self._failures += 1
         self.apply_pressure()
 
@@ -454,6 +470,11 @@ class TopicUploads:
             self._lag_base, self._lag_mark = 0, mark
             self.is_wanted = False
         self.apply_pressure()
+
+    def resort(self) -> ObjectDescriptor | None:
+        """Re-sorts the oldest runs, if they are due; as `RunSorter.resort`."""
+        with self._uploading:
+            return self.sorter.resort()
 
     # -- uploads of a pipeline --------------------------------------------------------------
 
@@ -506,7 +527,7 @@ class TopicUploads:
             if described.start >= known
         )
         self._behind_since = None
-        self.last_error = None
+        self.upload_error = None
         self._lag_base -= size_bytes
         self._wal.advance_tiered(min(last.end, self._wal.synced))
         if self._wal.tiered == self._wal.synced:
@@ -559,7 +580,7 @@ class TopicUploads:
             )
 
     def _record_failure(self, error: IsterError) -> None:
-        self.last_error = error
+        self.upload_error = error
         self._failures += 1
         pause = backoff_seconds(self._failures, first=_RETRY_SECONDS_MIN, most=_RETRY_SECONDS_MAX)
         self._failed_at = self._clock.monotonic()
@@ -612,7 +633,7 @@ class TopicUploads:
                 self._wal.unhold("lag")
 
     def _lag_error(self) -> CapacityError:
-        reason = f": {self.last_error.message}" if self.last_error is not None else ""
+        reason = f": {self.upload_error.message}" if self.upload_error is not None else ""
         return CapacityError(
             f"{self.lag_bytes} bytes wait for their upload{reason}",
             topic=self.owned.topic,

@@ -12,44 +12,10 @@ from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.limits import KIB
 from ister.metadata.memory import MemoryMetadata
 from ister.model import TopicName
-from ister.topic.express import Express
 from support.cases import each
+from support.express import Shared
 from support.machine import ROOT
 from support.tiers import PREFIX, Site
-
-
-class Shared:
-    """A log without threads of its own, with topics that share express objects."""
-
-    def __init__(self, site, disk="a", *, topics=2, storage=None, **wal):
-        self.site = site
-        self.log = site.open(disk, storage=storage, **wal)
-        self.express = Express(self.log.tiers)
-        self.topics = [self.open(f"/default/t{number}") for number in range(topics)]
-
-    def open(self, name, **arguments):
-        topic = self.log.topic(name, create=True, ack="tiered", **arguments)
-        self.express.add(topic.tier)
-        return topic
-
-    def append(self, number, *payloads):
-        topic = self.topics[number]
-        for payload in payloads:
-            offset = topic.append(payload)
-        topic.wait(offset, level="synced")
-        return offset
-
-    def formats(self, number):
-        catalog = self.topics[number].tier.owned.catalog
-        return [(d.start, d.end, d.format) for d, _ in catalog.descriptors()]
-
-    def read(self, number):
-        topic = self.topics[number]
-        end = topic.watermarks.tiered
-        return [m.payload for m in topic.read(start="earliest", end=end)]
-
-    def objects(self):
-        return [info.key for info in self.site.objects.list(EXPRESS_PREFIX)]
 
 
 @pytest.fixture

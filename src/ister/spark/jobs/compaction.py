@@ -18,6 +18,8 @@ Invariants:
 - groups that lose messages are swapped in the order of offsets. A tombstone goes after all other
   messages of its key, so that none of them comes back.
 
+Runs of express objects are merged in any case; `resorting` does only that.
+
 Readers continue: a reader looks up the object of an offset again when one is gone, and old objects
 stay for `grace_minutes`.
 
@@ -36,10 +38,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ister import failpoints
 from ister.bucket.compaction_plan import MergeGroup, PlanSettings, plan_compaction
+from ister.bucket.express_collection import stays_by_age
 from ister.bucket.names import object_key, objects_prefix, parse_object_id, staging_prefix
 from ister.bucket.orphans import collect_orphans
 from ister.bucket.ownership import OwnedTopic
@@ -202,14 +205,30 @@ def compact(
     return job.report
 
 
-def compact_topics(job: Job, topics: Sequence[str], settings: CompactSettings) -> None:
+class Planner(Protocol):
+    """Chooses other objects than `plan_compaction` does."""
+
+    def begin(self, owned: OwnedTopic) -> int | None:
+        """Returns the offset from which on descriptors are read; None if nothing is to be done."""
+        ...
+
+    def plan(self, descriptors: Sequence[ObjectDescriptor]) -> list[MergeGroup]:
+        """Returns the groups to merge, ascending."""
+        ...
+
+
+def compact_topics(
+    job: Job, topics: Sequence[str], settings: CompactSettings, *, planner: Planner | None = None
+) -> None:
     """Compacts topics within a job; the result is in its report.
+
+    With a `planner` nothing else is done: leftovers of earlier merges stay.
 
     Raises:
         FencedError: The job's lease has expired.
         UnavailableError: The metadata store does not respond.
     """
-    _Compaction(job, settings).run(topics)
+    _Compaction(job, settings, planner).run(topics)
 
 
 @dataclass(slots=True)
@@ -245,9 +264,10 @@ class _PlannedGroup:
 class _Compaction:
     """One run of the job. Used by one thread."""
 
-    def __init__(self, job: Job, settings: CompactSettings) -> None:
+    def __init__(self, job: Job, settings: CompactSettings, planner: Planner | None) -> None:
         self._job = job
         self._settings = settings
+        self._planner = planner
         storage = job.place.config.storage
         self._orphan_grace_seconds = storage.cloud.orphan_grace_minutes * 60
         grace_minutes = settings.grace_minutes
@@ -262,7 +282,7 @@ class _Compaction:
         job = self._job
         for topic in topics:
             job.report.add(topic, objects=0, merged=0, bytes=0)
-            if not job.dry_run:
+            if not job.dry_run and self._planner is None:
                 with self._own_failure(topic):
                     self._collect(topic)
         pending = list(topics)
@@ -305,11 +325,15 @@ class _Compaction:
         return plan if plan is not None and plan.groups else None
 
     def _read_topic(self, topic: str, *, removes: bool) -> _TopicPlan:
-        owned = self._job.act(topic)
-        everything = _read_objects(owned)
+        owned, planner = self._job.act(topic), self._planner
+        begin = 0 if planner is None else planner.begin(owned)
+        everything = [] if begin is None else _read_objects(owned, begin)
         plan = _TopicPlan(topic, owned, everything)
         descriptors = [described for described, _ in everything]
-        groups = plan_compaction(descriptors, self._settings.plan)
+        if planner is None:
+            groups = plan_compaction(descriptors, self._settings.plan)
+        else:
+            groups = planner.plan(descriptors)
         merged = {group.start for group in groups}
         if removes:
             groups = _with_the_rest(topic, descriptors, groups)
@@ -456,8 +480,15 @@ class _Compaction:
         failpoints.reach("pipeline.before_commit")
         job.check()
         self._check_there(group.plan, made)
-        until = int(job.clock.now_ns() / 1e9 + self._grace_seconds)
-        if not group.plan.owned.swap(group.old, made, until=until):
+        now = job.clock.now_ns() / 1e9
+        stays = partial(
+            stays_by_age,
+            now=now,
+            grace_seconds=self._orphan_grace_seconds,
+            wanted_seconds=self._grace_seconds,
+        )
+        until = int(now + self._grace_seconds)
+        if not group.plan.owned.swap(group.old, made, until=until, stays=stays):
             return False
         failpoints.reach("pipeline.after_commit")
         _log.info(
@@ -606,13 +637,13 @@ class _Outcome:
         job.report.fail(error, group.plan.name)
 
 
-def _read_objects(owned: OwnedTopic) -> list[tuple[ObjectDescriptor, int]]:
-    """Reads all objects of a topic, each with its key's revision.
+def _read_objects(owned: OwnedTopic, begin: int) -> list[tuple[ObjectDescriptor, int]]:
+    """Reads the objects of a topic from an offset on, each with its key's revision.
 
     Objects that another job merges meanwhile may appear before and after the merge: read again.
     """
     for _ in range(_READS_MAX):
-        found = [(_slim(d), revision) for d, revision in owned.catalog.descriptors()]
+        found = [(_slim(d), revision) for d, revision in owned.catalog.descriptors(begin)]
         if all(before.end <= after.start for (before, _), (after, _) in pairwise(found)):
             break
     return found

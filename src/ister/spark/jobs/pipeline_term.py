@@ -1,8 +1,8 @@
 """One term of the pipeline: from taking the lease until it is lost, or the service is stopped.
 
-    tier, every second or so                          ─┐
-    compact, export, scrub: scheduled, or on request  ─┼─ three threads
-    status, reports, and stops while Spark works      ─┘
+    tier, every second or so                                         ─┐
+    resort, scheduled; compact, export, scrub, scheduled or on request ─┼─ three threads
+    status, reports, and stops while Spark works                     ─┘
 
 Owns: when each job runs, requests, the status. Does not own: the lease (`job`), what jobs do.
 

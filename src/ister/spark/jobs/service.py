@@ -1,4 +1,4 @@
-"""`run`: the pipeline as a service that tiers, compacts, exports and scrubs until it is stopped.
+"""`run`: the pipeline as a service: tiers, re-sorts, compacts, exports and scrubs until stopped.
 
     standby ─► lease ─► a term (`pipeline_term`) ─► lease lost, or stop
        ▲                                                 │
@@ -80,12 +80,15 @@ def run(
     """
     place = find_job_place(config, broker)
     pipeline = place.config.pipeline
+    if not _tiers(place.config):
+        engine = place.config.storage.uploader.engine
+        _log.warning("the pipeline does not upload", extra={"uploader.engine": engine.value})
     service = Service(
         spark,
         place,
         tier=_tier_due if _tiers(place.config) else None,
         tier_now=_tier_now,
-        jobs=slow_jobs(pipeline),
+        jobs=[*resort_jobs(place.config), *slow_jobs(pipeline)],
         make_job=lambda name, topics: requested_job(pipeline, name, topics),
         clock=clock if clock is not None else SystemClock(),
     )
@@ -95,11 +98,7 @@ def run(
 
 def _tiers(config: Config) -> bool:
     """Returns whether the pipeline does the uploads."""
-    engine = config.storage.uploader.engine
-    if engine in (Engine.AUTO, Engine.SPARK):
-        return True
-    _log.warning("the pipeline does not upload", extra={"uploader.engine": engine.value})
-    return False
+    return config.storage.uploader.engine in (Engine.AUTO, Engine.SPARK)
 
 
 # -- jobs, each loaded when it is needed ----------------------------------------------------
@@ -149,6 +148,20 @@ _WORKS: Final[dict[str, Callable[[Job, PipelineConfig, Sequence[str] | None], No
     "export": _export,
     "scrub": _scrub,
 }
+
+
+def _resort(job: Job) -> None:
+    from ister.spark.jobs.resorting import resort_topics  # noqa: PLC0415
+
+    resort_topics(job)
+
+
+def resort_jobs(config: Config) -> list[SlowJob]:
+    """Returns the job that re-sorts express runs; none if the pipeline does not upload."""
+    if not _tiers(config):
+        return []
+    every_seconds = float(config.storage.uploader.express.resort_seconds)
+    return [SlowJob(name="resort", every_seconds=every_seconds, work=_resort)]
 
 
 def slow_jobs(pipeline: PipelineConfig) -> list[SlowJob]:
